@@ -27,7 +27,7 @@ import torch
 import blockdiff
 from benchmarks import machine
 from blockdiff.checkpoint.tokenizer import load_tokenizer
-from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.sources import Source, read_rows
 from blockdiff.errors import BlockdiffError
 from blockdiff.evals import task as task_of
 from blockdiff.evals.compare import compare
@@ -226,7 +226,7 @@ def distilled_of(model: Path) -> Path:
 def line_of(way: Way, task: Task, models: Sequence[Path], count: int) -> Line:
     """The answers of a way with the models of all seeds."""
     records, solved, seconds = [], [], []
-    rows = list(rows_of(Source(str(models[0].parents[1] / "data" / task.name / "test.jsonl"))))[:count]
+    rows = list(read_rows(Source(str(models[0].parents[1] / "data" / task.name / "test.jsonl"))))[:count]
     for model in map(distilled_of, models) if way.is_distilled else models:
         loaded = blockdiff.load(model, dtype="float32", device="cpu")
         sampler = Sampler(loaded, load_tokenizer(model), strategy=way.strategy, canvases=way.canvases)

@@ -131,8 +131,8 @@ def tokenizer(
     It has pad, eos, bos and mask tokens and those of the Gemma 4 turn format, so
     both prompt/response rows and conversations can be trained on.
     """
-    from blockdiff.data.rows import texts_of
-    from blockdiff.data.sources import Source, rows_of
+    from blockdiff.data.rows import written_texts
+    from blockdiff.data.sources import Source, read_rows
     from blockdiff.data.tokenizer import byte_level_bpe, write_tokenizer
     from blockdiff.terminal import quiet
 
@@ -142,9 +142,9 @@ def tokenizer(
     named = [Source(source, subset=subset, split=split, columns=chosen) for source in sources]
 
     def texts() -> Iterator[str]:
-        for row in chain.from_iterable(map(rows_of, named)):
+        for row in chain.from_iterable(map(read_rows, named)):
             counts["rows"] += 1
-            for text in texts_of(row):
+            for text in written_texts(row):
                 counts["characters"] += len(text)
                 yield text
 

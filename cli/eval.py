@@ -117,12 +117,12 @@ def evaluate(
     mesh = together.join(tensor_parallel, opened.device, model)
     if mesh is not None and not mesh.ranks.is_main:
         output = None
-    from blockdiff.data.sources import Source, rows_of
+    from blockdiff.data.sources import Source, read_rows
     from blockdiff.evals.questions import questions_of
     from blockdiff.terminal import quiet
 
     source = Source(data, subset=subset, split=split, columns=options.parse_columns(columns))
-    rows = [row.located() for row in islice(rows_of(source), limit)]
+    rows = [row.located() for row in islice(read_rows(source), limit)]
     rows = [row.as_conversation() if chat else row for row in rows]
     questions_of(rows, find_task(task))  # refused now rather than after the weights are read
     for name, is_asked in (("--thinking", thinking), ("--system", system is not None)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.adapters import base_of
+from blockdiff.checkpoint.adapters import adapted_checkpoint
 from blockdiff.checkpoint.added import added_in
 from blockdiff.checkpoint.files import ADDED, first_line, stored_tensors
 from blockdiff.checkpoint.opening import model_files
@@ -37,9 +37,9 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
     else:
         found = checkpoint.read_adapter(adapter, model)
         adapt(model, found.modules, found.tokens)
-        shape = show_shape(model, f"{target}, an adapter of {base_of(adapter)}", show)
+        shape = show_shape(model, f"{target}, an adapter of {adapted_checkpoint(adapter)}", show)
         show.line("frozen    all but the adapter")
-    tensors = _headers(directory, target if adapter is None else base_of(adapter))
+    tensors = _headers(directory, target if adapter is None else adapted_checkpoint(adapter))
     names = family_of(model.config).names
     sizes = {name: math.prod(size_of) for name, (size_of, _) in tensors.items()}
     carried = [size for name, size in sizes.items() if names.is_carried(name, has_images=True)]

@@ -16,16 +16,16 @@ from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example, ExampleImage
-from blockdiff.data.images import ImageReader, content_of, decoded, name_of
+from blockdiff.data.images import ImageReader, decoded, image_bytes, image_name
 from blockdiff.terminal import printable
 from blockdiff.training.build import checked_data
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
-from blockdiff.training.plan.training import dtypes_of
+from blockdiff.training.plan.training import weight_dtypes
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse, without_effect
 from blockdiff.training.starting_model import (
-    corruption_of,
+    make_corruption,
     read_starting_model,
     with_objective_of_base,
     without_weights,
@@ -59,9 +59,9 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     recipe, said = with_objective_of_base(recipe)
     refuse(recipe)
     base = read_starting_model(recipe)
-    corruption = corruption_of(recipe, base)
+    corruption = make_corruption(recipe, base)
     objective = without_weights(recipe, base)
-    needs = kept_bytes(cut_to_rank(objective, recipe), recipe, recipe.parallel.experts, *dtypes_of(recipe, base))
+    needs = kept_bytes(cut_to_rank(objective, recipe), recipe, recipe.parallel.experts, *weight_dtypes(recipe, base))
     model = show_shape(
         objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs
     )
@@ -72,7 +72,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
         show.line(f"objective {said}")
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):
         show.line(line)
-    batch, examples = data.batches(step)[0], data.examples_of(step)
+    batch, examples = data.batches(step)[0], data.step_examples(step)
     reader = data.collator.reader
     alpha_BC = recipe.objective.schedule.alpha(batch.t_BC)
     noise = corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed)
@@ -81,17 +81,17 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     numbers = summary(drawn, step, 0 if ar is None else ar.weight)
     for line in summary_lines(numbers):
         show.line(line)
-    words = words_of(base.tokenizer)
+    words = token_words(base.tokenizer)
     for row in range(min(rows, len(batch.tokens_BS)) if show.is_shown else 0):
         for text in row_texts(drawn, row, words):
             show.console.print(text)
-        for column, source in images_of(drawn, row).items():
+        for column, source in row_images(drawn, row).items():
             if reader is not None:
                 show.console.print(shown(reader, column, *source, is_terminal=show.console.is_terminal))
     return {"model": model, "data": data.report(), "batch": numbers}
 
 
-def words_of(tokenizer: Any) -> Words:
+def token_words(tokenizer: Any) -> Words:
     """Token ids in a row -> what is shown of each: whole characters, special tokens in brackets, signs for lines."""
     decode, special = sequence_decoder(tokenizer), set(tokenizer.all_special_ids)
     special |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -144,19 +144,19 @@ def summary_lines(numbers: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def starts_of(drawn: Drawn, row: int) -> dict[int, Example]:
+def example_starts(drawn: Drawn, row: int) -> dict[int, Example]:
     """The examples of a row, of which there are several in a packed one, by the column where each begins."""
     batch, count = drawn.batch, int((drawn.batch.length_BC[row] > 0).sum())
     samples = batch.address_BC3[row, :count, 1].tolist()
     return dict(zip(batch.doc_start_BC[row, :count].tolist(), map(drawn.examples.__getitem__, samples), strict=True))
 
 
-def images_of(drawn: Drawn, row: int) -> dict[int, tuple[ExampleImage, str]]:
+def row_images(drawn: Drawn, row: int) -> dict[int, tuple[ExampleImage, str]]:
     """The images of a row by the column of their first placeholder, with the place of the row that each comes from."""
     doc_starts = drawn.batch.doc_start_BS[row].tolist()
     return {
         start + image.column: (image, example.where)
-        for start, example in starts_of(drawn, row).items()
+        for start, example in example_starts(drawn, row).items()
         for image in example.images
         if start in doc_starts[start + image.column :][:1]  # images behind the last canvas may be left out
     }
@@ -165,9 +165,9 @@ def images_of(drawn: Drawn, row: int) -> dict[int, tuple[ExampleImage, str]]:
 def shown(reader: ImageReader, column: int, image: ExampleImage, where: str, is_terminal: bool) -> Text:
     """An image in words, and in a terminal as a small picture, two pixels to a character."""
     source = reader.located(image.source, where)
-    picture = decoded(content_of(source), name_of(source)).convert("RGB")
+    picture = decoded(image_bytes(source), image_name(source)).convert("RGB")
     width, height = picture.size
-    text = Text(f"  image at column {column}: {printable(name_of(image.source))}, {width} x {height}, ")
+    text = Text(f"  image at column {column}: {printable(image_name(image.source))}, {width} x {height}, ")
     text.append(f"{image.tokens} tokens")
     if is_terminal:
         picture.thumbnail((SIDE, SIDE))
@@ -183,7 +183,7 @@ def shown(reader: ImageReader, column: int, image: ExampleImage, where: str, is_
 def row_texts(drawn: Drawn, row: int, words: Words) -> list[Text]:
     """A row of the batch: where its examples come from, its clean tokens, and each canvas as the model gets it."""
     batch, count = drawn.batch, int((drawn.batch.length_BC[row] > 0).sum())
-    examples, images = starts_of(drawn, row).values(), images_of(drawn, row)
+    examples, images = example_starts(drawn, row).values(), row_images(drawn, row)
     origins = [each.where + ", cut at max_length" * each.is_truncated for each in examples]
     clean, canvases = Text("  "), []
     styles: dict[int, str] = {}

@@ -30,11 +30,11 @@ def requests_of(
 
 def user_message(text: str, images: Sequence[str]) -> dict[str, Any]:
     """A user's message with images where its text says `<image>`, else before it; DataError for another number."""
-    from blockdiff.data.image_parts import parts_of
+    from blockdiff.data.image_parts import text_with_images
     from blockdiff.data.messages import BadRow
 
     try:
-        return {"role": "user", "content": parts_of(text, images) if images else text}
+        return {"role": "user", "content": text_with_images(text, images) if images else text}
     except BadRow as error:
         raise DataError(str(error)) from None
 

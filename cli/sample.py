@@ -302,13 +302,13 @@ def _write_trace(path: Path, traces: list[Trace], sampler: Sampler, entries: Seq
 
         write_traces(path, traces)
     elif path.suffix == ".html":
-        from blockdiff.data.images import content_of
+        from blockdiff.data.images import image_bytes
         from blockdiff.plots.denoising import draw_page
         from blockdiff.sampling import Request
 
         drawn = {trace.id for trace in traces}
         asked = [entry for entry in entries if isinstance(entry, Request) and entry.id in drawn]
-        pictures = {entry.id: [content_of(source) for source in entry.sources] for entry in asked}
+        pictures = {entry.id: [image_bytes(source) for source in entry.sources] for entry in asked}
         draw_page(traces, path, decode, title="How the text filled in", pictures=pictures)
     elif traces:
         from blockdiff.plots.picture import draw_picture

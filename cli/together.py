@@ -47,7 +47,7 @@ def join(count: int, device: str, model: str) -> Mesh | None:
     from blockdiff.parallel.mesh import Mesh
     from blockdiff.parallel.ranks import from_accelerate
 
-    ranks = replace(from_accelerate(), alike=count)
+    ranks = replace(from_accelerate(), ranks_per_row=count)
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return Mesh.of(ranks, tensor=count)

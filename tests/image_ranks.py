@@ -65,7 +65,7 @@ def everything(ranks: Ranks, directory: Path) -> None:
     """Train over every mesh, or alone, with an image side that trains and with one that stands still."""
     meshes = {"": Mesh(ranks)}
     if ranks.world > 1:
-        alike = {name: replace(ranks, alike=said.get("tensor", 1)) for name, said in MESHES.items()}
+        alike = {name: replace(ranks, ranks_per_row=said.get("tensor", 1)) for name, said in MESHES.items()}
         meshes = {name: Mesh.of(alike[name], **said) for name, said in MESHES.items()}
     for name, mesh in meshes.items():
         for trains_images in (True, False):

@@ -32,7 +32,7 @@ from blockdiff.training.checkpoint_content import steps_saved
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.optimiser import build
-from blockdiff.training.run import entered, prune
+from blockdiff.training.run import hold_run, prune
 from tests import losing_meshes as meshes
 from tests.forked import HUNG, rank_variables
 from tests.toy_objective import ToyObjective, slots, toy_batches
@@ -48,7 +48,7 @@ def toy_run(ranks: Ranks, run: Path, disturb: Callable[[int], None] = lambda ste
     """Nine steps, saved after every third; `disturb(step)` comes between a step's batches or within a save."""
     objective = ToyObjective()
     optimiser = build(objective, lr=0.1)
-    with entered(run, True, ranks) as found:
+    with hold_run(run, True, ranks) as found:
         pass
     start = restore(found, objective, optimiser, {}, ranks=ranks) if found else 0
     draw = toy_batches(slots(ranks, 4), 4)

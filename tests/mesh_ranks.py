@@ -186,7 +186,7 @@ ADAPTED = {("minimax_m3 denoising", "experts"), *(("diffusion_gemma", mesh) for 
 
 
 def cases(world: int) -> list[tuple[str, str, str]]:
-    """What is trained over so many ranks: a model, a mesh and a scenario."""
+    """The trainings over so many ranks: a model, a mesh and a scenario each."""
     plain, adapted = SCENARIOS
     found = [(name, mesh) for name in TRAINED for mesh in meshes_of(name, world)]
     return [(*case, each) for case in found for each in (plain, adapted) if each == plain or case in ADAPTED]
@@ -204,7 +204,7 @@ def meshes_of(name: str, world: int) -> list[str]:
 def all_meshes(ranks: Ranks, directory: Path, runs: dict[str, list[str]]) -> None:
     """Train every model over every mesh, of which each rank writes what it has, and whole runs from recipes."""
     for name, each, scenario in cases(ranks.world):
-        mesh = Mesh.of(replace(ranks, alike=MESHES[each].get("tensor", 1)), **MESHES[each])
+        mesh = Mesh.of(replace(ranks, ranks_per_row=MESHES[each].get("tensor", 1)), **MESHES[each])
         found = trained(mesh, name, scenario, mesh.is_split)
         write_pieces(directory / f"{name}: {each}: {scenario}: {ranks.rank}", found)
     train_runs(directory, runs)

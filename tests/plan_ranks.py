@@ -16,7 +16,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.tensor_pieces import is_spread
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.build import mesh_of
+from blockdiff.training.build import make_mesh
 from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
     """The peak of live bytes of a rank's step above what it held before, gradients among them."""
-    base, mesh = read_starting_model(recipe), mesh_of(recipe, ranks)
+    base, mesh = read_starting_model(recipe), make_mesh(recipe, ranks)
     objective = without_weights(recipe, base)
     model = objective.model.train()
     if recipe.train.activation_checkpointing:

@@ -29,7 +29,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_content import FOLDER
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.checkpoint_writer import save_checkpoint
-from blockdiff.training.run import entered, prune
+from blockdiff.training.run import hold_run, prune
 from tests.closeness import relative_error
 from tests.oracle import tiny_config, widen_routers
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
@@ -149,7 +149,7 @@ def failing(ranks: Ranks) -> str:
 
 
 def enter(run: Path, resume: bool, ranks: Ranks) -> Path | None:
-    with entered(run, resume, ranks) as checkpoint:
+    with hold_run(run, resume, ranks) as checkpoint:
         return checkpoint
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
-from blockdiff.data.collate import slots_of
+from blockdiff.data.collate import rank_slots
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.seeding import Stream, integers, uniform
 
@@ -84,7 +84,7 @@ def toy_batch(samples: range | list[int], epoch: int = 0, canvases: bool = True,
 
 def slots(ranks: Ranks, batch_size: int, micro_batch_size: int | None = None) -> list[range]:
     """The slots of each micro-batch of this rank."""
-    mine = slots_of(ranks.rank, ranks.world, batch_size)
+    mine = rank_slots(ranks.rank, ranks.world, batch_size)
     size = micro_batch_size or batch_size
     return [mine[start : start + size] for start in range(0, len(mine), size)]
 

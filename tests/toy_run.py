@@ -13,7 +13,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.optimiser import build
-from blockdiff.training.run import entered, prune
+from blockdiff.training.run import hold_run, prune
 from blockdiff.training.schedule import CosineDecay, learning_rate
 from tests.toy_objective import ToyObjective, slots, toy_batches
 from tests.toy_trainer import Options, train
@@ -31,7 +31,7 @@ def saved(run, step, objective, optimiser, keep=2, **kept):
 
 def enter(run: Path, resume: bool = True) -> Path | None:
     """Enter a run directory and leave it; returns the checkpoint to go on from."""
-    with entered(run, resume, ALONE) as checkpoint:
+    with hold_run(run, resume, ALONE) as checkpoint:
         return checkpoint
 
 

@@ -9,7 +9,7 @@ from blockdiff.checkpoint.generation import Generation, SpecialTokens, default_g
 from blockdiff.checkpoint.images import empty_image_side, with_image_side
 from blockdiff.checkpoint.merging import export
 from blockdiff.checkpoint.opening import load
-from blockdiff.checkpoint.read import dtype_of, empty, load_weights
+from blockdiff.checkpoint.read import empty, load_weights, weights_dtype
 from blockdiff.checkpoint.write import save
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "convert",
     "default_generation",
     "draw_weights",
-    "dtype_of",
     "empty",
     "empty_image_side",
     "export",
@@ -36,5 +35,6 @@ __all__ = [
     "save",
     "save_adapter",
     "special_tokens",
+    "weights_dtype",
     "with_image_side",
 ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS, hub_module
-from blockdiff.checkpoint.added import listed, shapes_of
+from blockdiff.checkpoint.added import listed, tensor_shapes
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, fingerprint, metadata_in
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, family_of
@@ -31,13 +31,13 @@ def base_record(model: BlockDiffusionModel) -> str:
         weights = None if origin is None else fingerprint(origin)
     except (CheckpointError, OSError):  # it has gone since it was loaded
         weights = None
-    return json.dumps(_shape_of(model) | {"weights": weights}, sort_keys=True)
+    return json.dumps(_shape_record(model) | {"weights": weights}, sort_keys=True)
 
 
 def require_base(directory: Path, model: BlockDiffusionModel) -> None:
     """Raises CheckpointError where the adapter in a directory says that it was trained on a model of another shape."""
     said = _said(directory)
-    shape = _shape_of(model)
+    shape = _shape_record(model)
     if said and any(said.get(key) != value for key, value in shape.items()):
         raise CheckpointError(
             f"{directory}: was trained on another model ({_words(said)}) than this one ({_words(shape)}); name its own"
@@ -104,8 +104,8 @@ def _matches(words: str | Collection[str], name: str) -> bool:
     return any(name == word or name.endswith("." + word) for word in words)
 
 
-def _shape_of(model: BlockDiffusionModel) -> dict[str, Any]:
-    shapes = sorted((name, size) for name, size in shapes_of(model).items() if not name.startswith(IMAGE_SIDE))
+def _shape_record(model: BlockDiffusionModel) -> dict[str, Any]:
+    shapes = sorted((name, size) for name, size in tensor_shapes(model).items() if not name.startswith(IMAGE_SIDE))
     return {
         "type": model.config.model_type,
         "layers": len(model.layers),

@@ -44,7 +44,7 @@ INERT += ("layers_pattern", "megatron_config", "megatron_core", "runtime_config"
 INERT += ("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying")
 
 
-def config_of(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
+def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
     """adapter_config.json: what is adapted as a pattern of names, ranks and alphas that differ as patterns, too."""
     family, adapted = family_of(model.config), adapters_of(model)
     names: dict[str, LowRank] = {}  # transformers' names of adapted modules and parameters
@@ -155,7 +155,7 @@ def require_plain(config: Mapping[str, Any], directory: Path) -> None:
             ) from None
 
 
-def low_rank_of(
+def read_low_rank(
     config: Mapping[str, Any], ours: str, parts: Mapping[str, Part], model: BlockDiffusionModel, directory: Path
 ) -> LowRank:
     """The rank and alpha that a file gives the module of one of our adapter parameters."""
@@ -180,7 +180,7 @@ def _of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
 
-def tokens_of(config: Mapping[str, Any], parts: Mapping[str, Part], directory: Path) -> tuple[int, ...]:
+def trained_tokens(config: Mapping[str, Any], parts: Mapping[str, Part], directory: Path) -> tuple[int, ...]:
     given = config.get("trainable_token_indices")
     lists = list(given.values()) if isinstance(given, dict) else [given] if given else []
     if (TOKEN_ROWS in parts) != bool(lists) or len({tuple(each) for each in lists}) > 1:

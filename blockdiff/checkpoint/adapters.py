@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from blockdiff.checkpoint.adapter_base import BASE, base_record, require_base, require_every_target
-from blockdiff.checkpoint.adapter_config import config_of, low_rank_of, require_plain, tokens_of
+from blockdiff.checkpoint.adapter_config import peft_config, read_low_rank, require_plain, trained_tokens
 from blockdiff.checkpoint.adapter_names import PREFIX, WEIGHTS, Part, adapts_images, hub_module, parts_in, peft_names
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, read_json
-from blockdiff.checkpoint.fp8 import FORM, form_of
+from blockdiff.checkpoint.fp8 import FORM, fp8_form
 from blockdiff.checkpoint.fused_adapters import apart, fused
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation
@@ -80,9 +80,9 @@ def save_adapter(
             raise CheckpointError(f"{target}: is there already; choose another directory")
         try:
             with whole_directory(target) as fresh:
-                config = json.dumps(config_of(model, base), indent=2, sort_keys=True)
+                config = json.dumps(peft_config(model, base), indent=2, sort_keys=True)
                 (fresh / CONFIG).write_text(config + "\n", encoding="utf-8")
-                form, said = form_of(model), {"format": "pt", BASE: base_record(model)}
+                form, said = fp8_form(model), {"format": "pt", BASE: base_record(model)}
                 write_stream(fresh / WEIGHTS, sources, said | ({} if form is None else {FORM: form}))
                 if tokenizer is not None:
                     tokenizer.save_pretrained(fresh)
@@ -155,7 +155,7 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
     modules: dict[str, LowRank] = {}
     for ours in parts:
         if ours != TOKEN_ROWS:
-            module, low_rank = ours.rpartition(".")[0], low_rank_of(config, ours, parts, model, directory)
+            module, low_rank = ours.rpartition(".")[0], read_low_rank(config, ours, parts, model, directory)
             if modules.setdefault(module, low_rank) != low_rank:
                 raise CheckpointError(f"{directory}: the adapters of {module} differ in rank or alpha; one is read")
     wholes: dict[str, list[str]] = defaultdict(list)
@@ -165,11 +165,11 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
         if whole is not None and {f"{name}.lora_A", f"{name}.lora_B"} <= parts.keys():
             wholes[whole[0]].append(name)
     apart(modules, parts, wholes)
-    tokens = tokens_of(config, parts, directory)
+    tokens = trained_tokens(config, parts, directory)
     return Adapter(modules, parts, tokens, config.get("base_model_name_or_path"))
 
 
-def base_of(directory: str | Path) -> str:
+def adapted_checkpoint(directory: str | Path) -> str:
     """The checkpoint or Hub id that the adapter in a directory says it belongs to; CheckpointError where it does not.
 
     A relative path is looked for beside the adapter, too.

@@ -24,7 +24,7 @@ from blockdiff.tensor_pieces import fill_piece, is_spread, local_of
 Shapes = dict[str, tuple[int, ...]]
 
 
-def shapes_of(model: nn.Module) -> Shapes:
+def tensor_shapes(model: nn.Module) -> Shapes:
     """The shapes of all tensors of a model but those of adapters and the scales of tensors in fp8, by our names."""
     state = model.state_dict().items()
     return {name: tuple(tensor.shape) for name, tensor in state if not is_adapter(name) and not is_scale(name)}
@@ -33,13 +33,13 @@ def shapes_of(model: nn.Module) -> Shapes:
 def added_to(model: BlockDiffusionModel) -> Shapes:
     """The tensors that a model has beside those that the Hub has of its family's model of this config."""
     own, to_hub = _own(model), family_of(model.config).names.to_hub
-    return {name: shape for name, shape in shapes_of(model).items() if name not in own or to_hub(name) is None}
+    return {name: shape for name, shape in tensor_shapes(model).items() if name not in own or to_hub(name) is None}
 
 
 def beyond_family(model: BlockDiffusionModel) -> Shapes:
     """The tensors that a model has beside those of its family's model of this config."""
     own = _own(model)
-    return {name: shape for name, shape in shapes_of(model).items() if name not in own}
+    return {name: shape for name, shape in tensor_shapes(model).items() if name not in own}
 
 
 def check_whole(model: BlockDiffusionModel) -> None:
@@ -47,7 +47,7 @@ def check_whole(model: BlockDiffusionModel) -> None:
 
     It lacks tensors that its config asks for, has some of another shape, or has more than its class says.
     """
-    shapes, own = shapes_of(model), _own(model)
+    shapes, own = tensor_shapes(model), _own(model)
     for name, shape in own.items():
         if name not in shapes:
             raise CheckpointError(f"the model has no {name}, which its config asks for; it cannot be saved")
@@ -58,14 +58,14 @@ def check_whole(model: BlockDiffusionModel) -> None:
     added = [name for name in shapes if name not in own]
     if added and is_own_class(model):
         raise CheckpointError(
-            f"the model has {listed(added)}, which a {_class_of(model).__name__} has not; add it in a subclass, "
+            f"the model has {listed(added)}, which a {_model_class(model).__name__} has not; add it in a subclass, "
             "whose instances can be saved and loaded (load(..., model=...))"
         )
 
 
-def metadata_of(model: BlockDiffusionModel) -> dict[str, str]:
+def added_metadata(model: BlockDiffusionModel) -> dict[str, str]:
     """The metadata of the file of added tensors: the class that they belong to. A class may add code and no tensor."""
-    return {"class": _class_of(model).__qualname__}
+    return {"class": _model_class(model).__qualname__}
 
 
 def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -86,7 +86,7 @@ def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, 
     if found != added or not (added or not is_own_class(model)):
         raise CheckpointError(
             f"{file}: holds what the model class {name_of_class} adds ({listed(list(found))}); load it with model=, "
-            f"that class; {_class_of(model).__name__} adds {listed(list(added))}"
+            f"that class; {_model_class(model).__name__} adds {listed(list(added))}"
         )
     for name, tensor in load_file(file).items():
         fill(model, name, _cast(tensor, dtype, device))
@@ -174,15 +174,15 @@ def _own(model: BlockDiffusionModel) -> Shapes:
     with torch.device("meta"):
         own = family.model_class(model.config, model.kernels)
         own.image_side = None if model.image_side is None else family.image_side(model.config)
-    return shapes_of(own)
+    return tensor_shapes(own)
 
 
 def is_own_class(model: BlockDiffusionModel) -> bool:
     """True for a model of its family's own class, which adds nothing."""
-    return _class_of(model) is family_of(model.config).model_class
+    return _model_class(model) is family_of(model.config).model_class
 
 
-def _class_of(model: nn.Module) -> type:
+def _model_class(model: nn.Module) -> type:
     """The class of a model as it was before FSDP2 made it one of a class of its own."""
     if not hasattr(model, "set_reshard_after_forward"):
         return type(model)

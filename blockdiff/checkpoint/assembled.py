@@ -188,7 +188,7 @@ def dequantised(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float() * factor).to(torch.bfloat16)
 
 
-def pieces_of(hub: str, source: TensorSource, names: Names, in_fp8: bool = False) -> dict[str, TensorSource]:
+def file_tensors(hub: str, source: TensorSource, names: Names, in_fp8: bool = False) -> dict[str, TensorSource]:
     """A tensor as a file has it: itself, or the matrices of single experts, for all of which it is read once."""
     found = names.pieces_of(hub, in_fp8)
     if not found:

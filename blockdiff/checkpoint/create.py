@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from blockdiff.checkpoint.added import beyond_family, draw_added, fill, shapes_of
+from blockdiff.checkpoint.added import beyond_family, draw_added, fill, tensor_shapes
 from blockdiff.checkpoint.config import fitted, preset_config
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.images import drawn_images
@@ -57,7 +57,7 @@ def draw_weights(
     added = beyond_family(model)
     draw_added(model, seed, target, place)
     images = drawn_images(model.config, seed, target)
-    for name, shape in shapes_of(model).items():
+    for name, shape in tensor_shapes(model).items():
         if name in added:
             continue
         # all ranks draw the same, and keep their own part

@@ -81,7 +81,7 @@ def _said(config: Any) -> Mapping[str, Any]:
     return said if isinstance(said, Mapping) else {}
 
 
-def form_of(model: BlockDiffusionModel) -> str | None:
+def fp8_form(model: BlockDiffusionModel) -> str | None:
     """The `quantize` under which a model has its weights as they are; None where not all or none are in fp8."""
     layers = layers_in_fp8(model)
     if not layers or not layers.keys() >= set(fp8_layers(model)):
@@ -138,7 +138,7 @@ def _ignored(model: BlockDiffusionModel) -> list[str]:
     return sorted(set(found))
 
 
-def sources_of(name: str, sources: Mapping[str, TensorSource]) -> tuple[TensorSource, TensorSource] | None:
+def fp8_sources(name: str, sources: Mapping[str, TensorSource]) -> tuple[TensorSource, TensorSource] | None:
     """The codes and the scales that a file gets for a tensor in fp8; None for a tensor that is not."""
     scale = sources.get(name + SCALE)
     if scale is None:

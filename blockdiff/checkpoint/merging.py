@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockdiff.checkpoint.adapter_base import require_base, warn_of_other_weights
 from blockdiff.checkpoint.adapter_names import Part, adapts_images
-from blockdiff.checkpoint.adapters import base_of, check_parts, load_adapter, read_adapter, save_adapter
+from blockdiff.checkpoint.adapters import adapted_checkpoint, check_parts, load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below, rounds_inputs
@@ -71,7 +71,7 @@ def export(
             put_in_fp8(model, chosen_layers(model, weights, below), rounds_inputs(model.config, below))
         load_adapter(model, beside)
         model.carried = carried_by(weights, model)
-        return save_adapter(model, directory, base or (base_of(beside) if adapter is None else str(source)))
+        return save_adapter(model, directory, base or (adapted_checkpoint(beside) if adapter is None else str(source)))
     stored = stored_weights(model, weights)
     kept = stored["vocabulary.table"].dtype if dtype == "auto" else resolve_dtype(dtype)
     model.to(kept)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from blockdiff.checkpoint.adapter_base import warn_of_other_weights
-from blockdiff.checkpoint.adapters import base_of, fill_adapters, has_adapter, read_adapter
+from blockdiff.checkpoint.adapters import adapted_checkpoint, fill_adapters, has_adapter, read_adapter
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, find
 from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.checkpoint.read import dtype_of, empty, load_weights
+from blockdiff.checkpoint.read import empty, load_weights, weights_dtype
 from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import adapt
@@ -62,7 +62,7 @@ def model_files(path_or_hub_id: str | Path, adapter: str | Path | None = None, w
         return ModelFiles(directory, None if adapter is None else find(adapter, with_weights))
     if adapter is not None:
         raise CheckpointError(f"{path_or_hub_id}: is an adapter itself; name the model that {adapter} adapts")
-    return ModelFiles(find(base_of(directory), with_weights), directory)
+    return ModelFiles(find(adapted_checkpoint(directory), with_weights), directory)
 
 
 def load(
@@ -121,7 +121,7 @@ def load_files(
     if files.adapter is not None and warns:
         warn_of_other_weights(files.adapter, files.weights)
     if spread is not None:
-        spread(opened, dtype_of(str(dtype), str(files.weights)))
+        spread(opened, weights_dtype(str(dtype), str(files.weights)))
     load_weights(opened, files.weights, dtype, device)
     if files.adapter is not None and adapter is not None:
         fill_adapters(opened, adapter.parts, str(files.adapter))

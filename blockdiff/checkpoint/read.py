@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff import memory
-from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
+from blockdiff.checkpoint.added import added_to, fill, listed, read_added, tensor_shapes
 from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8, read_whole, stored_apart
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import (
@@ -75,7 +75,7 @@ def load_weights(
     names, added = family_of(model.config).names, added_to(model)
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
-    shapes = {name: shape for name, shape in shapes_of(model).items() if name not in added}
+    shapes = {name: shape for name, shape in tensor_shapes(model).items() if name not in added}
     source = _match(shapes, stored, directory, names)
 
     target = resolve_dtype(dtype, stored[source["vocabulary.table"]])
@@ -122,7 +122,7 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
     names, added = family_of(model.config).names, added_to(model)
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
-    shapes = {name: shape for name, shape in shapes_of(model).items() if name not in added}
+    shapes = {name: shape for name, shape in tensor_shapes(model).items() if name not in added}
     sources = {}
     for ours, hub in _match(shapes, stored, directory, names).items():
         place = stored[hub]
@@ -135,7 +135,7 @@ def stored_fp8(model: BlockDiffusionModel, directory: Path) -> Callable[[str], F
     names = family_of(model.config).names
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
-    source = _match(shapes_of(model), stored, directory, names)
+    source = _match(tensor_shapes(model), stored, directory, names)
     return lambda name: _in_fp8(in_files, stored, source[name], torch.device("cpu"))
 
 
@@ -228,7 +228,7 @@ def resolve_dtype(dtype: str | torch.dtype, table: Stored | None = None) -> torc
     return found
 
 
-def dtype_of(dtype: str, path_or_hub_id: str | None) -> torch.dtype:
+def weights_dtype(dtype: str, path_or_hub_id: str | None) -> torch.dtype:
     """The dtype that a model's weights will have: "auto" is that of a checkpoint's embedding table, or fp32."""
     if dtype != "auto" or path_or_hub_id is None:
         return resolve_dtype("float32" if dtype == "auto" else dtype)

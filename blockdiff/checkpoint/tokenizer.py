@@ -44,7 +44,7 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
         ) from error
 
 
-def tokens_of(tokenizer: Any) -> int:
+def rows_needed(tokenizer: Any) -> int:
     """The number of rows that a table needs for the tokens of a tokenizer: one more than the largest id."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
@@ -54,7 +54,7 @@ def mismatch(tokenizer: Any, vocab_size: int) -> str | None:
 
     Tables are often padded: up to PADDING rows, or a tenth of them, may have no token.
     """
-    count = tokens_of(tokenizer)
+    count = rows_needed(tokenizer)
     if count > vocab_size or vocab_size - count > max(PADDING, vocab_size // 10):
         return f"the tokenizer has {count:,} tokens, the model {vocab_size:,}; is it that of the model?"
     return None

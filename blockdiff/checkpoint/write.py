@@ -13,10 +13,10 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from blockdiff.checkpoint.added import added_to, check_whole, is_own_class, metadata_of
-from blockdiff.checkpoint.assembled import fused_in_files, pieces_of
+from blockdiff.checkpoint.added import added_metadata, added_to, check_whole, is_own_class
+from blockdiff.checkpoint.assembled import file_tensors, fused_in_files
 from blockdiff.checkpoint.files import ADDED, CONFIG, GENERATION, INDEX, TOKENIZER_FILES, Carried
-from blockdiff.checkpoint.fp8 import described, sources_of
+from blockdiff.checkpoint.fp8 import described, fp8_sources
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.images import drawn_images
@@ -74,7 +74,7 @@ def save(
         own = {name: gathering.source(state[name], None if name in fixed else cast) for name in state}
     else:
         own = dict(weights)
-    files, index = _files_of(model, own, carried, shard_bytes)
+    files, index = _divided_into_files(model, own, carried, shard_bytes)
     in_turn = [file[name] for file in files.values() for name in in_order(file)]
     gathering.order = [first for source in in_turn for first in source.first_sources()]
 
@@ -136,7 +136,7 @@ def _write(
     if index is not None:
         _write_json(fresh / INDEX, index)
     for name, sources in files.items():
-        write_stream(fresh / name, sources, {"format": "pt"} | (metadata_of(model) if name == ADDED else {}))
+        write_stream(fresh / name, sources, {"format": "pt"} | (added_metadata(model) if name == ADDED else {}))
     config = copy.deepcopy(model.config)
     config.architectures = [family_of(model.config).architecture]
     config.dtype = cast or model.vocabulary.table.dtype
@@ -148,7 +148,7 @@ def _write(
     config.save_pretrained(fresh)
 
 
-def _files_of(
+def _divided_into_files(
     model: BlockDiffusionModel, own: dict[str, TensorSource], carried: Carried, shard_bytes: int
 ) -> tuple[dict[str, dict[str, TensorSource]], dict[str, Any] | None]:
     """The tensors of every file, and the index where there are several with the weights.
@@ -161,12 +161,12 @@ def _files_of(
     added = {name: own.pop(name) for name in added_to(model)}
     sources: dict[str, TensorSource] = {}
     for name, source in own.items():
-        hub, in_fp8 = str(names.to_hub(name)), sources_of(name, own)
+        hub, in_fp8 = str(names.to_hub(name)), fp8_sources(name, own)
         if in_fp8 is not None:
-            numbers, scales = (pieces_of(hub, part, names, in_fp8=True) for part in in_fp8)
+            numbers, scales = (file_tensors(hub, part, names, in_fp8=True) for part in in_fp8)
             sources |= numbers | {piece + SCALE: scale for piece, scale in scales.items()}
         elif not is_scale(name):
-            sources |= pieces_of(hub, source, names)
+            sources |= file_tensors(hub, source, names)
     sources = fused_in_files(sources, names)
     sources |= {name: TensorSource.of(tensor) for name, tensor in carried.tensors.items()}
     sources |= {name: TensorSource.stored(name, place) for name, place in carried.stored.items()}

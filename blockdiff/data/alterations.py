@@ -51,7 +51,7 @@ class Alterations:
         return found
 
 
-def alterations_of(written: Callable[[Sequence[Message]], str]) -> Alterations:
+def find_alterations(written: Callable[[Sequence[Message]], str]) -> Alterations:
     """The changes of a template, found by having it write some probes; a probe that it refuses says nothing."""
 
     def has(text: str, *messages: Message) -> bool | None:

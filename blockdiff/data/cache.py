@@ -29,7 +29,7 @@ STALE = 24 * 3600.0  # seconds after which what a killed process left is removed
 Write = Callable[[IO[bytes]], Statistics]
 
 
-def key_of(source: OpenedSource, encoder: Encoder) -> str:
+def cache_key(source: OpenedSource, encoder: Encoder) -> str:
     """A hash of the content of a source and of everything that turns it into examples, wherever it lies."""
     text = f"{VERSION} {source.fingerprint()} {encoder.fingerprint}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

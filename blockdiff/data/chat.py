@@ -11,9 +11,9 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from blockdiff.data.alterations import Alterations, alterations_of
-from blockdiff.data.control_tokens import ControlTokens, Guard, guard_of, why_not_encoded
-from blockdiff.data.image_parts import parts_of
+from blockdiff.data.alterations import Alterations, find_alterations
+from blockdiff.data.control_tokens import ControlTokens, Guard, make_guard, why_not_encoded
+from blockdiff.data.image_parts import text_with_images
 from blockdiff.data.images import ImageReader
 from blockdiff.data.messages import ImageSource
 from blockdiff.data.rows import Row
@@ -28,7 +28,7 @@ from blockdiff.data.template import (
     token_spans,
     training_template,
 )
-from blockdiff.data.tokenise import Encoded, backend_of, expanded, ids_around, tokenised
+from blockdiff.data.tokenise import Encoded, expanded, ids_around, rust_tokenizer, tokenised
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
@@ -119,12 +119,12 @@ class Encoder:
     @cached_property
     def guard(self) -> Guard:
         """The guard that keeps the texts of rows from becoming control tokens."""
-        return guard_of(self.tokenizer, str(self.tokenizer.chat_template or ""), self.control_tokens)
+        return make_guard(self.tokenizer, str(self.tokenizer.chat_template or ""), self.control_tokens)
 
     @cached_property
     def alterations(self) -> Alterations:
         """The changes that the chat template makes to messages beside writing them."""
-        return alterations_of(lambda messages: render(self.tokenizer, self.template, messages).text)
+        return find_alterations(lambda messages: render(self.tokenizer, self.template, messages).text)
 
     @cached_property
     def _unknown_tool_token(self) -> str | None:
@@ -137,7 +137,7 @@ class Encoder:
         """A hash of everything that decides which tokens a row becomes."""
         if not self.tokenizer.is_fast:
             raise _slow()
-        backend = backend_of(self.tokenizer)
+        backend = rust_tokenizer(self.tokenizer)
         try:
             template = self.template
         except DataError:  # only conversations need one
@@ -154,7 +154,7 @@ class Encoder:
     def tokenizer_fingerprint(self) -> str:
         """A hash of the tokenizer, but not of its chat template."""
         text = json.dumps(self.tokenizer.special_tokens_map, sort_keys=True, default=str)
-        text += backend_of(self.tokenizer).to_str()
+        text += rust_tokenizer(self.tokenizer).to_str()
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Example], Statistics]:
@@ -291,7 +291,9 @@ class Encoder:
     def _prompts(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], bool]]:
         """The tokens of raw prompts, with a placeholder for each image, and whether they spell a control token."""
         parts = [
-            parts_of(row.prompt or "", row.images) if row.images else [{"type": "text", "text": row.prompt or ""}]
+            text_with_images(row.prompt or "", row.images)
+            if row.images
+            else [{"type": "text", "text": row.prompt or ""}]
             for row in rows
         ]
         texts = [

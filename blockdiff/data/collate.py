@@ -17,7 +17,7 @@ import torch
 
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, cut, fill, joined, lay_out
 from blockdiff.data.chat import Example
-from blockdiff.data.images import ImageReader, name_of
+from blockdiff.data.images import ImageReader, image_name
 from blockdiff.data.messages import ImageSource
 from blockdiff.data.order import AnyOrder
 from blockdiff.data.packing import best_fit, deal
@@ -232,7 +232,7 @@ class Collator:
                     raise DataError(f"{example.where}: {image}")
                 if image.digest != known.digest:
                     raise DataError(
-                        f"{example.where}: {name_of(source)} has changed since the row was encoded; put the image "
+                        f"{example.where}: {image_name(source)} has changed since the row was encoded; put the image "
                         "back, or have the rows encoded anew with another data.cache"
                     )
                 placed.append(PlacedImage(image, known.column))
@@ -263,7 +263,7 @@ class Collator:
         return self.canvas_length * self.canvases.most(max(1, length // self.canvas_length))
 
 
-def slots_of(rank: int, world: int, total: int) -> range:
+def rank_slots(rank: int, world: int, total: int) -> range:
     """The slots of a global batch of `total` rows that one of `world` ranks takes: as even as can be."""
     return range(rank * total // world, (rank + 1) * total // world)
 
@@ -334,7 +334,7 @@ def _share(
         return len(example_of(slot).tokens) if lengths is None else int(lengths[taken[slot][1]])
 
     if pack is None:
-        groups = [[slot] for slot in slots_of(rank, world, total)]
+        groups = [[slot] for slot in rank_slots(rank, world, total)]
     else:
         tokens = [length_of(slot) for slot in range(total)]
         packed = best_fit(tokens, pack)
@@ -347,7 +347,7 @@ def heldout_batches(
     examples: Sequence[Example], collator: Collator, batch_size: int, *, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
     """This rank's part of the held-out examples; canvases, noise levels and coins are always the same."""
-    slots = slots_of(rank, world, len(examples))
+    slots = rank_slots(rank, world, len(examples))
     parts = [slots[start : start + batch_size] for start in range(0, len(slots), batch_size)]
     for number, part in enumerate(parts):
         rows = collator.rows(

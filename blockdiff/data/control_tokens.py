@@ -150,7 +150,9 @@ class Guard:
 OPEN = Guard({})  # lets everything through
 
 
-def guard_of(tokenizer: PreTrainedTokenizerBase, template: str | None, control_tokens: ControlTokens = "text") -> Guard:
+def make_guard(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, control_tokens: ControlTokens = "text"
+) -> Guard:
     """The guard for a tokenizer: against its special tokens, and against added ones that the chat template writes."""
     if control_tokens == "allow":
         return OPEN

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from blockdiff.data.cache import cached, key_of, temporary
+from blockdiff.data.cache import cache_key, cached, temporary
 from blockdiff.data.chat import Encoder
 from blockdiff.data.examples import Examples, write_examples
 from blockdiff.data.sources import OpenedSource, Source, open_source, titles
@@ -90,7 +90,7 @@ def load_dataset(
         for source in sources:
             opened = open_source(source)
             write = partial(_write, source=opened, encoder=encoder)
-            key = key_of(opened, encoder)
+            key = cache_key(opened, encoder)
             parts.append(temporary(write) if cache is None else cached(cache, key, write))
             files.append(opened.files)
             first_ids.append(first_ids[-1] + parts[-1][1].rows)

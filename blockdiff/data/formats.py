@@ -43,7 +43,7 @@ class Skip:
         return True
 
 
-def format_of(path: Path) -> str | None:
+def file_format(path: Path) -> str | None:
     """The suffix that says how to read a file, without `.gz`; None if it is none of FORMATS."""
     name = path.name.lower()
     suffix = Path(name.removesuffix(GZIP)).suffix
@@ -56,7 +56,7 @@ def values(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     Where reading fewer columns is cheaper, only those that `choose` returns are read. Raises DataError naming file
     and place, and what to do, for whatever cannot be read.
     """
-    kind = format_of(path)
+    kind = file_format(path)
     if kind is None:
         raise DataError(f"{path}: not a kind of file that holds rows; name one of {', '.join(FORMATS)} (.gz for text)")
     with _one_line_errors(path):

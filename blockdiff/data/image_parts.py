@@ -28,7 +28,7 @@ def column_of_images(row: Mapping[str, Any]) -> tuple[ImageSource, ...]:
     return tuple(image_source(each, f"{given[0]}[{index}]") for index, each in enumerate(value))
 
 
-def parts_of(text: str, images: Sequence[ImageSource]) -> list[Part]:
+def text_with_images(text: str, images: Sequence[ImageSource]) -> list[Part]:
     """A text and its images as parts: an image at each marker, or all before a text without any."""
     pieces = text.split(MARKER)
     if len(pieces) == 1:
@@ -67,7 +67,7 @@ def with_images(messages: Sequence[Message], images: Sequence[ImageSource]) -> t
         own = images[taken : taken + counts[index]]
         taken += len(own)
         if own:
-            result[index] = {**messages[index], "content": parts_of(messages[index]["content"], own)}
+            result[index] = {**messages[index], "content": text_with_images(messages[index]["content"], own)}
     return tuple(result)
 
 

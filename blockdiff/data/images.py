@@ -39,12 +39,12 @@ WORKERS = 8
 ImageTokens = tuple[int | str, int, int | str]
 
 
-def name_of(source: ImageSource) -> str:
+def image_name(source: ImageSource) -> str:
     """An image's name in messages."""
     return source if isinstance(source, str) else f"an image of {len(source):,} bytes"
 
 
-def content_of(source: ImageSource) -> bytes:
+def image_bytes(source: ImageSource) -> bytes:
     """The bytes of an image's file; DataError where it cannot be read or is too large."""
     if isinstance(source, bytes):
         content = source
@@ -58,7 +58,7 @@ def content_of(source: ImageSource) -> bytes:
         except OSError as error:
             raise DataError(f"{source}: cannot be read ({error.strerror}); check the file") from None
     if len(content) > MOST_BYTES:
-        raise DataError(f"{name_of(source)}: has more than {MOST_BYTES >> 20} MiB; make the image smaller")
+        raise DataError(f"{image_name(source)}: has more than {MOST_BYTES >> 20} MiB; make the image smaller")
     return content
 
 
@@ -89,7 +89,7 @@ def decoded(content: bytes, name: str) -> Image:
         raise DataError(f"{name}: not a whole image ({_one_line(error)}); write or download it again") from None
 
 
-def settings_of(directory: Path) -> Mapping[str, Any]:
+def processor_settings(directory: Path) -> Mapping[str, Any]:
     """The values for an image processor in the files of a checkpoint; DataError where they say nothing."""
     for file in (directory / name for name in PROCESSORS):
         try:
@@ -201,7 +201,7 @@ class ImageReader:
         return json.dumps([settings, self.tokens], sort_keys=True, default=str)
 
     def _values(self) -> Mapping[str, Any]:
-        return self.settings if isinstance(self.settings, Mapping) else settings_of(Path(self.settings))
+        return self.settings if isinstance(self.settings, Mapping) else processor_settings(Path(self.settings))
 
     def located(self, source: ImageSource, where: str) -> ImageSource:
         """The image of a row at "file:line" with its path made absolute; DataError where it leads out of the folder."""
@@ -211,19 +211,19 @@ class ImageReader:
         """An image by its path or bytes, or as it was given; DataError says what is wrong with it."""
         if isinstance(source, ImageInput):
             return source
-        content = content_of(source)
+        content = image_bytes(source)
         key = hashlib.blake2b(content, digest_size=32).digest()
         with self._lock:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return kept
-        image = self.processor(decoded(content, name_of(source)), name_of(source))
+        image = self.processor(decoded(content, image_name(source)), image_name(source))
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = image
-                self._size += bytes_of(image)
+                self._size += tensor_bytes(image)
             while self._size > self.kept_bytes and len(self._kept) > 1:
-                self._size -= bytes_of(self._kept.popitem(last=False)[1])
+                self._size -= tensor_bytes(self._kept.popitem(last=False)[1])
         return image
 
     def begin(self, sources: Iterable[ImageSource]) -> None:
@@ -249,7 +249,7 @@ class ImageReader:
         return [_outcome(future) for future in [self._workers.submit(look, source) for source in sources]]
 
 
-def bytes_of(image: ImageInput) -> int:
+def tensor_bytes(image: ImageInput) -> int:
     """The bytes of an image's tensors."""
     return sum(value.numel() * value.element_size() for value in image.values.values())
 

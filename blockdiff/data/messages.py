@@ -46,7 +46,7 @@ def checked_messages(value: Any, name: str) -> tuple[Message, ...]:
     """The messages of a conversation: a list of them, or a string with that list as JSON."""
     value = from_json(value, name, "[")
     if not isinstance(value, list | tuple):
-        raise BadRow(f"{name} is {kind_of(value)}; make it a list of objects with role and content")
+        raise BadRow(f"{name} is {type_in_words(value)}; make it a list of objects with role and content")
     messages = tuple(_message(message, f"{name}[{index}]") for index, message in enumerate(value))
     calls: list[Message] = []
     for index, message in enumerate(messages):
@@ -65,14 +65,14 @@ def checked_tools(value: Any) -> tuple[Message, ...] | None:
     if value is None or value in ([], (), ""):
         return None
     if not isinstance(value, list | tuple):
-        raise BadRow(f"tools is {kind_of(value)}; make it a list of declarations of functions")
+        raise BadRow(f"tools is {type_in_words(value)}; make it a list of declarations of functions")
     tools = []
     for index, tool in enumerate(value):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f"tools[{index}] declares no function; write {{name, description, parameters}}")
         if not isinstance(function.get("parameters") or {}, Mapping):
-            raise BadRow(f"tools[{index}].parameters is {kind_of(function['parameters'])}; write a JSON schema")
+            raise BadRow(f"tools[{index}].parameters is {type_in_words(function['parameters'])}; write a JSON schema")
         check_texts(function, f"tools[{index}]")
         function = _without_nulls(function)  # Arrow files have a null wherever another row has something
         schema = {"parameters": {"type": "object", **function["parameters"]}} if function.get("parameters") else {}
@@ -93,10 +93,10 @@ def left_out_tool(text: str, messages: Sequence[Mapping[str, Any]], tools: Seque
     return next((name for name in names if name not in text), None)
 
 
-def content_of(value: Any, name: str) -> str | list[Part]:
+def checked_content(value: Any, name: str) -> str | list[Part]:
     """Content is text, or a list of parts: it becomes one text, or a list of parts where there is an image."""
     if not isinstance(value, list):
-        return text_of(value, name)
+        return checked_text(value, name)
     parts = [_part(part, f"{name}[{index}]") for index, part in enumerate(value)]
     if any(part["type"] == "image" for part in parts):
         return parts
@@ -104,9 +104,9 @@ def content_of(value: Any, name: str) -> str | list[Part]:
 
 
 def _part(value: Any, name: str) -> Part:
-    kind = value.get("type") if isinstance(value, Mapping) else kind_of(value)
+    kind = value.get("type") if isinstance(value, Mapping) else type_in_words(value)
     if kind == "text":
-        return {"type": "text", "text": text_of(value.get("text"), f"{name}.text")}
+        return {"type": "text", "text": checked_text(value.get("text"), f"{name}.text")}
     if kind == "image":
         image = value.get("image")
         if image is None and (other := next((key for key in ("path", "url", "base64") if value.get(key)), None)):
@@ -136,10 +136,10 @@ def image_source(value: Any, name: str) -> ImageSource:
     if isinstance(value, str) and value.startswith("data:"):
         value = _of_uri(value, name)
     if not isinstance(value, str | bytes):
-        raise BadRow(f"{name} is {kind_of(value)}; give the path of an image, a data URI, or the bytes of a file")
+        raise BadRow(f"{name} is {type_in_words(value)}; give the path of an image, a data URI, or the bytes of a file")
     if not value:
         raise BadRow(f"{name} is empty; give the path of an image, or leave it out")
-    if isinstance(value, str) and ADDRESS.match(text_of(value, name)):
+    if isinstance(value, str) and ADDRESS.match(checked_text(value, name)):
         raise BadRow(f"{name} is the address {value!r:.80}, and no address is fetched; save the image as a file")
     return value
 
@@ -167,10 +167,10 @@ def _png(image: Any, name: str) -> bytes:
     return file.getvalue()
 
 
-def text_of(value: Any, name: str) -> str:
+def checked_text(value: Any, name: str) -> str:
     """A string that can be written as UTF-8."""
     if not isinstance(value, str):
-        raise BadRow(f"{name} is {kind_of(value)}; make it a string")
+        raise BadRow(f"{name} is {type_in_words(value)}; make it a string")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -181,7 +181,7 @@ def text_of(value: Any, name: str) -> str:
 def check_texts(value: Any, name: str) -> None:
     """Raise BadRow unless all texts in a JSON value can be written as UTF-8."""
     if isinstance(value, str):
-        text_of(value, name)
+        checked_text(value, name)
     elif isinstance(value, Mapping):
         for key, each in value.items():
             check_texts(key, name)
@@ -201,7 +201,7 @@ def from_json(value: Any, name: str, opens: str) -> Any:
         raise BadRow(f"{name} is a string that is not valid JSON ({error}); write JSON") from None
 
 
-def kind_of(value: Any) -> str:
+def type_in_words(value: Any) -> str:
     """The type of a JSON value, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     number = "a number" if isinstance(value, int | float) else type(value).__name__
@@ -210,7 +210,7 @@ def kind_of(value: Any) -> str:
 
 def _message(value: Any, name: str) -> Message:
     if not isinstance(value, Mapping):
-        raise BadRow(f"{name} is {kind_of(value)}; make it an object with role and content")
+        raise BadRow(f"{name} is {type_in_words(value)}; make it an object with role and content")
     is_sharegpt = "from" in value and "role" not in value
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     calls = None if is_sharegpt else value.get("tool_calls")
@@ -226,7 +226,7 @@ def _message(value: Any, name: str) -> Message:
         check_texts(content, f"{name}.{content_key}")
         message["content"] = content
     else:
-        message["content"] = "" if content is None and calls else content_of(content, f"{name}.{content_key}")
+        message["content"] = "" if content is None and calls else checked_content(content, f"{name}.{content_key}")
         if isinstance(message["content"], list) and message["role"] != "user":
             raise BadRow(f"{name} has an image but role {role}; only a user's message can have images")
     for key in OF_ASSISTANT:
@@ -234,7 +234,7 @@ def _message(value: Any, name: str) -> Message:
             raise BadRow(f"{name} has {key} but role {role}; only an assistant message can have it")
     for key in REASONING_KEYS:
         if value.get(key) is not None and message["role"] == "assistant":
-            message["reasoning"] = text_of(value[key], f"{name}.{key}")
+            message["reasoning"] = checked_text(value[key], f"{name}.{key}")
     if calls:
         message["tool_calls"] = _calls(calls, f"{name}.tool_calls")
     elif message["role"] == "assistant" and not message["content"].strip():
@@ -248,7 +248,7 @@ def _message(value: Any, name: str) -> Message:
 
 def _calls(value: Any, name: str) -> list[Message]:
     if not isinstance(value, list):
-        raise BadRow(f"{name} is {kind_of(value)}; make it a list of calls")
+        raise BadRow(f"{name} is {type_in_words(value)}; make it a list of calls")
     calls = []
     for index, call in enumerate(value):
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -257,7 +257,7 @@ def _calls(value: Any, name: str) -> list[Message]:
         where = f"{name}[{index}].arguments"
         arguments = from_json(function.get("arguments") or {}, where, "{")
         if not isinstance(arguments, Mapping):
-            raise BadRow(f"{where} is {kind_of(arguments)}; make it an object")
+            raise BadRow(f"{where} is {type_in_words(arguments)}; make it an object")
         check_texts(function["name"], f"{name}[{index}].name")
         check_texts(arguments, where)
         kept = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}

@@ -7,8 +7,23 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from blockdiff.data.image_parts import column_of_images, images_in, located, parts_of, replaced, with_images
-from blockdiff.data.messages import BadRow, ImageSource, Message, checked_messages, checked_tools, kind_of, text_of
+from blockdiff.data.image_parts import (
+    column_of_images,
+    images_in,
+    located,
+    replaced,
+    text_with_images,
+    with_images,
+)
+from blockdiff.data.messages import (
+    BadRow,
+    ImageSource,
+    Message,
+    checked_messages,
+    checked_text,
+    checked_tools,
+    type_in_words,
+)
 from blockdiff.errors import DataError
 
 CONVERSATION_KEYS = ("messages", "conversations")
@@ -49,12 +64,12 @@ class Row:
         """The same row with its prompt as the user's turn and its response as the assistant's."""
         if self.messages is not None:
             return self
-        asked = parts_of(self.prompt or "", self.images) if self.images else self.prompt or ""
+        asked = text_with_images(self.prompt or "", self.images) if self.images else self.prompt or ""
         messages = {"role": "user", "content": asked}, {"role": "assistant", "content": self.response or ""}
         return replace(self, prompt=None, response=None, messages=messages, images=())
 
 
-def texts_of(row: Row) -> Iterator[str]:
+def written_texts(row: Row) -> Iterator[str]:
     """The texts that people wrote into a row: no names of roles, no turn tokens."""
     for text in (row.prompt, row.response):
         if text:
@@ -102,10 +117,10 @@ def _renamed(value: Any, columns: Mapping[str, str]) -> Any:
 def _row(value: Any, where: str, is_asked: bool) -> Row:
     pair_of = "prompt" if is_asked else "prompt and response"
     if not isinstance(value, Mapping):
-        raise BadRow(f"the row is {kind_of(value)}, not an object; write {{...}} with messages, or {pair_of}")
+        raise BadRow(f"the row is {type_in_words(value)}, not an object; write {{...}} with messages, or {pair_of}")
     identity = value.get("id")
     if identity is not None and (not isinstance(identity, str | int) or isinstance(identity, bool)):
-        raise BadRow(f"id is {kind_of(identity)}; make it a string or an integer")
+        raise BadRow(f"id is {type_in_words(identity)}; make it a string or an integer")
     identity = None if identity is None else str(identity)
     is_pair = "prompt" in value or "response" in value
     images = column_of_images(value)
@@ -133,7 +148,7 @@ def _row(value: Any, where: str, is_asked: bool) -> Row:
     if "prompt" not in value:
         raise BadRow(_missing(value, "prompt"))
     if is_asked:
-        return Row(where, prompt=_asked(text_of(value["prompt"], "prompt"), images), id=identity, images=images)
+        return Row(where, prompt=_asked(checked_text(value["prompt"], "prompt"), images), id=identity, images=images)
     name = "response" if "response" in value else "completion"
     if name not in value:
         raise BadRow(_missing(value, "response"))
@@ -146,7 +161,7 @@ def _row(value: Any, where: str, is_asked: bool) -> Row:
 def _asked(prompt: str, images: tuple[ImageSource, ...]) -> str:
     """A prompt that has a place for each of its images."""
     if images:
-        parts_of(prompt, images)
+        text_with_images(prompt, images)
     return prompt
 
 
@@ -157,18 +172,18 @@ def _of_pair(value: Mapping[str, Any], key: str) -> str:
             f"{key} is a list, but prompt and response are texts; write all messages as one list, messages, or say "
             "with columns which columns hold the texts"
         )
-    return text_of(value[key], key)
+    return checked_text(value[key], key)
 
 
 def _alpaca(value: Mapping[str, Any], is_asked: bool) -> tuple[Message, ...]:
     """The turns of a row in the Alpaca form: what is asked, with its input under it, and the answer."""
     if value.get("history"):
         raise BadRow("history is there, which the form instruction, input, output does not have; write messages")
-    asked = [text_of(value["instruction"], "instruction"), text_of(value.get("input") or "", "input")]
+    asked = [checked_text(value["instruction"], "instruction"), checked_text(value.get("input") or "", "input")]
     user = {"role": "user", "content": "\n\n".join(text for text in asked if text)}
     if is_asked:
         return (user,)
-    answer = text_of(value["output"], "output")
+    answer = checked_text(value["output"], "output")
     if not answer.strip():
         raise BadRow("output is empty, so nothing can be learnt; fill it or remove the row")
     return user, {"role": "assistant", "content": answer}
@@ -196,4 +211,4 @@ def _with_system(messages: tuple[Message, ...], system: Any) -> tuple[Message, .
         return messages
     if messages[0]["role"] == "system":
         raise BadRow("system is there and a system message too; keep one")
-    return ({"role": "system", "content": text_of(system, "system")}, *messages)
+    return ({"role": "system", "content": checked_text(system, "system")}, *messages)

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from blockdiff.data.formats import FORMATS, Skip, format_of, values
+from blockdiff.data.formats import FORMATS, Skip, file_format, values
 from blockdiff.data.rows import CONTENT_KEYS, KEYS, Row, check_row
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
@@ -118,7 +118,7 @@ def open_source(source: Source, streaming: bool = False) -> OpenedSource:
     return on_hub(source, streaming)
 
 
-def rows_of(source: Source) -> Iterator[Row]:
+def read_rows(source: Source) -> Iterator[Row]:
     """The rows of a source in order; raises DataError "file:line: reason; what to do" at the first bad one."""
     yield from open_source(source).rows()
 
@@ -139,7 +139,7 @@ def _in_directory(path: Path, split: str) -> list[Path]:
     if (path / ARROW_STATE).is_file():  # saved by datasets.Dataset.save_to_disk
         return sorted(each for each in path.glob("*.arrow") if not each.name.startswith("."))
     seen = (each for each in path.iterdir() if not each.name.startswith("."))
-    files = sorted(each for each in seen if each.is_file() and format_of(each) is not None)
+    files = sorted(each for each in seen if each.is_file() and file_format(each) is not None)
     if not files:
         raise DataError(f"{path}: a directory without rows ({', '.join(FORMATS)}); name a file or a pattern in it")
     of_split = {each: _split_of(each) for each in files}
@@ -194,7 +194,7 @@ def _checked(value: Any, where: str, source: Source, counts: Statistics | None) 
 def _digest(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return f"{format_of(path)} {hashlib.file_digest(file, 'blake2b').hexdigest()}"
+            return f"{file_format(path)} {hashlib.file_digest(file, 'blake2b').hexdigest()}"
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the file") from None
 

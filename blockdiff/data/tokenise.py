@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blockdiff.data.control_tokens import ControlTokens, Guard, cut, guard_of, why_not_encoded
-from blockdiff.data.image_parts import image_parts, images_in, parts_of
+from blockdiff.data.control_tokens import ControlTokens, Guard, cut, make_guard, why_not_encoded
+from blockdiff.data.image_parts import image_parts, images_in, text_with_images
 from blockdiff.data.images import ImageReader, ImageTokens
 from blockdiff.data.messages import BadRow, ImageSource, Message, Part, checked_messages, checked_tools
 from blockdiff.data.template import RefusedByTemplate, Span, is_variable, render
@@ -109,7 +109,7 @@ def tokenised(
     return encoded
 
 
-def tokens_of(
+def text_tokens(
     text: str, tokenizer: PreTrainedTokenizerBase, control_tokens: ControlTokens = "text", name: str = "the text"
 ) -> list[int]:
     """The tokens of a text that people wrote; DataError, which calls it by its name, where there are none."""
@@ -136,7 +136,7 @@ def raw_prompt(
             stacklevel=2,
         )
     try:
-        parts: list[Part] = parts_of(text, images) if images else [{"type": "text", "text": text}]
+        parts: list[Part] = text_with_images(text, images) if images else [{"type": "text", "text": text}]
     except BadRow as error:
         raise DataError(str(error)) from None
     tokens: list[int] = []
@@ -219,7 +219,7 @@ def chat_prompt(
     return Prompt(shown, tokens, images)
 
 
-def backend_of(tokenizer: PreTrainedTokenizerBase) -> Any:
+def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
     """The Rust half of a fast tokenizer in the state in which transformers calls it to encode one text."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
@@ -236,7 +236,7 @@ class _Part(NamedTuple):
 
 def _encode(pieces: list[str], tokenizer: PreTrainedTokenizerBase, has_offsets: bool) -> list[Any]:
     if tokenizer.is_fast:
-        backend = backend_of(tokenizer)
+        backend = rust_tokenizer(tokenizer)
         return list(
             (backend.encode_batch if has_offsets else backend.encode_batch_fast)(pieces, add_special_tokens=False)
         )
@@ -274,4 +274,4 @@ def _guard(tokenizer: PreTrainedTokenizerBase, control_tokens: ControlTokens) ->
 
 
 # The number of tokens is there because tokens can be added to a tokenizer later.
-_guard_of = lru_cache(maxsize=4)(lambda tokenizer, size, template, control: guard_of(tokenizer, template, control))
+_guard_of = lru_cache(maxsize=4)(lambda tokenizer, size, template, control: make_guard(tokenizer, template, control))

@@ -40,9 +40,9 @@ class Ranks:
 
     timeout: seconds after which a rank that does not answer counts as hung. beats: a gloo group of its own, over which
     the ranks wait for work that may take longer. is_stopping: the number of the signal that asked this rank to stop,
-    0 while none has. local_rank: which of the ranks on its node this one is. alike: how many neighbouring ranks have
-    the same rows, because they run every layer together (tensor parallelism). watch: during a training, what ends this
-    process when another one is lost (`blockdiff.parallel.watch`).
+    0 while none has. local_rank: which of the ranks on its node this one is. ranks_per_row: how many neighbouring ranks
+    have the same rows, because they run every layer together (tensor parallelism). watch: during a training, what ends
+    this process when another one is lost (`blockdiff.parallel.watch`).
     """
 
     device: torch.device
@@ -52,7 +52,7 @@ class Ranks:
     beats: Any = None
     is_stopping: Callable[[], int] = lambda: 0
     local_rank: int = 0
-    alike: int = 1
+    ranks_per_row: int = 1
     watch: Any = None
 
     @property
@@ -62,17 +62,17 @@ class Ranks:
 
     @property
     def row_rank(self) -> int:
-        """The number of this rank, or of its group where groups are alike; it decides which rows the rank has."""
-        return self.rank // self.alike
+        """The number of this rank among those with rows of their own, or of its group of ranks that share rows."""
+        return self.rank // self.ranks_per_row
 
     @property
     def row_world(self) -> int:
-        """The number of ranks, or of groups that are alike, that share the rows."""
-        return self.world // self.alike
+        """The number of ranks, or of groups of ranks, that have rows of their own."""
+        return self.world // self.ranks_per_row
 
     def sum_of_rows(self, values: Tensor) -> Tensor:
         """The sum over all rows of a small tensor [*] that each rank has of its own rows."""
-        return self.sum(values) / self.alike
+        return self.sum(values) / self.ranks_per_row
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a small tensor [*] over all ranks, [*] on this rank's device."""
@@ -98,7 +98,7 @@ class Ranks:
 
     def gather_rows(self, value: Any) -> list[Any]:
         """The `value` (what JSON can say) of every rank with rows of its own, by row rank."""
-        return self.gather(value)[:: self.alike]
+        return self.gather(value)[:: self.ranks_per_row]
 
     def agree(self, value: Any) -> Any:
         """Rank 0's `value` (what JSON can say), on all ranks."""

@@ -85,7 +85,7 @@ def _uneven(module: Any, kind: str, ranks: int) -> str | None:
     return None
 
 
-def show(module: nn.Module, seen: dict[str, Seen]) -> None:
+def show_as(module: nn.Module, seen: dict[str, Seen]) -> None:
     """Let code that runs inside a part see a module's parameters as these functions of what the rank holds.
 
     From outside, for names, checkpoints and optimisers, they are the parameters that they are.
@@ -94,8 +94,8 @@ def show(module: nn.Module, seen: dict[str, Seen]) -> None:
     module.__dict__["_seen"] = module.__dict__.get("_seen", {}) | seen
 
 
-def runs(part: nn.Module) -> None:
-    """Have ranks run a module together: inside its calls its parameters are those that `show` named."""
+def run_together(part: nn.Module) -> None:
+    """Have ranks run a module together: inside its calls its parameters are those that `show_as` named."""
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
         _RUNNING.parts += 1
@@ -144,7 +144,7 @@ def _split_out(linear: nn.Linear, mesh: DeviceMesh) -> None:
     if hasattr(linear, "lora_B"):
         keep_part(linear, "lora_B", mesh, 0)
         seen |= {"lora_B": local_part, "lora_A": functools.partial(copied, group=mesh.get_group())}
-    show(linear, seen)
+    show_as(linear, seen)
 
 
 def _split_in(linear: nn.Linear, mesh: DeviceMesh) -> None:
@@ -156,14 +156,14 @@ def _split_in(linear: nn.Linear, mesh: DeviceMesh) -> None:
     if hasattr(linear, "lora_A"):
         keep_part(linear, "lora_A", mesh, 1)
         seen |= {"lora_A": local_part, "lora_B": functools.partial(copied, group=mesh.get_group())}
-    show(linear, seen)
+    show_as(linear, seen)
 
 
 def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank runs some heads with the kv heads that they read."""
     assert isinstance(module, Attention)
     size, place, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    runs(module)
+    run_together(module)
     _split_out(module.q_proj, mesh)
     kv_projections = [each for each in (module.k_proj, module.v_proj) if each is not None]
     if module.kv_heads % size == 0:
@@ -182,7 +182,7 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
                 seen = dict.fromkeys(("weight", "weight" + SCALE), lambda x: x[head * width : (head + 1) * width])
             if hasattr(each, "lora_B"):
                 seen |= {"lora_B": of_head, "lora_A": functools.partial(copied, group=group)}
-            show(each, seen)
+            show_as(each, seen)
             each.out_features = width
         module.kv_heads = 1
     indexer = getattr(module, "indexer", None)
@@ -191,7 +191,7 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
     module.heads //= size
     for norm in (module.q_norm, module.k_norm):  # one weight for the heads of all ranks
         if norm is not None:
-            show(norm, {"weight": functools.partial(copied, group=group)})
+            show_as(norm, {"weight": functools.partial(copied, group=group)})
     _split_in(module.o_proj, mesh)
     module.register_forward_pre_hook(lambda _, args: (copied(args[0], group), *args[1:]))
     module.register_forward_hook(lambda _, args, out: (summed(out[0], group), *out[1:]))
@@ -208,7 +208,7 @@ def _split_indexer(indexer: Any, mesh: DeviceMesh) -> None:
         indexer.heads //= size
     else:
         head, width = place * indexer.heads // size, indexer.head_dim
-        show(indexer.q_proj, {"weight": lambda weight: weight[head * width : (head + 1) * width]})
+        show_as(indexer.q_proj, {"weight": lambda weight: weight[head * width : (head + 1) * width]})
         indexer.q_proj.out_features, indexer.heads = width, 1
 
 
@@ -216,7 +216,7 @@ def split_mlp(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank has part of the inner width; gate and up are matrices of their own, so each is cut by itself."""
     assert isinstance(module, MLP)
     group = mesh.get_group()
-    runs(module)
+    run_together(module)
     for each in (module.gate_proj, module.up_proj):
         _split_out(each, mesh)
     _split_in(module.down_proj, mesh)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.metrics import read
-from blockdiff.plots.panels import LEVEL, TOKENS, Line, NamedRun, Panel, named_apart, panels_of, read_run
+from blockdiff.plots.panels import LEVEL, TOKENS, Line, NamedRun, Panel, make_panels, named_apart, read_run
 
 LEVEL_WORDS = (
     "corrupted: tokens that the noise replaced; kept: the others; "
@@ -50,7 +50,7 @@ def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    panels, is_alone = panels_of(runs), len(runs) == 1
+    panels, is_alone = make_panels(runs), len(runs) == 1
     if not panels:
         return
     places = _places(len(panels), has_large=is_alone)

@@ -24,11 +24,11 @@ from blockdiff.plots.trace_moments import (
     Cell,
     Decode,
     Moment,
+    canvas_moments,
     grid_moments,
     grid_side,
-    moments_of,
     most_entropy,
-    prompt_of,
+    prompt_text,
     step_moments,
     thinned,
     unfinished,
@@ -64,7 +64,7 @@ def page(
     """The HTML text of a page with at most `limit` bytes of data; pictures as in `draw_page`."""
     data = packed(traces, decode, limit, pictures or {})
     without_script = "\n".join(
-        f"<h2>{_escaped(f'request {trace.id}')}</h2><pre>{_escaped(prompt_of(trace))}</pre>"
+        f"<h2>{_escaped(f'request {trace.id}')}</h2><pre>{_escaped(prompt_text(trace))}</pre>"
         f"<pre>{_escaped(trace.text)}</pre>"
         for trace in traces
     )
@@ -118,7 +118,7 @@ class _Request:
         views = [({"name": "grid", "side": side}, grid_moments(trace, side, decode))] if side and trace.canvases else []
         for canvas in trace.canvases:
             facts = {"name": f"canvas {canvas.canvas + 1}", "steps": canvas.steps, "limit": canvas.max_steps}
-            views.append((facts, moments_of(trace, canvas, decode)))
+            views.append((facts, canvas_moments(trace, canvas, decode)))
         for number in unfinished(trace):
             steps = len(trace.steps_of(number))
             facts = {"name": f"canvas {number + 1}, not finished", "steps": steps, "limit": None}
@@ -132,7 +132,7 @@ class _Request:
             for facts, moments in self.views[: others + level.canvases]
         ]
         finish = trace.canvases[-1].finish_reason if trace.canvases else None
-        said = {"prompt": prompt_of(trace), "text": trace.text, "control": trace.control}
+        said = {"prompt": prompt_text(trace), "text": trace.text, "control": trace.control}
         clipped = {key: _clipped(value) for key, value in said.items()}
         pictures = {"pictures": self.pictures} if self.pictures and level.has_pictures else {}
         return {"id": printable(str(trace.id)), "views": views, "finish": finish, **clipped, **pictures}

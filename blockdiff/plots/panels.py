@@ -158,7 +158,7 @@ def by_level(records: Sequence[Record], key: str) -> Points:
     return [t for t, _ in found], [value for _, value in found]
 
 
-def panels_of(runs: Sequence[NamedRun]) -> list[Panel]:
+def make_panels(runs: Sequence[NamedRun]) -> list[Panel]:
     """The panels and lines for which one run, or any of several, has points.
 
     Several runs are drawn over the tokens that they trained on, where all have logged their speeds.

@@ -15,9 +15,9 @@ from blockdiff.plots.trace_moments import (
     Cell,
     Decode,
     Moment,
+    canvas_moments,
     grid_moments,
     grid_side,
-    moments_of,
     most_entropy,
     thinned,
     visible,
@@ -56,10 +56,10 @@ def draw_picture(trace: Trace, path: str | Path, decode: Decode) -> None:
         panels = [_square(moment, side, most) for moment in grid_moments(trace, side, decode)]
     is_moving = Path(path).suffix == ".gif"
     if is_moving and not side:
-        named = [(canvas, moment) for canvas in trace.canvases for moment in moments_of(trace, canvas, decode)]
+        named = [(canvas, moment) for canvas in trace.canvases for moment in canvas_moments(trace, canvas, decode)]
         panels = [_lines(moment, f"canvas {canvas.canvas + 1}, ", most) for canvas, moment in named]
     elif not side:
-        moments = moments_of(trace, trace.canvases[0], decode) if trace.canvases else []
+        moments = canvas_moments(trace, trace.canvases[0], decode) if trace.canvases else []
         panels = [_rows(moments, most)]
     if is_moving:
         _save_moving([_framed([panel], most) for panel in thinned(panels, -(-len(panels) // FRAMES))], path)

@@ -68,12 +68,12 @@ def visible(text: str) -> str:
     return printable(text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍").replace(" ", "·"))
 
 
-def prompt_of(trace: Trace) -> str:
+def prompt_text(trace: Trace) -> str:
     """The prompt as a reader wants it."""
     return trace.prompt.removeprefix("<bos>")
 
 
-def moments_of(trace: Trace, canvas: CommittedCanvas, decode: Decode) -> list[Moment]:
+def canvas_moments(trace: Trace, canvas: CommittedCanvas, decode: Decode) -> list[Moment]:
     """The moments of one canvas, from noise to commit; `decode` turns one token id into its text."""
     return [*step_moments(trace, canvas.canvas, decode), _commit(trace, canvas, decode)]
 
@@ -182,7 +182,7 @@ def grid_moments(trace: Trace, side: int, decode: Decode) -> list[Moment]:
     for canvas in trace.canvases:
         if len(committed) >= count:
             break
-        of_canvas = moments_of(trace, canvas, decode)
+        of_canvas = canvas_moments(trace, canvas, decode)
         for moment in of_canvas:
             known = [*committed, *moment.cells]
             cells = [*known, *[Cell("", "noise")] * count][:count]
@@ -194,7 +194,7 @@ def grid_moments(trace: Trace, side: int, decode: Decode) -> list[Moment]:
 
 
 def _puzzle(trace: Trace) -> str:
-    return prompt_of(trace).strip().removesuffix("=")
+    return prompt_text(trace).strip().removesuffix("=")
 
 
 def _with_given(cell: Cell, given: str) -> Cell:

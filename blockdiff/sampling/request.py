@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from blockdiff.data.image_parts import images_in
 from blockdiff.data.messages import BadRow, ImageSource, image_source
-from blockdiff.data.tokenise import NO_IMAGES, chat_prompt, conversation, raw_prompt, tokens_of
+from blockdiff.data.tokenise import NO_IMAGES, chat_prompt, conversation, raw_prompt, text_tokens
 from blockdiff.data.tokenise import Prompt as PromptTokens
 from blockdiff.errors import DataError, RequestError
 from blockdiff.images import PlacedImage
@@ -180,7 +180,7 @@ class Request:
     def spelt(self, text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
         """The tokens of a text, such as the draft, called `name` in messages; RequestError where they spell another."""
         try:
-            tokens = tokens_of(text, tokenizer, self.control_tokens, f"{name} {text!r:.60}")
+            tokens = text_tokens(text, tokenizer, self.control_tokens, f"{name} {text!r:.60}")
         except DataError as error:
             raise RequestError(str(error)) from None
         decoded = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)

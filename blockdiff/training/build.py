@@ -27,7 +27,7 @@ from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.data import Data, read_data
-from blockdiff.training.distil import Distil, distil_of
+from blockdiff.training.distil import Distil, make_distil
 from blockdiff.training.ema import Ema
 from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.device_memory import require_kept, require_step
@@ -68,7 +68,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     base = read_starting_model(recipe)
     objective = without_weights(recipe, base)
     model = objective.model
-    mesh = mesh_of(recipe, ranks)
+    mesh = make_mesh(recipe, ranks)
     require_kept(objective, recipe, base, ranks)
 
     data = checked_data(recipe, base, ranks)
@@ -83,7 +83,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
             layer.compile()
     precision: str | None = recipe.train.autocast
     if mesh.is_split:
-        split(model, mesh, checkpoint.dtype_of(recipe.model.dtype, recipe.model.path), computed_in(recipe))
+        split(model, mesh, checkpoint.weights_dtype(recipe.model.dtype, recipe.model.path), computed_in(recipe))
         precision = precision if mesh.shard == "none" else None
     if recipe.model.path is not None:
         checkpoint.load_weights(model, recipe.model.path, dtype=recipe.model.dtype, device=ranks.device)
@@ -139,7 +139,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         optimiser=optimiser,
         learning_rate=learning_rate,
         average=average,
-        distil=distil_of(recipe, base, model, choices, precision),
+        distil=make_distil(recipe, base, model, choices, precision),
         choices=choices,
         facts=facts,
         steps=data.steps,
@@ -156,7 +156,7 @@ def _kept(model: BlockDiffusionModel) -> str:
     return f"{dtypes}, linear layers and experts in fp8{inputs}" if layers else dtypes
 
 
-def mesh_of(recipe: Recipe, ranks: Ranks) -> Mesh:
+def make_mesh(recipe: Recipe, ranks: Ranks) -> Mesh:
     """The mesh that a recipe asks for; RunError for what does not divide."""
     asked = recipe.parallel
     return Mesh.of(ranks, asked.shard, asked.experts, asked.offload, asked.tensor)

@@ -54,7 +54,7 @@ def short_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def weights_of(objective: nn.Module) -> dict[str, Tensor]:
+def saved_weights(objective: nn.Module) -> dict[str, Tensor]:
     """The weights in a checkpoint: all tensors of the objective, or of a model with adapters these alone.
 
     The weights that they adapt do not change; the recipe of the run names the checkpoint that has them.

@@ -32,8 +32,8 @@ from blockdiff.training.checkpoint_content import (
     TRAINER,
     Facts,
     require_like,
+    saved_weights,
     short_name,
-    weights_of,
 )
 from blockdiff.training.ema import Ema
 from blockdiff.training.saved_tensors import SavedTensors
@@ -70,7 +70,7 @@ def restore(
     ranks = ranks or ALONE
     kinds = (MODEL, OPTIMISER, *((AVERAGE,) if average is not None else ()))
     with _readable(checkpoint):
-        trainer = _trainer_of(checkpoint)
+        trainer = _read_trainer(checkpoint)
         # Before any tensors: with other options there may be other files.
         was, now = trainer["facts"], json.loads(json.dumps(dict(facts)))
         _refuse_other_facts(checkpoint, was, now)
@@ -90,7 +90,7 @@ def restore(
     ]
     if ranks.world != world:
         changed.append(f"saved by {world} process{'es' * (world > 1)}, resumed by {ranks.world}")
-    is_sharded = any(map(is_spread, weights_of(objective).values()))
+    is_sharded = any(map(is_spread, saved_weights(objective).values()))
     if saved.is_sharded != is_sharded:
         changed.append(f"saved {_words(saved.is_sharded)}, resumed {_words(is_sharded)}")
     if changed and ranks.is_main:
@@ -99,7 +99,7 @@ def restore(
             stacklevel=2,
         )
     with _readable(checkpoint):
-        _fill(checkpoint, MODEL, weights_of(objective), saved)
+        _fill(checkpoint, MODEL, saved_weights(objective), saved)
         _fill_optimiser(checkpoint, objective, optimiser, saved, values)
         if average is not None:
             _fill(checkpoint, AVERAGE, average.state(), saved)
@@ -112,8 +112,8 @@ def restore_weights(
     """Load only the weights of a checkpoint, and their average: the best ones, to export. All ranks call it."""
     with _readable(checkpoint):
         kinds = (MODEL, *((AVERAGE,) if average is not None else ()))
-        saved = _verified(checkpoint, _trainer_of(checkpoint), kinds, ranks or ALONE)
-        _fill(checkpoint, MODEL, weights_of(objective), saved)
+        saved = _verified(checkpoint, _read_trainer(checkpoint), kinds, ranks or ALONE)
+        _fill(checkpoint, MODEL, saved_weights(objective), saved)
         if average is not None:
             _fill(checkpoint, AVERAGE, average.state(), saved)
 
@@ -121,12 +121,12 @@ def restore_weights(
 def open_checkpoint(checkpoint: Path) -> SavedTensors:
     """The weights of a checkpoint and, if there is one, their average, verified and to be read tensor by tensor."""
     with _readable(checkpoint):
-        trainer = _trainer_of(checkpoint)
+        trainer = _read_trainer(checkpoint)
         saved = SavedTensors(checkpoint, trainer["digests"])
         return _verified(checkpoint, trainer, [kind for kind in (MODEL, AVERAGE) if saved.has(kind)], ALONE)
 
 
-def _trainer_of(checkpoint: Path) -> dict[str, Any]:
+def _read_trainer(checkpoint: Path) -> dict[str, Any]:
     """The content of trainer.json; ValueError where it was changed, RunError for one of another format."""
     trainer: dict[str, Any] = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
     if not isinstance(trainer, dict) or "facts" not in trainer:

@@ -37,8 +37,8 @@ from blockdiff.training.checkpoint_content import (
     TRAINER,
     Facts,
     optimiser_state,
+    saved_weights,
     steps_saved,
-    weights_of,
 )
 from blockdiff.training.ema import Ema
 
@@ -78,7 +78,7 @@ class CheckpointWriter:
         ranks = self.ranks
         self._hidden, self._final = None, self.run / FOLDER / f"step-{step}"
         states, values = optimiser_state(objective, optimiser)
-        tensors = {MODEL: weights_of(objective), OPTIMISER: states} | ({AVERAGE: average.state()} if average else {})
+        tensors = {MODEL: saved_weights(objective), OPTIMISER: states} | ({AVERAGE: average.state()} if average else {})
         self._is_sharded = any(is_spread(tensor) for named in tensors.values() for tensor in named.values())
         self._mine = mine = {kind: _owned(named, ranks.rank) for kind, named in tensors.items()}
         self._needed = sum(piece.local.nbytes for named in mine.values() for piece in named.values())
@@ -121,7 +121,7 @@ class CheckpointWriter:
     def close(self) -> None:
         """At the end of a run that may have failed: complete what is being written if no other rank is needed for it.
 
-        What several ranks were writing stays hidden; `entered` removes it.
+        What several ranks were writing stays hidden; `hold_run` removes it.
         """
         if self._thread is not None and self.ranks.is_main and not (self._is_sharded and self.ranks.world > 1):
             with self.ranks.undisturbed():
@@ -212,7 +212,7 @@ class CheckpointWriter:
         parts = [json.loads(part.read_text(encoding="utf-8")) for part in lists]
         for part in lists:
             part.unlink()
-        index = _index_of([part["pieces"] for part in parts])
+        index = _joined_index([part["pieces"] for part in parts])
         (self._beside / PIECES).write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
         sync(self._beside / PIECES)
         digests = {name: value for part in parts for name, value in part["digests"].items()}
@@ -277,7 +277,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `checkpoints/step-N` and return it when it is complete: see `CheckpointWriter.start`.
 
-    A kill at any moment leaves the earlier checkpoints as they were and at most a hidden directory that `entered`
+    A kill at any moment leaves the earlier checkpoints as they were and at most a hidden directory that `hold_run`
     removes.
     """
     CheckpointWriter(run, ranks or ALONE).start(step, objective, optimiser, facts, average)
@@ -321,7 +321,7 @@ def _entries(file: str, pieces: Mapping[str, Piece]) -> dict[str, Any]:
     }
 
 
-def _index_of(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def _joined_index(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """The content of pieces.json from the entries of each rank; ValueError for a tensor that is not whole."""
     index: dict[str, dict[str, Any]] = {}
     for part in parts:

@@ -19,7 +19,7 @@ from blockdiff.data.dataset import TOTAL, Dataset, load_dataset
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder, Order, StreamOrder
 from blockdiff.data.rows import Row
-from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.models.family import family_of
@@ -75,7 +75,7 @@ class Data:
             examples = self.heldout.examples if most is None else self.heldout.examples[:most]
             yield from heldout_batches(examples, self.collator, rows, rank=rank, world=world)
 
-    def examples_of(self, step: int) -> dict[int, Example]:
+    def step_examples(self, step: int) -> dict[int, Example]:
         """The examples of an optimiser step by sample id."""
         return {example.sample_id: example for example in (self.indexed[index] for _, index in self.order(step))}
 
@@ -231,5 +231,5 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -
     asked = recipe.evaluation.prompts
     if asked is not None:
         specs = sources(asked, recipe, d.heldout_split)
-        prompts = list(islice((row for spec in specs for row in rows_of(spec)), recipe.evaluation.prompts_count))
+        prompts = list(islice((row for spec in specs for row in read_rows(spec)), recipe.evaluation.prompts_count))
     return Data(recipe, encode, train, heldout, prompts, collator(recipe, base, reader), order)

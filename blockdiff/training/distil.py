@@ -164,7 +164,7 @@ class Distil:
         return replace(batch, canvas_BCL=canvas_BCL, is_scored_BCL=is_scored_BCL, visited=visited)
 
 
-def distil_of(
+def make_distil(
     recipe: Recipe, base: StartingModel, model: Any, choices: DiffusionSettings, precision: str | None
 ) -> Distil | None:
     """The step distillation that a recipe asks for; RecipeError for a teacher of other tokens or canvases."""

@@ -50,7 +50,7 @@ def lr_scale(name: str, layers: int, layer_decay: float) -> float:
     return float(layer_decay ** (layers - 1 - int(layer[1]))) if layer else 1.0
 
 
-def matrices_of(name: str, parameter: Tensor) -> int:
+def matrix_count(name: str, parameter: Tensor) -> int:
     """The number of matrices that lie above one another in a parameter's last two dimensions; 0 = it is no matrix.
 
     The projections to gate and up of routed experts are two in one. Rows of the embedding table are vectors.
@@ -65,7 +65,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """An optimiser's groups of trainable parameters, by decay and by `lr_scale`, which `set_lr` multiplies with.
 
-    Without layer decay these are two: decayed and not decayed. by_matrices: also by `matrices_of`, which they then
+    Without layer decay these are two: decayed and not decayed. by_matrices: also by `matrix_count`, which they then
     hold, too. Empty ones are left out.
     """
     numbers = [int(layer[1]) for name, _ in module.named_parameters() if (layer := _LAYER.search(name))]
@@ -73,7 +73,7 @@ def parameter_groups(
     groups: dict[tuple[float, bool, int], dict[str, Any]] = {}
     for name, parameter in trainable(module).items():
         scale, is_decayed = lr_scale(name, layers, layer_decay), decays(name, parameter)
-        matrices = matrices_of(name, parameter) if by_matrices else 0
+        matrices = matrix_count(name, parameter) if by_matrices else 0
         empty = {"params": [], "weight_decay": weight_decay if is_decayed else 0.0, "lr_scale": scale}
         empty |= {"matrices": matrices} if by_matrices else {}
         groups.setdefault((scale, is_decayed, matrices), empty)["params"].append(parameter)

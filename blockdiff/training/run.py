@@ -91,7 +91,7 @@ class Run:
 
 
 @contextmanager
-def entered(run: Path, resume: bool, ranks: Ranks, overwrite: bool = False) -> Iterator[Path | None]:
+def hold_run(run: Path, resume: bool, ranks: Ranks, overwrite: bool = False) -> Iterator[Path | None]:
     """Hold a run directory; gives the checkpoint to go on from, None to start at step 0.
 
     With `overwrite` a run that is there is started over; `remove_run` removes it once the new one can begin.
@@ -183,12 +183,12 @@ def require_decisive(metric: str) -> None:
         )
 
 
-def values_of(records: Sequence[Record], metric: str) -> list[tuple[int, float]]:
+def metric_values(records: Sequence[Record], metric: str) -> list[tuple[int, float]]:
     """(step, value) of every record that has the metric, in the log's order; step 0 has no checkpoint."""
     return [(record["step"], float(record[metric])) for record in records if metric in record and record["step"] > 0]
 
 
-def best_of(
+def best_step(
     records: Sequence[Record], metric: str | None, among: Collection[int] | None = None
 ) -> tuple[int, float] | None:
     """The step with the best value of a metric, the earliest of equals, and the value.
@@ -199,17 +199,17 @@ def best_of(
     if metric is None:
         return None
     require_decisive(metric)
-    values = [pair for pair in values_of(records, metric) if among is None or pair[0] in among]
+    values = [pair for pair in metric_values(records, metric) if among is None or pair[0] in among]
     sign = -1 if METRICS[metric].better == "higher" else 1
     return min(values, key=lambda pair: sign * pair[1], default=None)
 
 
 def evaluations_since_best(records: Sequence[Record], metric: str | None) -> int:
     """The number of measurements of a metric after its best value, which early stopping compares with its patience."""
-    best = best_of(records, metric)
-    return 0 if best is None or metric is None else sum(step > best[0] for step, _ in values_of(records, metric))
+    best = best_step(records, metric)
+    return 0 if best is None or metric is None else sum(step > best[0] for step, _ in metric_values(records, metric))
 
 
 def best_saved(run: Path, records: Sequence[Record], metric: str | None) -> tuple[int, float] | None:
-    """The best step of a metric among the checkpoints of a run directory, and its value, or None as `best_of` gives."""
-    return best_of(records, metric, among=steps_saved(run))
+    """The best step of a metric among the checkpoints of a run directory, and its value; None as in `best_step`."""
+    return best_step(records, metric, among=steps_saved(run))

@@ -49,11 +49,11 @@ class SavedTensors:
 
     def has(self, kind: str) -> bool:
         """True where there are tensors of a kind."""
-        return any(_is_of(name, kind) for name in self.digests)
+        return any(_holds(name, kind) for name in self.digests)
 
     def files(self, kinds: Iterable[str]) -> list[str]:
         """The names of the files with tensors of these kinds; KeyError where there are none of one."""
-        found = {kind: [name for name in self.digests if _is_of(name, kind)] for kind in kinds}
+        found = {kind: [name for name in self.digests if _holds(name, kind)] for kind in kinds}
         for kind, names in found.items():
             if not names:
                 raise KeyError(f"{kind}.safetensors")
@@ -133,7 +133,7 @@ class SavedTensors:
         return self.checkpoint / file
 
 
-def _is_of(file: str, kind: str) -> bool:
+def _holds(file: str, kind: str) -> bool:
     name, _, suffix = file.partition(".")
     return suffix == "safetensors" and (name == kind or name.rpartition("-")[0] == kind)
 

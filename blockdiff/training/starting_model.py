@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from blockdiff import checkpoint
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import find
-from blockdiff.checkpoint.tokenizer import load_tokenizer, mismatch, tokens_of
+from blockdiff.checkpoint.tokenizer import load_tokenizer, mismatch, rows_needed
 from blockdiff.data.template import turn_ends
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
 from blockdiff.errors import CheckpointError, RecipeError
@@ -110,7 +110,7 @@ def read_starting_model(recipe: Recipe) -> StartingModel:
     base = StartingModel(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
     if not base.denoises:
         refuse_of_causal(recipe)
-    if (count := tokens_of(tokenizer)) > base.vocab_size:
+    if (count := rows_needed(tokenizer)) > base.vocab_size:
         raise RecipeError(
             f"model.tokenizer: {count} tokens, but the model has {base.vocab_size}; "
             "use the tokenizer the weights were trained with"
@@ -150,7 +150,7 @@ def without_weights(
 
     kernels: replace the recipe's; dtype: of the weights (None: they get it when they are filled).
     """
-    corruption = corruption_of(recipe, base)
+    corruption = make_corruption(recipe, base)
     model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
     if recipe.objective.images != "none":
         model.image_side = checkpoint.empty_image_side(base.config)
@@ -199,7 +199,7 @@ def put_adapters(model: BlockDiffusionModel, lora: LoraSection, tokenizer: Any) 
         raise RecipeError(f"lora: {error}") from None
 
 
-def corruption_of(recipe: Recipe, base: StartingModel) -> Corruption:
+def make_corruption(recipe: Recipe, base: StartingModel) -> Corruption:
     """The corruption of canvases with this tokenizer's tokens, or the one that the recipe was given from Python.
 
     Raises CheckpointError where the family supports neither it nor the rest of the objective.

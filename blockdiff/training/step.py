@@ -134,13 +134,13 @@ def culprit(batches: Sequence[Batch], sums: Tensor, ranks: Ranks) -> tuple[str, 
     samples: dict[str, list[int]] = {"canvas loss": [], "AR loss": [], "gradient": []}
     for batch, pair in zip(batches, sums.isfinite().tolist(), strict=False):
         for name, is_finite in zip(samples, (*pair, False), strict=True):
-            samples[name] += [] if is_finite else samples_of(batch)
+            samples[name] += [] if is_finite else sample_ids(batch)
     gathered = ranks.gather(samples)
     found = {name: sorted({sample_id for rank in gathered for sample_id in rank[name]}) for name in samples}
     return next(((name, ids) for name, ids in found.items() if ids), ("gradient", []))
 
 
-def samples_of(batch: Batch) -> list[int]:
+def sample_ids(batch: Batch) -> list[int]:
     """The ids of all samples in a batch; a packed row holds several, which its canvases name."""
     canvases = batch.address_BC3[..., 1][batch.length_BC > 0].tolist()
     return sorted({sample_id for sample_id in [*batch.sample_id_B.tolist(), *canvases] if sample_id >= 0})

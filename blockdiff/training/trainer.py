@@ -41,7 +41,7 @@ from blockdiff.training.progress import Progress
 from blockdiff.training.recipe_checks import refuse, without_effect
 from blockdiff.training.recipe_choices import described
 from blockdiff.training.recipe_files import AnyRecipe, settled
-from blockdiff.training.run import Run, best_of, best_saved, entered, evaluations_since_best, prune
+from blockdiff.training.run import Run, best_saved, best_step, evaluations_since_best, hold_run, prune
 from blockdiff.training.samples import TEXTS, sample_prompts
 from blockdiff.training.starting_model import with_objective_of_base
 from blockdiff.training.step import Counts, Gradient, SkippedSteps, backpropagate
@@ -278,7 +278,7 @@ class Trainer:
 
     def is_best(self) -> bool:
         """True where the metric that decides is at its best after this step; the main process knows."""
-        found = best_of(self.records, self.recipe.evaluation.best)
+        found = best_step(self.records, self.recipe.evaluation.best)
         return found is not None and found[0] == self.step
 
     def should_stop(self) -> bool:
@@ -371,14 +371,14 @@ class Trainer:
         catching = caught(speaks=ranks.is_main, is_alone=ranks.world == 1)
         try:
             with watched(ranks, lambda: self.doing) as joined, joined.guarded(lambda: self.doing), catching as signals:
-                self.ranks = replace(joined, is_stopping=signals.is_stopping, alike=self.recipe.parallel.tensor)
+                self.ranks = replace(joined, is_stopping=signals.is_stopping, ranks_per_row=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 self.recipe, said = with_objective_of_base(self.recipe)
                 if said:
                     self.show.line(f"objective {said}")
                 refuse(self.recipe, ranks.world)
                 self.keep_base()
-                with entered(self.directory, self.resume, self.ranks, self.overwrite) as checkpoint:
+                with hold_run(self.directory, self.resume, self.ranks, self.overwrite) as checkpoint:
                     self.start(checkpoint)
                     shown = self.show.running(self.step)
                     with closing(self.saver), closing(self.trackers), shown, joined.guarded(lambda: self.doing):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blockdiff.checkpoint.tokenizer import sequence_decoder
-from blockdiff.cli.inspect_recipe import words_of
+from blockdiff.cli.inspect_recipe import token_words
 from tests.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick
@@ -25,6 +25,6 @@ def test_tokens_that_make_a_character_together_are_shown_together():
 def test_start_and_end_tokens_are_told_apart_and_text_is_no_token():
     tokenizer = chat_tokenizer()
     ids = tokenizer("<|turn>user\n<b>\x1b<turn|>", add_special_tokens=False)["input_ids"]
-    assert "".join(words_of(tokenizer)([*ids, len(tokenizer) + 5])) == (
+    assert "".join(token_words(tokenizer)([*ids, len(tokenizer) + 5])) == (
         f"‹|turn›user⏎<b>\\u001b‹turn|›‹{len(tokenizer) + 5}›"
     )

@@ -19,7 +19,7 @@ from blockdiff.data import examples as examples_file
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.dataset import Dataset, load_dataset
 from blockdiff.data.examples import Examples, read_table, write_examples
-from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import character_tokenizer
@@ -63,7 +63,7 @@ def forbidden(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_examples_are_those_of_the_encoder_with_and_without_a_cache(rows, tmp_path, monkeypatch):
-    expected, statistics = ENCODER.encode(list(rows_of(Source(str(rows)))))
+    expected, statistics = ENCODER.encode(list(read_rows(Source(str(rows)))))
     assert len(expected) == 3 and statistics.dropped == statistics.truncated == 1
     for _ in range(2):
         for cache in (None, tmp_path / "cache"):
@@ -171,7 +171,7 @@ def test_datasets_opens_what_is_cached(rows, tmp_path):
     load(rows, cache=tmp_path / "cache")
     (file,) = tmp_path.glob("cache/*/tokens.arrow")
     opened = datasets.Dataset.from_file(str(file))
-    expected = ENCODER.encode(list(rows_of(Source(str(rows)))))[0]
+    expected = ENCODER.encode(list(read_rows(Source(str(rows)))))[0]
     assert opened["tokens"][:] == [example.tokens for example in expected]
     assert opened["responses"][1] == [edge for span in expected[1].responses for edge in span]
 
@@ -257,7 +257,7 @@ def test_a_process_killed_while_writing_leaves_nothing_that_is_taken_for_complet
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = cache.iterdir()
     assert left.name.startswith(".") and (left / "tokens.arrow").exists()
-    assert list(load(rows, cache=cache).examples) == ENCODER.encode(list(rows_of(Source(str(rows)))))[0]
+    assert list(load(rows, cache=cache).examples) == ENCODER.encode(list(read_rows(Source(str(rows)))))[0]
     assert left.exists()  # its process might still be at work
     for path in (left, *left.iterdir()):
         os.utime(path, (0, 0))  # a day later it cannot be

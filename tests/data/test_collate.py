@@ -17,7 +17,7 @@ from blockdiff.data.collate import (
     RandomCanvases,
     heldout_batches,
     micro_batches,
-    slots_of,
+    rank_slots,
 )
 from blockdiff.data.order import Order
 from blockdiff.diffusion.schedule import StratifiedTime, UniformTime
@@ -244,7 +244,7 @@ def test_the_order_of_a_step_needs_no_history_and_depends_on_the_seed():
 
 def test_slots_are_dealt_out_evenly_and_completely():
     for total, world in [(8, 1), (8, 4), (7, 3), (2, 4)]:
-        dealt = [slots_of(rank, world, total) for rank in range(world)]
+        dealt = [rank_slots(rank, world, total) for rank in range(world)]
         assert list(chain(*dealt)) == list(range(total))
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from blockdiff.data.chat import Encoder
-from blockdiff.data.control_tokens import guard_of
+from blockdiff.data.control_tokens import make_guard
 from blockdiff.data.rows import Row
 from blockdiff.data.template import TOOL_TOKENS, TURN_TOKENS, packaged_template
 from blockdiff.data.tokenizer import byte_level_bpe
@@ -199,6 +199,6 @@ def test_prompt_and_response_of_raw_rows_are_text(tokenizer):
 def test_added_tokens_that_a_template_writes_are_control_tokens_and_others_are_not():
     tokenizer = learnt()
     tokenizer.add_tokens(["<tag>", "<table>", "\n\n"])
-    assert not {"<tag>", "<table>", "\n\n"} & guard_of(tokenizer, "").ids.keys()
-    found = guard_of(tokenizer, "a\n\n<tag>{{ x }}").ids
+    assert not {"<tag>", "<table>", "\n\n"} & make_guard(tokenizer, "").ids.keys()
+    found = make_guard(tokenizer, "a\n\n<tag>{{ x }}").ids
     assert "<tag>" in found and "<turn|>" in found and not {"<table>", "\n\n"} & found.keys()

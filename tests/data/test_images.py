@@ -25,7 +25,7 @@ from blockdiff.data.collate import Collator, begin_images, heldout_batches, micr
 from blockdiff.data.dataset import Dataset, load_dataset
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import Order, StreamOrder
-from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenise import chat_prompt, raw_prompt
@@ -83,7 +83,7 @@ def written(folder: Path, *rows: dict) -> Source:
 
 
 def encoded(folder: Path, *rows: dict, **options: object) -> list[Example]:
-    return encoder(**options).encode(list(rows_of(written(folder, *rows))))[0]
+    return encoder(**options).encode(list(read_rows(written(folder, *rows))))[0]
 
 
 def asked(*parts: object, answer: str = "ok") -> dict:
@@ -134,7 +134,7 @@ def test_images_of_every_form_of_row_stand_in_their_places_and_literal_markers_s
     source = replace(
         written(folder, {"prompt": "?", "response": "!", "pics": ["pictures/a.png"]}), columns={"images": "pics"}
     )
-    assert [row.sources for row in rows_of(source)] == [["pictures/a.png"]]
+    assert [row.sources for row in read_rows(source)] == [["pictures/a.png"]]
     as_turns = encoded(folder, ROWS[1], chat=True)
     assert text_of(as_turns[0]) == "<bos><|turn>user\n1(64)2(60)<turn|>\n<|turn>model\nred<turn|>\n"
 
@@ -353,7 +353,7 @@ def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder
         encoded(folder, ROWS[0], reader=None)
     blind = chat_tokenizer("{{ bos_token }}{% for m in messages %}{% generation %}a{% endgeneration %}{% endfor %}")
     with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template writes 0 of 1 images"):
-        replace(encoder(), tokenizer=blind).encode(list(rows_of(written(folder, ROWS[2]))))
+        replace(encoder(), tokenizer=blind).encode(list(read_rows(written(folder, ROWS[2]))))
     with pytest.raises(DataError, match=r"has no preprocessor_config.json"):
         encoded(folder, ROWS[0], reader=ImageReader(tmp_path, AROUND))
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": GEMMA}))

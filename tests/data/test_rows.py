@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from blockdiff.data.rows import Row, check_row, texts_of
-from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.rows import Row, check_row, written_texts
+from blockdiff.data.sources import Source, read_rows
 from blockdiff.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -42,7 +42,7 @@ CALLS = calls({"name": "get", "arguments": {"city": "Bonn"}})
 def test_both_forms_of_rows_are_read_with_their_place(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(GOOD + "\n\n" + chat(user(), assistant(), id=7) + "\n   \n", encoding="utf-8")
-    pair, messages = list(rows_of(Source(str(path))))
+    pair, messages = list(read_rows(Source(str(path))))
     assert (pair.prompt, pair.response, pair.messages, pair.id) == ("1+1=", "2", None, None)
     assert pair.where == f"{path}:1"
     assert messages.where == f"{path}:3"
@@ -60,7 +60,7 @@ def test_role_names_reasoning_names_and_text_parts_come_out_in_one_form(tmp_path
             {"role": "model", "content": "c", "reasoning_content": "so", "tool_calls": None},
         ).encode()
     )
-    (row,) = rows_of(Source(str(path)))
+    (row,) = read_rows(Source(str(path)))
     assert row.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "ab"},
@@ -79,7 +79,7 @@ def test_conversations_in_the_sharegpt_form_are_the_same_rows(tmp_path):
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     expected = ({"role": "system", "content": "s"}, user("a"), assistant("b"))
-    assert [row.messages for row in list(rows_of(Source(str(path))))] == [expected] * 3 + [expected[1:]]
+    assert [row.messages for row in list(read_rows(Source(str(path))))] == [expected] * 3 + [expected[1:]]
 
 
 def test_prompt_and_completion_and_the_alpaca_form_are_read_without_columns():
@@ -130,8 +130,8 @@ def test_answers_of_tools_are_given_to_calls_by_id_by_name_or_in_order():
 
 def test_the_texts_of_a_row_are_all_that_somebody_wrote():
     talk = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c"})
-    assert list(texts_of(Row("f:1", messages=talk))) == ["a", "c", "b"]
-    assert list(texts_of(Row("f:1", prompt="", response="b"))) == ["b"]
+    assert list(written_texts(Row("f:1", messages=talk))) == ["a", "c", "b"]
+    assert list(written_texts(Row("f:1", prompt="", response="b"))) == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_bad_row_is_refused_with_file_line_and_reason(tmp_path, line, reason):
     path = tmp_path / "rows.jsonl"
     path.write_text(GOOD + "\n\n" + line + "\n" + GOOD + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=reason) as caught:
-        list(rows_of(Source(str(path))))
+        list(read_rows(Source(str(path))))
     message = str(caught.value)
     assert message.startswith(f"{path}:3: ")
     assert ";" in message and "\n" not in message
@@ -209,19 +209,19 @@ def test_bytes_that_are_not_utf8_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: not valid UTF-8"):
-        list(rows_of(Source(str(path))))
+        list(read_rows(Source(str(path))))
 
 
 def test_files_that_hold_nothing_are_refused(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n  \n")
     with pytest.raises(DataError, match=r"empty.jsonl: has no rows"):
-        list(rows_of(Source(str(empty))))
+        list(read_rows(Source(str(empty))))
     with pytest.raises(DataError, match="no such file"):
-        list(rows_of(Source(str(tmp_path / "missing.jsonl"))))
+        list(read_rows(Source(str(tmp_path / "missing.jsonl"))))
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="folder: a directory without rows"):
-        list(rows_of(Source(str(tmp_path / "folder"))))
+        list(read_rows(Source(str(tmp_path / "folder"))))
 
 
 def test_a_row_with_another_name_for_its_response_is_told_of_columns():

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from blockdiff.data.formats import Skip
-from blockdiff.data.sources import Source, open_source, rows_of, titles
+from blockdiff.data.sources import Source, open_source, read_rows, titles
 from blockdiff.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -56,7 +56,7 @@ PLACES = {"csv": [2, 4, 6, 8, 10], "tsv": [2, 4, 6, 8, 10], "jsonl": ROWS_OF_LIN
 @pytest.mark.parametrize("rows, columns", [(PAIRS, {}), (QUESTIONS, MAPPED)], ids=["own names", "columns"])
 def test_every_kind_of_file_gives_the_same_rows_and_their_places(tmp_path, name, rows, columns):
     path = write(tmp_path / name, rows)
-    found = list(rows_of(Source(str(path), columns=columns)))
+    found = list(read_rows(Source(str(path), columns=columns)))
     assert [(row.prompt, row.response) for row in found] == [(row["prompt"], row["response"]) for row in PAIRS]
     kind = name.removesuffix(".gz").rpartition(".")[2]
     places = PLACES.get(kind) or [f"row {row}" for row in ROWS_OF_LINES]
@@ -85,9 +85,9 @@ def test_json_documents_may_be_lists_wrapped_or_one_object_after_the_other(tmp_p
         "\ufeff" + json.dumps(PAIRS),
     ):
         path.write_text(text, encoding="utf-8")
-        assert [row.prompt for row in rows_of(Source(str(path)))] == [row["prompt"] for row in PAIRS]
+        assert [row.prompt for row in read_rows(Source(str(path)))] == [row["prompt"] for row in PAIRS]
     path.write_text(json.dumps(PAIRS[0]))
-    (row,) = rows_of(Source(str(path)))
+    (row,) = read_rows(Source(str(path)))
     assert (row.prompt, row.where) == (PAIRS[0]["prompt"], f"{path}:row 1")
 
 
@@ -96,7 +96,7 @@ def test_conversations_survive_parquet_and_csv(tmp_path):
     write(tmp_path / "a.parquet", [{"messages": talk, "id": 3}])
     write(tmp_path / "a.csv", [{"messages": json.dumps(talk), "id": 3}])
     for name in ("a.parquet", "a.csv"):
-        (row,) = rows_of(Source(str(tmp_path / name)))
+        (row,) = read_rows(Source(str(tmp_path / name)))
         assert (row.messages, row.id) == (tuple(talk), "3")
 
 
@@ -104,11 +104,11 @@ def test_a_pattern_reads_its_files_in_order_and_a_literal_name_goes_before_a_pat
     (tmp_path / "deep" / "er").mkdir(parents=True)
     for index, name in enumerate(["b.jsonl", "a.jsonl", "deep/er/c.jsonl", "[x].jsonl"]):
         write(tmp_path / name, [{"prompt": name, "response": str(index)}])
-    found = [row.prompt for row in rows_of(Source(str(tmp_path / "**" / "[abc].jsonl")))]
+    found = [row.prompt for row in read_rows(Source(str(tmp_path / "**" / "[abc].jsonl")))]
     assert found == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
-    assert [row.prompt for row in rows_of(Source(str(tmp_path / "[x].jsonl")))] == ["[x].jsonl"]
+    assert [row.prompt for row in read_rows(Source(str(tmp_path / "[x].jsonl")))] == ["[x].jsonl"]
     with pytest.raises(DataError, match="no file matches the pattern"):
-        list(rows_of(Source(str(tmp_path / "*.parquet"))))
+        list(read_rows(Source(str(tmp_path / "*.parquet"))))
 
 
 def test_a_directory_gives_the_files_of_the_split_and_never_mixes_test_rows_into_training(tmp_path):
@@ -119,19 +119,19 @@ def test_a_directory_gives_the_files_of_the_split_and_never_mixes_test_rows_into
     (tmp_path / "._train-00000-of-00002.jsonl").write_bytes(b"\0 what an editor or macOS leaves")
     path = str(tmp_path)
     train = ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
-    assert [row.prompt for row in rows_of(Source(path))] == train
-    assert [row.prompt for row in rows_of(Source(path, split="test"))] == ["test.jsonl"]
+    assert [row.prompt for row in read_rows(Source(path))] == train
+    assert [row.prompt for row in read_rows(Source(path, split="test"))] == ["test.jsonl"]
     with pytest.raises(DataError, match="has files for test, train but none for split 'validation'"):
-        list(rows_of(Source(path, split="validation")))
+        list(read_rows(Source(path, split="validation")))
     for file in tmp_path.glob("t*.jsonl"):
         file.rename(file.with_name("part" + file.name.replace("train", "").replace("test", "")))
-    assert len(list(rows_of(Source(path)))) == 3
+    assert len(list(read_rows(Source(path)))) == 3
 
 
 def test_what_datasets_saved_to_disk_is_a_source(tmp_path):
     datasets.Dataset.from_list(QUESTIONS).save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "saved" / "._data-00000-of-00001.arrow").write_bytes(b"\0 what macOS leaves")
-    rows = list(rows_of(Source(str(tmp_path / "saved"), columns=MAPPED)))
+    rows = list(read_rows(Source(str(tmp_path / "saved"), columns=MAPPED)))
     assert [row.prompt for row in rows] == [row["prompt"] for row in PAIRS]
 
 
@@ -139,9 +139,9 @@ def test_columns_say_which_form_counts_and_leave_the_rest_alone(tmp_path):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     both = {"messages": talk, "question": "q", "answer": "r", "talk": talk, "prompt": "p", "uid": 5}
     path = write(tmp_path / "a.jsonl", [both])
-    (row,) = rows_of(Source(str(path), columns=MAPPED))
+    (row,) = read_rows(Source(str(path), columns=MAPPED))
     assert (row.prompt, row.response, row.messages, row.id) == ("q", "r", None, None)
-    (row,) = rows_of(Source(str(path), columns={"messages": "talk", "id": "uid", "system": "question"}))
+    (row,) = read_rows(Source(str(path), columns={"messages": "talk", "id": "uid", "system": "question"}))
     assert row.prompt is None and row.id == "5"
     assert row.messages == ({"role": "system", "content": "q"}, *talk)
 
@@ -189,18 +189,18 @@ def test_a_hub_id_is_read_through_datasets(hub, streaming):
 
 def test_what_the_hub_refuses_is_one_line_with_the_reason(hub):
     with pytest.raises(DataError) as caught:
-        list(rows_of(Source("owner/sums", split="nope")))
+        list(read_rows(Source("owner/sums", split="nope")))
     message = str(caught.value)
     assert message.startswith("owner/sums: ") and "Should be one of ['train']" in message and "\n" not in message
     with pytest.raises(DataError, match=r"owner/sums:train:row 1: neither messages nor prompt.*'question', 'answer'"):
-        list(rows_of(Source("owner/sums")))
+        list(read_rows(Source("owner/sums")))
 
 
 def test_a_name_that_is_no_file_and_no_hub_id_is_refused_without_asking_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in (str(tmp_path / "no.jsonl"), "data/train.jsonl", "data"):
         with pytest.raises(DataError, match="no such file"):
-            list(rows_of(Source(name)))
+            list(read_rows(Source(name)))
     assert hub == []
 
 
@@ -221,9 +221,9 @@ def test_rows_in_memory_are_a_source_like_a_file(kind, rows, columns):
 def test_a_bad_row_in_memory_is_named_by_its_number(tmp_path):
     for value, reason in [({"prompt": "a"}, "response is missing"), (3, "the row is a number")]:
         with pytest.raises(DataError, match=rf"^mine:6: {reason}"):
-            list(rows_of(Source(rows=[*PAIRS, value], name="mine")))
+            list(read_rows(Source(rows=[*PAIRS, value], name="mine")))
     with pytest.raises(DataError, match=r"^rows: has no rows"):
-        list(rows_of(Source(rows=[])))
+        list(read_rows(Source(rows=[])))
 
 
 def test_the_fingerprint_of_rows_in_memory_is_that_of_what_they_say():
@@ -274,8 +274,8 @@ def test_columns_of_alpaca_rows_and_tools_are_read_from_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [{"instruction": "a", "input": "", "output": "b", "history": None, "more": 1}]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    (row,) = rows_of(Source(str(path)))
+    (row,) = read_rows(Source(str(path)))
     assert [message["content"] for message in row.messages] == ["a", "b"]
     pq.write_table(pa.Table.from_pylist([{**rows[0], "history": [["c", "d"]]}]), path)
     with pytest.raises(DataError, match="row 1: history is there"):
-        list(rows_of(Source(str(path))))
+        list(read_rows(Source(str(path))))

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 from transformers import AutoTokenizer
 
-from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.recipes.sudoku import (
@@ -130,7 +130,7 @@ def test_impossible_requests_are_refused_with_the_reason(size, counts, reason):
 
 def test_files_are_written_read_back_and_summed_up(tmp_path):
     train, test = write_splits(tmp_path, 4, {"train": 50, "test": 20}, seed=3)
-    rows = list(rows_of(Source(str(tmp_path / "train.jsonl"))))
+    rows = list(read_rows(Source(str(tmp_path / "train.jsonl"))))
     assert len(rows) == 50
     assert json.loads((tmp_path / "test.jsonl").read_text().splitlines()[0]).keys() == {"prompt", "response"}
     assert train.startswith("train: 50 puzzles from ") and " givens, mean " in train

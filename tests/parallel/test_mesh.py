@@ -17,7 +17,7 @@ from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import corruption_of, read_starting_model
+from blockdiff.training.starting_model import make_corruption, read_starting_model
 from tests.expert_ranks import error
 from tests.families import CONFIGS
 from tests.forked import run_ranks
@@ -143,5 +143,5 @@ def test_a_mesh_that_a_family_does_not_have_is_refused_also_beside_one_that_it_h
     base = read_starting_model(recipe)
     llama = replace(base, config=CONFIGS["llama tied, denoising"]())
     with pytest.raises(CheckpointError, match=r"llama does not support experts \(meshes: replicate, shard, tensor\)"):
-        corruption_of(recipe, llama)
-    corruption_of(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "parallel.tensor=2"]), llama)
+        make_corruption(recipe, llama)
+    make_corruption(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "parallel.tensor=2"]), llama)

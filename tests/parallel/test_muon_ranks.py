@@ -46,7 +46,7 @@ def over_meshes(ranks: Ranks, directory: Path, names: tuple[str, ...]) -> None:
     warnings.simplefilter("error", FutureWarning)  # what torch is about to drop
     for name in names:
         for kind, is_adapted in KINDS.items():
-            mesh = Mesh.of(replace(ranks, alike=MESHES[name].get("tensor", 1)), **MESHES[name])
+            mesh = Mesh.of(replace(ranks, ranks_per_row=MESHES[name].get("tensor", 1)), **MESHES[name])
             with patch.object(muon, "stacked", wraps=muon.stacked) as exchange:
                 found = moved(mesh, is_adapted)
             assert exchange.call_count == STEPS  # one for the matrices of all sizes

@@ -12,9 +12,9 @@ import pytest
 
 from blockdiff.errors import RunError
 from blockdiff.plots.curves import _fill, draw_comparison, draw_curves, smooth
-from blockdiff.plots.panels import LEVEL, STEP, TOKENS, NamedRun, by_level, named_apart, panels_of, read_run, series
+from blockdiff.plots.panels import LEVEL, STEP, TOKENS, NamedRun, by_level, make_panels, named_apart, read_run, series
 from blockdiff.plots.picture import HOT, SURE, draw_picture, drawable, heat
-from blockdiff.plots.trace_moments import grid_moments, grid_side, moments_of, most_entropy, visible
+from blockdiff.plots.trace_moments import canvas_moments, grid_moments, grid_side, most_entropy, visible
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
 WORDS = ["<pad>", "<eos>", "<bos>", ".", "=", "1", "2", "3", "4", "\n", "<b>", "a b"]
@@ -51,7 +51,7 @@ def decode(token: int) -> str:
 
 @pytest.mark.quick
 def test_moments_are_noise_then_steps_then_the_commit(trace: Trace) -> None:
-    moments = moments_of(trace, trace.canvases[0], decode)
+    moments = canvas_moments(trace, trace.canvases[0], decode)
     assert [moment.name for moment in moments] == ["noise", "step 1", "step 2", "committed"]
     noise, first, second, committed = (moment.cells for moment in moments)
     assert all(cell.state == "noise" and cell.entropy is None and cell.text == "3" for cell in noise)
@@ -67,7 +67,7 @@ def test_moments_are_noise_then_steps_then_the_commit(trace: Trace) -> None:
 @pytest.mark.quick
 def test_tokens_after_the_end_are_not_drawn_as_committed(trace: Trace) -> None:
     cut = CommittedCanvas("a", 0, PUZZLE, trace.canvases[0].tokens, 5, "1234", 2, "eos")
-    committed = moments_of(trace, cut, decode)[-1]
+    committed = canvas_moments(trace, cut, decode)[-1]
     assert [cell.state for cell in committed.cells] == ["committed"] * 5 + ["noise"] * 12
 
 
@@ -212,7 +212,7 @@ def test_a_loss_axis_shows_the_run_and_ticks_stand_at_whole_steps(losses: list[f
 
     axes = Figure().subplots()
     records = [{"step": step, "kind": "train", "canvas_loss": loss} for step, loss in enumerate(losses, start=1)]
-    (panel,) = panels_of([NamedRun("a", records)])
+    (panel,) = make_panels([NamedRun("a", records)])
     _fill(axes, panel, last=3, legend_columns=2)
     assert (axes.get_ylim()[0] == 0) == is_from_0
     assert all(tick == int(tick) for tick in axes.get_xticks())
@@ -225,7 +225,7 @@ def test_the_last_percents_of_a_share_have_room_whatever_came_before_them() -> N
     for shares, least in (([0.1, 0.96, 1.0], 0.3), ([0.1, 0.4], 0.04)):
         axes = Figure().subplots()
         records = [{"step": n, "kind": "sample", "sample_accuracy": share} for n, share in enumerate(shares)]
-        (panel,) = panels_of([NamedRun("a", records)])
+        (panel,) = make_panels([NamedRun("a", records)])
         _fill(axes, panel, last=2)
         low, high = (axes.transAxes.inverted().transform(axes.transData.transform((0, y)))[1] for y in (0.95, 1.0))
         assert high - low > least and 0 <= high <= 1
@@ -239,12 +239,12 @@ def test_runs_of_different_length_are_compared_by_tokens() -> None:
         train = [{"tokens_per_second": 10.0 * batch, "seconds": s / 10.0, "canvas_loss": 3.0} for s in steps]
         records = [{"step": s, "kind": "train", **each} for s, each in zip(steps, train, strict=True)]
         runs.append(NamedRun(name, [*records, {"step": 2, "kind": "heldout", "heldout_canvas_loss": 2.0}]))
-    small, large, *heldout = panels_of(runs)[0].lines
-    assert panels_of(runs)[0].x == TOKENS and panels_of(runs[:1])[0].x == STEP
+    small, large, *heldout = make_panels(runs)[0].lines
+    assert make_panels(runs)[0].x == TOKENS and make_panels(runs[:1])[0].x == STEP
     assert (small.points[0], large.points[0]) == (pytest.approx([10, 20, 30]), pytest.approx([40, 80, 120]))
     assert [line.points[0] for line in heldout] == [[pytest.approx(20)], [pytest.approx(80)]]
     without_speeds = replace(runs[1], records=runs[1].records[-1:])
-    assert panels_of([runs[0], without_speeds])[0].x == STEP
+    assert make_panels([runs[0], without_speeds])[0].x == STEP
 
 
 @pytest.mark.quick
@@ -254,7 +254,7 @@ def test_legends_stand_clear_of_the_data_and_all_panels_show_the_whole_run() -> 
 
     figure = Figure(figsize=(11, 8), layout="constrained")
     records = measured(ar=1.0, heldout_ar_loss=2.0, sample_accuracy=0.5)
-    panels = panels_of([NamedRun("a", records)])
+    panels = make_panels([NamedRun("a", records)])
     for number, (axes, panel) in enumerate(zip(figure.subplots(3, 3).flat, panels, strict=False)):
         _fill(axes, panel, last=100, legend_columns=4 if number == 0 else 2)
     FigureCanvasAgg(figure).draw()
@@ -311,7 +311,7 @@ def test_noise_levels_are_those_of_the_last_evaluation_and_empty_ones_are_left_o
 
 @pytest.mark.quick
 def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
-    panels = {panel.title: panel for panel in panels_of([NamedRun("a", measured(sample_steps_per_canvas=None))])}
+    panels = {panel.title: panel for panel in make_panels([NamedRun("a", measured(sample_steps_per_canvas=None))])}
     assert list(panels) == [
         "loss per token",
         "held-out loss by noise level",
@@ -333,7 +333,7 @@ def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
 def test_compared_runs_keep_their_colour_in_every_panel() -> None:
     sampled = {"sample_accuracy": 0.5, "sample_steps_per_canvas": 7.0}
     runs = [NamedRun("a", measured(ar=1.0, **sampled)), NamedRun("b", measured(0.5)), NamedRun("c", measured())]
-    panels = panels_of(runs)
+    panels = make_panels(runs)
     assert [panel.title for panel in panels] == [
         "canvas loss (dashed: held out)",
         "next-token loss",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blockdiff.errors import RunError
-from blockdiff.training.run import best_of, evaluations_since_best
+from blockdiff.training.run import best_step, evaluations_since_best
 
 pytestmark = pytest.mark.quick
 
@@ -20,14 +20,14 @@ RECORDS = [
 
 
 def test_the_best_is_the_earliest_of_equals_and_never_the_start():
-    assert best_of(RECORDS, "heldout_canvas_loss") == (4, 1.0)
-    assert best_of(RECORDS, "sample_accuracy") == (4, 0.5)
-    assert best_of(RECORDS[:2], "sample_accuracy") is None
+    assert best_step(RECORDS, "heldout_canvas_loss") == (4, 1.0)
+    assert best_step(RECORDS, "sample_accuracy") == (4, 0.5)
+    assert best_step(RECORDS[:2], "sample_accuracy") is None
 
 
 def test_the_best_can_be_looked_for_among_some_steps():
-    assert best_of(RECORDS, "heldout_canvas_loss", among={2, 8}) == (8, 2.0)
-    assert best_of(RECORDS, "heldout_canvas_loss", among=()) is None
+    assert best_step(RECORDS, "heldout_canvas_loss", among={2, 8}) == (8, 2.0)
+    assert best_step(RECORDS, "heldout_canvas_loss", among=()) is None
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_the_best_can_be_looked_for_among_some_steps():
     ],
 )
 def test_the_table_of_metrics_says_whether_more_is_better(metric, step):
-    assert best_of([{"step": 1, metric: 0.25}, {"step": 2, metric: 0.5}], metric)[0] == step
+    assert best_step([{"step": 1, metric: 0.25}, {"step": 2, metric: 0.5}], metric)[0] == step
 
 
 @pytest.mark.parametrize("metric", ["heldout_quality", "loss", "lr", "sample_count", "sample_seconds"])
 def test_what_no_evaluation_measures_or_has_no_better_value_is_refused(metric):
     with pytest.raises(RunError, match=f"no metric '{metric}'; choose one of heldout_canvas_loss, "):
-        best_of(RECORDS, metric)
+        best_step(RECORDS, metric)
 
 
 def test_patience_counts_evaluations_after_the_best():

@@ -163,7 +163,7 @@ def test_a_merged_export_equals_the_adapted_model_and_runs_in_transformers(train
 
 def test_an_exported_adapter_names_the_model_it_is_asked_to(trained, inputs, tmp_path):
     checkpoint.export(trained.directory, tmp_path / "adapter", peft=True, base="org/name")
-    assert checkpoint.adapters.base_of(tmp_path / "adapter") == "org/name"
+    assert checkpoint.adapters.adapted_checkpoint(tmp_path / "adapter") == "org/name"
     model = checkpoint.load(inputs["model"]["path"], dtype="auto", adapter=tmp_path / "adapter")
     assert torch.equal(hidden(model), hidden(trained.model()))
     with pytest.raises(CheckpointError, match="no adapters to write"):

@@ -13,7 +13,7 @@ from blockdiff.metrics import of_kind, reproducible
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Stopped
 from blockdiff.training.optimiser import build
-from blockdiff.training.step import MOST_SKIPS, samples_of
+from blockdiff.training.step import MOST_SKIPS, sample_ids
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches
 from tests.toy_trainer import Options, train
 
@@ -304,7 +304,7 @@ def test_the_samples_of_a_packed_row_are_all_named():
     address = batch.address_BC3.clone()
     address[0, 0, 1] = 11  # another sample's canvas in the first row
     batch = batch.__class__(**{**vars(batch), "address_BC3": address})
-    assert samples_of(batch) == [3, 5, 11]
+    assert sample_ids(batch) == [3, 5, 11]
 
 
 def test_records_know_the_epoch_and_the_speed_of_scored_tokens():

@@ -15,7 +15,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.objective import Objective
 from blockdiff.recipes.sudoku import alphabet, make_splits
-from blockdiff.training.optimiser import matrices_of, trainable
+from blockdiff.training.optimiser import matrix_count, trainable
 from blockdiff.training.plan import changes
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.sampling import plan_sampling
@@ -125,7 +125,7 @@ def test_a_plan_counts_what_does_not_change_with_the_step(folder):
     assert made.parts["average"] == 4 * numbers and made.parts["optimiser"] == 2 * numbers
     muon = plans.plan_training(recipe_of(folder, "optim.name=muon"), device="cpu")
     weights = trainable(without_weights(recipe, read_starting_model(recipe), plans.kernels_for("cpu"), torch.float32))
-    vectors = sum(x.numel() for name, x in weights.items() if not matrices_of(name, x))
+    vectors = sum(x.numel() for name, x in weights.items() if not matrix_count(name, x))
     assert muon.parts["optimiser"] == 4 * numbers + 4 * vectors  # a moment of matrices, two of the rest
     lora = plans.plan_training(recipe_of(folder, FROM_BASE, LORA, "model.dtype=bfloat16"), device="cpu")
     assert lora.parts["adapters"] == 4 * lora.trained

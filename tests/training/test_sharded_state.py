@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from blockdiff.errors import RunError
 from blockdiff.training.checkpoint_content import ALONE, KINDS, steps_saved
 from blockdiff.training.checkpoint_reader import restore_weights
-from blockdiff.training.run import entered
+from blockdiff.training.run import hold_run
 from blockdiff.training.saved_tensors import SavedTensors
 from tests import forked, sharded_state
 from tests.sharded_state import Toy
@@ -156,7 +156,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_a_complete_checkpoint(tmp_path, 
         directory.mkdir()
         codes = forked.wait_for_ranks(2, sharded_state.killed, directory, "full", victim, moment, in_background)
         assert codes[1 - victim] == 0  # it ended by itself, with one line
-        with entered(directory / "run", True, ALONE) as checkpoint:
+        with hold_run(directory / "run", True, ALONE) as checkpoint:
             assert checkpoint is not None
         with warnings.catch_warnings(action="ignore"):  # another number of processes
             reached.append(Toy("none").restore(directory / "run", ALONE).step)

@@ -15,7 +15,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.ema import Ema
 from blockdiff.training.optimiser import build
-from blockdiff.training.run import entered
+from blockdiff.training.run import hold_run
 from tests import forked
 from tests.toy_objective import ToyObjective
 from tests.toy_run import ALONE, FACTS, enter, run_to
@@ -47,7 +47,7 @@ def test_files_of_somebody_else_are_not_written_over(tmp_path, name, resume):
     for overwrite in {False, not resume}:
         with (
             pytest.raises(RunError, match=f"{name}: is there already and is no run's; choose another output"),
-            entered(tmp_path, resume, ALONE, overwrite),
+            hold_run(tmp_path, resume, ALONE, overwrite),
         ):
             pass
     assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
@@ -66,7 +66,7 @@ def test_a_directory_with_other_files_can_be_used(tmp_path):
 
 def test_two_processes_do_not_train_into_one_directory(tmp_path):
     run = tmp_path / "run"
-    with entered(run, True, ALONE):
+    with hold_run(run, True, ALONE):
         unfinished = run / "checkpoints" / ".step-2.1234.tmp"  # what the first one is just saving
         unfinished.mkdir()
         file = run / "checkpoints" / ".step-7.5678.tmp"

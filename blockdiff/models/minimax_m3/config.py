@@ -58,8 +58,8 @@ def read(values: Mapping[str, Any]) -> Any:
             raise CheckpointError(f"{where}{name} is {size}; it must be at least 1 and at most {most}")
     own.pop("quantization_config", None)
     sparse = text.get("sparse_attention_config") or {}
-    values_of = sparse.get("sparse_disable_index_value", 1)
-    carry = [not off for off in values_of] if isinstance(values_of, list) else [not values_of]
+    metric_values = sparse.get("sparse_disable_index_value", 1)
+    carry = [not off for off in metric_values] if isinstance(metric_values, list) else [not metric_values]
     if any(carry):
         raise CheckpointError(f"{where}sparse_attention_config: layers whose index path carries values are refused")
     for ours, theirs in (("index_init_blocks", "sparse_init_block"), ("index_score_type", "sparse_score_type")):

@@ -88,7 +88,7 @@ def _check(schema: Any, where: str) -> None:
         if not isinstance(values, list) or not values:
             raise RequestError(f"the JSON schema's enum at {place} must be a list with at least one value")
         for value in values:
-            if "type" in said and not any(_is_of(value, type) for type in _types(schema, place)):
+            if "type" in said and not any(_holds(value, type) for type in _types(schema, place)):
                 raise RequestError(f"the JSON schema's value {json.dumps(value)[:40]} at {place} is not of its type")
     else:
         _check_types(schema, said, where)
@@ -218,7 +218,7 @@ def _types(schema: Mapping[str, Any], place: str) -> list[str]:
     return types
 
 
-def _is_of(value: Any, type: str) -> bool:
+def _holds(value: Any, type: str) -> bool:
     if isinstance(value, bool) or value is None:
         return type == ("null" if value is None else "boolean")
     kinds = {"object": Mapping, "array": list, "string": str, "number": int | float, "integer": int}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from blockdiff.data.collate import AllCanvases
 from blockdiff.models.family import family_of
 from blockdiff.training.plan.rank import ORDER
-from blockdiff.training.plan.training import TrainingPlan, plan_training, rows_of
+from blockdiff.training.plan.training import TrainingPlan, micro_batch_rows, plan_training
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import StartingModel
@@ -29,7 +29,7 @@ class Change:
 # In the order in which they are tried: what costs little first.
 CHANGES = (
     Change("train.activation_checkpointing", "true", False, lambda r, _: not r.train.activation_checkpointing),
-    Change("train.micro_batch_size", "1", False, lambda r, ranks: rows_of(r, ranks // r.parallel.tensor) > 1),
+    Change("train.micro_batch_size", "1", False, lambda r, ranks: micro_batch_rows(r, ranks // r.parallel.tensor) > 1),
     Change("parallel.shard", "full", True, lambda r, ranks: ranks > 1 and _can_be_sharded(r)),
     Change("model.dtype", "bfloat16", True, lambda r, _: r.model.dtype == "float32" and r.lora.trains),
     Change("train.autocast", "bfloat16", False, lambda r, _: r.parallel.shard == "full" and not _is_narrow(r)),

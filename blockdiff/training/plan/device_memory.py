@@ -14,7 +14,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.data import Data
 from blockdiff.training.plan.changes import what_fits
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
-from blockdiff.training.plan.training import MOST_ROWS, dtypes_of, plan_training, rows_of
+from blockdiff.training.plan.training import MOST_ROWS, micro_batch_rows, plan_training, weight_dtypes
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
@@ -41,7 +41,7 @@ def require_step(
     available, train = memory.available_bytes(ranks.device), data.train
     if available is None or not isinstance(train, Dataset) or not len(train):
         return
-    rows, length = rows_of(recipe, ranks.row_world), recipe.data.pack or int(max(train.lengths))
+    rows, length = micro_batch_rows(recipe, ranks.row_world), recipe.data.pack or int(max(train.lengths))
     if sum(_kept(objective, recipe, base, ranks).values()) + plenty(objective, rows, length) <= available:
         return
     batch, times = _largest(data, recipe, ranks)
@@ -60,7 +60,7 @@ def require_step(
 
 def _kept(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> dict[str, int]:
     """Bytes that a rank keeps all the time, by what they hold."""
-    return kept_bytes(cut_to_rank(objective, recipe), recipe, ranks.row_world, *dtypes_of(recipe, base))
+    return kept_bytes(cut_to_rank(objective, recipe), recipe, ranks.row_world, *weight_dtypes(recipe, base))
 
 
 def _largest(data: Data, recipe: Recipe, ranks: Ranks) -> tuple[Batch | None, float]:
@@ -79,7 +79,7 @@ def _largest(data: Data, recipe: Recipe, ranks: Ranks) -> tuple[Batch | None, fl
     except DataError:
         return None, 1.0
     batch = max(batches, key=lambda batch: batch.tokens_BS.numel())
-    return batch, max(1.0, rows_of(recipe, ranks.row_world) / MOST_ROWS)
+    return batch, max(1.0, micro_batch_rows(recipe, ranks.row_world) / MOST_ROWS)
 
 
 def plenty(objective: nn.Module, rows: int, length: int) -> int:

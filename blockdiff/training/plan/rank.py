@@ -18,7 +18,7 @@ from blockdiff.models.family import family_of
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.tensor import tensor_parallel
 from blockdiff.tensor_pieces import PlannedMesh
-from blockdiff.training.optimiser import matrices_of
+from blockdiff.training.optimiser import matrix_count
 from blockdiff.training.recipe import Recipe
 
 ORDER = ("weights", "masters", "adapters", "gradients", "buckets", "optimiser", "average")
@@ -63,7 +63,7 @@ def kept_bytes(
         is_master = x.requires_grad and dtype != computed and not is_ours
         parts["adapters" if is_ours else "masters" if is_master else "weights"] += numbers * dtype.itemsize
         if x.requires_grad:
-            moments = 1 if optim.name == "muon" and matrices_of(name, x) > 0 else 2
+            moments = 1 if optim.name == "muon" and matrix_count(name, x) > 0 else 2
             parts["gradients"] += numbers * dtype.itemsize
             parts["optimiser"] += numbers * moments * (1 if optim.name == "adamw_8bit" else dtype.itemsize)
             parts["average"] += numbers * 4 if optim.ema is not None else 0

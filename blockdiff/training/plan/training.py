@@ -23,7 +23,7 @@ from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.muon import AT_ONCE
-from blockdiff.training.optimiser import matrices_of, trainable
+from blockdiff.training.optimiser import matrix_count, trainable
 from blockdiff.training.plan.live_bytes import CHUNK
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes, sharding_ranks
 from blockdiff.training.plan.step_bytes import GATHERED, LATE, Step, keep_one_of_each
@@ -80,7 +80,7 @@ def plan_training(
     if ranks % recipe.parallel.tensor:
         raise RecipeError(f"parallel.tensor: {recipe.parallel.tensor} does not divide the {ranks} processes of --gpus")
     base = read_starting_model(recipe) if base is None else base
-    stored, computed = dtypes_of(recipe, base)
+    stored, computed = weight_dtypes(recipe, base)
     is_sharded = recipe.parallel.shard == "full"
     objective = without_weights(recipe, base, kernels_for(device), computed)
     weights = [*objective.parameters(), *objective.buffers()]
@@ -88,7 +88,7 @@ def plan_training(
     objective = cut_to_rank(objective, recipe)
     model, ranks = objective.model.train(), ranks // recipe.parallel.tensor
     static = kept_bytes(objective, recipe, ranks, stored, computed)
-    share, rows = -(-recipe.train.batch_size // ranks), rows_of(recipe, ranks)
+    share, rows = -(-recipe.train.batch_size // ranks), micro_batch_rows(recipe, ranks)
     if batch is None:
         few = min(rows, MOST_ROWS)
         batch, times = worst_batch(recipe, model, _longest(recipe, tokens), few), rows / few
@@ -115,7 +115,7 @@ def plan_training(
     return TrainingPlan(parts, host, *sizes, numbers, trains)
 
 
-def rows_of(recipe: Recipe, ranks: int) -> int:
+def micro_batch_rows(recipe: Recipe, ranks: int) -> int:
     """Rows of a micro-batch of one of so many ranks with rows of their own."""
     share = -(-recipe.train.batch_size // ranks)
     return min(share, recipe.train.micro_batch_size or share)
@@ -148,7 +148,7 @@ def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
     """Bytes that Muon's step holds: where all matrices are to go, and three times those that it moves at once."""
     if recipe.optim.name != "muon":
         return 0
-    sizes = [x.numel() for name, x in trainable(objective).items() if matrices_of(name, x)]
+    sizes = [x.numel() for name, x in trainable(objective).items() if matrix_count(name, x)]
     held = sum(sizes) // (ranks if recipe.parallel.shard == "full" else 1)
     return 4 * (held + 3 * min(sum(sizes), max(AT_ONCE, *sizes)))
 
@@ -161,7 +161,7 @@ def _longest(recipe: Recipe, tokens: int | None) -> int:
     return int(length)
 
 
-def dtypes_of(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, torch.dtype]:
+def weight_dtypes(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, torch.dtype]:
     """The dtype of the weights as a rank keeps them, and the one in which sharded ones are gathered and run."""
     if recipe.model.dtype != "auto":
         stored = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
