@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
+
+from tests.forked import HUNG, started
+from tests.notebook_cells import execute
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
-
-
-class ThisPython(KernelSpecManager):
-    """Whatever kernel a notebook asks for, it runs in the interpreter of the tests."""
-
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        start = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        return KernelSpec(argv=start, display_name=kernel_name, language="python")
 
 
 def read(name: str) -> nbformat.NotebookNode:
@@ -47,20 +39,13 @@ def test_a_notebook_runs_and_its_model_learns(
 ) -> None:
     for folder in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(folder, str(tmp_path / folder.lower()))
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    notebook = read(name)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = []
-    kernel = AsyncKernelManager(kernel_spec_manager=ThisPython())
-    # Generous: the time limit is there for a kernel that hangs.
-    NotebookClient(notebook, timeout=400, km=kernel, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert sum("image/png" in output.get("data", {}) for output in outputs(notebook)) == pictures
-    printed = "".join(output.get("text", "") for output in outputs(notebook))
-    assert all(re.search(words, printed) for words in said)
-    assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
+    variables = {name: os.environ[name] for name in os.environ if name.startswith(("JUPYTER", "IPYTHON"))}
+    with started(execute, NOTEBOOKS / name, tmp_path, log=tmp_path / "log", **variables) as process:
+        process.join(HUNG)
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    printed, errors, shown = json.loads((tmp_path / "outputs.json").read_text())
+    assert shown == pictures and not errors
+    assert all(re.search(words, printed) for words in said), printed
 
 
 @pytest.mark.parametrize("name", [file.name for file in sorted(NOTEBOOKS.glob("*.ipynb"))])
