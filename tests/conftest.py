@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -38,6 +39,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") else None
 
 
+def pytest_collection_finish() -> None:
+    """What lives as long as the process is not looked through at every collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs started by tests keep their tokens out of the user's cache."""
@@ -53,6 +60,17 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         pytest.skip(missing())
     with Browser(tmp_path_factory.mktemp("browser")) as window:
         yield window
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_pictures() -> Iterator[None]:
+    """Runs draw no curves, which takes longer than a short training; a test that looks at them draws them."""
+    if "blockdiff.training.export" not in sys.modules:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blockdiff.training.export.draw_curves", lambda *_, **__: None)
+        yield
 
 
 class _KeepDouble(TorchFunctionMode):

@@ -21,6 +21,7 @@ train: {steps: 3, batch_size: 6, micro_batch_size: 4, log_every: 1, eval_every: 
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with puzzles, a recipe, and the run trained from it."""
     # These need packages that a bare GPU machine lacks, where these tests are looked through for those of a GPU.
+    from blockdiff.plots.curves import draw_curves
     from tests.commands import works
     from tests.little_model import LITTLE, save_preset
 
@@ -28,7 +29,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     works("data", "sudoku", "--split", "train=24", "--split", "test=6", "--output", folder / "puzzles")
     save_preset(folder / "little.json", LITTLE)
     (folder / "recipe.yaml").write_text(RECIPE.replace("little.json", str(folder / "little.json")))
-    works("train", folder / "recipe.yaml", "--output", folder / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blockdiff.training.export.draw_curves", draw_curves)
+        works("train", folder / "recipe.yaml", "--output", folder / "run")
     for name in ("broken", "bare"):
         shutil.copytree(folder / "run" / "model", folder / name)
     weights = (folder / "broken" / "model.safetensors").read_bytes()
@@ -36,12 +39,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in (folder / "bare").glob("tokenizer*"):
         file.unlink()
     return folder
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the run of the workshop draws its curves: they take longer than the training."""
-    monkeypatch.setattr("blockdiff.training.export.draw_curves", lambda *_, **__: None)
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from blockdiff.__main__ import main
 from blockdiff.cli.main import app
 from tests.commands import refusal, run, works
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 DATA = [["data", "sudoku"], ["data", "chat"], ["data", "countdown"], ["data", "pixel-sudoku"], ["data", "tokenizer"]]
 COMMANDS = [["train"], ["sample"], ["chat"], ["eval"], ["data"], *DATA, ["init"], ["inspect"]]
 

@@ -12,8 +12,6 @@ import pytest
 
 from tests.commands import refusal, run, works
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 def output_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]

@@ -22,8 +22,6 @@ from blockdiff.training.run import Run
 from tests.commands import refusal, works
 from tests.little_model import LITTLE, save_preset
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

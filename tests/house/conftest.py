@@ -33,12 +33,8 @@ def _quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quickstart(_quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory of a test: recipes, a few puzzles, and an untrained model where the trained one lies.
-
-    Runs draw no curves here: that is most of the time of a short run, and tested elsewhere.
-    """
+    """The current directory of a test: recipes, a few puzzles, and an untrained model where the trained one lies."""
     place = tmp_path / "quickstart"
     shutil.copytree(_quickstart, place, symlinks=True)
     monkeypatch.chdir(place)
-    monkeypatch.setattr("blockdiff.training.export.draw_curves", lambda *_, **__: None)
     return place

@@ -16,7 +16,6 @@ from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError, RunError
 from blockdiff.recipes.sudoku import alphabet, make_splits
-from blockdiff.training import export
 from blockdiff.training.export import consolidate
 from tests import forked, sharded_runs
 from tests.little_model import LITTLE, save_preset
@@ -62,8 +61,7 @@ def weights(directory: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
 
 
-def test_a_run_that_moves_between_meshes_learns_what_one_process_learns(inputs, moved, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "draw_curves", lambda *_, **__: None)
+def test_a_run_that_moves_between_meshes_learns_what_one_process_learns(inputs, moved, tmp_path):
     alone = blockdiff.train(inputs, ["train.save_async=false"], tmp_path / "alone")
     records = [record for record in blockdiff.Run(moved / "run").records if record["kind"] == "train"]
     expected = [record for record in alone.records if record["kind"] == "train"]

@@ -17,6 +17,7 @@ from blockdiff.errors import BlockdiffError, DataError, RecipeError, RunError
 from blockdiff.metrics import METRICS, Metric, reproducible
 from blockdiff.models.diffusion_gemma import FAMILY
 from blockdiff.objective import Objective
+from blockdiff.plots.curves import draw_curves
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training import export
 from blockdiff.training.checkpoint_content import steps_saved
@@ -130,13 +131,9 @@ def weights_of(run: blockdiff.Run) -> Tensor:
 
 @pytest.fixture(scope="module")
 def plain(inputs, tmp_path_factory):
-    return blockdiff.train(inputs, output=tmp_path_factory.mktemp("plain") / "run")
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(plain, monkeypatch):
-    """Only the first run draws its curves: they take longer than the training."""
-    monkeypatch.setattr(export, "draw_curves", lambda *_, **__: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "draw_curves", draw_curves)
+        return blockdiff.train(inputs, output=tmp_path_factory.mktemp("plain") / "run")
 
 
 @pytest.mark.quick

@@ -60,6 +60,8 @@ class LiveBytes(TorchDispatchMode):
         return x
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # what torch asks for more often than it computes
         named = kwargs or {}
         name = function._schema.name.partition("::")[2]
         tensors = _tensors((*args, *named.values()))
