@@ -18,21 +18,23 @@ data = typer.Typer(
     epilog="Example: blockdiff data sudoku --size 4 --split train=20000 --split test=1000 --output data/s4",
 )
 
+Output = Annotated[
+    Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl, images and tokenizer/.")
+]
+Splits = Annotated[list[str] | None, typer.Option("--split", metavar="NAME=N", help="N rows in NAME.jsonl.")]
+Count = Annotated[int | None, typer.Option(metavar="N", help="Rows in all (default: the sum of the splits).")]
+
 
 @data.command(
     epilog="Example: blockdiff data sudoku --size 4 --count 21000 --split train=20000 --split test=1000 "
     "--output data/sudoku4"
 )
 def sudoku(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl and tokenizer/.")
-    ],
+    output: Output,
     overwrite: options.Overwrite = False,
     size: Annotated[int, typer.Option(metavar="N", help="Side of the grid: 4 or 9.")] = 4,
-    count: Annotated[
-        int | None, typer.Option(metavar="N", help="Puzzles in all (default: the sum of the splits).")
-    ] = None,
-    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N puzzles in NAME.jsonl.")] = None,
+    count: Count = None,
+    split: Splits = None,
     seed: options.SeedOfData = 0,
 ) -> None:
     """Write sudoku puzzles with one solution each, and the tokenizer of their characters.
@@ -53,11 +55,9 @@ def sudoku(
     epilog="Example: blockdiff data pixel-sudoku --split train=10000 --split test=500 --output data/pixel_sudoku",
 )
 def pixel_sudoku(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl, NAME/*.png and tokenizer/.")
-    ],
+    output: Output,
     overwrite: options.Overwrite = False,
-    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N images in NAME/.")] = None,
+    split: Splits = None,
     seed: options.SeedOfData = 0,
 ) -> None:
     """Write images of 4x4 sudokus, rows that name them, and the tokenizer with its image processor.
@@ -76,15 +76,11 @@ def pixel_sudoku(
     "--output data/countdown4"
 )
 def countdown(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl and tokenizer/.")
-    ],
+    output: Output,
     overwrite: options.Overwrite = False,
     numbers: Annotated[int, typer.Option(min=3, max=6, metavar="N", help="Numbers of a problem.")] = 4,
-    count: Annotated[
-        int | None, typer.Option(metavar="N", help="Problems in all (default: the sum of the splits).")
-    ] = None,
-    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N problems in NAME.jsonl.")] = None,
+    count: Count = None,
+    split: Splits = None,
     seed: options.SeedOfData = 0,
 ) -> None:
     """Write Countdown problems (reach a target with all the numbers) and the tokenizer of their characters.
@@ -99,11 +95,9 @@ def countdown(
 
 @data.command(epilog="Example: blockdiff data chat --split train=20000 --split test=500 --output data/chat")
 def chat(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl and tokenizer/.")
-    ],
+    output: Output,
     overwrite: options.Overwrite = False,
-    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N conversations in NAME.jsonl.")] = None,
+    split: Splits = None,
     seed: options.SeedOfData = 0,
 ) -> None:
     """Write short conversations about a few facts and a tokenizer learnt from them, for recipes/chat_cpu.yaml."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,9 +21,7 @@ def inspect(
 
     It reads headers only and loads no weights.
     """
-    is_recipe = Path(target).suffix in (".yaml", ".yml")
-    if set_ and not is_recipe:
-        raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")
+    is_recipe = options.is_recipe(target, set_)
     if not is_recipe and (step, rows) != (1, 3):
         raise typer.BadParameter("only a recipe (a .yaml file) has batches to draw", param_hint="--step, --rows")
     from blockdiff.terminal import quiet

@@ -99,7 +99,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How answers are sampled, as the command line says it."""
+    """The settings of sampling that the command line gives."""
 
     seed: options.Seed = 0
     max_new_tokens: options.MaxNewTokens = None

@@ -277,6 +277,15 @@ TensorParallel = Annotated[
 ]
 
 
+def is_recipe(target: str, overrides: list[str] | None = None) -> bool:
+    """True where a target is a recipe by its name; typer.BadParameter for overrides of anything else."""
+    if Path(target).suffix in (".yaml", ".yml"):
+        return True
+    if overrides:
+        raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")
+    return False
+
+
 def parse_columns(text: str | None) -> dict[str, str]:
     """`prompt=question,response=answer` as a dict; typer.BadParameter says what is wrong with it."""
     columns: dict[str, str] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,12 +38,11 @@ def plan(
     """
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"{device!r} is neither cuda nor cpu", param_hint="--device")
-    if quantize is not None and Path(target).suffix in (".yaml", ".yml"):
+    is_recipe = options.is_recipe(target, set_)
+    if quantize is not None and is_recipe:
         raise typer.BadParameter("a recipe says it itself; --set model.quantize=fp8", param_hint="--quantize")
-    if set_ and Path(target).suffix not in (".yaml", ".yml"):
-        raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")
     limit = None if gpu_memory is None else int(gpu_memory * GIB)
-    if Path(target).suffix in (".yaml", ".yml"):
+    if is_recipe:
         lines, report = _training(target, set_ or [], gpus, limit, tokens, device)
     else:
         lines, report = _sampling(target, limit, tokens or 1000, device, quantize)

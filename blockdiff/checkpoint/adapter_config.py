@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockdiff.checkpoint.adapter_names import WEIGHTS, Part, hub_module
+from blockdiff.checkpoint.adapter_names import WEIGHTS, Part, fused_rank, hub_module
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
-from blockdiff.checkpoint.fused_adapters import fused_rank
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import AdaptedExperts, LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapters_of

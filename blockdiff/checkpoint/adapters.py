@@ -15,11 +15,20 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.adapter_base import BASE, base_record, require_base, require_every_target
 from blockdiff.checkpoint.adapter_config import peft_config, read_low_rank, require_plain, trained_tokens
-from blockdiff.checkpoint.adapter_names import PREFIX, WEIGHTS, Part, adapts_images, hub_module, parts_in, peft_names
+from blockdiff.checkpoint.adapter_names import (
+    PREFIX,
+    WEIGHTS,
+    Part,
+    adapts_images,
+    apart,
+    fused,
+    hub_module,
+    parts_in,
+    peft_names,
+)
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, read_json
 from blockdiff.checkpoint.fp8 import FORM, fp8_form
-from blockdiff.checkpoint.fused_adapters import apart, fused
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.images import with_image_side

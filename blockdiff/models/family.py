@@ -1,4 +1,4 @@
-"""The contract of a model family: all that the rest of the house asks of a model, and nothing else names a family.
+"""The contract of a model family: all that the rest of the code asks of a model, and nothing else names a family.
 
 A family is what a module of this package has as its `FAMILY`, or one of its `FAMILIES`; `family_of` finds it by the
 model type of a config.
@@ -84,8 +84,8 @@ class Family:
     modules -> how tensor parallelism splits them: "attention", "mlp", "experts" or "vocabulary"; empty: it cannot.
 
     The functions take the family's own config. `read(values)` makes it from the content of a config.json and checks it;
-    `check(config)` raises CheckpointError for what it says and the model does not do; `outline(config)` is what the
-    house reads of it; `with_tokens(config, vocab_size, special)` is the config with another vocabulary (special:
+    `check(config)` raises CheckpointError for what it says and the model does not do; `outline(config)` is what
+    others read of it; `with_tokens(config, vocab_size, special)` is the config with another vocabulary (special:
     bos_token_id, eos_token_id, pad_token_id); `image_side(config)` makes what turns images into embeddings, without
     weights that are read, and `image_tokens(config)` says which tokens stand before an image, for each of its parts and
     after it, by id or as they are spelt (None of both: it takes no images); `image_processor(values)` is the content of
@@ -195,7 +195,7 @@ class LayerKind:
 
 
 class BlockDiffusionModel(nn.Module):
-    """A denoiser with a prefix: every family's model is one, and nothing else in the house knows the families apart.
+    """A denoiser with a prefix: every family's model is one, and no other code knows the families apart.
 
     A causal model is one without canvases (`denoises` is False, `canvas_length` 1): it encodes.
     Every way into the weights is a call of a module (of the model or of its vocabulary), because what shards weights

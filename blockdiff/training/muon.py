@@ -1,4 +1,7 @@
-"""Muon: steps of matrices by their orthogonalised momentum, and of everything else by AdamW."""
+"""AdamW and Muon over parameters that may be split over ranks.
+
+Muon steps matrices by their orthogonalised momentum, and everything else by AdamW.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,26 @@ from torch import Tensor
 
 from blockdiff.parallel.reduce import stacked
 from blockdiff.tensor_pieces import gathered, is_spread, like, local_of, piece_of
-from blockdiff.training.adamw import AdamWOfPieces
 
 # Of the quintic iteration and the number of times (arXiv 2502.16982 section 2.1): singular values end in 0.7 to 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
 RMS = 0.2  # of a step at a learning rate of 1, as AdamW's steps have it (arXiv 2502.16982 equation 4)
 AT_ONCE = 2**27  # numbers of the matrices that are brought together, orthogonalised and exchanged at once
+
+
+class AdamWOfPieces(torch.optim.AdamW):
+    """AdamW of which each rank steps what it holds: elementwise, so that pieces of tensors are as good as whole ones.
+
+    torch's kernels take no DTensors beside other tensors; here they get the local ones of all. The state consists of
+    DTensors where the parameters do.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        is_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:  # parameters, gradients, moments, and counters of steps
+            tensors[:] = [local_of(tensor) for tensor in tensors]
+        return is_complex
 
 
 class Muon(AdamWOfPieces):

@@ -19,8 +19,7 @@ from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import is_spread, local_of
-from blockdiff.training.adamw import AdamWOfPieces
-from blockdiff.training.muon import Muon
+from blockdiff.training.muon import AdamWOfPieces, Muon
 
 EMBEDDING_TABLE = "vocabulary.table"
 TRAINED_ROWS = "vocabulary.token_rows"

@@ -20,7 +20,7 @@ from blockdiff.spans import Spans, denoise_spans, encode_spans
 from blockdiff.training.callbacks import Callback
 from blockdiff.training.trainer import Trainer
 from tests.documents import DOCUMENTS, ROOT, blocks, code_of, name_of, shell, table_rows
-from tests.house.test_imports import FLOORS
+from tests.house.test_imports import IMPORT_ORDER
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"  # its tables run too: test_coming_from.py
 WALKED = [ROOT / "docs" / name for name in ("laptop.md", "one-gpu.md", "cluster.md", "research.md", "images.md")]
@@ -66,9 +66,9 @@ def test_the_masks_of_images_in_the_design_are_those_of_the_code() -> None:
         assert [line[33 * place :][:23].rstrip() for line in block.splitlines()[1:]] == found
 
 
-def test_the_floors_of_the_design_are_those_of_the_code() -> None:
+def test_the_import_order_of_the_design_is_that_of_the_code() -> None:
     rows = [row for _, row in table_rows(ROOT / "docs" / "design.md") if row[0].isdigit()]
-    assert {code_of(row[1])[0].rstrip("/").removesuffix(".py"): int(row[0]) for row in rows} == FLOORS
+    assert {code_of(row[1])[0].rstrip("/").removesuffix(".py"): int(row[0]) for row in rows} == IMPORT_ORDER
 
 
 def headings(document: Path) -> set[str]:

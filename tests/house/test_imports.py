@@ -1,4 +1,4 @@
-"""The house: lower floors never import higher ones, and importing is light."""
+"""The packages: none imports one with a higher number, and importing is light."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = {
+IMPORT_ORDER = {
     "errors": 0,
     "files": 0,
     "terminal": 0,
@@ -42,9 +42,9 @@ FLOORS = {
     "cli": 8,
 }
 # What a bare GPU machine imports, and all it may import beside the standard library when it does.
-LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data", "recipes"}
+LIGHT = {name for name, number in IMPORT_ORDER.items() if number < 6} - {"data", "recipes"}
 LIGHT_TRAINING = (
-    *("training", "training.adamw", "training.muon", "training.optimiser", "training.schedule"),
+    *("training", "training.muon", "training.optimiser", "training.schedule"),
     *("training.freeze", "training.ema"),
     *("training.activations", "training.step", "training.clock"),
     "training.saved_tensors",
@@ -70,10 +70,10 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def floor_of(module: str) -> int | None:
-    """The floor of `blockdiff.x...`; None for the face of the package and for other packages."""
+def number_of(module: str) -> int | None:
+    """The number of `blockdiff.x...`; None for the face of the package and for other packages."""
     parts = module.split(".")
-    return FLOORS[parts[1]] if parts[0] == "blockdiff" and len(parts) > 1 and parts[1] != "__main__" else None
+    return IMPORT_ORDER[parts[1]] if parts[0] == "blockdiff" and len(parts) > 1 and parts[1] != "__main__" else None
 
 
 def imported(module: str, tree: ast.AST, is_package: bool) -> Iterator[tuple[str, int]]:
@@ -116,19 +116,19 @@ def imports_of(module: str, tree: ast.Module) -> set[tuple[str, int]]:
 
 
 @pytest.mark.quick
-def test_every_room_has_a_floor():
-    assert {name.split(".")[1] for name in MODULES if name.count(".")} - {"__main__"} <= FLOORS.keys()
+def test_every_package_has_a_number():
+    assert {name.split(".")[1] for name in MODULES if name.count(".")} - {"__main__"} <= IMPORT_ORDER.keys()
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("room", FLOORS)
-def test_lower_floors_never_import_higher_ones(room):
+@pytest.mark.parametrize("package", IMPORT_ORDER)
+def test_no_package_imports_one_with_a_higher_number(package):
     wrong = [
         f"{MODULES[module].relative_to(ROOT)}:{line} imports {name}"
         for module in MODULES
-        if module.split(".")[1:2] == [room]
+        if module.split(".")[1:2] == [package]
         for name, line in imports_of(module, parse(module))
-        if (floor_of(name) or 0) > FLOORS[room]
+        if (number_of(name) or 0) > IMPORT_ORDER[package]
     ]
     assert not wrong
 
@@ -150,7 +150,7 @@ def is_light(module: str) -> bool:
 
 
 @pytest.mark.quick
-def test_light_rooms_import_only_what_a_bare_gpu_machine_has():
+def test_light_packages_import_only_what_a_bare_gpu_machine_has():
     wrong = []
     for module in filter(is_light, MODULES):
         for name, line in imports_of(module, run_at_import(parse(module))):

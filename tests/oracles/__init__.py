@@ -1,1 +1,1 @@
-"""Short programs in plain torch that are trusted because they can be read: what the house must compute."""
+"""Short programs in plain torch that are trusted because they can be read: what blockdiff must compute."""
