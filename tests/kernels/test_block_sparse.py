@@ -105,11 +105,10 @@ def case(name: str, seed: int = 0) -> tuple[tuple[Tensor, Tensor, Tensor], Tenso
     return (q, k, v), in_torch.select_blocks(idx_q, idx_k, visible, block=block, topk=2), visible, block
 
 
-@pytest.mark.parametrize("path", ["masked", "by blocks"])
+@pytest.mark.parametrize("path", ["whole", "in parts"])
 @pytest.mark.parametrize("name", SIZES)
 def test_attention_and_its_gradients_are_those_of_the_reference(name, path, monkeypatch):
-    monkeypatch.setattr(in_torch, "DENSE_NUMBERS", 1 << 40 if path == "masked" else 0)
-    monkeypatch.setattr(in_torch, "CHUNK", 16)
+    monkeypatch.setattr(in_torch, "MASK", 1 << 40 if path == "whole" else 1 << 11)
     inputs, ids, visible, block = case(name)
     B, T, h, d = inputs[0].shape
     K, H, weight, grads = inputs[1].shape[2], ids.shape[2], drawn(B, T, h, d, seed=9), []
@@ -150,8 +149,8 @@ def test_both_paths_agree_on_packed_rows_and_padding_gets_zero(monkeypatch):
     q, k, v = drawn(2, T, 4, 8), drawn(2, T, 2, 8, seed=1), drawn(2, T, 2, 8, seed=2)
     ids = in_torch.select_blocks(drawn(2, T, 2, 8, seed=3), drawn(2, T, 8, seed=4), visible, first, block=4, topk=2)
     outs = []
-    for limit in (1 << 40, 0):
-        monkeypatch.setattr(in_torch, "DENSE_NUMBERS", limit)
+    for limit in (1 << 40, 1 << 11):
+        monkeypatch.setattr(in_torch, "MASK", limit)
         outs.append(in_torch.block_sparse_attention(q, k, v, ids, visible, first, 4, 0.3))
     torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-12)
     assert bool((outs[1][:, -3:] == 0).all())
@@ -174,7 +173,7 @@ def test_memory_for_long_rows_is_linear(monkeypatch):
     """The scores of a row of 3,000 queries and keys are never all there."""
     T, largest = 3000, 0
     monkeypatch.setattr(in_torch, "SCORE_BYTES", 1 << 20)
-    monkeypatch.setattr(in_torch, "DENSE_NUMBERS", 1 << 18)
+    monkeypatch.setattr(in_torch, "MASK", 1 << 18)
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), named=None):

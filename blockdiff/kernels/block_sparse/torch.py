@@ -1,8 +1,9 @@
 """Block selection and block-sparse attention in plain torch.
 
 A query sees the keys [first, first + visible) of its row: those of its document. Blocks of keys are counted from
-`first` on, so padding and other documents move none, and the last block may be part of one. Small calls attend under a
-dense mask; large ones go from block to block with the queries that chose it, and keep nothing of size [T, S].
+`first` on, so padding and other documents move none, and the last block may be part of one. Attention is torch's under
+a dense mask: of large calls some queries at a time, computed again in the backward, so that nothing of size [T, S] is
+kept.
 
 Tensors: B rows, T queries, S keys, h query heads, K key heads, H index heads, d head dimension, k blocks of a query.
 """
@@ -10,18 +11,17 @@ Tensors: B rows, T queries, S keys, h query heads, K key heads, H index heads, d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from blockdiff.kernels.autocast import upcast
 from blockdiff.kernels.span_attention.paged import PagedTensor
 
 SCORE_BYTES = 64 << 20  # index scores that live at once
-DENSE_NUMBERS = 1 << 24  # elements of [B, h, T, S] up to which a dense mask serves
-CHUNK = 1024  # queries whose partial results live at once
+MASK = 1 << 24  # elements of [B, h, T, S] that live at once
 UNUSED = -1
 
 
@@ -137,12 +137,21 @@ def block_sparse_attention(
     Gradients flow to queries, keys and values, except to those that stand in pages.
     """
     B, T, h, _ = q_BThd.shape
-    k_BSKd, v_BSKd = as_heads(k_BSKd), as_heads(v_BSKd)
-    is_small = B * h * T * k_BSKd.shape[1] <= DENSE_NUMBERS
-    if is_small or own_k is not None:
-        return _masked(q_BThd, k_BSKd, v_BSKd, ids_BTHk, visible_BT, first_BT, block, scale, own_k, own_v, own_BT2)
-    arguments = ids_BTHk, visible_BT, first_BT, block, scale
-    return _ByBlocks.apply(q_BThd, k_BSKd, v_BSKd, *arguments)
+    k, v, is_own = as_heads(k_BSKd), as_heads(v_BSKd), None
+    if own_k is not None and own_v is not None and own_BT2 is not None:
+        column = torch.arange(own_k.shape[1], device=k.device)
+        is_own = (column >= own_BT2[..., :1]) & (column < own_BT2[..., 1:])
+        k, v = torch.cat([k, own_k], 1), torch.cat([v, own_v], 1)
+    seen = ids_BTHk, visible_BT, first_BT, is_own
+    size = max(1, MASK // max(1, B * h * k.shape[1]))
+    if size >= T:
+        return _masked(q_BThd, k, v, seen, block, scale)
+    outs = []
+    for lo in range(0, T, size):
+        part = tuple(None if x is None else x[:, lo : lo + size] for x in seen)
+        given = q_BThd[:, lo : lo + size], k, v, part, block, scale
+        outs.append(checkpoint(_masked, *given, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(outs, 1)
 
 
 def seen_keys(ids_BTHk: Tensor, visible_BT: Tensor, first_BT: Tensor | None, block: int, keys: int) -> Tensor:
@@ -159,27 +168,14 @@ def seen_keys(ids_BTHk: Tensor, visible_BT: Tensor, first_BT: Tensor | None, blo
     return kept.gather(-1, of_key[:, :, None].expand(-1, -1, ids_BTHk.shape[2], -1))
 
 
-def _masked(
-    q_BThd: Tensor,
-    k_BSKd: Tensor,
-    v_BSKd: Tensor,
-    ids_BTHk: Tensor,
-    visible_BT: Tensor,
-    first_BT: Tensor | None,
-    block: int,
-    scale: float,
-    own_k: Tensor | None,
-    own_v: Tensor | None,
-    own_BT2: Tensor | None,
-) -> Tensor:
-    h, H = q_BThd.shape[2], ids_BTHk.shape[2]
-    is_seen = seen_keys(ids_BTHk, visible_BT, first_BT, block, k_BSKd.shape[1])
-    k, v = k_BSKd, v_BSKd
-    if own_k is not None and own_v is not None and own_BT2 is not None:
-        k, v = torch.cat([k, own_k], 1), torch.cat([v, own_v], 1)
-        column = torch.arange(own_k.shape[1], device=k.device)
-        is_own = (column >= own_BT2[..., :1]) & (column < own_BT2[..., 1:])
-        is_seen = torch.cat([is_seen, is_own[:, :, None].expand(-1, -1, H, -1)], -1)
+def _masked(q_BThd: Tensor, k: Tensor, v: Tensor, seen: tuple[Tensor | None, ...], block: int, scale: float) -> Tensor:
+    """Attention under a dense mask; seen: ids, visible and first of the queries, and which last keys are own ones."""
+    ids_BTHk, visible_BT, first_BT, is_own_BTO = seen
+    assert ids_BTHk is not None and visible_BT is not None
+    h, H, own = q_BThd.shape[2], ids_BTHk.shape[2], 0 if is_own_BTO is None else is_own_BTO.shape[-1]
+    is_seen = seen_keys(ids_BTHk, visible_BT, first_BT, block, k.shape[1] - own)
+    if is_own_BTO is not None:
+        is_seen = torch.cat([is_seen, is_own_BTO[:, :, None].expand(-1, -1, H, -1)], -1)
     is_seen = is_seen.transpose(1, 2).repeat_interleave(h // H, 1)  # [B, h, T, keys]
     out = F.scaled_dot_product_attention(
         q_BThd.transpose(1, 2),
@@ -190,107 +186,3 @@ def _masked(
         enable_gqa=h != k.shape[2],
     )
     return out.masked_fill(~is_seen.any(-1, keepdim=True), 0.0).transpose(1, 2)
-
-
-class _ByBlocks(torch.autograd.Function):
-    """Block after block, with the queries that chose it; a query's partial results are merged by log-sum-exp."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BThd: Tensor,
-        k_BSKd: Tensor,
-        v_BSKd: Tensor,
-        ids_BTHk: Tensor,
-        visible_BT: Tensor,
-        first_BT: Tensor | None,
-        block: int,
-        scale: float,
-    ) -> Tensor:
-        B, T, h, d = q_BThd.shape
-        dtype = torch.promote_types(q_BThd.dtype, torch.float32)
-        out = torch.zeros(B, T, h, d, dtype=dtype, device=q_BThd.device)
-        lse = torch.full((B, T, h), -torch.inf, dtype=dtype, device=q_BThd.device)
-        for at, heads, K, pieces in _pieces(q_BThd, k_BSKd, ids_BTHk, visible_BT, first_BT, block):
-            q = upcast(q_BThd[at][:, heads]) * scale
-            acc, total, peak = out[at][:, heads].clone(), q.new_zeros(q.shape[:2]), lse[at][:, heads].clone()
-            for rows, keys, hidden in pieces:
-                k, v = (upcast(x[at[0], keys, K]) for x in (k_BSKd, v_BSKd))
-                scores = (q[rows].flatten(0, 1) @ k.t()).view(-1, q.shape[1], k.shape[0])
-                if hidden is not None:
-                    scores.masked_fill_(hidden[:, None], -torch.inf)
-                old = peak[rows]
-                new = torch.maximum(old, scores.amax(-1))
-                p, kept = scores.sub_(new[..., None]).exp_(), (old - new).exp_()
-                peak[rows], total[rows] = new, total[rows] * kept + p.sum(-1)
-                gained = (p.flatten(0, 1) @ v).view(-1, *acc.shape[1:])
-                acc[rows] = acc[rows].mul_(kept[..., None]).add_(gained)
-            is_seen = total > 0
-            out[at[0], at[1], heads] = acc / total.where(is_seen, 1.0)[..., None]
-            lse[at[0], at[1], heads] = peak + total.log()
-        ctx.save_for_backward(q_BThd, k_BSKd, v_BSKd, ids_BTHk, visible_BT, first_BT, out, lse)
-        ctx.block, ctx.scale = block, scale
-        return out.to(q_BThd.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BThd: Tensor) -> tuple[Tensor | None, ...]:
-        q_BThd, k_BSKd, v_BSKd, ids_BTHk, visible_BT, first_BT, out, lse = ctx.saved_tensors
-        grad = grad_BThd.to(out.dtype)
-        dot = (grad * out).sum(-1)
-        grad_q = torch.zeros_like(out)
-        grad_k, grad_v = (torch.zeros_like(x, dtype=out.dtype) for x in (k_BSKd, v_BSKd))
-        for at, heads, K, pieces in _pieces(q_BThd, k_BSKd, ids_BTHk, visible_BT, first_BT, ctx.block):
-            q, of_out = q_BThd[at][:, heads].to(out.dtype) * ctx.scale, grad[at][:, heads]
-            norm, shift, into = lse[at][:, heads], dot[at][:, heads], torch.zeros_like(q)
-            for rows, keys, hidden in pieces:
-                k, v = (x[at[0], keys, K].to(out.dtype) for x in (k_BSKd, v_BSKd))
-                q_rows, g_rows = q[rows].flatten(0, 1), of_out[rows].flatten(0, 1)
-                scores = (q_rows @ k.t()).view(-1, q.shape[1], k.shape[0])
-                if hidden is not None:
-                    scores.masked_fill_(hidden[:, None], -torch.inf)
-                p = scores.sub_(norm[rows][..., None]).exp_().flatten(0, 1)
-                grad_v[at[0], keys, K] += p.t() @ g_rows
-                of_scores = (g_rows @ v.t()).sub_(shift[rows].flatten()[:, None]).mul_(p)
-                grad_k[at[0], keys, K] += of_scores.t() @ q_rows
-                into[rows] += (of_scores @ k).view(-1, *into.shape[1:])
-            grad_q[at[0], at[1], heads] = into * ctx.scale
-        return *(x.to(q_BThd.dtype) for x in (grad_q, grad_k, grad_v)), None, None, None, None, None
-
-
-Piece = tuple[Tensor, slice, Tensor | None]  # queries of a chunk, the keys of their block, and which they do not see
-
-
-def _pieces(
-    q_BThd: Tensor, k_BSKd: Tensor, ids_BTHk: Tensor, visible_BT: Tensor, first_BT: Tensor | None, block: int
-) -> Iterator[tuple[tuple[int, slice], slice, int, Iterator[Piece]]]:
-    """Chunks of queries of a row under each index head and key head: where they are, their heads, and their blocks."""
-    h = q_BThd.shape[2]
-    H, K = ids_BTHk.shape[2], k_BSKd.shape[2]
-    share, parts = h // max(H, K), max(H, K)  # query heads that have both in common
-    for rows, queries, first in _documents(first_BT, visible_BT):
-        for row in range(rows.start, rows.stop):
-            for lo in range(queries.start, queries.stop, CHUNK):
-                at = row, slice(lo, min(lo + CHUNK, queries.stop))
-                for part in range(parts):
-                    heads = slice(part * share, (part + 1) * share)
-                    ids = ids_BTHk[row, at[1], part * H // parts]
-                    yield at, heads, part * K // parts, _by_block(ids, visible_BT[at], first, block)
-
-
-def _by_block(ids_Tk: Tensor, visible_T: Tensor, first: int, block: int) -> Iterator[Piece]:
-    """Every block that any of the queries chose, with these queries."""
-    order = ids_Tk.flatten().argsort(stable=True)
-    row_N = torch.div(order, ids_Tk.shape[1], rounding_mode="floor")
-    chosen, counts = ids_Tk.flatten()[order].unique_consecutive(return_counts=True)
-    start = 0
-    for b, count in zip(chosen.tolist(), counts.tolist(), strict=True):
-        rows = row_N[start : start + count]
-        start += count
-        if b < 0:
-            continue
-        visible = visible_T[rows] - b * block
-        size = min(block, int(visible.max()))
-        hidden = None
-        if int(visible.min()) < size:
-            hidden = torch.arange(size, device=rows.device) >= visible[:, None]
-        yield rows, slice(first + b * block, first + b * block + size), hidden

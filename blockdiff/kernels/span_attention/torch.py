@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +60,7 @@ def span_attention(
     is_seen = None if spans.sees_all else spans.dense(prefix_tokens, own_k.shape[1])
     is_wide = q_BThd.dtype in (torch.float32, torch.float64)  # in half precision SDPA still sums scores in fp32
     if q_BThd.is_cpu and is_wide and B * h * T * k.shape[1] <= SMALL_SCORES:
-        if torch.is_grad_enabled():
-            return _Materialised.apply(q_BThd, k, v, is_seen, scale)
-        return _attend(q_BThd, k, v, is_seen, scale)[0]
+        return _materialised(q_BThd, k, v, is_seen, scale)
     return _by_sdpa(q_BThd, k, v, is_seen, scale)
 
 
@@ -99,55 +96,24 @@ def _by_sdpa(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale
     return out.masked_fill(~is_seen.any(-1)[:, :, None, None], 0.0)
 
 
-class _Materialised(torch.autograd.Function):
-    """Scores as one [B*K, g*T, keys] batched product: queries of a group share their key head without repeats."""
-
-    @staticmethod
-    def forward(ctx: Any, q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> Tensor:
-        out, saved = _attend(q_BThd, k, v, is_seen, scale)
-        ctx.save_for_backward(*saved)
-        ctx.scale, ctx.shape, ctx.key_heads = scale, q_BThd.shape, k.shape[2]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_BThd: Tensor) -> tuple[Tensor | None, ...]:
-        q_rows, k_rows, v_rows, weights = ctx.saved_tensors
-        (B, T, h, d), K, keys = ctx.shape, ctx.key_heads, k_rows.shape[1]
-        grad_rows = _rows_of_queries(grad_BThd, K)
-        grad_v = torch.bmm(weights.transpose(1, 2), grad_rows)
-        grad_weights = torch.bmm(grad_rows, v_rows.transpose(1, 2))
-        grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-        if ctx.scale != 1.0:
-            grad_scores.mul_(ctx.scale)
-        grad_q = torch.bmm(grad_scores, k_rows)
-        grad_k = torch.bmm(grad_scores.transpose(1, 2), q_rows)
-        grad_q = grad_q.view(B, K, h // K, T, d).permute(0, 3, 1, 2, 4).reshape(B, T, h, d)
-        grad_k, grad_v = (g.view(B, K, keys, d).transpose(1, 2) for g in (grad_k, grad_v))
-        return grad_q, grad_k, grad_v, None, None
-
-
 def _rows_of_queries(q_BThd: Tensor, K: int) -> Tensor:
     B, T, h, d = q_BThd.shape
     return q_BThd.view(B, T, K, h // K, d).permute(0, 2, 3, 1, 4).reshape(B * K, h // K * T, d)
 
 
-def _attend(
-    q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output, and what its backward needs. Rows that see nothing have zero weights and so zero gradients."""
-    B, T, h, d = q_BThd.shape
+def _materialised(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> Tensor:
+    """The same with scores as one product [B*K, g*T, keys]: queries of a group share their key head without repeats."""
+    B, T, h, _ = q_BThd.shape
     keys, K = k.shape[1], k.shape[2]
     q_rows = _rows_of_queries(q_BThd, K)
-    k_rows = k.transpose(1, 2).reshape(B * K, keys, d)
-    v_rows = v.transpose(1, 2).reshape(B * K, keys, d)
+    k_rows, v_rows = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
     weights = _weights(q_rows, k_rows, is_seen, scale, h // K, v.dtype)
     if is_seen is not None:
         is_empty_BT = ~is_seen.any(-1)
         if bool(is_empty_BT.any()):
             grouped = weights.view(B, K, h // K, T, keys)
-            grouped.masked_fill_(is_empty_BT[:, None, None, :, None], 0.0)
-    out = _heads_of_rows(torch.bmm(weights, v_rows), q_BThd.shape)
-    return out, (q_rows, k_rows, v_rows, weights)
+            weights = grouped.masked_fill(is_empty_BT[:, None, None, :, None], 0.0).view(weights.shape)
+    return _heads_of_rows(torch.bmm(weights, v_rows), q_BThd.shape)
 
 
 def _heads_of_rows(rows: Tensor, shape: torch.Size) -> Tensor:
