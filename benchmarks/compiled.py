@@ -39,8 +39,7 @@ from blockdiff.kernels.gated.triton import gated_linear
 from blockdiff.kernels.heads import HeadNorms, Norm
 from blockdiff.kernels.heads.triton import attention_heads
 from blockdiff.kernels.launch import forget_sizes
-from blockdiff.kernels.layer_end.triton import layer_end
-from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, residual_norms, rms_norms
+from blockdiff.kernels.norm_rope.triton import add_rms_norm, layer_end, norm_rope, residual_norms, rms_norms
 from blockdiff.kernels.routing.triton import routed_tokens
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.kernels.span_attention.triton import span_attention

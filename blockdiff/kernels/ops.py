@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.block_sparse import attend as sparse
 from blockdiff.kernels.block_sparse import torch as block_sparse
 from blockdiff.kernels.expert_mlp import torch as experts
 from blockdiff.kernels.fp8 import torch as fp8
 from blockdiff.kernels.gated import torch as gates
 from blockdiff.kernels.heads import torch as heads
-from blockdiff.kernels.layer_end import torch as ends
 from blockdiff.kernels.norm_rope import torch as norms
 from blockdiff.kernels.op import Composition, Op
 from blockdiff.kernels.routing import torch as routing
@@ -40,12 +38,12 @@ class Kernels:
     attention = Composition(heads.attention)
     select_blocks = Op(block_sparse.select_blocks, "triton")
     block_sparse_attention = Op(block_sparse.block_sparse_attention, "triton")
-    sparse_attention = Composition(sparse.sparse_attention)
+    sparse_attention = Composition(block_sparse.sparse_attention)
     rms_norms = Op(norms.rms_norms, "c", "triton")
     add_rms_norm = Op(norms.add_rms_norm, "c", "triton")
     norm_rope = Op(norms.norm_rope, "c", "triton")
     residual_norms = Composition(norms.residual_norms, "triton")
-    layer_end = Composition(ends.layer_end, "triton")
+    layer_end = Composition(norms.layer_end, "triton")
     route = Op(routing.route, "c")
     routed_tokens = Composition(routing.routed_tokens, "triton")
     expert_mlp = Op(experts.expert_mlp, "c", "triton")

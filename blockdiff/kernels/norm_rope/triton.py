@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.launch import Launch, cached_by_sizes, check_without_gradient, empty, launch, registered
 from blockdiff.kernels.norm_rope import kernels
 from blockdiff.kernels.tiles import Tile, elementwise
@@ -26,7 +27,7 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def by_rows(kernel: Any) -> Callable[..., tuple[Launch, int]]:
+def _by_rows(kernel: Any) -> Callable[..., tuple[Launch, int]]:
     """Of a kernel that takes whole rows: how it is launched for so many numbers in rows of D, and how many rows."""
 
     @cached_by_sizes
@@ -37,8 +38,8 @@ def by_rows(kernel: Any) -> Callable[..., tuple[Launch, int]]:
     return launch_of
 
 
-_rms_norms_of, _add_rms_norm_of = by_rows(kernels.rms_norms_forward), by_rows(kernels.add_rms_norm_forward)
-_residual_norms_of = by_rows(kernels.residual_norms)
+_rms_norms_of, _add_rms_norm_of = _by_rows(kernels.rms_norms_forward), _by_rows(kernels.add_rms_norm_forward)
+_residual_norms_of, _layer_end_of = _by_rows(kernels.residual_norms), _by_rows(kernels.layer_end)
 
 
 def _backward_grid(rows: Tensor, tile: Tile) -> tuple[int]:
@@ -78,7 +79,7 @@ def _rms_norms_backward(
         grad.copy_(partial.sum(0))
 
 
-def row_scalars(scalar: Tensor | None, y: Tensor) -> tuple[Tensor | None, int]:
+def _row_scalars(scalar: Tensor | None, y: Tensor) -> tuple[Tensor | None, int]:
     """The layer scalar as the kernels take it, and the step from that of one row to the next: 0 where all share it."""
     if scalar is None or scalar.numel() == 1:
         return scalar, 0
@@ -91,7 +92,7 @@ def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, scalar: Tensor | None, e
     out = empty(y, dtype=dtype if scalar is None else torch.promote_types(dtype, scalar.dtype))
     yield out
     launched, N = _add_rms_norm_of(y.numel(), y.shape[-1])
-    launched(x.contiguous(), y.contiguous(), weight, *row_scalars(scalar, y), out, N, eps)
+    launched(x.contiguous(), y.contiguous(), weight, *_row_scalars(scalar, y), out, N, eps)
 
 
 @registered("add_rms_norm_backward")
@@ -103,7 +104,7 @@ def _add_rms_norm_backward(
     rows, tile = _flat(y), elementwise(y.shape[-1])
     grid = _backward_grid(rows, tile)
     partial = _partial(rows, grid)
-    arguments = rows, weight, *row_scalars(scalar, y), _flat(grad), grad_x, grad_y, partial, rows.shape[0], eps
+    arguments = rows, weight, *_row_scalars(scalar, y), _flat(grad), grad_x, grad_y, partial, rows.shape[0], eps
     launch(kernels.add_rms_norm_backward, grid, *arguments, D=y.shape[-1], **tile.options)
     grad_weight.copy_(partial.sum(0))
 
@@ -184,6 +185,21 @@ _add_rms_norm.register_autograd(_add_rms_norm_gradients, setup_context=_save_add
 _norm_rope.register_autograd(_norm_rope_gradients, setup_context=_save_norm_rope)
 
 
+@registered("layer_end")
+def _layer_end(
+    x: Tensor, dense: Tensor, slots: Tensor, index: Tensor | None, dense_weight: Tensor, slots_weight: Tensor,
+    weight: Tensor, scalar: Tensor | None, E: int, eps: float,
+) -> Iterator[Tensor]:  # fmt: skip
+    """slots: [N, k, D] with their experts `index` [N, k], or [N, 1, D] without, of which all count."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    yield out
+    top_k = 1 if index is None else slots.shape[1]
+    launched, N = _layer_end_of(x.numel(), x.shape[-1], TOP_K=top_k)
+    tensors = x, dense.contiguous(), slots.contiguous(), index, dense_weight, slots_weight, weight
+    launched(*tensors, *_row_scalars(scalar, x), out, N, E, eps)
+
+
 # -- the public functions: signatures and meaning as in torch.py ------------------------------------------------
 
 
@@ -214,3 +230,11 @@ def residual_norms(
     """`x + rms_norm(y)`, and its norms under up to three weights; Unserved where a gradient is needed."""
     check_without_gradient("residual_norms", x)
     return tuple(_residual_norms(x, y, weight, *weights, *(None,) * (3 - len(weights)), len(weights), eps))
+
+
+def layer_end(
+    x: Tensor, dense: Tensor, routed: Slots, weights: tuple[Tensor, Tensor, Tensor], eps: float, scalar: Tensor | None
+) -> Tensor:
+    """As in torch.py; Unserved where a gradient is needed."""
+    check_without_gradient("layer_end", x)
+    return _layer_end(x, dense, routed.values_NkD, routed.index_Nk, *weights, scalar, routed.experts, eps)

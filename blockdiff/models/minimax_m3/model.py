@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.block_sparse.attend import Selection
+from blockdiff.kernels.block_sparse.torch import Selection
 from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PagedTensor, written
 from blockdiff.layers.attention import KV, Attention, Past
