@@ -21,7 +21,7 @@ PUBLIC = {
 }
 # Ops and what launches them: the tensors and sizes of one call.
 LEFT = {
-    "blockdiff/kernels/block_sparse/torch.py": {"select_blocks", "block_sparse_attention", "_masked"},
+    "blockdiff/kernels/block_sparse/torch.py": {"select_blocks", "block_sparse_attention"},
     "blockdiff/kernels/block_sparse/triton.py": {"_forward", "_blocks_backward", "block_sparse_attention"},
     "blockdiff/kernels/block_sparse/triton_selection.py": {"select_blocks"},
     "blockdiff/kernels/expert_mlp/triton.py": {"_fill_slots", "_forward_of"},

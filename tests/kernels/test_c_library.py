@@ -160,7 +160,9 @@ def test_a_library_that_others_could_have_written_is_built_anew(damage, monkeypa
     elif damage == "a link":
         kept.symlink_to(kept.rename(tmp_path / "elsewhere"))
     else:
+        kept.unlink()  # this process has mapped it
         kept.write_bytes(b"no library")
+        kept.chmod(0o700)
     before = kept.stat().st_mtime_ns
     c_library.find_library()
     assert kept.lstat().st_mode & 0o777 == 0o700 and not kept.is_symlink() and kept.stat().st_mtime_ns > before
