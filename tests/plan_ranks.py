@@ -48,7 +48,7 @@ def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
 
     # DDP has its gradients in buckets that it keeps, so they are in no trace. What gloo's threads hold for FSDP2's
     # exchanges goes when they are scheduled: the least of several traces has none of it.
-    traces = 6 if mesh.shard == "full" else 1
+    traces = 4 if mesh.shard == "full" else 1
     is_replicated = mesh.shard == "none" and mesh.tensor == 1
     buckets = sum(p.nbytes for p in objective.parameters() if is_replicated and p.requires_grad and not is_spread(p))
     return buckets + min(peak_memories(work, CPU, release, traces))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,12 @@ def files(*folders: str) -> Iterator[tuple[str, ast.Module]]:
     """The parsed Python files of some folders by their path inside the repository."""
     for folder in folders:
         for file in sorted((ROOT / folder).rglob("*.py")):
-            yield file.relative_to(ROOT).as_posix(), ast.parse(file.read_text(encoding="utf-8"))
+            yield file.relative_to(ROOT).as_posix(), parsed(file)
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
