@@ -40,7 +40,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """What lives as long as the process is not looked through at every collection of garbage."""
+    """Modules and tests, which live as long as the process, are not looked through at every collection of garbage."""
     gc.collect()
     gc.freeze()
 

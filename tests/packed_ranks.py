@@ -23,7 +23,7 @@ L = 8
 
 
 def everything(ranks: Ranks, directory: Path) -> None:
-    """Five steps of six examples, packed into one row (odd steps) or two, and unpacked in step 5."""
+    """Three steps of six examples: packed into one row, into two, and unpacked."""
     model = init(tiny_config(canvas_length=L, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
     widen_routers(model)
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
@@ -32,7 +32,7 @@ def everything(ranks: Ranks, directory: Path) -> None:
     rows: list[int] = []
 
     def batches(step: int) -> list[Batch]:
-        pack = None if step == 5 else 500 if step % 2 else 60
+        pack = (500, 60, None)[step - 1]
         window = micro_batches(examples, Order(9, 6, seed=1), make, step, pack=pack, rank=ranks.rank, world=ranks.world)
         rows.append(sum(int((batch.doc_start_BS[:, 0] >= 0).sum()) for batch in window))
         return window

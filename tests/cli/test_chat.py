@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import select
 import shutil
 import signal
-import subprocess
 import sys
+import termios
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,13 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.cli.chat import Chat
 from blockdiff.cli.live import Watcher
-from blockdiff.cli.main import app
+from blockdiff.cli.main import app, main
 from blockdiff.data.template import packaged_template
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Generation, Request, Result, Sampler
 from blockdiff.sampling.trace import CommittedCanvas
+from tests import forked
 from tests.chat_tokenizer import chat_tokenizer
 
 
@@ -223,24 +225,26 @@ def test_an_answer_that_is_ended_keeps_the_pages_of_the_turns_before_it(
     assert pages.statistics.reused_tokens - reused > 60
 
 
-def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path) -> None:
+def in_terminal(terminal: str, words: list[str]) -> None:
+    """Be `blockdiff WORDS` in a terminal.
+
+    What Ctrl-C means is the terminal's business, so it has to be the controlling one of the process; and tests that run
+    in the background of a shell inherit that it is ignored.
+    """
+    os.setsid()
+    opened = os.open(terminal, os.O_RDWR)
+    fcntl.ioctl(opened, termios.TIOCSCTTY, 0)
+    for stream in range(3):
+        os.dup2(opened, stream)
+    sys.stdin = os.fdopen(0, closefd=False)  # that of a forked process is no terminal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["blockdiff", *words]
+    main()
+
+
+def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path, tmp_path: Path) -> None:
     """A real terminal: a message, Ctrl-C while typing, Ctrl-C during an answer, /help, Ctrl-D."""
     ours, theirs = pty.openpty()
-    # What Ctrl-C means is the terminal's business, so it has to be the controlling one of the process; and tests that
-    # run in the background of a shell inherit that it is ignored.
-    take = (
-        "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-        "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    command = [sys.executable, "-m", "blockdiff", "chat", str(model), "--max-new-tokens", "17", "--steps", "100000"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", take, *command],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "60", "LINES": "20"},
-        start_new_session=True,
-    )
     seen = b""
 
     def until(text: bytes) -> None:
@@ -252,7 +256,9 @@ def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path) -> None
                 seen += os.read(ours, 65536)
         seen = seen[seen.index(text) + len(text) :]
 
-    try:
+    words = ["chat", str(model), "--max-new-tokens", "17", "--steps", "100000"]
+    size = {"TERM": "xterm", "COLUMNS": "60", "LINES": "20"}
+    with forked.started(in_terminal, os.ttyname(theirs), words, log=tmp_path / "log", **size) as process:
         until(b"> ")
         os.write(ours, b"half a")
         until(b"half a")
@@ -266,8 +272,7 @@ def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path) -> None
         until(b"Ctrl-C ends an answer")
         until(b"> ")
         os.write(ours, b"\x04")
-        assert process.wait(600) == 0
-    finally:
-        process.kill()
-        os.close(theirs)
-        os.close(ours)
+        process.join(forked.HUNG)
+        assert process.exitcode == 0, (tmp_path / "log").read_text()
+    os.close(theirs)
+    os.close(ours)

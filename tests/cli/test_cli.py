@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -283,18 +284,15 @@ def test_an_interrupt_while_the_command_is_imported_is_one_line_and_130(monkeypa
     assert end.value.code == 130 and capsys.readouterr().err == "blockdiff: error: stopped\n"
 
 
-def test_errors_reach_the_shell(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "blockdiff", "train", str(tmp_path / "no.yaml")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.splitlines() == [
-        f"blockdiff: error: {tmp_path}/no.yaml: no such recipe; give the path of a YAML recipe"
-    ]
+def test_errors_reach_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["blockdiff", "train", str(tmp_path / "no.yaml")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(main.__code__.co_filename, run_name="__main__")
+    out, err = capsys.readouterr()
+    assert end.value.code == 1 and out == ""
+    assert err.splitlines() == [f"blockdiff: error: {tmp_path}/no.yaml: no such recipe; give the path of a YAML recipe"]
 
 
 # --- what the commands say ---------------------------------------------------------------------------------

@@ -306,7 +306,7 @@ def test_two_processes_of_which_one_gets_nothing_train_as_one_does(tmp_path):
     alone, first, second = (
         json.loads((where / f"{rank}.json").read_text()) for where, rank in ((one, 0), (two, 0), (two, 1))
     )
-    assert (alone["rows"], first["rows"], second["rows"]) == ([1, 2, 1, 2, 6], [1, 1, 1, 1, 3], [0, 1, 0, 1, 3])
+    assert (alone["rows"], first["rows"], second["rows"]) == ([1, 2, 6], [1, 1, 3], [0, 1, 3])
     for got, expected in zip(first["records"], alone["records"], strict=True):
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     expected, *ranks = (load_file(file) for file in (one / "0.safetensors", *sorted(two.glob("*.safetensors"))))

@@ -46,7 +46,7 @@ def test_a_row_four_times_as_long_takes_four_times_the_memory(one_sweep, monkeyp
         (pieces, "MASK", 1 << 14),
     ):
         monkeypatch.setattr(module, name, value)
-    short, long = (peak(tokens, one_sweep) for tokens in (320, 1280))
+    short, long = (peak(tokens, one_sweep) for tokens in (240, 960))
     assert long <= 4.2 * short
     monkeypatch.setattr(in_torch, "LONG_KEYS", 1 << 20)
-    assert peak(1280, one_sweep) > 1.8 * long
+    assert peak(960, one_sweep) > 1.8 * long
