@@ -37,8 +37,8 @@ class Shaping(NamedTuple):
 
     def flat(self) -> Shaping:
         """The same with its [B, L] dimensions in one."""
-        flat = {name: getattr(self, name) for name in ("observed_N", "bonus_N")}
-        return self._replace(**{name: None if x is None else x.reshape(-1) for name, x in flat.items()})
+        observed_N, bonus_N = (None if x is None else x.reshape(-1) for x in (self.observed_N, self.bonus_N))
+        return self._replace(observed_N=observed_N, bonus_N=bonus_N)
 
 
 def is_left(z: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:
