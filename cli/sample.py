@@ -133,8 +133,8 @@ def sample(
     mesh = together.join(tensor_parallel, opened.device, model)
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request
-    from blockdiff.sampling.constraints.byte_automaton import of_regex
-    from blockdiff.sampling.controls.template import parse_template
+    from blockdiff.sampling.constraints.regex import of_regex
+    from blockdiff.sampling.template import parse_template
     from blockdiff.terminal import quiet
 
     controls: dict[str, Any] = dict(template=template, regex=regex, json_schema=options.read_text(json_schema))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
+from blockdiff.sampling.canvas_control import CanvasControl
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, decision_of
-
-if TYPE_CHECKING:
-    from blockdiff.sampling.canvas_controls import CanvasControls
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class StepCall:
     padded: int
     ids: Sequence[str | int]
     groups: tuple[tuple[Strategy, Tensor | None], ...]
-    controls: Sequence[CanvasControls]
+    controls: Sequence[CanvasControl]
     shapes: Sequence[Shape]
     has_signal: bool = True
     hidden_BLD: Tensor | None = None

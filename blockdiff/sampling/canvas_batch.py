@@ -15,7 +15,7 @@ from torch import Tensor
 from blockdiff.kernels.vocabulary import Stats
 from blockdiff.models.weights import memory_of
 from blockdiff.sampling.calls import StepCall, groups_of
-from blockdiff.sampling.canvas_controls import CanvasControls, ControlBuffers, controls_of
+from blockdiff.sampling.canvas_control import CanvasControl, grouped
 from blockdiff.sampling.canvas_state import CanvasState
 from blockdiff.sampling.canvas_step import CanvasStep
 from blockdiff.sampling.draws import STEPS_AHEAD
@@ -59,11 +59,11 @@ class CanvasBatch:
         self.denoised = 0  # canvases that the model has run, padding included
         most = max_rows + self._missing(max_rows)
         self._step = CanvasStep(model, settings, pages, width, most, keeps=graphs is None)
-        self._controls = ControlBuffers(most * width)  # which captured steps read
+        self._control_buffers: dict[str, Tensor] = {}  # which captured steps read
         self._report = HostCopy(self._step.report_BN)
         self._shapes: dict[tuple[Strategy, int], list[Shape]] = {}
         self._shapes_B: list[list[Shape]] = []
-        self._controls_of_calls: list[list[CanvasControls]] = []
+        self._controls_of_calls: list[list[CanvasControl]] = []
         self._is_new = False
         # where steps of the live canvases can be captured: the shape of all, and the key of the graph
         self._captured: tuple[Shape, abc.Hashable] | None = None
@@ -94,11 +94,10 @@ class CanvasBatch:
             self._shapes = {key: known for key, known in self._shapes.items() if key in in_use}
         self._shapes_B = [self._shapes.setdefault((c.sequence.strategy, c.sequence.max_steps), []) for c in canvases]
         controls = [canvas.control for canvas in canvases]
-        step.write_given(step.pinned_BL, [None if c is None else c.pinned_L for c in controls])
+        step.write_given(step.pinned_BL, [None if c is None else c.pinned_BL for c in controls])
         starting = [None if canvas.has_begun else canvas.control for canvas in canvases]
-        step.write_given(step.start_BL, [None if c is None else c.start_L for c in starting])
-        sizes_and_device = self.settings.canvas_length, self.settings.vocab_size, device
-        self._controls_of_calls = [controls_of(controls[of], *sizes_and_device) for of in self._slices()]
+        step.write_given(step.start_BL, [None if c is None else c.start_BL for c in starting])
+        self._controls_of_calls = [grouped(controls[of]) for of in self._slices()]
         self._is_new, self._captured = True, None
         if not self.settings.is_next_token and self.sequences:
             prefixes = self._load(step.prefixes, [row.paged for row in self.sequences])
@@ -162,9 +161,11 @@ class CanvasBatch:
             self._memory = memory
         padding = slice(len(self.canvases), None)  # strategies divide by the number of steps
         self._step.pinned_BL[padding], self._step.state.steps_B[padding] = 0, 1
-        of_controls = self._controls.load(next(iter(self._controls_of_calls[0]), None))
-        rows = len(self.sequences) + self._missing(len(self.sequences))
-        return rows, (self.sequences[0].strategy,), shape, prefixes, of_controls
+        rows, key = len(self.sequences) + self._missing(len(self.sequences)), None
+        for control in self._controls_of_calls[0]:
+            most, key = len(self._step.pinned_BL), control.key
+            self._controls_of_calls = [[control.in_buffers(self._control_buffers, most, rows * self.width)]]
+        return rows, (self.sequences[0].strategy,), shape, prefixes, key
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -223,8 +224,6 @@ class CanvasBatch:
             if self._captured is not None:  # it treats rows of padding as it does others
                 count += missing
                 shapes = [self._captured[0]] * (count * width)
-                read = self._controls.read(count * width)
-                controls = [] if read is None else [read]
             calls.append(
                 StepCall(
                     first=of.start // width,

@@ -46,9 +46,9 @@ class CanvasStep:
     def write_given(self, buffer_BL: Tensor, of_canvases: abc.Sequence[Tensor | None]) -> None:
         """Write the given tokens of canvases into a buffer, from its first place on, and -1 where no token is given."""
         buffer_BL[: len(of_canvases)] = -1
-        for place, given_L in enumerate(of_canvases):
-            if given_L is not None:
-                buffer_BL[place] = given_L
+        for place, given_BL in enumerate(of_canvases):
+            if given_BL is not None:
+                buffer_BL[place] = given_BL[0]
 
     def __call__(self, call: StepCall) -> tuple[StepInputs, Stats, Decision]:
         """Denoise every canvas of a call once and decide what stays."""

@@ -1,7 +1,7 @@
-"""The control of one request: its restrictions together, and what may stand in each of its canvases.
+"""The control of one response: what its request asks to stand in it, and the state of that after the committed tokens.
 
-Pinned tokens, holes, banned tokens and constraints are one thing: for every position a set of tokens that can stand
-there, which may depend on what stands before and after it. `predict` makes distributions over those sets alone.
+The fields of `Request` say what is asked; `control_of` makes of them tokens, classes of tokens and an automaton, and
+`Control.begin` the tensors of a canvas. Tensors: L positions of a canvas, N of the whole response, S states, V tokens.
 """
 
 from __future__ import annotations
@@ -9,136 +9,152 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Classes
-from blockdiff.sampling.constraints.automaton import TokenAutomaton, Tokens, of_bytes
-from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton
+from blockdiff.sampling.canvas_control import FREE, CanvasControl
+from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, without
+from blockdiff.sampling.constraints.json_object import ANY_OBJECT, any_object
+from blockdiff.sampling.constraints.json_schema import regex_of_schema
 from blockdiff.sampling.constraints.outlines import compile_limit
-from blockdiff.sampling.constraints.paths import completable, forced
-from blockdiff.sampling.constraints.token_bytes import token_bytes
-from blockdiff.sampling.controls.restriction import FREE, Restriction
+from blockdiff.sampling.constraints.paths import completable, completable_pins, forced
+from blockdiff.sampling.constraints.regex import of_regex
+from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, of_bytes
+from blockdiff.sampling.constraints.tokens import tokens_of
+from blockdiff.sampling.draws import signed
+from blockdiff.sampling.request import Request
+from blockdiff.sampling.template import parse_template
 from blockdiff.seeding import Stream, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from blockdiff.sampling.request import Request
     from blockdiff.sampling.settings import SamplingSettings
 
+NOISE = 0.5  # of a draft for which no other level is asked
 
-@dataclass(frozen=True, eq=False)
-class CanvasControl:
-    """The tokens that may stand in one canvas of a request; tensors lie on the model's device.
 
-    pinned_L: int64 tokens that are given, -1 where the model decides; they stand in every canvas. start_L: int64, what
-    the first canvas holds, -1 where it is noise; `first_step` is the step at which it enters the schedule.
+@dataclass(eq=False)
+class Control:
+    """The control of one response, whose committed tokens it must `take` in their order.
 
-    classes: the tokens that can stand in the free positions, as one class, where no automaton decides. automaton,
-    state, is_final_S: a constraint, the state before the canvas, and the states it may end in; its draws are addressed
-    by (seed, number of the canvas, step). is_text_L: positions where the response cannot end. penalty, seen_V: tokens
-    seen before are less likely by this factor.
+    canvases, max_steps: the most canvases of the response, and steps of each; device: the model's. pins: tokens that
+    are given, over whole canvases, FREE between them (None: none is). start: tokens over whole canvases from which
+    denoising starts, each replaced by noise with probability `noise`. penalty: the factor by which tokens that were
+    seen before are less likely. classes, automaton: those of `CanvasControl`, the automaton on the CPU. open_NS: from
+    which states a response can be completed: by place in it where there are pins, else by the number of tokens that are
+    left, of which more than there are rows make no difference.
+
+    state, is_seen_V: the automaton's state after the tokens taken, and which tokens they and the prompt have.
     """
 
-    number: int
-    seed: int
-    pinned_L: Tensor | None = None
-    start_L: Tensor | None = None
-    first_step: int = 0
-    classes: Classes | None = None
-    automaton: TokenAutomaton | None = None
-    state: int = 0
-    is_final_S: Tensor | None = None
-    is_text_L: Tensor | None = None
-    penalty: float = 1.0
-    seen_V: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class ResponseControl:
-    """The control of a response, which `control_of` makes. It has no state: what was committed is given to it.
-
-    canvases, max_steps: the most canvases of the response, and steps of each; classes, automaton: those of
-    `CanvasControl`, made of the restriction.
-    """
-
-    restriction: Restriction
     canvas_length: int
     canvases: int
     max_steps: int
-    prompt_tokens: Sequence[int]
-    vocab_size: int
     device: torch.device
+    pins: list[int] | None = None
+    start: Sequence[int] = ()
+    noise: float = 0.0
+    penalty: float = 1.0
     classes: Classes | None = None
     automaton: TokenAutomaton | None = None
+    open_NS: Tensor | None = None
+    state: int = 0
+    is_seen_V: Tensor | None = None
 
-    @property
-    def holds_distributions(self) -> bool:
-        """True where it says what may stand where, and not only where a canvas starts."""
-        return self.classes is not None or self.automaton is not None
+    def begin(self, number: int, seed: int) -> CanvasControl:
+        """The control of canvas `number`, which follows the tokens taken; `seed` is that of the request's draws."""
+        L, seen_V = self.canvas_length, self.is_seen_V
+        own = self._canvases(number * L, L, [self.state], seed, None if seen_V is None else seen_V[None].clone())
+        start = self.start[number * L : (number + 1) * L]
+        if not start:
+            return own
+        is_kept_L = uniform(seed, Stream.DRAFT, (number,), L) >= self.noise
+        return replace(own, start_BL=torch.tensor(start).where(is_kept_L, FREE)[None].to(self.device))
 
-    def begin(self, number: int, committed: Sequence[int], seed: int) -> CanvasControl:
-        """The control of canvas `number` after the committed tokens; `seed` is that of the request's draws."""
-        L, device, asked = self.canvas_length, self.device, self.restriction
-        pinned_L = start_L = is_text_L = automaton = is_final_S = seen_V = None
-        state = first_step = 0
-        if asked.pins is not None:
-            pinned_L = torch.tensor(asked.pins[number * L : (number + 1) * L])
-            is_text_L = (pinned_L < 0).to(device)
-        start = asked.start[number * L : (number + 1) * L]
-        if start:
-            is_kept_L = uniform(seed, Stream.DRAFT, (number,), L) >= asked.noise
-            start_L = torch.tensor(start).where(is_kept_L, FREE).to(device)
-            first_step = min(self.max_steps - 1, round(self.max_steps * (1 - asked.noise)))
+    def first_step(self, number: int) -> int:
+        """The step at which canvas `number` enters the schedule: later than 0 where it starts from a draft."""
+        if number * self.canvas_length >= len(self.start):
+            return 0
+        return min(self.max_steps - 1, round(self.max_steps * (1 - self.noise)))
+
+    def next_tokens(self, number: int, draft: Sequence[int], given: int, count: int, seed: int) -> CanvasControl:
+        """The control of `count` tokens as next-token sampling has it, which draws one after the other.
+
+        They are those from the place `given` on of canvas `number`, which follows the tokens taken, each after the
+        draft's tokens before it.
+        """
+        states, seen_BV, state = [], None, self.state
+        if self.is_seen_V is not None:
+            seen_BV = self.is_seen_V.repeat(count, 1)
+        for place in range(given + count):
+            if place >= given:
+                states.append(state)
+            if place + 1 < given + count:
+                if self.automaton is not None:
+                    state = self.automaton.run(draft[place : place + 1], state)
+                if seen_BV is not None:
+                    seen_BV[max(0, place + 1 - given) :, draft[place]] = True
+        return self._canvases(number * self.canvas_length + given, 1, states, seed, seen_BV)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Go on after the next committed tokens."""
         if self.automaton is not None:
-            state, is_open_S = self.automaton.run(committed), self.is_open(number + 1)
-            # What the constraint leaves no choice of is pinned, so that the model sees it from the first step on.
-            given_L = torch.full((L,), FREE) if pinned_L is None else pinned_L
-            pinned_L = forced(self.automaton, state, is_open_S, given_L)
-            automaton, is_final_S = self.automaton.on(device), is_open_S.to(device)
-        if asked.penalty != 1.0:
-            seen_V = torch.zeros(self.vocab_size, dtype=torch.bool)
-            seen_V[torch.tensor([*self.prompt_tokens, *committed])] = True
-            seen_V = seen_V.to(device)
-        return CanvasControl(
-            number=number,
-            seed=seed,
-            pinned_L=None if pinned_L is None else pinned_L.to(device),
-            start_L=start_L,
-            first_step=first_step,
-            classes=self.classes if automaton is None else automaton.classes,
-            automaton=automaton,
-            state=state,
-            is_final_S=is_final_S,
-            is_text_L=is_text_L,
-            penalty=asked.penalty,
-            seen_V=seen_V,
-        )
+            self.state = self.automaton.run(tokens, self.state)
+        if self.is_seen_V is not None:
+            self.is_seen_V[torch.tensor(tokens, device=self.device)] = True
 
-    def of_tokens(self) -> ResponseControl:
-        """The same over canvases of one token each, as next-token sampling has it."""
-        restriction = replace(self.restriction, start=())
-        return replace(self, restriction=restriction, canvas_length=1, canvases=self.canvases * self.canvas_length)
-
-    def obstacle(self, committed: Sequence[int], canvases: int) -> str | None:
-        """The error of so many committed canvases; None while they can be, or are, what was asked.
+    def obstacle(self, canvases: int) -> str | None:
+        """The error of so many canvases taken; None while they can be, or are, what was asked.
 
         What `predict` gives never is wrong.
         """
-        if self.automaton is None or bool(self.is_open(canvases)[self.automaton.run(committed)]):
+        if self.automaton is None or bool(self._is_open(canvases * self.canvas_length)[self.state]):
             return None
         return "the response left its constraint; commit the argmax canvases that predict gives"
 
-    def is_open(self, canvas: int) -> Tensor:
-        """The states from which the canvases from this one on can complete the response, bool [S + 1]."""
-        assert self.automaton is not None
-        if self.restriction.pins is None:
-            return completable(self.automaton, (self.canvases - canvas) * self.canvas_length)
-        return _open_states(self.automaton, tuple(self.restriction.pins[canvas * self.canvas_length :]))
+    def copy(self) -> Control:
+        """The control of another response to the same request."""
+        return replace(self, is_seen_V=None if self.is_seen_V is None else self.is_seen_V.clone())
+
+    def _is_open(self, place: int) -> Tensor:
+        """The states from which the response from this place on can be completed, bool [S + 1]."""
+        assert self.open_NS is not None
+        if self.pins is not None:
+            return self.open_NS[place]
+        return self.open_NS[min(self.canvases * self.canvas_length - place, len(self.open_NS) - 1)]
+
+    def _canvases(self, first: int, length: int, states: list[int], seed: int, seen_BV: Tensor | None) -> CanvasControl:
+        """The control of canvases of `length` tokens, which follow one another from the place `first` of the response.
+
+        states, seen_BV: the states before them, and the tokens that were seen before them.
+        """
+        B, device, parts = len(states), self.device, dict[str, Any]()
+        given_BL = pinned_BL = torch.full((B, length), FREE)
+        if self.pins is not None:
+            given_BL = pinned_BL = torch.tensor(self.pins[first : first + B * length]).view(B, length)
+        if self.automaton is not None:
+            is_final_BS = torch.stack([self._is_open(first + (n + 1) * length) for n in range(B)])
+            # What the constraint leaves no choice of is pinned, so that the model sees it from the first step on.
+            each = zip(states, is_final_BS, given_BL, strict=True)
+            pinned_BL = torch.stack([forced(self.automaton, *state_and_ends) for state_and_ends in each])
+            is_text_BL = (given_BL < 0) if self.pins is not None else torch.zeros(B, length, dtype=torch.bool)
+            number_B = torch.arange(first // length, first // length + B, device=device)
+            parts |= dict(
+                automaton=self.automaton.on(device),
+                state_B=torch.tensor(states, device=device),
+                is_final_BS=is_final_BS.to(device),
+                is_text_BL=is_text_BL.to(device),
+                seed_B=torch.full((B,), signed(seed), device=device),
+                number_B=number_B,
+            )
+        if seen_BV is not None:
+            parts |= dict(is_seen_BV=seen_BV, factor_B=torch.full((B,), self.penalty, device=device))
+        return CanvasControl(pinned_BL.to(device), classes=self.classes, **parts)
 
 
 @compile_limit()
@@ -150,77 +166,131 @@ def control_of(
     canvases: int,
     max_steps: int,
     device: torch.device | str = "cpu",
-) -> ResponseControl | None:
+) -> Control | None:
     """The control of a request, None if it asks for none; RequestError says what of it cannot be.
 
     canvases: the most there may be; pins have as many as they need.
     """
-    asked = [control.restriction(request, settings, canvases) for control in request.controls]
-    if not asked:
+    if not request.control_in_words:
         return None
-    whole = functools.reduce(Restriction.joined, asked)
-    mask_id, eos_ids, has_pins = settings.diffusion.mask_id, settings.generation.eos_ids, whole.pins is not None
-    forbidden = tuple(sorted(whole.banned | (set() if mask_id is None else {mask_id})))
-    if whole.pins is not None:
-        canvases = len(whole.pins) // settings.canvas_length
-    automaton = classes = None
-    if whole.languages:
-        automaton = _automaton(
-            settings.tokenizer,
-            settings.vocab_size,
-            whole.languages,
-            eos_ids,
-            settings.generation.pad_id,
-            forbidden,
-            whole.is_text,
-        )
-        if mask_id is not None and whole.start:
+    device, mask_id, eos_ids = torch.device(device), settings.diffusion.mask_id, settings.generation.eos_ids
+    pins, languages = _pins(request, settings), _languages(request, settings)
+    start = _start(request, settings, canvases)
+    forbidden = {each for each in request.banned if not isinstance(each, str)}
+    forbidden |= set() if mask_id is None else {mask_id}
+    if pins is not None:
+        canvases = len(pins) // settings.canvas_length
+    control = Control(
+        settings.canvas_length,
+        canvases,
+        max_steps,
+        device,
+        pins,
+        start,
+        NOISE if request.noise is None else request.noise,
+        request.repetition_penalty,
+    )
+    if control.penalty != 1.0:
+        control.is_seen_V = torch.zeros(settings.vocab_size, dtype=torch.bool)
+        control.is_seen_V[list(prompt_tokens)] = True
+        control.is_seen_V = control.is_seen_V.to(device)
+    if languages:
+        if mask_id is not None and start:
             raise RequestError(
                 "a model of mask noise never changes what is not masked, so a draft may break a constraint; "
                 "give one of the two"
             )
-    elif has_pins or forbidden or whole.penalty != 1.0:
-        tokenizer = settings.tokenizer if has_pins else None
-        classes = _one_class(tokenizer, settings.vocab_size, eos_ids, forbidden, torch.device(device))
-    control = ResponseControl(
-        restriction=whole,
-        canvas_length=settings.canvas_length,
-        canvases=canvases,
-        max_steps=max_steps,
-        prompt_tokens=prompt_tokens,
-        vocab_size=settings.vocab_size,
-        device=torch.device(device),
-        classes=classes,
-        automaton=automaton,
-    )
-    if automaton is not None and not bool(control.is_open(0)[0]):
-        if has_pins:
-            raise RequestError("no text of the template's form satisfies the constraint; change one of the two")
-        raise RequestError(
-            f"no text of at most {canvases * settings.canvas_length} tokens satisfies the constraint; "
-            "raise max_new_tokens (over HTTP, max_tokens)"
+        control.automaton = automaton = _automaton(
+            settings.tokenizer,
+            settings.vocab_size,
+            languages,
+            eos_ids,
+            settings.generation.pad_id,
+            tuple(sorted(forbidden)),
+            is_text=request.regex is not None or request.json_schema is not None,
         )
+        control.classes = automaton.on(device).classes
+        tokens = canvases * settings.canvas_length
+        control.open_NS = completable(automaton, tokens) if pins is None else completable_pins(automaton, tuple(pins))
+        if not bool(control.open_NS[0 if pins is not None else -1][0]):
+            if pins is not None:
+                raise RequestError("no text of the template's form satisfies the constraint; change one of the two")
+            raise RequestError(
+                f"no text of at most {tokens} tokens satisfies the constraint; "
+                "raise max_new_tokens (over HTTP, max_tokens)"
+            )
+    elif pins is not None or forbidden or control.penalty != 1.0:
+        tokenizer = settings.tokenizer if pins is not None else None
+        control.classes = _one_class(tokenizer, settings.vocab_size, eos_ids, tuple(sorted(forbidden)), device)
     return control
 
 
-@functools.lru_cache(maxsize=64)
-def _open_states(automaton: TokenAutomaton, pins: tuple[int, ...]) -> Tensor:
-    """The states from which these tokens, with text in the holes, lead to acceptance: bool [S + 1]."""
-    is_open_S, next_of_text = automaton.is_accepting_S, automaton.next_SC[:, ~automaton.is_end_C]
-    places = automaton.class_V[list(pins)].tolist()
-    for pin, place in zip(reversed(pins), reversed(places), strict=True):
-        if pin == FREE:
-            is_open_S = is_open_S[next_of_text].any(-1)
-        elif place < automaton.next_SC.shape[1]:
-            is_open_S = is_open_S[automaton.next_SC[:, place]]
+def require_tokenizer(name: str, settings: SamplingSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer that a control's texts need; RequestError where there is none."""
+    if settings.tokenizer is None:
+        raise RequestError(f"the words of {name} need a tokenizer, and there is none")
+    return settings.tokenizer
+
+
+def _pins(request: Request, settings: SamplingSettings) -> list[int] | None:
+    """The template's texts, each tokenised alone, over as many canvases as it needs, with eos after its end."""
+    if request.template is None:
+        return None
+    tokenizer, eos_ids = require_tokenizer("a template", settings), settings.generation.eos_ids
+    pins: list[int] = []
+    for part in parse_template(request.template):
+        if isinstance(part, str):
+            pins += request.spelt(part, tokenizer, "the template's text")
+        elif part.tokens is None:
+            raise RequestError(f"the template's hole <?{part.name}> has no size; one of 16 tokens is <?16>")
         else:
-            return torch.zeros_like(is_open_S)
-    return is_open_S
+            pins += [FREE] * part.tokens
+    if any(token in eos_ids for token in pins):
+        raise RequestError("the template has the token that ends a response; leave it out, it comes by itself")
+    if settings.diffusion.mask_id in pins:
+        raise RequestError("the template has the mask token of the model's noise; write a hole instead")
+    rest = -len(pins) % settings.canvas_length
+    if rest and not eos_ids:
+        raise RequestError(
+            f"the template has {len(pins)} tokens, and no eos is known that could follow them; "
+            f"make it fill canvases of {settings.canvas_length}"
+        )
+    return pins + ([eos_ids[0]] * rest if rest else [])
 
 
-@functools.lru_cache(maxsize=4)
-def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tokens:
-    return Tokens(token_bytes(tokenizer), vocab_size)
+def _start(request: Request, settings: SamplingSettings, canvases: int) -> list[int]:
+    """The tokens of the draft over whole canvases, with eos (noise, where there is none) after its end."""
+    if request.draft is None:
+        return []
+    if settings.is_next_token:
+        raise RequestError("a draft is where denoising starts, and next_token denoises nothing; leave it out")
+    start = request.spelt(request.draft, require_tokenizer("a draft", settings), "the draft")
+    room, eos_ids = canvases * settings.canvas_length, settings.generation.eos_ids
+    if len(start) > room:
+        raise RequestError(
+            f"the draft has {len(start)} tokens, but the response at most {room}; "
+            "shorten it or raise max_new_tokens (over HTTP, max_tokens)"
+        )
+    fill = [eos_ids[0]] if eos_ids else [FREE]
+    return start + fill * (-len(start) % settings.canvas_length)
+
+
+def _languages(request: Request, settings: SamplingSettings) -> tuple[ByteAutomaton, ...]:
+    """The automata that the bytes of the text must satisfy: of the constraint, and of all texts without banned ones."""
+    found = []
+    if request.regex is not None or request.json_schema is not None:
+        require_tokenizer("a constraint", settings)
+        if request.json_schema == ANY_OBJECT:
+            found.append(any_object())
+        else:
+            found.append(of_regex(request.regex or regex_of_schema(request.json_schema or "")))
+    for id in request.banned:
+        if not isinstance(id, str) and not 0 <= id < settings.vocab_size:
+            raise RequestError(f"banned token {id!r} is not one of the model's {settings.vocab_size} ids")
+    if texts := tuple(each for each in request.banned if isinstance(each, str)):
+        require_tokenizer("banned texts", settings)
+        found.append(without(tuple(text.encode() for text in texts)))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=32)
@@ -234,7 +304,7 @@ def _automaton(
     is_text: bool,
 ) -> TokenAutomaton:
     """The automaton over tokens of all languages at once, made once for each set of them and tokenizer."""
-    tokens = _tokens(tokenizer, vocab_size)
+    tokens = tokens_of(tokenizer, vocab_size)
     language = functools.reduce(ByteAutomaton.both, languages)
     fill = pad_id if pad_id is not None and pad_id < vocab_size and not tokens.texts[pad_id] else None
     return of_bytes(language, tokens, eos_ids, fill, forbidden, allows_special=not is_text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import abc
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from blockdiff.errors import RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.canvas_batch import CanvasBatch
-from blockdiff.sampling.control import CanvasControl
+from blockdiff.sampling.canvas_control import CanvasControl
 from blockdiff.sampling.encoding import Encoding
 from blockdiff.sampling.graphs import Graphs, capture_of
 from blockdiff.sampling.one_caller import one_caller
@@ -308,11 +309,12 @@ class Engine:
         goes_alone = control is not None or sequence.drafting is not None
         if number >= sequence.canvases or (sequence.in_flight and goes_alone):
             return CanvasInFlight(sequence, None, self._now)
-        own = None if control is None else control.begin(number, sequence.tokens, sequence.seed)
+        own = None if control is None else control.begin(number, sequence.seed)
+        first_step = 0 if control is None else control.first_step(number)
         if isinstance(sequence.strategy, Verified) and sequence.drafting is not None:
-            own = own or CanvasControl(number, sequence.seed)
-            own = sequence.drafting.control(own, sequence.strategy.steps, self.settings, self.model.device)
-        return CanvasInFlight(sequence, number, self._now - (0 if own is None else own.first_step), own)
+            own = sequence.drafting.control(own, self.settings, self.model.device)
+            first_step = sequence.drafting.rounds * sequence.strategy.steps
+        return CanvasInFlight(sequence, number, self._now - first_step, own, first_step)
 
     def _finish(self, canvas: CanvasInFlight) -> None:
         """Take note of a finished canvas, and commit it once those before it are committed."""
@@ -335,7 +337,7 @@ class Engine:
             return
         if sequence.in_flight[0] is not canvas:  # until it is committed, the canvases after it see its final tokens
             final_L = torch.tensor(tokens, device=self.model.device)
-            canvas.control = CanvasControl(number, sequence.seed, pinned_L=final_L)
+            canvas.control = CanvasControl(pinned_BL=final_L[None])
         while sequence.in_flight and not sequence.is_done and sequence.finish_reason is None:
             if sequence.in_flight[0].final is None:
                 return
@@ -354,17 +356,17 @@ class Engine:
             self._leave(sequence)
             return
         self._events.append(
-            CommittedCanvas(
-                sequence.id,
-                number,
-                sequence.prompt,
-                tokens,
-                kept,
-                self.settings.text(sequence.tokens),
-                steps,
-                sequence.finish_reason,
-                sequence.max_steps,
-                sequence.request.demanded,
+            CommittedCanvas.undecoded(
+                partial(_text, self.settings, sequence.tokens, len(sequence.tokens)),
+                id=sequence.id,
+                canvas=number,
+                prompt=sequence.prompt,
+                tokens=tokens,
+                kept=kept,
+                steps=steps,
+                finish_reason=sequence.finish_reason,
+                max_steps=sequence.max_steps,
+                control=sequence.request.control_in_words,
             )
         )
         if sequence.finish_reason is None:
@@ -396,3 +398,8 @@ class Engine:
             self._answered.append((draws[0], result))
         self._unfinished -= 1
         self._events.append(result)
+
+
+def _text(settings: SamplingSettings, tokens: list[int], count: int) -> str:
+    """The text of the first tokens of a response."""
+    return settings.text(tokens[:count])

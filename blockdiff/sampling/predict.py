@@ -12,10 +12,13 @@ from torch import Tensor
 
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.kernels.vocabulary import Shaping, Stats, pack_allowed
+from blockdiff.kernels.vocabulary import ClassStats, Penalty, Shaping, Stats, pack_allowed
 from blockdiff.sampling.calls import StepInputs
-from blockdiff.sampling.canvas_controls import CanvasControls, controlled_stats
+from blockdiff.sampling.canvas_control import CanvasControl
+from blockdiff.sampling.constraints.paths import paths
+from blockdiff.sampling.constraints.token_automaton import TokenAutomaton
 from blockdiff.sampling.strategy import Shape
+from blockdiff.seeding import Stream, uniform
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 def predict(
     model: BlockDiffusionModel,
     inputs: StepInputs,
-    controls: Sequence[CanvasControls] = (),
+    controls: Sequence[CanvasControl] = (),
     shapes: Sequence[Shape] | None = None,
     mask_id: int | None = None,
     prediction: str = "posterior",
@@ -125,3 +128,80 @@ def carried_over(stats: Stats, tokens_BL: Tensor, mask_id: int) -> Stats:
 def _all_but(token: int, vocab_size: int, device: torch.device) -> Tensor:
     """The packed set [1, W] of all tokens but one."""
     return pack_allowed((torch.arange(vocab_size, device=device) != token)[None])
+
+
+def controlled_stats(
+    model: BlockDiffusionModel, inputs: StepInputs, control: CanvasControl, mask_id: int | None = None
+) -> Stats:
+    """The statistics of canvases under a control; nothing here waits for the device.
+
+    Under a constraint argmax is the best canvas that satisfies it, the sample a canvas drawn from the model's
+    distribution given that it is satisfied, and the entropy that of each position's marginal of that distribution.
+    """
+    assert control.classes is not None and inputs.step_B is not None, "canvases under a control draw by their steps"
+    stats = model.vocabulary.class_stats(
+        inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, control.classes, _penalty(control), mask_id
+    )
+    pinned_BL, tokens_BL = control.pinned_BL, inputs.tokens_BL
+    if mask_id is not None:  # under mask noise what is visible is given, too
+        pinned_BL = pinned_BL.where(pinned_BL >= 0, tokens_BL.where(tokens_BL != mask_id, -1))
+    if control.automaton is None:
+        best_BL = random_BL = torch.zeros_like(pinned_BL)
+        entropy_BL, of_class_BL = stats.entropy[..., 0], torch.zeros_like(stats.entropy[..., 0])
+    else:
+        best_BL, random_BL, entropy_BL, of_class_BL = _constrained(
+            stats, control, control.automaton, pinned_BL, inputs.step_B
+        )
+    argmax_BL, sample_BL, log_p_BL = (
+        column.gather(-1, place_BL[..., None]).squeeze(-1)
+        for column, place_BL in (
+            (stats.argmax, best_BL), (stats.sample, random_BL), (stats.log_probability, random_BL)
+        )
+    )  # fmt: skip
+    is_pinned_BL = pinned_BL >= 0
+    return Stats(
+        entropy=(entropy_BL * ~is_pinned_BL).float(),
+        argmax=pinned_BL.where(is_pinned_BL, argmax_BL),
+        sample=pinned_BL.where(is_pinned_BL, sample_BL),
+        soft_embedding=stats.soft_embedding,
+        log_probability=(of_class_BL + log_p_BL).masked_fill(is_pinned_BL, 0.0).float(),
+    )
+
+
+def _penalty(control: CanvasControl) -> Penalty | None:
+    if control.is_seen_BV is None or control.factor_B is None:
+        return None
+    B, L = control.pinned_BL.shape
+    row_BL = torch.arange(B, device=control.factor_B.device)[:, None].expand(B, L)
+    return Penalty(control.is_seen_BV, control.factor_B, row_BL.reshape(-1))
+
+
+def _constrained(
+    stats: ClassStats, control: CanvasControl, automaton: TokenAutomaton, pinned_BL: Tensor, step_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The classes of the best and of a random canvas [B, L], the entropies, and the random ones' log-probabilities."""
+    B, L = pinned_BL.shape
+    assert control.is_text_BL is not None and control.state_B is not None and control.is_final_BS is not None
+    assert control.seed_B is not None and control.number_B is not None
+    log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, control.is_text_BL)
+    # two numbers for each position, that pick the way of the random canvas through the automaton
+    uniform_BL2 = uniform(control.seed_B, Stream.CONSTRAINT, (control.number_B, step_B), 2 * L).view(B, L, 2)
+    found = paths(automaton, log_sum, maximum, control.state_B, control.is_final_BS, uniform_BL2)
+    share = found.share_BLC
+    entropy_BL = torch.special.entr(share).sum(-1) + (share * stats.entropy).where(share > 0, 0.0).sum(-1)
+    entropy_BL = entropy_BL.masked_fill(~found.is_possible_B[:, None], torch.nan)  # logits that are not finite
+    of_class_BL = share.gather(-1, found.random_BL[..., None]).squeeze(-1).log()
+    return found.best_BL, found.random_BL, entropy_BL, of_class_BL
+
+
+def _given(
+    weights: tuple[Tensor, Tensor], automaton: TokenAutomaton, pinned_BL: Tensor, is_text_BL: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logarithmic weights of classes [B, L, C], without ends where text stands, and at pins of their class alone."""
+    first_BLC, second_BLC = (
+        each.masked_fill(is_text_BL[..., None] & automaton.is_end_C, -torch.inf) for each in weights
+    )
+    place_BL = automaton.class_V[pinned_BL.clamp(min=0)].clamp_(max=first_BLC.shape[-1] - 1)
+    certain_BLC = torch.full_like(first_BLC, -torch.inf).scatter_(-1, place_BL[..., None], 0.0)
+    is_pinned_BL1 = (pinned_BL >= 0)[..., None]
+    return certain_BLC.where(is_pinned_BL1, first_BLC), certain_BLC.where(is_pinned_BL1, second_BLC)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.controls.restriction import FREE, tokenizer_for
-from blockdiff.sampling.controls.template import Hole, parse_template
+from blockdiff.sampling.canvas_control import FREE
+from blockdiff.sampling.control import require_tokenizer
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sequence import Sequence, drawn_again, sequences_of
+from blockdiff.sampling.template import Hole, parse_template
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
@@ -88,11 +89,12 @@ class Reading:
                 raise RequestError(f"{name} must be an integer {bound}, got {value!r:.80}")
         if settings.is_next_token:
             raise RequestError("a read takes a model that denoises, and this one predicts next tokens")
-        if request.controls or request.thinking or request.scores or request.best_of > 1:
+        request.check()
+        if request.control_in_words or request.thinking or request.scores or request.best_of > 1:
             raise RequestError("a read takes a prompt alone; leave out scores, thinking, best_of and other controls")
         if steps > 1 and settings.diffusion.mask_id is not None:
             raise RequestError(f"a model of mask noise fills holes for good, so it is read after one step, not {steps}")
-        tokenizer = tokenizer_for("a read", settings)
+        tokenizer = require_tokenizer("a read", settings)
         named, text = dict[str, tuple[int, dict[str, list[int]] | None]](), ""
         for part in parse_template(template):
             if isinstance(part, str):
@@ -112,13 +114,13 @@ class Reading:
             raise RequestError(
                 "a read looks at a canvas that is denoised, not at verified tokens; take another strategy"
             )
-        assert first.control is not None and first.control.restriction.pins is not None
+        assert first.control is not None and first.control.pins is not None
         if first.canvases > 1:
             raise RequestError(
                 f"the template is longer than a canvas of {settings.canvas_length} tokens, and a read looks at one; "
                 "shorten it"
             )
-        free = iter([place for place, pin in enumerate(first.control.restriction.pins) if pin == FREE])
+        free = iter([place for place, pin in enumerate(first.control.pins) if pin == FREE])
         reading = cls(model, settings, {})
         for name, (size, of_choices) in named.items():
             places = [next(free) for _ in range(size)]
@@ -137,7 +139,7 @@ class Reading:
         for n, sequence in enumerate(self.sequences):
             if n not in self.distributions:
                 raise RequestError(f"prompt {sequence.request.id!r}: {sequence.error or 'it was not read to its end'}")
-        tokenizer = tokenizer_for("a read", self.settings)
+        tokenizer = require_tokenizer("a read", self.settings)
         probabilities, spread = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
         for name, (_, choices) in self.holes.items():
             p_NX = torch.stack([self.distributions[n][name] for n in range(len(self.sequences))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,12 +13,6 @@ from blockdiff.data.tokenise import NO_IMAGES, chat_prompt, conversation, raw_pr
 from blockdiff.data.tokenise import Prompt as PromptTokens
 from blockdiff.errors import DataError, RequestError
 from blockdiff.images import PlacedImage
-from blockdiff.sampling.controls.banned import Banned
-from blockdiff.sampling.controls.constraint import Constraint
-from blockdiff.sampling.controls.draft import Draft
-from blockdiff.sampling.controls.penalty import Penalty
-from blockdiff.sampling.controls.restriction import Control
-from blockdiff.sampling.controls.template import Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +23,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SCORES = ("logprobs", "top_logprobs", "score", "draw")
-CONTROLS: tuple[type[Control], ...] = (Template, Constraint, Banned, Penalty, Draft)
 MOST_TOP = 20  # likeliest tokens beside each token of an answer
 MOST_DRAWS = 1024  # answers to one request, of which the best is given
 
@@ -87,14 +81,22 @@ class Request:
             raise RequestError(f"the id of a request must be text or an integer, got {self.id!r:.80}")
 
     @property
-    def demanded(self) -> str:
-        """The controls in words; empty where none is asked for."""
-        return "; ".join(map(str, self.controls))
-
-    @property
-    def controls(self) -> list[Control]:
-        """The controls that the fields ask for; RequestError for fields that are wrong, or that exclude each other."""
-        return [found for control in CONTROLS if (found := control.of(self)) is not None]
+    def control_in_words(self) -> str:
+        """What may stand in the response, as "regex '[0-9]+'"; empty where everything may."""
+        words = []
+        if self.template is not None:
+            words.append(f"template {self.template!r}")
+        if self.regex is not None:
+            words.append(f"regex {self.regex!r}")
+        if self.json_schema is not None:
+            words.append(f"JSON schema {self.json_schema}")
+        if self.banned:
+            words.append(f"none of {', '.join(map(repr, sorted(self.banned, key=_is_integer)))}")
+        if self.repetition_penalty != 1.0:
+            words.append(f"repetition penalty {self.repetition_penalty:g}")
+        if self.draft is not None:
+            words.append(f"from the draft {self.draft!r}")
+        return "; ".join(words)
 
     @property
     def sources(self) -> list[ImageSource]:
@@ -148,7 +150,38 @@ class Request:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must be a list of texts, got {text!r:.80} in it")
-        _ = self.controls
+        self._check_control()
+
+    def _check_control(self) -> None:
+        """Raise RequestError for fields on what may stand in the response that are wrong or exclude each other."""
+        for name in ("template", "regex", "draft"):
+            if (text := getattr(self, name)) is not None and not isinstance(text, str):
+                raise RequestError(f"{name} must be text, got {text!r:.80}")
+        if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
+            raise RequestError(f"json_schema must be an object or its JSON, got {self.json_schema!r:.80}")
+        for name in ("regex", "json_schema"):
+            if isinstance(text := getattr(self, name), str) and not text.strip():
+                raise RequestError(f"{name} is empty; leave it out, or say what the whole response is")
+        if self.regex is not None and self.json_schema is not None:
+            raise RequestError("give one of regex and json_schema, not both")
+        for name in ("template", "regex", "json_schema"):
+            if self.thinking and getattr(self, name) is not None:
+                raise RequestError(
+                    f"{name} says the form of the whole response and leaves no place for thinking; give one"
+                )
+        if isinstance(self.banned, str) or not isinstance(self.banned, Sequence):
+            raise RequestError(f"banned must be a list of texts and token ids, got {self.banned!r:.80}")
+        for each in self.banned:
+            if not _is_integer(each) and not (isinstance(each, str) and each):
+                raise RequestError(f"banned must be a list of texts and token ids, got {each!r:.80} in it")
+        if not _is_number(self.repetition_penalty) or not self.repetition_penalty > 0:
+            raise RequestError(f"repetition_penalty must be a number more than 0, got {self.repetition_penalty!r:.80}")
+        if self.noise is not None and not (_is_number(self.noise) and 0 <= self.noise <= 1):
+            raise RequestError(f"noise must be a number in [0, 1], got {self.noise!r:.80}")
+        if self.noise is not None and self.draft is None:
+            raise RequestError("noise is the level to which a draft is noised; give a draft with it")
+        if self.draft is not None and self.template is not None:
+            raise RequestError("a template says where everything stands, which leaves no place for a draft; give one")
 
     def as_tokens(
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, reader: ImageReader | None = None
@@ -295,6 +328,11 @@ def require_seed(seed: object) -> None:
 
 def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """True for a finite number that is no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _placed(tokens: Sequence[int], sources: Sequence[Any], reader: ImageReader | None) -> list[PlacedImage]:

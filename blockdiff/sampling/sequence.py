@@ -13,7 +13,7 @@ from torch import Tensor
 from blockdiff.errors import RequestError
 from blockdiff.images import PlacedImage, images_between
 from blockdiff.models.page_keys import identities
-from blockdiff.sampling.control import control_of
+from blockdiff.sampling.control import Control, control_of
 from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.response import parse
 from blockdiff.sampling.settings import ONLY_VERIFIED
@@ -24,7 +24,7 @@ from blockdiff.seeding import child_seed
 
 if TYPE_CHECKING:
     from blockdiff.models.pages import PagedRow
-    from blockdiff.sampling.control import CanvasControl, ResponseControl
+    from blockdiff.sampling.canvas_control import CanvasControl
     from blockdiff.sampling.settings import SamplingSettings
     from blockdiff.sampling.strategy import Strategy
 
@@ -38,25 +38,21 @@ class CanvasInFlight:
 
     number: its place in the response (None: a place in the batch is kept for the sequence, which has no canvas to put
     there); entered: the engine's step that was step 0 of the canvas, or would have been for one that begins later, from
-    a draft; control: what may stand in it; index: its place in the buffers of the batch (None: it has none yet);
-    has_begun: whether a step has denoised it; final: its tokens (None: it is not finished), after so many `steps`;
-    is_finite: False where its logits were not finite.
+    a draft, at its `first_step`; control: what may stand in it; index: its place in the buffers of the batch (None: it
+    has none yet); has_begun: whether a step has denoised it; final: its tokens (None: it is not finished), after so
+    many `steps`; is_finite: False where its logits were not finite.
     """
 
     sequence: Sequence
     number: int | None
     entered: int
     control: CanvasControl | None = None
+    first_step: int = 0
     index: int | None = None
     has_begun: bool = False
     final: list[int] | None = None
     is_finite: bool = True
     steps: int = 0
-
-    @property
-    def first_step(self) -> int:
-        """The step at which the canvas enters the schedule."""
-        return 0 if self.control is None else self.control.first_step
 
 
 @dataclass(eq=False)
@@ -90,7 +86,7 @@ class Sequence:
     strategy: Strategy
     canvases: int
     max_steps: int
-    control: ResponseControl | None = None
+    control: Control | None = None
     images: abc.Sequence[PlacedImage] = ()
     draw: int | None = None
     draws: list[Sequence] = field(default_factory=list)
@@ -183,32 +179,41 @@ class Sequence:
         self.tokens += tokens[:kept]
         self.steps.append(steps)
         if self.control is not None:
-            self.error = self.control.obstacle(self.tokens, len(self.steps))
+            self.control.take(tokens[:kept])
+            self.error = self.control.obstacle(len(self.steps))
         return kept
 
     def has_next(self, canvas: list[int], settings: SamplingSettings) -> bool:
         """True where these first tokens of the next canvas are all of it, or all that the response has of it."""
         if len(canvas) == settings.canvas_length or not set(canvas).isdisjoint(settings.generation.eos_ids):
             return True
-        return any(text in settings.text(self.tokens + canvas) for text in self.request.stop)
+        tokens = self.tokens[-self._stop_width(0) :] + canvas
+        if not self.request.stop or not self._has_stop_text(tokens, settings.text):
+            return False
+        return self._has_stop_text(self.tokens + canvas, settings.text)
+
+    def _stop_width(self, fresh: int) -> int:
+        """The number of last tokens that have each stop text which ends in the last `fresh` ones.
+
+        Only special tokens have no bytes, so a text of n bytes begins in the n tokens before its last one, or in a few
+        more.
+        """
+        return fresh + max((len(text.encode()) for text in self.request.stop), default=0) + STOP_SPARE
+
+    def _has_stop_text(self, tokens: list[int], text_of: abc.Callable[[list[int]], str]) -> bool:
+        text = text_of(tokens)
+        return any(each in text for each in self.request.stop)
 
     def stop(self, fresh: int, text_of: abc.Callable[[list[int]], str]) -> int:
         """End the response at the first of its stop texts; returns how many of its last `fresh` tokens that cuts off.
 
-        A response ends with the token that completes the text. Only special tokens have no bytes, so a text of n bytes
-        that the fresh tokens complete begins in the n tokens before them, or in a few more.
+        A response ends with the token that completes the text.
         """
-        texts = self.request.stop
-        if not texts:
-            return 0
-        width = fresh + max(len(text.encode()) for text in texts) + STOP_SPARE
-        tail = text_of(self.tokens[-width:])
-        if not any(text in tail for text in texts):
+        if not self.request.stop or not self._has_stop_text(self.tokens[-self._stop_width(fresh) :], text_of):
             return 0
         whole = len(self.tokens)
         for count in range(whole - fresh + 1, whole + 1):
-            beginning = text_of(self.tokens[:count])
-            if any(text in beginning for text in texts):
+            if self._has_stop_text(self.tokens[:count], text_of):
                 del self.tokens[count:]
                 self.finish_reason = "stop"
                 return whole - count
@@ -274,7 +279,7 @@ def sequences_of(
     control = control_of(request, tokens, settings, canvases=canvases, max_steps=max_steps, device=device)
     if control is not None:
         canvases = settings.canvases(control.canvases * settings.canvas_length)
-        if control.holds_distributions:
+        if control.classes is not None:
             _require_plain(strategy, max_steps, settings)
             _require_plain(head_of(strategy) or strategy, max_steps, settings)
     positions = settings.positions
@@ -310,6 +315,7 @@ def drawn_again(first: Sequence, draw: int) -> Sequence:
     """Another answer to the request of `first`, before it has begun, with a seed that follows from its own."""
     own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
     own["drafting"] = None if first.drafting is None else Drafting()
+    own["control"] = None if first.control is None else first.control.copy()
     return replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], recorded={}, top_logprobs=[])  # type: ignore[arg-type]
 
 

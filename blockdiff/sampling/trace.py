@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -108,6 +108,20 @@ class CommittedCanvas:
     finish_reason: str | None
     max_steps: int | None = None
     control: str = ""
+
+    @classmethod
+    def undecoded(cls, decode: Callable[[], str], **fields: Any) -> CommittedCanvas:
+        """A canvas whose `text` is decoded when it is first read, and not at every commit of a long response."""
+        canvas = cls(**fields, text="")
+        object.__delattr__(canvas, "text")
+        object.__setattr__(canvas, "_decode", decode)
+        return canvas
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "text" or "_decode" not in vars(self):
+            raise AttributeError(name)
+        object.__setattr__(self, "text", self._decode())
+        return self.text
 
 
 @dataclass

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.sampling.calls import StepInputs
-from blockdiff.sampling.canvas_controls import controls_of
-from blockdiff.sampling.control import CanvasControl
-from blockdiff.sampling.controls.restriction import FREE
+from blockdiff.sampling.canvas_control import FREE, CanvasControl, grouped
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.strategies import head_of
 from blockdiff.sampling.trace import Verification
@@ -27,7 +25,6 @@ from blockdiff.seeding import Stream, uniform
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
-    from blockdiff.sampling.control import ResponseControl
     from blockdiff.sampling.sequence import Sequence
     from blockdiff.sampling.settings import SamplingSettings
 
@@ -56,21 +53,21 @@ class Drafting:
         return cls() if own is None or verification.accepted < len(verification.draft) else cls([own], given=1)
 
     def control(
-        self, own: CanvasControl, round_steps: int, settings: SamplingSettings, device: torch.device
-    ) -> CanvasControl:
+        self, own: CanvasControl | None, settings: SamplingSettings, device: torch.device
+    ) -> CanvasControl | None:
         """The control of the next round's canvas: the request's own, with the tokens that stand pinned.
 
         The rest of the last draft is what the canvas starts from. Under mask noise it is masks, because tokens that a
         canvas starts from would never change.
         """
-        own = replace(own, first_step=self.rounds * round_steps)
         if not self.tokens:
             return own
         length = settings.canvas_length
         tokens_L = torch.tensor(self.tokens + [FREE] * (length - len(self.tokens)), device=device)
+        own = own or CanvasControl(torch.full_like(tokens_L, FREE)[None])
         is_given_L = torch.arange(length, device=device) < self.given
-        pinned_L = tokens_L.where(is_given_L, FREE if own.pinned_L is None else own.pinned_L)
-        return replace(own, pinned_L=pinned_L, start_L=tokens_L if settings.diffusion.mask_id is None else None)
+        pinned_BL, start_BL = tokens_L.where(is_given_L, own.pinned_BL), tokens_L[None]
+        return replace(own, pinned_BL=pinned_BL, start_BL=start_BL if settings.diffusion.mask_id is None else None)
 
     def add(self, verification: Verification) -> None:
         """Take note of a round's verification."""
@@ -100,7 +97,7 @@ def verify(
         shapes += [head.shape(0, 1)] * count
         places = torch.arange(first, first + count, device=model.device)
         draws.append(uniform(sequence.seed, Stream.SAMPLE, (places, 0), 1))
-        controls += head_controls(sequence.control, sequence, first, count)
+        controls += head_controls(sequence, drafting.given, count)
         counts.append(count)
     inputs = StepInputs(
         hidden_BLD=torch.cat(hidden)[:, None],
@@ -109,22 +106,21 @@ def verify(
         uniform_BL=torch.cat(draws),
         step_B=torch.zeros(len(shapes), dtype=torch.int64, device=model.device),
     )
-    of_controls = controls_of(controls, 1, settings.vocab_size, model.device)
-    stats = predict(model, inputs, of_controls, shapes, mask_id, settings.diffusion.prediction)
+    stats = predict(model, inputs, grouped(controls), shapes, mask_id, settings.diffusion.prediction)
     columns = stats.argmax, stats.sample, stats.entropy.isfinite().long()
     found = torch.cat(columns, -1).cpu().split(counts)
     return [_compared(sequence, *part.T.tolist()) for (sequence, _), part in zip(drafts, found, strict=True)]
 
 
-def head_controls(
-    control: ResponseControl | None, sequence: Sequence, first: int, count: int
-) -> abc.Sequence[CanvasControl | None]:
-    """The controls of `count` tokens of a response from the place `first` on, as next-token sampling has them."""
-    if control is None or not control.holds_distributions:
+def head_controls(sequence: Sequence, given: int, count: int) -> abc.Sequence[CanvasControl | None]:
+    """The control of `count` tokens from the place `given` of the draft on, as next-token sampling has it.
+
+    One None stands for each token of a sequence without control.
+    """
+    control = sequence.control
+    if control is None or control.classes is None:
         return [None] * count
-    of_tokens = control.of_tokens()
-    response = sequence.known[len(sequence.prompt_tokens) :]
-    return [of_tokens.begin(place, response[:place], sequence.seed) for place in range(first, first + count)]
+    return [control.next_tokens(len(sequence.steps), sequence.draft, given, count, sequence.seed)]
 
 
 def _compared(sequence: Sequence, likeliest: list[int], drawn: list[int], is_finite: list[int]) -> Verification | None:

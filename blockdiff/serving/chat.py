@@ -14,9 +14,9 @@ from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
 
 from blockdiff.errors import RequestError
+from blockdiff.sampling.constraints.json_object import ANY_OBJECT
 from blockdiff.sampling.constraints.json_schema import regex_of_schema
 from blockdiff.sampling.constraints.outlines import compile_limit
-from blockdiff.sampling.controls.constraint import ANY_OBJECT
 from blockdiff.sampling.request import Request
 from blockdiff.serving.answering import Job, Server, respond
 from blockdiff.serving.answers import (

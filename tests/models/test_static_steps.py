@@ -21,9 +21,10 @@ from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling.calls import StepCall, StepInputs
-from blockdiff.sampling.canvas_controls import ControlBuffers, controlled_stats, controls_of
+from blockdiff.sampling.canvas_control import grouped
 from blockdiff.sampling.canvas_step import CanvasStep
 from blockdiff.sampling.control import control_of
+from blockdiff.sampling.predict import controlled_stats
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.settings import settings_of
 from blockdiff.sampling.strategy import captured_shape
@@ -111,12 +112,11 @@ def test_what_holds_canvases_reads_nothing_and_brings_nothing_from_the_host(aske
     noise = DiffusionSettings() if mask_id is None else DiffusionSettings(corruption="mask", mask_id=mask_id)
     settings = settings_of(model, tokenizer, Generation(eos_ids=(1,), pad_id=0), noise)
     control = control_of(Request(0, tokens=[3], **asked), [3], settings, canvases=2, max_steps=4, device=device)
-    [held] = controls_of([control.begin(0, [], n) for n in range(2)], L, model.vocab_size, device)
-    fixed = ControlBuffers(4)
-    fixed.load(held)
+    [held] = grouped([control.begin(0, n) for n in range(2)])
+    fixed = held.in_buffers({}, most=4, count=2)
     inputs = StepInputs(hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B)
     with NothingFromTheHost():
-        controlled_stats(model, inputs, fixed.read(2), mask_id)
+        controlled_stats(model, inputs, fixed, mask_id)
 
 
 def test_what_is_refused_is_noticed():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.sampling.calls import StepInputs
-from blockdiff.sampling.canvas_controls import controls_of
+from blockdiff.sampling.canvas_control import grouped
 from blockdiff.sampling.draws import STEPS_AHEAD, draw_ahead, second_draws, signed
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.sequence import NOT_FINITE, Sequence
@@ -71,7 +71,7 @@ def generate_in_lockstep(
 def _settings(each: Sequence) -> tuple[int, int, str, int, float]:
     """The settings that the rows of a batch have in common."""
     control = each.control
-    starts = (0, 0.0) if control is None else (len(control.restriction.start), control.restriction.noise)
+    starts = (0, 0.0) if control is None else (len(control.start), control.noise)
     return each.canvases, each.max_steps, repr(each.strategy), *starts
 
 
@@ -127,10 +127,10 @@ def _denoise(
     live = list(range(len(batch)))
     steps_B, unchanged_B = torch.full_like(seed_B, max_steps), torch.zeros_like(seed_B)
     standing_BL = kept_BL = stats = None
-    controls = [each.control.begin(number, each.tokens, each.seed) if each.control else None for each in batch]
-    start_BL = given_tokens([None if control is None else control.start_L for control in controls])
-    pinned_BL = given_tokens([None if control is None else control.pinned_L for control in controls])
-    first_step = next((control.first_step for control in controls if control is not None), 0)
+    controls = [each.control.begin(number, each.seed) if each.control else None for each in batch]
+    start_BL = given_tokens([None if control is None else control.start_BL for control in controls])
+    pinned_BL = given_tokens([None if control is None else control.pinned_BL for control in controls])
+    first_step = next((each.control.first_step(number) for each in batch if each.control is not None), 0)
     for step in range(first_step, max_steps):
         shape = strategy.shape(step, max_steps)
         uniform_BL, canvas_BL = draws.of_step(step)
@@ -146,7 +146,7 @@ def _denoise(
         if pinned_BL is not None:
             canvas_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL)
         hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
-        held = controls_of(controls, model.canvas_length, model.vocab_size, device)
+        held = grouped(controls)
         step_B = torch.full_like(steps_B, step)
         inputs = StepInputs(hidden_BLD, canvas_BL, shape.temperature, uniform_BL, step_B)
         stats = predict(model, inputs, held, [shape] * len(live), mask_id, settings.diffusion.prediction)
@@ -199,9 +199,9 @@ def _denoise(
 
 
 def given_tokens(of_rows: abc.Sequence[Tensor | None]) -> Tensor | None:
-    """Tokens that are given, int64 [B, L], -1 where none is; None where no row has any."""
-    given = next((given_L for given_L in of_rows if given_L is not None), None)
-    if given is None:
+    """Tokens that are given [1, L] as int64 [B, L], -1 where none is; None where no row has any."""
+    given_BL = next((given_BL for given_BL in of_rows if given_BL is not None), None)
+    if given_BL is None:
         return None
-    free_L = torch.full_like(given, -1)
-    return torch.stack([free_L if given_L is None else given_L for given_L in of_rows])
+    free_BL = torch.full_like(given_BL, -1)
+    return torch.cat([free_BL if each_BL is None else each_BL for each_BL in of_rows])

@@ -14,14 +14,15 @@ import torch
 
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints import byte_automaton, compile_child, outlines
-from blockdiff.sampling.constraints.automaton import TokenAutomaton, Tokens, of_bytes
-from blockdiff.sampling.constraints.byte_automaton import of_regex, without
-from blockdiff.sampling.constraints.json_schema import regex_of_schema
-from blockdiff.sampling.constraints.number_range import NumberRange
+from blockdiff.sampling.constraints import compile_child, outlines
+from blockdiff.sampling.constraints import regex as expressions
+from blockdiff.sampling.constraints.byte_automaton import without
+from blockdiff.sampling.constraints.json_schema import NumberRange, regex_of_schema
 from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, forced, paths
-from blockdiff.sampling.constraints.token_bytes import token_bytes
+from blockdiff.sampling.constraints.regex import of_regex
+from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, of_bytes
+from blockdiff.sampling.constraints.tokens import Tokens, token_bytes
 from tests.chat_tokenizer import chat_tokenizer
 from tests.random_regex import random_regex
 
@@ -64,7 +65,7 @@ def test_an_automaton_holds_the_texts_that_the_expression_matches_as_a_whole(reg
 
 
 def test_automata_of_random_expressions_agree_with_python(monkeypatch):
-    monkeypatch.setattr(byte_automaton, "call_outlines", lambda **asked: compile_child.answer(asked))  # no processes
+    monkeypatch.setattr(expressions, "call_outlines", lambda **asked: compile_child.answer(asked))  # no processes
     generator = random.Random(0)
     words = ["".join(letters) for length in range(6) for letters in itertools.product("ab", repeat=length)]
     for _ in range(150):
@@ -75,7 +76,7 @@ def test_automata_of_random_expressions_agree_with_python(monkeypatch):
 
 
 def test_words_that_must_not_occur():
-    automaton, both = without([b"ab", b"bca"]), of_regex("[abc]*c").both(without([b"ab", b"bca"]))
+    automaton, both = without((b"ab", b"bca")), of_regex("[abc]*c").both(without((b"ab", b"bca")))
     for length in range(6):
         for letters in itertools.product("abc", repeat=length):
             text = "".join(letters)
@@ -213,7 +214,7 @@ def test_the_empty_text_is_an_eos_and_without_one_it_cannot_be():
 
 @pytest.mark.parametrize("regex", ["(?:a|b){5000}", "a{1,8000}", "x|((a{100}){10}){10}[^]{}]{2}", r"\{{5000}"])
 def test_an_expression_of_long_texts_is_refused_before_anything_is_compiled(regex, monkeypatch):
-    monkeypatch.setattr(byte_automaton, "call_outlines", None)
+    monkeypatch.setattr(expressions, "call_outlines", None)
     with pytest.raises(RequestError, match="shorten its counted repetitions"):
         of_regex(regex)
 
@@ -308,10 +309,10 @@ def test_a_canvas_ends_only_where_the_remaining_tokens_can_finish_the_text():
     assert automaton.run((aab,)) == automaton.states
     after = [automaton.run((a,) * count) for count in range(7)]
     for remaining in range(8):
-        is_open = completable(automaton, remaining)
+        is_open = completable(automaton, remaining)[-1]
         assert [bool(is_open[state]) for state in after] == [6 - count <= remaining for count in range(7)]
     without_eos = automaton_of("a{2}|a{5}", eos=(), pad=None)
-    is_open = [bool(completable(without_eos, remaining)[0]) for remaining in range(7)]
+    is_open = [bool(completable(without_eos, remaining)[-1, 0]) for remaining in range(7)]
     assert is_open == [False, False, True, False, False, True, False], "with no eos the text fills its tokens exactly"
 
 

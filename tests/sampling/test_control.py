@@ -13,16 +13,15 @@ import torch
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling import DiffusionSettings, Recorder, Request, Sampler, canvas_controls
+from blockdiff.sampling import DiffusionSettings, Recorder, Request, Sampler, canvas_control
 from blockdiff.sampling.calls import StepInputs
-from blockdiff.sampling.canvas_controls import controls_of
-from blockdiff.sampling.control import ResponseControl, control_of
-from blockdiff.sampling.controls.restriction import FREE
-from blockdiff.sampling.controls.template import Hole, parse_template
+from blockdiff.sampling.canvas_control import FREE, grouped
+from blockdiff.sampling.control import Control, control_of
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import Composed
+from blockdiff.sampling.template import Hole, parse_template
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracles.lockstep import Draws, generate_in_lockstep
 from tests.random_regex import random_regex
@@ -58,7 +57,7 @@ def answering(tokenizer, length: int = L, mask_id: int | None = None) -> Samplin
     return SamplingSettings(tokenizer, Generation(eos_ids=(EOS,), pad_id=PAD), noise, Composed(), length, V)
 
 
-def control(canvases: int = 3, mask_id: int | None = None, tokenizer=TOKENIZER, **options) -> ResponseControl | None:
+def control(canvases: int = 3, mask_id: int | None = None, tokenizer=TOKENIZER, **options) -> Control | None:
     request = asked(**options)
     request.check()
     return control_of(request, [3], answering(tokenizer, mask_id=mask_id), canvases=canvases, max_steps=5)
@@ -186,10 +185,10 @@ def test_statistics_under_a_constraint_are_those_of_all_canvases_that_satisfy_it
         marginal[torch.arange(length), list(tokens)] += weight
 
     model = ScriptedModel(lambda *_: z, length, V)
-    controls = [held.begin(0, [], seed) for seed in range(n)]
+    controls = [held.begin(0, seed) for seed in range(n)]
     uniform = torch.rand(n, length, generator=torch.Generator().manual_seed(1))
     canvas = torch.zeros(n, length, dtype=torch.int64)
-    together = controls_of(controls, length, V, canvas.device)
+    together = grouped(controls)
     inputs = StepInputs(z.expand(n, -1, -1), canvas, 0.7, uniform, step_B=torch.zeros(n).long())
     stats = predict(model, inputs, together)
     assert stats.argmax[0].tolist() == list(canvases[int(truth.argmax())])
@@ -225,8 +224,8 @@ def test_a_template_that_spells_a_control_token_keeps_it_as_text():
     request = Request(0, tokens=[9], template="<eos>a<?1>")
     of_chats = replace(answering(tokenizer, 16), vocab_size=len(tokenizer))
     held = control_of(request, [9], of_chats, canvases=1, max_steps=5)
-    assert held is not None and held.restriction.pins is not None
-    assert tokenizer.decode(held.restriction.pins[:6]) == "<eos>a" and held.restriction.pins[6:] == [FREE, *[EOS] * 9]
+    assert held is not None and held.pins is not None
+    assert tokenizer.decode(held.pins[:6]) == "<eos>a" and held.pins[6:] == [FREE, *[EOS] * 9]
 
 
 # -- words, tokens and penalties --------------------------------------------------------------------------------
@@ -338,7 +337,7 @@ def test_the_engine_answers_as_the_loop_in_lockstep_does_and_groups_of_rows_chan
     asked = [sequence for request in requests for sequence in sequences_of(request, engine.settings)]
     generate_in_lockstep(engine.model, engine.settings, asked)
     assert results == [each.result(engine.settings) for each in asked]
-    monkeypatch.setattr(canvas_controls, "NUMBERS", 1)
+    monkeypatch.setattr(canvas_control, "NUMBERS", 1)
     assert results == sampler().generate(requests)
 
 

@@ -15,10 +15,9 @@ from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.sampling import Choices
+from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling import engine as engines
-from blockdiff.sampling.control import ResponseControl
-from blockdiff.sampling.controls.restriction import Restriction
+from blockdiff.sampling.control import Control
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.graphs import CudaCapture, Graphs, HostCopy
 from blockdiff.sampling.request import Request, Result
@@ -126,7 +125,9 @@ HOLDS = {
 }
 
 
-@pytest.mark.parametrize("choices", [None, Choices(corruption="mask", mask_id=13)], ids=["uniform noise", "mask noise"])
+@pytest.mark.parametrize(
+    "choices", [None, DiffusionSettings(corruption="mask", mask_id=13)], ids=["uniform noise", "mask noise"]
+)
 @pytest.mark.parametrize("kind", HOLDS)
 def test_rows_that_are_held_alike_are_replayed_with_what_holds_each(model, recorder, kind, choices):
     tokenizer = character_tokenizer("abcd")
@@ -154,7 +155,7 @@ def test_rows_that_are_held_by_several_things_run_as_they_are(model, recorder):
 
 
 def test_masks_are_replayed(model, recorder):
-    same_answers(model, requests_of(2), recorder, choices=Choices(corruption="mask", mask_id=7))
+    same_answers(model, requests_of(2), recorder, choices=DiffusionSettings(corruption="mask", mask_id=7))
 
 
 def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
@@ -163,8 +164,7 @@ def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
         engine = Engine(model, None, LIVELY, page_tokens=8, buckets=BUCKETS, graphs=graphs)
         for request in requests_of(2, max_steps=10):
             [asked] = sequences_of(request, engine.settings)
-            draft = Restriction(start=[30, 40] * L, noise=0.25)
-            asked.control = ResponseControl(draft, L, 2, 10, asked.prompt_tokens, V, model.device)
+            asked.control = Control(L, 2, 10, model.device, start=[30, 40] * L, noise=0.25)
             engine.enter([asked])
         while engine.step():
             pass

@@ -10,7 +10,7 @@ import torch
 
 from blockdiff.checkpoint import init
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.sampling import Choices, Generation, Request, Result, Sampler, scores
+from blockdiff.sampling import DiffusionSettings, Generation, Request, Result, Sampler, scores
 from blockdiff.sampling.scores import best, next_token_logprobs, score
 from blockdiff.seeding import child_seed
 from tests.oracle import TWO_LAYERS, tiny_config
@@ -93,7 +93,7 @@ def test_a_canvas_is_scored_from_its_own_encode_and_the_token_before_it(model):
 
 
 def sampler_of(model, **choices) -> Sampler:
-    return Sampler(model, LETTERS, SETTINGS, Choices(**choices))
+    return Sampler(model, LETTERS, SETTINGS, DiffusionSettings(**choices))
 
 
 def test_a_result_has_the_log_probability_of_every_token_of_it_where_asked_for(model):

@@ -11,7 +11,7 @@ from torch import Tensor
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.sampling import Choices
+from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Request
@@ -108,7 +108,7 @@ def test_a_leave_one_out_model_gives_its_posterior_to_the_strategy_that_asks_for
     seen = {}
     for prediction in ("posterior", "leave_one_out"):
         watch = Watch(Ancestral(stopping=Never()), ([],))
-        choices = Choices(prediction=prediction)
+        choices = DiffusionSettings(prediction=prediction)
         sampler_for(model, None, generation, choices, strategy=watch).generate([Request(0, tokens=[7])])
         seen[prediction] = watch.seen[0]
     first, loo = (seen[prediction][0].stats for prediction in seen)

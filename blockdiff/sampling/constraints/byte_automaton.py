@@ -1,8 +1,7 @@
-"""Automata over the bytes of a text: of a regular expression, of all texts without certain words, and of both."""
+"""Automata over the bytes of a text: of all texts without certain words, and of two languages together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,12 +9,9 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints.compile_child import END
-from blockdiff.sampling.constraints.outlines import call_outlines, seconds_left, too_large
-from blockdiff.sampling.constraints.regex_text import characters_written, trouble
+from blockdiff.sampling.constraints.outlines import seconds_left, too_large
 
 MOST_STATES = 1 << 14  # an expression can have exponentially many
-MOST_CHARACTERS = 4096  # of a text, as its expression is written: over tokens each is a state, of which so many may be
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,38 +110,10 @@ def reaching(next_SX: Tensor, is_aim_S: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def of_regex(regex: str) -> ByteAutomaton:
-    """The texts that match a regular expression as a whole, in the syntax of Rust's regex crate.
-
-    `^` at its beginning and `$` at its end say nothing more and may stand there. RequestError for what is no regular
-    expression, has look-around, matches nothing, or is too large, and where outlines-core is not installed.
-    """
-    whole = regex.removeprefix("^")
-    backslashes = len(whole) - len(whole.removesuffix("$").rstrip("\\")) - 1
-    if whole.endswith("$") and backslashes % 2 == 0:
-        whole = whole[:-1]
-    if (written := characters_written(whole)) > MOST_CHARACTERS:
-        raise too_large(written)
-    answer, body = call_outlines(regex=whole, states=MOST_STATES)
-    if "error" in answer:
-        cause = trouble(regex) or _cause(answer["error"])
-        raise RequestError(f"the regular expression {regex!r:.80} cannot be used: {cause}")
-    S = answer["states"]
-    if not body:
-        raise too_large(S)
-    next_SB = torch.full((S + 1, 256), S, dtype=torch.int32)
-    next_SB[:S] = torch.frombuffer(bytearray(body), dtype=torch.int32, count=256 * S).view(S, 256)
-    next_SB[next_SB < 0] = S
-    is_final = torch.zeros(S + 1, dtype=torch.bool)
-    is_final[:S] = torch.frombuffer(bytearray(body[-S:]), dtype=torch.bool)
-    ended = torch.arange(S + 1)
-    for byte in END.encode():
-        ended = next_SB[ended, byte].long()
-    return ByteAutomaton(next_SB, is_final[ended]).trimmed()
-
-
-def without(words: Sequence[bytes]) -> ByteAutomaton:
-    """All texts in which none of the words occurs (Aho and Corasick 1975)."""
+def without(words: tuple[bytes, ...]) -> ByteAutomaton:
+    """All texts in which none of the words occurs (Aho and Corasick 1975); RequestError for words that are too long."""
+    if (size := sum(map(len, words))) > MOST_STATES:
+        raise RequestError(f"the banned texts have {size:,} bytes; {MOST_STATES:,} are the most")
     next_of: list[dict[int, int]] = [{}]
     ends = [False]
     for word in words:
@@ -172,14 +140,3 @@ def without(words: Sequence[bytes]) -> ByteAutomaton:
     next_SB[is_word[next_SB.long()]] = S
     next_SB[S] = S
     return ByteAutomaton(next_SB, ~is_word).trimmed()
-
-
-def _cause(message: str) -> str:
-    """The part of outlines-core's message that says why."""
-    if "anchored universal start state" in message:
-        return "it looks around at its beginning; `^` and `$` can only stand at its ends"
-    if "vocabulary provided is incompatible" in message:
-        return "a part of it matches nothing"
-    if "error building NFA" in message:
-        return "it is not valid, or has look-around or back references, which automata cannot follow"
-    return message[:200]

@@ -8,6 +8,7 @@ import torch
 
 from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton
 
+ANY_OBJECT = {"type": "object"}  # the schema of all JSON objects
 DEPTH = 4  # objects and arrays within each other
 State = tuple[str, str]  # the containers that are open ("o" or "a" each), and the place in the innermost
 HEX = b"0123456789abcdefABCDEF"

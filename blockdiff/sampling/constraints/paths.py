@@ -8,12 +8,13 @@ logarithms in fp64; nothing is read on the host.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockdiff.sampling.constraints.automaton import TokenAutomaton
+from blockdiff.sampling.constraints.token_automaton import TokenAutomaton
 
 NUMBERS = 16 << 20  # as many numbers of (position, edge) or (position, pair) live at once, 128 MiB
 
@@ -48,16 +49,36 @@ def paths(
     return parts[0] if len(parts) == 1 else Paths(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
+@functools.lru_cache(maxsize=64)
 def completable(automaton: TokenAutomaton, tokens: int) -> Tensor:
-    """From which states exactly so many tokens can lead to acceptance, fill included: bool [S + 1]."""
-    is_open_S = automaton.is_accepting_S
+    """From which states exactly n tokens can lead to acceptance, fill included, for n = 0, 1, ...: bool [N, S + 1].
+
+    There are rows for at most so many tokens, and none after one from which on they would all be equal.
+    """
+    rows_NS = [automaton.is_accepting_S]
     for _ in range(tokens):
-        earlier_S = is_open_S.clone()
-        earlier_S[:-1] = is_open_S[automaton.successor_SK].any(-1)
-        if bool((earlier_S == is_open_S).all()):
+        earlier_S = rows_NS[-1].clone()
+        earlier_S[:-1] = rows_NS[-1][automaton.successor_SK].any(-1)
+        if bool((earlier_S == rows_NS[-1]).all()):
             break
-        is_open_S = earlier_S
-    return is_open_S
+        rows_NS.append(earlier_S)
+    return torch.stack(rows_NS)
+
+
+@functools.lru_cache(maxsize=64)
+def completable_pins(automaton: TokenAutomaton, pins: tuple[int, ...]) -> Tensor:
+    """From which states the tokens from each place on, with text for -1, lead to acceptance: bool [N + 1, S + 1]."""
+    is_open_S, next_of_text = automaton.is_accepting_S, automaton.next_SC[:, ~automaton.is_end_C]
+    rows_NS, class_N = [is_open_S], automaton.class_V[list(pins)].tolist()
+    for pin, of_pin in zip(reversed(pins), reversed(class_N), strict=True):
+        if pin < 0:
+            is_open_S = is_open_S[next_of_text].any(-1)
+        elif of_pin < automaton.next_SC.shape[1]:
+            is_open_S = is_open_S[automaton.next_SC[:, of_pin]]
+        else:
+            is_open_S = torch.zeros_like(is_open_S)
+        rows_NS.append(is_open_S)
+    return torch.stack(rows_NS[::-1])
 
 
 def forced(automaton: TokenAutomaton, start: int, is_final_S: Tensor, pinned_L: Tensor) -> Tensor:

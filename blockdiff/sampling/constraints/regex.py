@@ -1,9 +1,18 @@
-"""The text of a regular expression itself: how long the texts are that it spells out, and where it is wrong."""
+"""Regular expressions: the automaton of one, how long the texts are that it spells out, and where it is wrong."""
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
+import torch
+
+from blockdiff.errors import RequestError
+from blockdiff.sampling.constraints.byte_automaton import MOST_STATES, ByteAutomaton
+from blockdiff.sampling.constraints.compile_child import END
+from blockdiff.sampling.constraints.outlines import call_outlines, too_large
+
+MOST_CHARACTERS = 4096  # of a text, as its expression is written: over tokens each is a state, of which so many may be
 _PIECE = re.compile(
     r"(?P<escape>\\[pPx]\{[^}]*\}|\\.)|(?P<set>\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
     r"|(?P<around>\(\?<?[=!])|(?P<group>\(\?(?:>|P=|\())|(?P<open>\()|(?P<close>\))|(?P<or>\|)"
@@ -12,6 +21,37 @@ _PIECE = re.compile(
 )
 # Python would take these for a mistake, or warn of them
 _RUST_ONLY = re.compile(r"\\[pPx]\{[^}]*\}|\\[pP][A-Z]|\\z|\[:\w+:\]|&&|--|~~")
+
+
+@lru_cache(maxsize=32)
+def of_regex(regex: str) -> ByteAutomaton:
+    """The texts that match a regular expression as a whole, in the syntax of Rust's regex crate.
+
+    `^` at its beginning and `$` at its end say nothing more and may stand there. RequestError for what is no regular
+    expression, has look-around, matches nothing, or is too large, and where outlines-core is not installed.
+    """
+    whole = regex.removeprefix("^")
+    backslashes = len(whole) - len(whole.removesuffix("$").rstrip("\\")) - 1
+    if whole.endswith("$") and backslashes % 2 == 0:
+        whole = whole[:-1]
+    if (written := characters_written(whole)) > MOST_CHARACTERS:
+        raise too_large(written)
+    answer, body = call_outlines(regex=whole, states=MOST_STATES)
+    if "error" in answer:
+        cause = trouble(regex) or _cause(answer["error"])
+        raise RequestError(f"the regular expression {regex!r:.80} cannot be used: {cause}")
+    S = answer["states"]
+    if not body:
+        raise too_large(S)
+    next_SB = torch.full((S + 1, 256), S, dtype=torch.int32)
+    next_SB[:S] = torch.frombuffer(bytearray(body), dtype=torch.int32, count=256 * S).view(S, 256)
+    next_SB[next_SB < 0] = S
+    is_final = torch.zeros(S + 1, dtype=torch.bool)
+    is_final[:S] = torch.frombuffer(bytearray(body[-S:]), dtype=torch.bool)
+    ended = torch.arange(S + 1)
+    for byte in END.encode():
+        ended = next_SB[ended, byte].long()
+    return ByteAutomaton(next_SB, is_final[ended]).trimmed()
 
 
 def characters_written(regex: str) -> int:
@@ -70,3 +110,14 @@ def trouble(regex: str) -> str | None:
 
 def _there(regex: str, at: int) -> str:
     return f" ({regex[at : at + 12]!r})" if at < len(regex) else " (its end)"
+
+
+def _cause(message: str) -> str:
+    """The part of outlines-core's message that says why."""
+    if "anchored universal start state" in message:
+        return "it looks around at its beginning; `^` and `$` can only stand at its ends"
+    if "vocabulary provided is incompatible" in message:
+        return "a part of it matches nothing"
+    if "error building NFA" in message:
+        return "it is not valid, or has look-around or back references, which automata cannot follow"
+    return message[:200]

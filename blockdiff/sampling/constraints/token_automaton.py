@@ -11,8 +11,9 @@ from torch import Tensor
 
 from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Classes
-from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, alike, reaching
+from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, reaching
 from blockdiff.sampling.constraints.outlines import seconds_left, too_large
+from blockdiff.sampling.constraints.tokens import Tokens
 
 MOST_STATES = 4096
 MOST_PAIRS = 200_000  # states times the most successors of one: 51 million numbers for a canvas of 256
@@ -59,79 +60,6 @@ class TokenAutomaton:
 def _on(automaton: TokenAutomaton, device: torch.device) -> TokenAutomaton:
     moved = {name: value.to(device) for name, value in vars(automaton).items()}
     return TokenAutomaton(**moved)
-
-
-class Tokens:
-    """The texts of a vocabulary as a tree of bytes, so that an automaton reads what tokens share only once."""
-
-    def __init__(self, texts: Sequence[bytes], vocab_size: int):
-        self.vocab_size = vocab_size
-        self.texts = [*texts[:vocab_size], *[b""] * (vocab_size - len(texts))]
-        order = sorted((id for id, text in enumerate(self.texts) if text), key=self.texts.__getitem__)
-        self.ids = torch.tensor(order, dtype=torch.int64)
-        lengths = torch.tensor([len(self.texts[id]) for id in order], dtype=torch.int64)
-        deepest = int(lengths.max()) if order else 0
-        padded = b"".join(self.texts[id].ljust(deepest, b"\0") for id in order)
-        bytes_NJ = torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(-1, deepest) if order else None
-        # (nodes' parents at the level above, nodes' bytes), and where in all levels' nodes each token ends
-        self.levels: list[tuple[Tensor, Tensor]] = []
-        self.node = torch.zeros(len(order), dtype=torch.int64)
-        first, is_new = 0, torch.zeros(max(len(order) - 1, 0), dtype=torch.bool)
-        above = torch.zeros(len(order), dtype=torch.int64)  # each token's node at the level above, all at the root
-        for level in range(deepest):
-            assert bytes_NJ is not None
-            own = bytes_NJ[:, level]
-            is_long = lengths > level
-            # The tokens are sorted: one begins a node where it differs from the one before it, or is the first so long.
-            is_new |= own[1:] != own[:-1]
-            begins = torch.cat((torch.ones(1, dtype=torch.bool), is_new | ~is_long[:-1])) & is_long
-            node = begins.cumsum(0) - 1
-            self.levels.append((above[begins], own[begins].long()))
-            self.node[lengths == level + 1] = node[lengths == level + 1] + first
-            first, above = first + int(begins.sum()), node
-        self.nodes = first
-
-    def read_by(self, automaton: ByteAutomaton) -> TextTree:
-        """The tree as an automaton reads it: what it reads alike is one, what it never accepts is gone."""
-        class_B, first_C = alike(automaton.next_SB)
-        is_dead_C = (automaton.next_SB[:, first_C] == automaton.states).all(0)
-        C, levels, seen = len(first_C), [], 0
-        above, node_of = torch.zeros(1, dtype=torch.int64), []
-        for parent, byte in self.levels:
-            key = above[parent] * C + class_B[byte]
-            is_dead = (above[parent] < 0) | is_dead_C[class_B[byte]]
-            keys, place = key[~is_dead].unique(return_inverse=True)
-            above = torch.full_like(key, -1).masked_scatter_(~is_dead, place)
-            levels.append((keys // C, first_C[keys % C]))
-            node_of.append(torch.where(is_dead, -1, above + seen))
-            seen += len(keys)
-        node_N = torch.cat([*node_of, torch.empty(0, dtype=torch.int64)])[self.node]
-        nodes, leaf_N = node_N.unique(return_inverse=True)
-        if len(nodes) and nodes[0] < 0:  # the dead ones come last, with the leaf that is after all others
-            nodes, leaf_N = nodes[1:], torch.where(leaf_N == 0, len(nodes) - 1, leaf_N - 1)
-        return TextTree(levels, nodes, leaf_N)
-
-
-@dataclass(frozen=True, eq=False)
-class TextTree:
-    """Texts that an automaton may tell apart, as a tree of bytes.
-
-    levels: for each level the nodes' parents at the level above and their bytes. node_M: where in all levels' nodes
-    each text ends; leaf_N: the text of each token, M for one that no state accepts.
-    """
-
-    levels: list[tuple[Tensor, Tensor]]
-    node_M: Tensor
-    leaf_N: Tensor
-
-    def after(self, automaton: ByteAutomaton, states_K: Tensor) -> Tensor:
-        """The states after every text from some states, and the dead one: int64 [K, M + 1]."""
-        parts, current = [], states_K[:, None]
-        for parent, byte in self.levels:
-            current = automaton.next_SB[current[:, parent].long(), byte]
-            parts.append(current)
-        dead_K1 = torch.full((len(states_K), 1), automaton.states)
-        return torch.cat((torch.cat(parts, -1)[:, self.node_M], dead_K1), -1).long() if parts else dead_K1
 
 
 def of_bytes(

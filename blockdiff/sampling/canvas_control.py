@@ -1,0 +1,113 @@
+"""The control of canvases as tensors: which tokens are given, and which may stand in the other places.
+
+Pinned tokens, holes, banned tokens and constraints are one thing: for every position a set of tokens that can stand
+there, which may depend on what stands before and after it. `predict` makes distributions over those sets alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.vocabulary import Classes
+from blockdiff.sampling.constraints.token_automaton import MOST_STATES, TokenAutomaton
+
+FREE = -1  # in place of a token: the model decides
+NUMBERS = 4 << 20  # the most numbers, one for each (position, class), in a column of the statistics of classes
+
+
+@dataclass(frozen=True, eq=False)
+class CanvasControl:
+    """The control of B canvases that tell the same classes of tokens apart, on the model's device.
+
+    pinned_BL: tokens that are given at every step, FREE elsewhere; start_BL: tokens that the first step sees, FREE
+    where it sees noise (None: noise alone). rows: which canvases of a step they are (None: all).
+
+    classes: the tokens that can stand in the free places, as one class where no automaton decides (None: every token).
+    is_seen_BV, factor_B: the tokens that a penalty makes less likely, and by how much (None: no canvas has one). The
+    fields after `automaton` come with it: the states before the canvases and, as is_final_BS, those allowed after them,
+    the places at which no response can end, and the addresses of their draws: seeds and numbers of the canvases.
+    """
+
+    pinned_BL: Tensor
+    start_BL: Tensor | None = None
+    rows: list[int] | None = None
+    classes: Classes | None = None
+    is_seen_BV: Tensor | None = None
+    factor_B: Tensor | None = None
+    automaton: TokenAutomaton | None = None
+    state_B: Tensor | None = None
+    is_final_BS: Tensor | None = None
+    is_text_BL: Tensor | None = None
+    seed_B: Tensor | None = None
+    number_B: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The tensors of canvases, by name."""
+        return {each.name: x for each in fields(self) if isinstance(x := getattr(self, each.name), Tensor)}
+
+    @property
+    def key(self) -> Hashable:
+        """A key by which equally many canvases launch the same."""
+        return self.classes, self.automaton, self.factor_B is None
+
+    def in_buffers(self, buffers: dict[str, Tensor], most: int, count: int) -> CanvasControl:
+        """The same of `count` canvases, perhaps more, in buffers for `most` canvases that stay where they are."""
+        parts = dict[str, Any]()
+        for name, x in self.tensors.items():
+            if name not in buffers:
+                widest = [MOST_STATES + 1] if name == "is_final_BS" else x.shape[1:]
+                buffers[name] = x.new_zeros(most, *widest)
+            buffers[name][len(x) :] = 0  # canvases of padding
+            buffers[name][tuple(map(slice, x.shape))] = x
+            parts[name] = buffers[name][(slice(count), *map(slice, x.shape[1:]))]
+        return replace(self, **parts)
+
+
+def grouped(controls: Sequence[CanvasControl | None]) -> list[CanvasControl]:
+    """The controls of the canvases of a step, joined where they tell the same classes of tokens apart.
+
+    None stands for one canvas without control. Canvases in which every token may stand anywhere are in no group, and a
+    group is not too large.
+    """
+    groups: dict[int, list[tuple[int, CanvasControl]]] = {}
+    count = 0
+    for control in controls:
+        if control is not None and control.classes is not None:
+            groups.setdefault(id(control.classes), []).append((count, control))
+        count += 1 if control is None else len(control.pinned_BL)
+    found = []
+    for members in groups.values():
+        joined = _joined([control for _, control in members])
+        rows = [first + n for first, control in members for n in range(len(control.pinned_BL))]
+        assert joined.classes is not None
+        most = max(1, NUMBERS // (joined.pinned_BL.shape[1] * len(joined.classes.end_C)))
+        for lo in range(0, len(rows), most):
+            some = {name: x[lo : lo + most] for name, x in joined.tensors.items()}
+            own = rows[lo : lo + most]
+            found.append(replace(joined, **some, rows=None if len(own) == count else own))
+    return found
+
+
+def _joined(controls: list[CanvasControl]) -> CanvasControl:
+    """Controls of the same classes as one, without the tokens that first steps see."""
+    if any(each.factor_B is not None for each in controls):
+        controls = [_with_penalty(each, controls) for each in controls]
+    columns = [replace(each, start_BL=None).tensors for each in controls]
+    parts: dict[str, Any] = {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+    return replace(controls[0], start_BL=None, **parts)
+
+
+def _with_penalty(control: CanvasControl, others: list[CanvasControl]) -> CanvasControl:
+    """A control with a penalty as others have one; without one of its own it changes nothing."""
+    if control.factor_B is not None:
+        return control
+    seen_BV = next(each.is_seen_BV for each in others if each.is_seen_BV is not None)
+    B = len(control.pinned_BL)
+    nothing_BV = seen_BV.new_zeros(B, seen_BV.shape[1])
+    return replace(control, is_seen_BV=nothing_BV, factor_B=torch.ones(B, device=seen_BV.device))

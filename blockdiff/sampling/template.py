@@ -1,0 +1,52 @@
+"""Templates: text that stands as it is written, and holes that the model fills with text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from blockdiff.errors import RequestError
+
+_HOLE = re.compile(r"<\?(?:(\?)|(?:(\d{1,9})|([^\W\d]\w*)(?::(\d{1,9}))?)>)?")
+MOST_TOKENS = 1 << 20  # of a hole
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A hole of so many tokens; None where only its name is given, for a read that has choices for it."""
+
+    tokens: int | None
+    name: str | None = None
+
+
+def parse_template(template: str) -> list[str | Hole]:
+    """Texts and holes in their order: `<?16>` is a hole of 16 tokens, `<?name:16>` one with a name, `<?name>` one whose
+    size its choices say, and `<??` stands for `<?`.
+
+    RequestError for any other `<?`, a hole of no tokens or more than a million, and a template without a hole.
+    """
+    parts: list[str | Hole] = []
+    literal, end = "", 0
+    for found in _HOLE.finditer(template):
+        literal += template[end : found.start()]
+        end = found.end()
+        if found[1]:
+            literal += "<?"
+            continue
+        size = found[2] or found[4]
+        if not (size or found[3]) or (size and not int(size)):
+            around = template[found.start() : found.start() + 12]
+            raise RequestError(
+                f"the template has {around!r} at character {found.start()}; a hole of 16 tokens is <?16>, and <? "
+                "itself is written <??"
+            )
+        if size and int(size) > MOST_TOKENS:
+            raise RequestError(f"the template has a hole of {int(size):,} tokens; {MOST_TOKENS:,} are the most")
+        parts += [literal] if literal else []
+        parts.append(Hole(int(size) if size else None, found[3]))
+        literal = ""
+    literal += template[end:]
+    parts += [literal] if literal else []
+    if not any(isinstance(part, Hole) for part in parts):
+        raise RequestError("the template has no hole to fill; write one of 16 tokens as <?16>")
+    return parts
