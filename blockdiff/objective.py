@@ -375,8 +375,8 @@ def _noise(
 
     That the vocabulary has the tokens is checked on a CPU alone, where nothing has to wait for the answer.
     """
-    wanted = [(canvas_BCL.shape, canvas_BCL.dtype), (canvas_BCL.shape, torch.bool)]
-    if not isinstance(made, tuple) or [(getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in made] != wanted:
+    expected = [(canvas_BCL.shape, canvas_BCL.dtype), (canvas_BCL.shape, torch.bool)]
+    if not isinstance(made, tuple) or [(getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in made] != expected:
         parts = made if isinstance(made, tuple) else (made,)
         given = " and ".join(f"{x.dtype} {[*x.shape]}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
         shape = [*canvas_BCL.shape]

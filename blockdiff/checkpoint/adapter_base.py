@@ -62,7 +62,7 @@ def require_every_target(
 
     parts: the adapter's tensors by our names.
     """
-    family, missing = family_of(model.config), []
+    family, without_tensors = family_of(model.config), []
     for ours, tensor in model.state_dict().items():
         module, _, leaf = ours.rpartition(".")
         if family.part_of(ours) not in family.adapted_parts:
@@ -78,11 +78,11 @@ def require_every_target(
         copies = [name if is_linear else f"{name}.{leaf}" for name in family.names.copies(hub)]
         is_adapted = f"{module}.{prefix}lora_A" in parts
         if not is_adapted and any(_is_target(config, name, is_linear) for name in copies):
-            missing.append(copies[0])
-    if missing:
+            without_tensors.append(copies[0])
+    if without_tensors:
         raise CheckpointError(
-            f"{directory}: {ADAPTER_CONFIG} adapts {len(missing)} modules of this model for which {WEIGHTS} has no "
-            f"tensors ({listed(missing)}); it is an adapter of another model, name that one"
+            f"{directory}: {ADAPTER_CONFIG} adapts {len(without_tensors)} modules of this model for which {WEIGHTS} "
+            f"has no tensors ({listed(without_tensors)}); it is an adapter of another model, name that one"
         )
 
 

@@ -99,8 +99,8 @@ def _number(value: float) -> float | int:
 def _adaptable(model: BlockDiffusionModel) -> list[str]:
     """transformers' names of everything that could be adapted."""
     names = family_of(model.config).names
-    known = [hub for ours in model.state_dict() if (hub := names.to_hub(ours)) is not None]
-    modules = [names.to_module(copy.removesuffix(".weight")) for hub in known for copy in names.copies(hub)]
+    hub_names = [hub for ours in model.state_dict() if (hub := names.to_hub(ours)) is not None]
+    modules = [names.to_module(copy.removesuffix(".weight")) for hub in hub_names for copy in names.copies(hub)]
     wholes = [names.fused_of(module) for module in modules]
     return [*dict.fromkeys(one if all_ is None else all_[0] for one, all_ in zip(modules, wholes, strict=True))]
 

@@ -62,7 +62,7 @@ class Part:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Part:
-        """A tensor that is there."""
+        """The part that is a tensor in memory."""
         return cls(tuple(tensor.shape), lambda block: tensor if block is None else tensor[block.slices])
 
     @classmethod

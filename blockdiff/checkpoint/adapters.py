@@ -100,8 +100,10 @@ def save_adapter(
                 if choices is not None:
                     choices.save(fresh)
         except (OSError, SafetensorError) as error:
-            needed = sum(source.nbytes for source in sources.values())
-            raise CheckpointError(f"{unwritten(target, error, needed)}; make room, or choose another place") from error
+            bytes_to_write = sum(source.nbytes for source in sources.values())
+            raise CheckpointError(
+                f"{unwritten(target, error, bytes_to_write)}; make room, or choose another place"
+            ) from error
 
     gathering.run(write)
     return target
@@ -137,12 +139,12 @@ def fill_adapters(model: BlockDiffusionModel, parts: Mapping[str, Part], where: 
 
 def check_parts(model: BlockDiffusionModel, parts: Mapping[str, Part], where: str) -> None:
     """Raises CheckpointError where these are not the tensors of the adapters of a model; `where` names them."""
-    wanted = {name: list(tensor.shape) for name, tensor in adapter_tensors(model).items()}
-    for name in sorted({*wanted, *parts}):
+    model_shapes = {name: list(tensor.shape) for name, tensor in adapter_tensors(model).items()}
+    for name in sorted({*model_shapes, *parts}):
         found = list(parts[name].shape) if name in parts else "missing"
-        if found != wanted.get(name):
-            asked = wanted.get(name, "no such tensor")
-            raise CheckpointError(f"{where}: {name} is {found}, the model asks for {asked}")
+        if found != model_shapes.get(name):
+            of_model = model_shapes.get(name, "no such tensor")
+            raise CheckpointError(f"{where}: {name} is {found}, the model asks for {of_model}")
 
 
 def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:

@@ -31,7 +31,7 @@ def tensor_shapes(model: nn.Module) -> Shapes:
 
 
 def added_to(model: BlockDiffusionModel) -> Shapes:
-    """The tensors that a model has beside those that the Hub has of its family's model of this config."""
+    """The shapes of a model's tensors that the Hub's checkpoints of its family do not have, by our names."""
     own, to_hub = _own(model), family_of(model.config).names.to_hub
     return {name: shape for name, shape in tensor_shapes(model).items() if name not in own or to_hub(name) is None}
 

@@ -209,7 +209,7 @@ def file_tensors(hub: str, source: TensorSource, names: Names, in_fp8: bool = Fa
 
 
 def _read_once(read: Callable[[], Tensor], times: int) -> Callable[[], Tensor]:
-    """A function that gives so many times what `read` gave the first time, and lets it go with the last."""
+    """`read` for so many calls: it runs once, and what it gave is dropped after the last of them."""
     kept: list[Tensor] = []
     left = iter(range(times - 1, -1, -1))
 

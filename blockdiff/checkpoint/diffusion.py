@@ -62,8 +62,8 @@ class DiffusionSettings:
             return cls()
         values = read_json(file)
         if unknown := sorted(values.keys() - cls.__dataclass_fields__.keys()):
-            known = ", ".join(cls.__dataclass_fields__)
-            raise CheckpointError(f"{file}: unknown key {unknown[0]}; there are {known}")
+            fields = ", ".join(cls.__dataclass_fields__)
+            raise CheckpointError(f"{file}: unknown key {unknown[0]}; there are {fields}")
         try:
             return cls(**values)
         except ValueError as error:

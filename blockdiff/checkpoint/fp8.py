@@ -47,14 +47,14 @@ def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | N
     asked = [] if quantize is None else fp8_layers(model)
     names = family_of(model.config).names
     stored = assembled(stored_apart(directory, names), names)
-    there = []
+    stored_in_fp8 = []
     for layer, module in model.named_modules():
         if isinstance(module, nn.Linear | Experts) and layer not in asked:
             leaves = [names.to_hub(f"{layer}.{leaf}") for leaf, _ in module.named_parameters(recurse=False)]
             places = [stored.get(hub) for hub in leaves if hub is not None]
             if places and all(isinstance(place, Assembled) and place.is_fp8 for place in places):
-                there.append(layer)
-    return [*asked, *there]
+                stored_in_fp8.append(layer)
+    return [*asked, *stored_in_fp8]
 
 
 def is_fp8(config: Any, quantize: str | None) -> bool:
@@ -139,7 +139,7 @@ def _ignored(model: BlockDiffusionModel) -> list[str]:
 
 
 def fp8_sources(name: str, sources: Mapping[str, TensorSource]) -> tuple[TensorSource, TensorSource] | None:
-    """The codes and the scales that a file gets for a tensor in fp8; None for a tensor that is not."""
+    """The codes and the scales that a file gets for a tensor in fp8; None for a tensor of another dtype."""
     scale = sources.get(name + SCALE)
     if scale is None:
         return None

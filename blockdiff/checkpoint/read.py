@@ -242,16 +242,16 @@ def _match(
 ) -> dict[str, str]:
     """Our name -> the Hub tensor that fills it; every stored tensor is used, carried, a tie, or refused."""
     ours_of = names.hub_to_ours(shapes)
-    source, missing = {}, []
+    source, without_tensors = {}, []
     for hub, ours in ours_of.items():
         if hub in stored:
             source[ours] = hub
         elif (tied := names.tied_to(hub)) in stored:
             source[ours] = str(tied)  # NeMo AutoModel writes one layer scalar for both passes
         else:
-            missing.append(hub)
-    if missing:
-        raise CheckpointError(f"{directory}: {_are(missing, 'missing')}")
+            without_tensors.append(hub)
+    if without_tensors:
+        raise CheckpointError(f"{directory}: {_are(without_tensors, 'missing')}")
 
     extra = [hub for hub in stored if names.ours_among(hub, shapes) is None and not names.is_carried(hub)]
     if extra:

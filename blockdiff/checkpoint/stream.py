@@ -45,7 +45,7 @@ _PLACE = {dtype: place for place, dtype in enumerate(WORDS)}
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor that can be had: what it will be, how to get it, and the sources that it is made of, if any."""
+    """A tensor to be written: its shape and dtype, the function that reads it, and the sources that it is made of."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,12 +54,12 @@ class TensorSource:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSource:
-        """A tensor that is there, cast to `dtype`."""
+        """The source of a tensor in memory, cast to `dtype`."""
         target = dtype or tensor.dtype
         return cls(tuple(tensor.shape), target, lambda: tensor.detach().to("cpu", target))
 

@@ -93,8 +93,8 @@ def sequence_decoder(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
             end = start + 1
             if BROKEN in found[start]:
                 for last in range(start + 2, min(start + LONGEST, len(found)) + 1):
-                    known = [token for token in ids[start:last] if token < size]
-                    together = str(tokenizer.decode(known, skip_special_tokens=False))
+                    own_ids = [token for token in ids[start:last] if token < size]
+                    together = str(tokenizer.decode(own_ids, skip_special_tokens=False))
                     if BROKEN not in together:
                         found[start:last] = [*[""] * (last - start - 1), together]
                         end = last

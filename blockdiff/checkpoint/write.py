@@ -86,10 +86,10 @@ def save(
                 if choices is not None:
                     choices.save(fresh)
         except (OSError, SafetensorError) as error:
-            needed = sum(source.nbytes for sources in files.values() for source in sources.values())
+            bytes_to_write = sum(source.nbytes for sources in files.values() for source in sources.values())
             kept = "what stood there is as it was" if target.exists() else "nothing is left of it"
             raise CheckpointError(
-                f"{unwritten(target, error, needed)}; {kept}; make room, or choose another place"
+                f"{unwritten(target, error, bytes_to_write)}; {kept}; make room, or choose another place"
             ) from error
 
     gathering.run(write)

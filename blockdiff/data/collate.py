@@ -41,14 +41,14 @@ class CanvasChoice(Protocol):
         """For examples of so many canvases the numbers of those to run, in order; addressed by (epoch, sample id)."""
 
     def most(self, count: int) -> int:
-        """The number of canvases that are run, of `count` that there are."""
+        """The number of canvases to run of an example that has `count`."""
 
 
 class _Range:
     """A choice that is the same in every epoch."""
 
     def kept(self, count: int) -> range:
-        """The canvases that are run, of `count` that there are."""
+        """The canvases to run of an example that has `count`."""
         return range(count)
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
@@ -56,13 +56,13 @@ class _Range:
         return [list(self.kept(count)) for count in counts]
 
     def most(self, count: int) -> int:
-        """The number of canvases that are run, of `count` that there are."""
+        """The number of canvases to run of an example that has `count`."""
         return len(self.kept(count))
 
 
 @dataclass(frozen=True)
 class AllCanvases(_Range):
-    """Every canvas."""
+    """All canvases of an example are run."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class NoCanvases(_Range):
     """No canvas: of a causal model, which learns next tokens alone."""
 
     def kept(self, count: int) -> range:
-        """Nothing."""
+        """No canvas."""
         return range(0)
 
 

@@ -191,8 +191,8 @@ def _alpaca(value: Mapping[str, Any], is_asked: bool) -> tuple[Message, ...]:
 
 def _neither(value: Mapping[str, Any], pair_of: str) -> str:
     """The reason for refusing a row in no known form, with the key that may be a mistake in writing."""
-    known = (*CONTENT_KEYS, *KEYS)
-    near = ((key, get_close_matches(str(key), known, 1, cutoff=0.75)) for key in value if key not in known)
+    row_keys = (*CONTENT_KEYS, *KEYS)
+    near = ((key, get_close_matches(str(key), row_keys, 1, cutoff=0.75)) for key in value if key not in row_keys)
     meant = "".join(f"; did you mean {found[0]!r} by {key!r}?" for key, found in near if found)
     keys = ", ".join(map(repr, value)) or "none"
     remedy = "add them, or name the columns that have them, such as prompt=question,response=answer"

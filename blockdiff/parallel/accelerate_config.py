@@ -137,10 +137,14 @@ def _others(environment: Mapping[str, str]) -> Iterator[str]:
         yield "Accelerate's debug is not used: torch checks collectives with TORCH_DISTRIBUTED_DEBUG=DETAIL"
     parts = ("DYNAMO_", "DEEPSPEED_", "FP8_", "SAGEMAKER_")  # of what is refused or off as a whole
     switches = {switch for switch, _, _ in _PLUGINS}
-    known = {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"}
-    known |= {*HONOURED, *switches, "ACCELERATE_DEBUG_MODE"}
+    read_elsewhere = {
+        "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "ACCELERATE_GRADIENT_CLIPPING",
+    }
+    read_elsewhere |= {*HONOURED, *switches, "ACCELERATE_DEBUG_MODE"}
     for name in sorted(environment):
-        is_known = name in known or name.startswith(tuple(f"ACCELERATE_{part}" for part in parts))
+        is_known = name in read_elsewhere or name.startswith(tuple(f"ACCELERATE_{part}" for part in parts))
         if name.startswith("ACCELERATE_") and not is_known and _value(environment, name):
             yield f"{name} is not known here: take it out of the environment"
 

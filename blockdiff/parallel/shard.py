@@ -123,7 +123,7 @@ def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | No
 
 
 def _divisible(mesh: Mesh) -> Any:
-    """Chooses in which dimension a tensor of split experts is sharded: the first that divides, after the experts'."""
+    """A function that chooses the dimension in which split experts are sharded: the first after theirs that divides."""
     from torch.distributed.tensor import Shard
 
     size = mesh.ranks.world // mesh.experts
@@ -148,8 +148,8 @@ def replicate(objective: nn.Module, mesh: Mesh) -> nn.Module:
     if mesh.ranks.world // mesh.tensor == 1 or mesh.shard == "full":
         return objective
     # Buffers are constants; the switch that leaves them alone was renamed in torch 2.13.
-    known = signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options = signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
     leave: dict[str, Any] = {name: False}
     touched = _TouchEveryParameter(objective)
     if mesh.experts > 1:

@@ -75,7 +75,7 @@ class Watch:
         self._thread.start()
 
     def release(self) -> None:
-        """Let this rank end by itself from now on: it has an error of its own, or one that says what this knows."""
+        """Let this rank end by itself from now on: it has an error of its own, or one that names the loss already."""
         with self._lock:
             self._is_released.set()
 

@@ -134,16 +134,16 @@ def tokens_at(records: Sequence[Record]) -> Callable[[float], float] | None:
     trained = [record for record in records if {"tokens_per_second", "seconds"} <= record.keys()]
     if not trained:
         return None
-    known = [(0, 0.0)]
+    points = [(0, 0.0)]
     for before, record in pairwise([{"seconds": 0.0}, *trained]):
         tokens = record["tokens_per_second"] * (record["seconds"] - before["seconds"])
-        known.append((record["step"], known[-1][1] + tokens))
+        points.append((record["step"], points[-1][1] + tokens))
 
     def tokens_of(step: float) -> float:
-        for (first, few), (last, many) in pairwise(known):
+        for (first, few), (last, many) in pairwise(points):
             if step <= last:
                 return few + (many - few) * (step - first) / max(1, last - first)
-        return known[-1][1]
+        return points[-1][1]
 
     return tokens_of
 

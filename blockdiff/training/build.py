@@ -148,7 +148,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
 
 
 def _kept(model: BlockDiffusionModel) -> str:
-    """The line that says in which dtype a model's weights are kept, and gathered if that is another one."""
+    """The dtype in which a model's weights are kept, in words, and the one in which they are gathered if it differs."""
     kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.vocabulary.table.dtype, model.dtype))
     dtypes = kept if kept == gathered else f"{kept}, gathered in {gathered}"
     layers = layers_in_fp8(model).values()

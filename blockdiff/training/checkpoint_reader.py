@@ -194,8 +194,10 @@ def _fill(checkpoint: Path, kind: str, tensors: Mapping[str, Tensor], saved: Sav
     theirs = {name: f"{found.dtype} {list(found.shape)}" for name, found in saved.tensors(kind).items()}
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
-            there, here = theirs.get(name, "missing"), ours.get(name, "missing")
-            raise RunError(f"{checkpoint / kind}.safetensors: {name} is {there} there and {here} in the model")
+            saved_form, model_form = theirs.get(name, "missing"), ours.get(name, "missing")
+            raise RunError(
+                f"{checkpoint / kind}.safetensors: {name} is {saved_form} there and {model_form} in the model"
+            )
     with torch.no_grad():
         for name, tensor in tensors.items():
             piece = piece_of(tensor)

@@ -327,8 +327,8 @@ def _joined_index(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str,
     for part in parts:
         for kind, tensors in part.items():
             for name, entry in tensors.items():
-                known = index.setdefault(kind, {}).setdefault(name, {**entry, "pieces": []})
-                known["pieces"] += entry["pieces"]
+                joined = index.setdefault(kind, {}).setdefault(name, {**entry, "pieces": []})
+                joined["pieces"] += entry["pieces"]
     for tensors in index.values():
         for name, entry in tensors.items():
             saved = sum(Block((), tuple(sizes)).numel for _, _, sizes in entry["pieces"])

@@ -92,7 +92,7 @@ def write_model(trainer: Trainer) -> str:
 
 @contextmanager
 def _refused(trainer: Trainer) -> Iterator[None]:
-    """Makes one line, which says what is saved, of a model that cannot be written at the end of a run."""
+    """Turns a CheckpointError inside into a RunError that says which step is saved."""
     try:
         yield
     except CheckpointError as error:

@@ -109,11 +109,11 @@ class OneOf:
             if type(value) in self.kinds.values():
                 return value
             if not isinstance(value, YAML_TYPES):
-                missing = [name for name in verbs if not callable(getattr(value, name, None))]
-                if not verbs or missing or isinstance(value, type):
+                lacking = [name for name in verbs if not callable(getattr(value, name, None))]
+                if not verbs or lacking or isinstance(value, type):
                     methods = ", ".join(f"{verb}()" for verb in verbs)
-                    wanted = f"an object with {methods}" if verbs else self._listed()
-                    raise ValueError(f"input should be {wanted}")
+                    expected = f"an object with {methods}" if verbs else self._listed()
+                    raise ValueError(f"input should be {expected}")
                 return value
             full = self.full(value)
             return None if full is None else next(iter(read(full).values()))

@@ -27,8 +27,8 @@ def one_line(error: ValidationError, keys: Keys, origins: Origins, path: str) ->
     first = min(error.errors(), key=lambda each: each["type"] not in UNKNOWN)
     kind, value, reason = first["type"], first["input"], first["msg"].removeprefix("Value error, ")
     key = tuple(word for word in first["loc"] if isinstance(word, str))
-    known = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in origins), None)
-    origin = path if known is None or kind == "missing" else origins[known][0]
+    given_key = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in origins), None)
+    origin = path if given_key is None or kind == "missing" else origins[given_key][0]
     name = ".".join(filter(None, key))
     number = next((word for word in first["loc"] if isinstance(word, int)), None)
     if number is not None and key[:2] in SOURCES:
@@ -47,7 +47,7 @@ def one_line(error: ValidationError, keys: Keys, origins: Origins, path: str) ->
 
 
 def paths(keys: Keys) -> list[str]:
-    """Every key that has a value: `section.key`, or the name of what is no section."""
+    """Every key that has a value, as `section.key`, or `key` outside of sections."""
     return [f"{name}.{key}" for name in keys[()] for key in keys.get((name,), ())] + [
         name for name in keys[()] if (name,) not in keys
     ]
@@ -59,20 +59,20 @@ def _nearest(key: Key, keys: Keys) -> str:
     It is a word of another toolkit, or near a key beside it, or else near one elsewhere.
     """
     *above, word = key
-    known = paths(keys)
+    all_paths = paths(keys)
     if word.lower() in OTHER_TOOLKITS:
-        meant, _, remark = OTHER_TOOLKITS[word.lower()].partition(": ")
-        if meant in known or (meant,) in keys:
-            return f"did you mean {meant}{f' ({remark})' if remark else ''}?"
-        return meant
-    words = [path.rpartition(".")[2] for path in known]
+        ours, _, remark = OTHER_TOOLKITS[word.lower()].partition(": ")
+        if ours in all_paths or (ours,) in keys:
+            return f"did you mean {ours}{f' ({remark})' if remark else ''}?"
+        return ours
+    words = [path.rpartition(".")[2] for path in all_paths]
     if word in words:
-        return f"did you mean {known[words.index(word)]}?"
+        return f"did you mean {all_paths[words.index(word)]}?"
     beside = keys.get(tuple(above), [])
     if near := difflib.get_close_matches(word, [*beside, "extends"] if not above else beside, 1):
         return f"did you mean {'.'.join([*above, near[0]]) if len(above) < 2 else near[0]}?"
     if near := difflib.get_close_matches(word, words, 1, cutoff=0.8):
-        return f"did you mean {known[words.index(near[0])]}?"
+        return f"did you mean {all_paths[words.index(near[0])]}?"
     return f"{'.'.join(filter(None, above)) or 'a recipe'} has {', '.join(beside) or 'no keys'}"
 
 

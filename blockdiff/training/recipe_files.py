@@ -1,4 +1,4 @@
-"""Reading a recipe from YAML with what it extends and what overrides it; nothing here runs anything."""
+"""Reading a recipe: its YAML, the recipes that it extends, and overrides on top. Nothing is loaded or run."""
 
 from __future__ import annotations
 

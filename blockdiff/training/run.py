@@ -1,4 +1,4 @@
-"""A run directory: `Run`, for those who look at it afterwards, who trains into it, and which checkpoints it keeps."""
+"""A run directory: `Run` reads it, `hold_run` keeps it for one process, `prune` removes checkpoints of it."""
 
 from __future__ import annotations
 
@@ -176,9 +176,9 @@ def prune(run: Path, keep: int, *, keep_every: int = 0, protect: Collection[int]
 
 def require_decisive(metric: str) -> None:
     """Raises RunError for a metric that cannot decide which weights are the best."""
-    if metric not in (known := decisive_metrics()):
+    if metric not in (decisive := decisive_metrics()):
         raise RunError(
-            f"evaluation.best: no metric {metric!r}; choose one of {', '.join(known)} "
+            f"evaluation.best: no metric {metric!r}; choose one of {', '.join(decisive)} "
             "(one of your own goes into blockdiff.metrics.METRICS)"
         )
 

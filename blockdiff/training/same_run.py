@@ -53,8 +53,8 @@ def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any
         sections["objective"]["distil"] = {"teacher": fingerprint(find(distil.teacher or str(recipe.model.path)))}
     facts: dict[str, Any] = {}
     for name, section in sections.items():
-        leaves = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else {}
-        facts |= {key: value for key, value in (leaves or {name: section}).items() if key not in FREE}
+        keys = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else {}
+        facts |= {key: value for key, value in (keys or {name: section}).items() if key not in FREE}
     facts["model"] = _hash(base.config.to_dict())
     if recipe.lora.trains:  # a checkpoint of the run has the adapters alone
         facts["model.path"] = fingerprint(find(str(recipe.model.path)))

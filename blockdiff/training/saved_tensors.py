@@ -91,13 +91,13 @@ class SavedTensors:
     def copy(self, kind: str, name: str, block: Block | None, target: Tensor) -> None:
         """The same into a tensor of the block's shape."""
         found = self.tensors(kind)[name]
-        wanted = block or Block.whole(found.shape)
-        left = wanted.numel
+        target_block = block or Block.whole(found.shape)
+        left = target_block.numel
         for file, piece in found.pieces:
-            if (common := wanted.within(piece)) is not None:
+            if (common := target_block.within(piece)) is not None:
                 # Of a tensor in a file, which is mapped into memory, nothing is read but what is copied.
                 content = self._handle(file).get_tensor(name)[common.seen_from(piece.offsets).slices]
-                target[common.seen_from(wanted.offsets).slices].copy_(content)
+                target[common.seen_from(target_block.offsets).slices].copy_(content)
                 left -= common.numel
         if left:
             raise ValueError(f"{name} is not whole")

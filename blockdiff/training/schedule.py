@@ -63,7 +63,7 @@ class Constant:
     """The peak for the rest of the run."""
 
     def share(self, step: int, warmup_steps: int, steps: int) -> float:
-        """1."""
+        """1 at every step."""
         return 1.0
 
 

@@ -187,10 +187,10 @@ def put_adapters(model: BlockDiffusionModel, lora: LoraSection, tokenizer: Any) 
     """Give a model without weights the adapters that a recipe asks for; RecipeError names what it lacks."""
     tokens = []
     for token in lora.tokens:
-        known = token if isinstance(token, int) else tokenizer.get_vocab().get(token)
-        if known is None:
+        token_id = token if isinstance(token, int) else tokenizer.get_vocab().get(token)
+        if token_id is None:
             raise RecipeError(f"lora.tokens: {token!r} is no token of the tokenizer; name one as it is spelt, or by id")
-        tokens.append(int(known))
+        tokens.append(int(token_id))
     if len(set(tokens)) < len(tokens):
         raise RecipeError("lora.tokens: names a token twice")
     try:

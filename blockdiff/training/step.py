@@ -97,9 +97,9 @@ def backpropagate(
 
 def _as_many(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
     """This rank's micro-batches, and empty ones up to the most that a rank has: the ranks run the model together."""
-    missing = max(ranks.gather(len(batches))) - len(batches)
-    empty = lay_out([PADDING_ROW], batches[0].canvas_BCL.shape[-1], pad_id=0) if missing else None
-    return [*batches, *([] if empty is None else [empty] * missing)]
+    count = max(ranks.gather(len(batches))) - len(batches)
+    empty = lay_out([PADDING_ROW], batches[0].canvas_BCL.shape[-1], pad_id=0) if count else None
+    return [*batches, *([] if empty is None else [empty] * count)]
 
 
 class SkippedSteps:

@@ -60,7 +60,7 @@ def test_what_is_taken_to_be_plenty_is_more_than_a_step_holds(tree, override):
     objective = without_weights(recipe, base, "torch")
     batch = plans.worst_batch(recipe, objective.model, 30, 8)
     plan = plans.plan_training(recipe, device="cpu", batch=batch, base=base)
-    assert device_memory.plenty(objective, 8, 30) > 2 * (plan.total - kept(recipe))
+    assert device_memory.step_bound(objective, 8, 30) > 2 * (plan.total - kept(recipe))
 
 
 def test_a_training_that_clearly_fits_is_not_planned(tree, tmp_path, monkeypatch):

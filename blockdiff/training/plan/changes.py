@@ -18,7 +18,7 @@ WORTH = 0.99  # of the bytes before: a change that leaves more is not named
 
 @dataclass(frozen=True)
 class Change:
-    """A key, its value, whether it makes what is kept or what a step needs smaller, and when it changes anything."""
+    """A change of a recipe: key and value, whether a rank then keeps less or a step needs less, and when it applies."""
 
     key: str
     value: str

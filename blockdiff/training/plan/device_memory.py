@@ -42,7 +42,7 @@ def require_step(
     if available is None or not isinstance(train, Dataset) or not len(train):
         return
     rows, length = micro_batch_rows(recipe, ranks.row_world), recipe.data.pack or int(max(train.lengths))
-    if sum(_kept(objective, recipe, base, ranks).values()) + plenty(objective, rows, length) <= available:
+    if sum(_kept(objective, recipe, base, ranks).values()) + step_bound(objective, rows, length) <= available:
         return
     batch, times = _largest(data, recipe, ranks)
     if batch is None:
@@ -82,8 +82,8 @@ def _largest(data: Data, recipe: Recipe, ranks: Ranks) -> tuple[Batch | None, fl
     return batch, max(1.0, micro_batch_rows(recipe, ranks.row_world) / MOST_ROWS)
 
 
-def plenty(objective: nn.Module, rows: int, length: int) -> int:
-    """More bytes than a step of a micro-batch takes beside what is kept, without running it; rows of so many tokens.
+def step_bound(objective: nn.Module, rows: int, length: int) -> int:
+    """An upper bound of the bytes of a micro-batch's step beside what is kept, without running it.
 
     Every matrix is taken to keep 256 bytes of each input and output a token, attention 2 bytes of each key and number.
     """

@@ -116,7 +116,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak, self.parts = live + more - less, parts
 
     def _without_numbers(self, x: Any) -> Any:
-        """The fake tensor that stands for a real one, which is counted already."""
+        """A fake tensor in place of a real one, which is not counted again."""
         return self.empty(x.shape, x.dtype) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x
 
     def _count(self, x: Tensor) -> None:
@@ -155,7 +155,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _places(indices: Any) -> list[Any]:
-    """Indices in which masks, whose number of marks is read, have become places."""
+    """Indices with masks replaced by the places that they mark, since the code reads how many there are."""
     places: list[Any] = []
     for index in indices:
         is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor)

@@ -1,4 +1,4 @@
-"""Bytes that a step adds to what is kept: a layer of each kind is run on shapes and counted as often as it is there.
+"""Bytes that a step needs beside what a rank keeps: one layer of each kind runs on shapes and counts for all of them.
 
 What a layer leaves for its backward is there once for each layer that stands for, until its backward has run; then its
 gradients are. The units of sharded weights are whole while they run.
@@ -73,7 +73,7 @@ class Step:
         self.waiting: Counter[nn.Module] = Counter()  # bytes of gradients that wait for those of other calls
 
     def run(self, batch: Batch, autocast: torch.dtype | None) -> LiveBytes:
-        """The bytes that live beside what is kept, gradients among them."""
+        """The count of bytes alive during the step beside weights and optimiser state; gradients are among them."""
         counted = self.counted
         if self.has_gradients:
             for module in (self.objective, *self.counts):
@@ -140,7 +140,7 @@ class Step:
                 parameter.grad = None
 
     def _gradients(self, module: nn.Module, there: bool) -> int:
-        """Bytes of the gradients that a rank keeps of a module, of those that are there before or of the others."""
+        """Bytes of a module's gradients on a rank: of those allocated before the step (`there`) or of the others."""
         weights = [x for x in _trained(module) if (id(x) in self.there) is there]
         return sum(x.numel() * max(4, x.itemsize) // self.sharers.get(id(x), 1) for x in weights)
 
@@ -164,7 +164,7 @@ class Step:
 
 
 def _units(sharing: dict[nn.Module, int]) -> dict[nn.Module, list[nn.Parameter]]:
-    """The weights that are gathered with each unit: those that no unit inside it has."""
+    """The weights that are gathered with each unit: its own without those of units inside it."""
     seen, units = set[int](), dict[nn.Module, list[nn.Parameter]]()
     for unit in sharing:
         units[unit] = [x for x in unit.parameters() if id(x) not in seen]

@@ -145,7 +145,7 @@ def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
 
 
 def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
-    """Bytes that Muon's step holds: where all matrices are to go, and three times those that it moves at once."""
+    """Bytes that Muon's step holds: the directions of all matrices, and three times the matrices of one turn."""
     if recipe.optim.name != "muon":
         return 0
     sizes = [x.numel() for name, x in trainable(objective).items() if matrix_count(name, x)]
@@ -166,9 +166,9 @@ def weight_dtypes(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, tor
     if recipe.model.dtype != "auto":
         stored = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
     else:  # what a checkpoint is stored in is read from its config
-        said = str(getattr(base.config, "dtype", None)).removeprefix("torch.")
-        known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-        stored = known.get(said, torch.float32 if recipe.model.path is None else torch.bfloat16)
+        stored_name = str(getattr(base.config, "dtype", None)).removeprefix("torch.")
+        dtype_by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+        stored = dtype_by_name.get(stored_name, torch.float32 if recipe.model.path is None else torch.bfloat16)
     is_narrowed = recipe.parallel.shard == "full" and recipe.train.autocast is not None
     return stored, torch.bfloat16 if is_narrowed else stored
 
@@ -181,7 +181,7 @@ def kernels_for(device: str) -> Kernels:
 
 
 def worst_batch(recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: int) -> Batch:
-    """Rows of so many tokens: a prompt of one canvas, then canvases, of which the recipe's choice is there.
+    """Rows of so many tokens: a prompt of one canvas, then the canvases that the recipe's choice runs.
 
     With an image side there is an image of as many tokens in each row.
     """
