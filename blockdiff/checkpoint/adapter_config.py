@@ -35,12 +35,16 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 # Settings that are read, and those that say nothing about an adapter whose tensors are there.
-READ = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout")
-READ += ("target_modules", "target_parameters", "trainable_token_indices", "base_model_name_or_path")
-READ += ("exclude_modules", "layers_to_transform")
-INERT = ("task_type", "auto_mapping", "peft_version", "revision", "inference_mode")
-INERT += ("layers_pattern", "megatron_config", "megatron_core", "runtime_config")
-INERT += ("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying")
+READ = (
+    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout"),
+    *("target_modules", "target_parameters", "trainable_token_indices", "base_model_name_or_path"),
+    *("exclude_modules", "layers_to_transform"),
+)
+INERT = (
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
+    *("layers_pattern", "megatron_config", "megatron_core", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
+)
 
 
 def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
