@@ -21,6 +21,7 @@ from benchmarks import (
     machine,
     models,
     training_step,
+    workload,
 )
 from benchmarks.result import Result, table
 from benchmarks.settings import Settings
@@ -34,6 +35,7 @@ SUITES = {
     "attention": kernel_span_attention.run,
     "experts": kernel_expert_mlp.run,
     "block_sparse": block_sparse.run,
+    "workload": workload.run,
 }
 RESULTS = Path(__file__).parent / "results"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,10 @@ from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import family_of
 from blockdiff.sampling.request import Request
+from blockdiff.sampling.response import reasoning_format
 from blockdiff.sampling.strategies import NextToken, Verified, as_strategy
 from blockdiff.sampling.strategy import Strategy
+from blockdiff.sampling.tool_calls import GemmaCalls, MiniMaxCalls, call_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +56,16 @@ class SamplingSettings:
     def is_next_token(self) -> bool:
         """True where responses grow token by token and nothing is denoised."""
         return isinstance(self.strategy, NextToken)
+
+    @cached_property
+    def reasoning_format(self) -> tuple[int | None, int | None, str]:
+        """The tokens around reasoning, and the text after the first of them; None where the vocabulary has none."""
+        return reasoning_format(self.tokenizer)
+
+    @cached_property
+    def call_format(self) -> GemmaCalls | MiniMaxCalls | None:
+        """The format of calls of tools; None where the vocabulary has none."""
+        return None if self.tokenizer is None else call_format(self.tokenizer)
 
     def canvases(self, max_new_tokens: int) -> int:
         """The number of canvases of a response of so many tokens; RequestError where no prompt fits before them."""

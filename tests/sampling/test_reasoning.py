@@ -13,8 +13,9 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
-from blockdiff.sampling.response import ResponseParser, parse
+from blockdiff.sampling.response import ResponseParser, parse, reasoning_format
 from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.tool_calls import call_format
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -26,7 +27,8 @@ CHAT = [{"role": "user", "content": "6*7?"}]
 
 
 def split(tokens, tokenizer, prompt=""):
-    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode)
+    formats = dict(reasoning_format=reasoning_format(tokenizer), call_format=call_format(tokenizer))
+    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode, **formats)
     found = parse(tokens, Request(0), settings, prompt)
     parser = ResponseParser(Request(0), settings, prompt)
     for token in tokens:  # one by one, they are the same response

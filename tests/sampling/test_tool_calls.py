@@ -11,9 +11,10 @@ from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import check_row
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.sampling import Generation, Request
-from blockdiff.sampling.response import ResponseParser, parse
+from blockdiff.sampling.response import ResponseParser, parse, reasoning_format
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import settings_of
+from blockdiff.sampling.tool_calls import call_format
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -39,7 +40,9 @@ def ids(tokenizer, text):
 
 
 def read(tokenizer, text, tools=()):
-    request, settings = Request(0, tools=tools), SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode)
+    formats = dict(reasoning_format=reasoning_format(tokenizer), call_format=call_format(tokenizer))
+    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode, **formats)
+    request = Request(0, tools=tools)
     found, parser, said = parse(ids(tokenizer, text), request, settings), ResponseParser(request, settings, ""), ""
     for token in ids(tokenizer, text):  # one by one, they are the same response, and what was said once stays
         parser.add([token])

@@ -1,0 +1,105 @@
+"""The quickstart's test puzzles, from prompts to texts: our `generate` in batches of 100, transformers' in its best.
+
+The model is runs/quickstart/model, or one that is trained by the same recipe into runs/workload. The texts of both
+sides are judged: they draw other noise, so shares of solved puzzles are compared, once of puzzles with one solution and
+once of the same puzzles without a given that tells two solutions apart. Whether idle threads of OpenMP spin or sleep
+(OMP_WAIT_POLICY) moves the ratio, so lines name it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import DiffusionGemmaForBlockDiffusion
+
+import blockdiff
+from benchmarks.attempts import attempt
+from benchmarks.controls import ambiguous
+from benchmarks.models import Size
+from benchmarks.peer import EXPERTS
+from benchmarks.result import Agreement, Result
+from benchmarks.sampling_peer import Peer
+from benchmarks.settings import Settings
+from benchmarks.timing import contenders, interleaved, once, probe
+from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.recipes import sudoku
+from blockdiff.sampling import Request, Sampler
+
+SUITE = "workload"
+BATCH, PEER_BATCHES = 100, (32, 100, 250, 1000)
+COUNT, PUZZLES = 1000, 60_000  # of test puzzles, and of those that a model is trained on
+BOUND = 0.05  # of the difference between the shares of solved puzzles
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml"
+
+
+def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
+    """Both kinds of puzzles; only with the size `quickstart`, and on a CPU."""
+    if settings.device.type != "cpu" or "quickstart" not in [size.name for size in sizes]:
+        return
+    with attempt(SUITE):
+        model = trained(Path("runs/quickstart"), Path("runs/workload"))
+        prompts = [row["prompt"] for row in sudoku.make_splits(4, {"train": PUZZLES, "test": COUNT})["test"]]
+        policy = os.environ.get("OMP_WAIT_POLICY", "not set")
+        for kind, some in (
+            ("one solution", prompts),
+            ("two solutions", [puzzle.prompt for puzzle in ambiguous(prompts)]),
+        ):
+            case = f"{len(some)} puzzles with {kind}, OMP_WAIT_POLICY {policy}, {torch.get_num_threads()} threads"
+            done(measure(model, some, case, settings))
+
+
+def trained(run: Path, own: Path) -> Path:
+    """The directory of a run's model; without one, that of a model which is trained into `own`, once."""
+    if (run / "model").exists():
+        return run / "model"
+    if not (own / "model").exists():
+        data = own / "data"
+        sudoku.write_splits(data, 4, {"train": PUZZLES, "test": COUNT})
+        files = {"train": data / "train.jsonl", "heldout": data / "test.jsonl"}
+        overrides = [f"data.{name}={path}" for name, path in files.items()]
+        blockdiff.train(RECIPE, [*overrides, f"model.tokenizer={data / 'tokenizer'}"], own, resume=True)
+    return own / "model"
+
+
+def measure(
+    model: Path, prompts: Sequence[str], case: str, settings: Settings, batches: Sequence[int] = PEER_BATCHES
+) -> Result:
+    """One line: solved shares compared, then both sides timed in turns, from prompts as texts to answers as texts."""
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    ours = blockdiff.load(model, dtype="float32", device="cpu", kernels=settings.kernels).eval()
+    theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(model, dtype=torch.float32).eval()
+    sampler = Sampler(ours, tokenizer)
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+    def ours_once() -> list[str]:
+        return [result.text for result in Sampler(ours, tokenizer).generate(prompts, batch_size=BATCH)]
+
+    def theirs_once(batch: int, experts: str) -> list[str]:
+        peer = Peer(theirs, sampler.generation, experts=experts)
+        tokens = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+        requests = [Request(n, tokens=begin + its) for n, its in enumerate(tokens)]
+        answers = peer.answer(requests, batch)
+        return tokenizer.batch_decode([answers[n][0] for n in range(len(prompts))], skip_special_tokens=True)
+
+    def solved(texts: Sequence[str]) -> float:
+        return sum(map(sudoku.is_solved, prompts, texts)) / len(prompts)
+
+    torch.manual_seed(0)
+    shares = solved(ours_once()), solved(theirs_once(BATCH, EXPERTS[0]))
+    agreement = Agreement({f"solved {shares[0]:.1%} and {shares[1]:.1%}": (abs(shares[0] - shares[1]), BOUND)})
+    if not agreement.is_met:
+        return Result(SUITE, "quickstart", case, agreement)
+    variants = {
+        f"batch {batch}, {experts}": once(lambda b=batch, e=experts: theirs_once(b, e), settings.device)  # type: ignore[misc]
+        for batch in dict.fromkeys(min(batch, len(prompts)) for batch in batches)
+        for experts in EXPERTS
+    }
+    probed = probe(variants, tries=1)
+    timed = {name: variants[name] for name in contenders(probed)}
+    times = interleaved({"ours": once(ours_once, settings.device), **timed}, settings.repeats, warmup=0)
+    mine = times.pop("ours")
+    return Result(SUITE, "quickstart", case, agreement, mine, times, probed)
