@@ -137,7 +137,7 @@ def test_holes_are_filled_with_text_alone_however_likely_other_tokens_are():
 @pytest.mark.parametrize("choices", [None, MASKED], ids=["uniform noise", "mask noise"])
 def test_committed_texts_satisfy_random_expressions_whatever_the_logits_are(choices):
     generator, requests = random.Random(3), []
-    for number in range(75):
+    for number in range(30):
         regex = random_regex(generator, LETTERS)
         requests.append(Request(number, tokens=[number % V], regex=regex, seed=number))
     results = streamed(sampler(3, choices), requests)
@@ -148,7 +148,7 @@ def test_committed_texts_satisfy_random_expressions_whatever_the_logits_are(choi
             assert re.fullmatch(request.regex, result.text), (request.regex, result.text)
         else:
             assert "no text of at most 18 tokens" in result.error, request.regex
-    assert answered > 50
+    assert answered > 20
     assert {len(result.steps) for result in results if not result.error} == {1, 2, 3}, "some take several canvases"
 
 

@@ -82,7 +82,8 @@ def test_what_needs_more_than_a_released_shape_is_not_planned_without_the_networ
 
 
 def test_a_checkpointed_lora_step_at_the_released_shapes_reaches_every_adapter(tmp_path: Path) -> None:
-    two = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    """Of two layers with 16 of the 128 experts: each is as large as those of the release."""
+    two = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_experts": 16}
     path = ROOT / "recipes" / "diffusiongemma_26b_lora_experts.yaml"
     recipe = read_recipe(path, [f"model.path={shape(tmp_path / 'two', **two)}"], needs_data=False)
     with pytest.warns(UserWarning, match="model.tokenizer: the tokenizer has 9 tokens, the model 262,144"):
@@ -101,9 +102,9 @@ def test_a_checkpointed_lora_step_at_the_released_shapes_reaches_every_adapter(t
     reached = [(x, x.grad) for x in parameters.values() if x.grad is not None]
     assert all(grad.shape == x.shape and grad.dtype == torch.float32 for x, grad in reached)
     layer = "layers.1.experts."
-    assert parameters[layer + "gate_up_proj"].shape == (128, 2 * 704, 2816)
-    assert parameters[layer + "gate_up_lora_A"].shape == (128, 8, 2816)
-    assert parameters[layer + "down_lora_B"].shape == (128, 2816, 8)
+    assert parameters[layer + "gate_up_proj"].shape == (16, 2 * 704, 2816)
+    assert parameters[layer + "gate_up_lora_A"].shape == (16, 8, 2816)
+    assert parameters[layer + "down_lora_B"].shape == (16, 2816, 8)
     with torch.device("meta"):
         theirs = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig.from_pretrained(tmp_path / "two")).state_dict()
     names = family_of(base.config).names
