@@ -1,4 +1,4 @@
-"""The way of a request through the server: readers of the engine's events, one answer or a stream, and the end."""
+"""The way of a request through the server: the deltas of its answers, one answer or a stream, and the end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from blockdiff.sampling.request import Result
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from blockdiff.serving.answers import Answer, CachedTokens, Choice, Chunk, ReasoningTokens, Usage
 from blockdiff.serving.async_engine import AsyncEngine
+from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.limits import Limits
-from blockdiff.serving.metrics import Account, Metrics
-from blockdiff.serving.protocol import Asked
-from blockdiff.serving.reading import News, Reader
+from blockdiff.serving.metrics import CallMetrics, Metrics
+from blockdiff.serving.protocol import GenerationBody
 
 LOG = logging.getLogger("blockdiff.serving")
 FINGERPRINT = f"blockdiff-{__version__}"
@@ -51,59 +51,61 @@ class Server:
             raise NoModelError(f"the model {name!r:.80} is not served here; this is {self.names[0]!r}")
 
     @contextmanager
-    def account(self, path: str) -> Any:
-        """The account of a request; its outcome is that of the error that ends it, if one does."""
-        account = Account(self.metrics, path)
+    def measured(self, path: str) -> Any:
+        """The measures of a request; their outcome is that of the error that ends it, if one does."""
+        measures = CallMetrics(self.metrics, path)
         try:
-            yield account
+            yield measures
         except BlockdiffError as error:
-            account.outcome = {RequestError: "refused", NoModelError: "refused", Full: "full"}.get(type(error), "error")
+            measures.outcome = {RequestError: "refused", NoModelError: "refused", Full: "full"}.get(
+                type(error), "error"
+            )
             raise
         except Exception:
-            account.outcome = "error"
+            measures.outcome = "error"
             raise
         finally:
-            account.close()
+            measures.close()
 
 
 class NoModelError(RequestError):
     """A request names a model that is not served."""
 
 
-class Writing(Protocol):
-    """The writing of answers of one kind."""
+class AnswerFormat(Protocol):
+    """The form of the answers of one route."""
 
     prefix: str
     object: str
     chunk_object: str
 
-    def choice(self, reader: Reader, news: News) -> Choice:
-        """A whole answer, of its last news."""
+    def choice(self, stream: AnswerStream, delta: Delta) -> Choice:
+        """A whole answer, of its last delta."""
 
-    def delta(self, reader: Reader, news: News, is_first: bool) -> Choice | None:
-        """The news as a choice of a chunk; None where they say nothing."""
+    def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> Choice | None:
+        """A delta as a choice of a chunk; None where it says nothing."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """A request of the protocol, ready to be run: its readers (one for each answer), and how they are written."""
+class ApiCall:
+    """A request of the protocol, ready to be run: a stream for each answer, and how answers are written."""
 
-    asked: Asked
-    readers: Sequence[Reader]
-    writing: Writing
+    body: GenerationBody
+    streams: Sequence[AnswerStream]
+    format: AnswerFormat
     path: str
 
 
-async def respond(server: Server, http: HttpRequest, job: Job) -> Response:
+async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
     """The answer to a request, whole or as a stream; RequestError, Full and EngineError where there is none."""
-    name = job.asked.model or server.names[0]
+    name = call.body.model or server.names[0]
     head = dict(
-        id=job.writing.prefix + uuid.uuid4().hex, created=int(time.time()), model=name, system_fingerprint=FINGERPRINT
+        id=call.format.prefix + uuid.uuid4().hex, created=int(time.time()), model=name, system_fingerprint=FINGERPRINT
     )
-    if not job.asked.stream:
-        found = await unless_left(http, _whole(server, job, head))
+    if not call.body.stream:
+        found = await unless_left(http, _whole(server, call, head))
         return Response(status_code=LEFT) if found is None else JSONResponse(found)
-    chunks = _chunks(server, job, head)
+    chunks = _chunks(server, call, head)
     first = await unless_left(http, anext(chunks))  # what is refused is refused with a status
     if first is None:
         await chunks.aclose()
@@ -127,39 +129,39 @@ class _Stream(EventSourceResponse):
             await self._chunks.aclose()
 
 
-async def _whole(server: Server, job: Job, head: dict[str, Any]) -> dict[str, Any]:
-    ends: dict[int, News] = {}
-    with server.account(job.path) as account:
-        async with aclosing(_merged([_news(server, job, reader, account) for reader in job.readers])) as news:
-            async for index, each in news:
+async def _whole(server: Server, call: ApiCall, head: dict[str, Any]) -> dict[str, Any]:
+    ends: dict[int, Delta] = {}
+    with server.measured(call.path) as measures:
+        async with aclosing(_merged([_deltas(server, call, stream, measures) for stream in call.streams])) as deltas:
+            async for index, each in deltas:
                 if each.result is not None:
                     ends[index] = each
-        account.outcome = ends[0].finish
-    choices = [job.writing.choice(reader, ends[reader.index]) for reader in job.readers]
-    usage = usage_of(job, [ends[reader.index].result for reader in job.readers])
-    return _written(Answer(object=job.writing.object, choices=choices, usage=usage, **head))
+        measures.outcome = ends[0].finish
+    choices = [call.format.choice(stream, ends[stream.index]) for stream in call.streams]
+    usage = usage_of(call, [ends[stream.index].result for stream in call.streams])
+    return _written(Answer(object=call.format.object, choices=choices, usage=usage, **head))
 
 
-async def _chunks(server: Server, job: Job, head: dict[str, Any]) -> AsyncGenerator[str, None]:
+async def _chunks(server: Server, call: ApiCall, head: dict[str, Any]) -> AsyncGenerator[str, None]:
     """The chunks of a stream as JSON."""
-    head = dict(head, object=job.writing.chunk_object)
+    head = dict(head, object=call.format.chunk_object)
     results: dict[int, Result] = {}
     has_begun = set[int]()
-    with server.account(job.path) as account:
-        async with aclosing(_merged([_news(server, job, reader, account) for reader in job.readers])) as news:
-            async for index, each in news:
+    with server.measured(call.path) as measures:
+        async with aclosing(_merged([_deltas(server, call, stream, measures) for stream in call.streams])) as deltas:
+            async for index, each in deltas:
                 if each.frame is not None:
                     yield _dumped(Chunk(choices=[], frame=each.frame, **head))
                     continue
-                delta = job.writing.delta(job.readers[index], each, index not in has_begun)
+                delta = call.format.delta(call.streams[index], each, index not in has_begun)
                 if delta is not None:
                     has_begun.add(index)
                     yield _dumped(Chunk(choices=[delta], **head))
                 if each.result is not None:
                     results[index] = each.result
-                    account.outcome = each.finish
-    if job.asked.stream_options is not None and job.asked.stream_options.include_usage:
-        usage = usage_of(job, [results[reader.index] for reader in job.readers])
+                    measures.outcome = each.finish
+    if call.body.stream_options is not None and call.body.stream_options.include_usage:
+        usage = usage_of(call, [results[stream.index] for stream in call.streams])
         yield _dumped(Chunk(choices=[], usage=usage, **head))
 
 
@@ -177,21 +179,23 @@ async def _events(first: str, chunks: AsyncGenerator[str, None]) -> AsyncGenerat
     yield {"data": "[DONE]"}
 
 
-async def _news(server: Server, job: Job, reader: Reader, account: Account) -> AsyncGenerator[News, None]:
-    """The news of one answer."""
-    account.answers = job.asked.n
-    async with aclosing(server.engine.generate(reader.request, watch=job.asked.stream_frames)) as events:
+async def _deltas(
+    server: Server, call: ApiCall, stream: AnswerStream, measures: CallMetrics
+) -> AsyncGenerator[Delta, None]:
+    """The deltas of one answer."""
+    measures.answers = call.body.n
+    async with aclosing(server.engine.generate(stream.request, watch=call.body.stream_frames)) as events:
         async for event in events:
             if isinstance(event, Step):
-                yield reader.frame(event)
+                yield stream.frame(event)
             elif isinstance(event, CommittedCanvas):
-                account.canvas()
-                if job.asked.stream_frames:
-                    yield reader.committed(event)
-                yield reader.canvas(event)
+                measures.canvas()
+                if call.body.stream_frames:
+                    yield stream.committed(event)
+                yield stream.canvas(event)
             elif isinstance(event, Result):
-                account.results.append(event)
-                yield reader.end(event)
+                measures.results.append(event)
+                yield stream.end(event)
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
@@ -243,12 +247,12 @@ async def unless_left(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | No
                 await each
 
 
-def usage_of(job: Job, results: Sequence[Result | None]) -> Usage:
+def usage_of(call: ApiCall, results: Sequence[Result | None]) -> Usage:
     """The counts of all answers; a prompt counts once, however many answers it gets."""
     found = [result for result in results if result is not None]
-    of_prompts = found[:: job.asked.n]
+    of_prompts = found[:: call.body.n]
     prompt, completion = sum(each.prompt_tokens for each in of_prompts), sum(len(each.tokens) for each in found)
-    tokenizer = job.readers[0].settings.tokenizer
+    tokenizer = call.streams[0].settings.tokenizer
     thoughts = [each.reasoning for each in found if each.reasoning]
     reasoning = 0
     if tokenizer is not None:

@@ -18,7 +18,7 @@ from blockdiff.sampling.constraints.json_object import ANY_OBJECT
 from blockdiff.sampling.constraints.json_schema import regex_of_schema
 from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.request import Request
-from blockdiff.serving.answering import Job, Server, respond
+from blockdiff.serving.answering import ApiCall, Server, respond
 from blockdiff.serving.answers import (
     ChatChoice,
     ChatDelta,
@@ -31,9 +31,9 @@ from blockdiff.serving.answers import (
 )
 from blockdiff.serving.bodies import read_body
 from blockdiff.serving.content import served_messages
+from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
 from blockdiff.serving.protocol import ChatRequest, NamedChoice
-from blockdiff.serving.reading import News, Reader
 
 PATH = "/v1/chat/completions"
 
@@ -46,21 +46,21 @@ def router(server: Server) -> APIRouter:
     async def chat(http: HttpRequest) -> Response:
         body = await read_body(http, ChatRequest)
         server.check_model(body.model)
-        return await respond(server, http, await run_in_threadpool(job_of, body, server))
+        return await respond(server, http, await run_in_threadpool(api_call, body, server))
 
     return routes
 
 
-class Chats:
-    """The writing of a chat's answers."""
+class ChatFormat:
+    """The form of a chat's answers."""
 
     prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, reader: Reader, news: News) -> ChatChoice:
+    def choice(self, stream: AnswerStream, delta: Delta) -> ChatChoice:
         """A whole answer."""
-        result = news.result
+        result = delta.result
         assert result is not None
-        calls = [_call(reader, number, call) for number, call in enumerate(result.tool_calls or ())]
+        calls = [_call(stream, number, call) for number, call in enumerate(result.tool_calls or ())]
         message = Message(
             role="assistant",
             content=result.text if result.text or not calls else None,
@@ -68,35 +68,35 @@ class Chats:
             tool_calls=calls or None,
         )
         return ChatChoice(
-            index=reader.index,
+            index=stream.index,
             message=message,
-            finish_reason=news.finish,
+            finish_reason=delta.finish,
             steps=result.steps,
-            logprobs=_logprobs(reader, news),
+            logprobs=_logprobs(stream, delta),
         )
 
-    def delta(self, reader: Reader, news: News, is_first: bool) -> ChatDelta | None:
-        """The news of an answer."""
-        calls = [_call(reader, news.first_call + n, call, is_indexed=True) for n, call in enumerate(news.calls)]
-        if not (news.text or news.reasoning or calls or news.finish):
+    def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> ChatDelta | None:
+        """The delta of an answer, where it says something."""
+        calls = [_call(stream, delta.first_call + n, call, is_indexed=True) for n, call in enumerate(delta.calls)]
+        if not (delta.text or delta.reasoning or calls or delta.finish):
             return None
-        delta = Message(
+        message = Message(
             role="assistant" if is_first else None,
-            content=news.text or ("" if is_first else None),
-            reasoning_content=news.reasoning or None,
+            content=delta.text or ("" if is_first else None),
+            reasoning_content=delta.reasoning or None,
             tool_calls=calls or None,
         )
-        steps = None if news.result is None else news.result.steps
+        steps = None if delta.result is None else delta.result.steps
         return ChatDelta(
-            index=reader.index,
-            delta=delta,
-            finish_reason=news.finish,
+            index=stream.index,
+            delta=message,
+            finish_reason=delta.finish,
             steps=steps,
-            logprobs=_logprobs(reader, news),
+            logprobs=_logprobs(stream, delta),
         )
 
 
-def job_of(body: ChatRequest, server: Server) -> Job:
+def api_call(body: ChatRequest, server: Server) -> ApiCall:
     """The requests of a body: one for each of `n` answers."""
     settings, limits = server.engine.settings, server.limits
     check_size("n", body.n, limits.answers)
@@ -122,8 +122,8 @@ def job_of(body: ChatRequest, server: Server) -> Job:
         top_logprobs=body.top_logprobs,
         **fields,
     )
-    readers = [
-        Reader(
+    streams = [
+        AnswerStream(
             settings,
             replace(request, id=f"{request.id}-{index}", seed=seed_of(body, index)),
             index,
@@ -133,7 +133,7 @@ def job_of(body: ChatRequest, server: Server) -> Job:
         )
         for index in range(body.n)
     ]
-    return Job(body, readers, Chats(), PATH)
+    return ApiCall(body, streams, ChatFormat(), PATH)
 
 
 def template_fields(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,31 +174,31 @@ def _arguments(function: Mapping[str, Any]) -> str:
     return regex_of_schema({"type": "object", **schema})
 
 
-def _call(reader: Reader, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:
+def _call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return ToolCall(
         index=number if is_indexed else None,
-        id=f"call_{reader.request.id}_{number}",
+        id=f"call_{stream.request.id}_{number}",
         function=Function(name=function["name"], arguments=arguments),
     )
 
 
-def _logprobs(reader: Reader, news: News) -> ChatLogprobs | None:
-    """The log-probabilities of all tokens of an answer, which its last news bring."""
-    result = news.result
-    if result is None or result.logprobs is None or not reader.request.scores:
+def _logprobs(stream: AnswerStream, delta: Delta) -> ChatLogprobs | None:
+    """The log-probabilities of all tokens of an answer, which its last delta brings."""
+    result = delta.result
+    if result is None or result.logprobs is None or not stream.request.scores:
         return None
     top = result.top_logprobs or [[]] * len(result.tokens)
     content = [
         TokenLogprob(
-            **_scored(reader, token, value), top_logprobs=[TopLogprob(**_scored(reader, *each)) for each in best]
+            **_scored(stream, token, value), top_logprobs=[TopLogprob(**_scored(stream, *each)) for each in best]
         )
         for token, value, best in zip(result.tokens, result.logprobs, top, strict=False)
     ]
     return ChatLogprobs(content=content)
 
 
-def _scored(reader: Reader, token: int, value: float) -> dict[str, Any]:
-    text = reader.text_of(token)
+def _scored(stream: AnswerStream, token: int, value: float) -> dict[str, Any]:
+    text = stream.text_of(token)
     return {"token": text, "bytes": list(text.encode()), "logprob": value}

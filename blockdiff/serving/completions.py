@@ -10,12 +10,12 @@ from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
 
 from blockdiff.sampling.request import Request
-from blockdiff.serving.answering import Job, Server, respond
+from blockdiff.serving.answering import ApiCall, Server, respond
 from blockdiff.serving.answers import CompletionChoice, CompletionLogprobs
 from blockdiff.serving.bodies import read_body
+from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
 from blockdiff.serving.protocol import CompletionRequest
-from blockdiff.serving.reading import News, Reader
 
 PATH = "/v1/completions"
 
@@ -28,38 +28,42 @@ def router(server: Server) -> APIRouter:
     async def complete(http: HttpRequest) -> Response:
         body = await read_body(http, CompletionRequest)
         server.check_model(body.model)
-        return await respond(server, http, await run_in_threadpool(job_of, body, server))
+        return await respond(server, http, await run_in_threadpool(api_call, body, server))
 
     return routes
 
 
-class Completions:
-    """The writing of completions."""
+class CompletionFormat:
+    """The form of completions."""
 
     prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def choice(self, reader: Reader, news: News) -> CompletionChoice:
+    def choice(self, stream: AnswerStream, delta: Delta) -> CompletionChoice:
         """A whole completion."""
-        assert news.result is not None
+        assert delta.result is not None
         return CompletionChoice(
-            index=reader.index,
-            text=news.result.text,
-            finish_reason=news.finish,
-            steps=news.result.steps,
-            logprobs=_logprobs(reader, news),
+            index=stream.index,
+            text=delta.result.text,
+            finish_reason=delta.finish,
+            steps=delta.result.steps,
+            logprobs=_logprobs(stream, delta),
         )
 
-    def delta(self, reader: Reader, news: News, is_first: bool) -> CompletionChoice | None:
-        """The news of a completion."""
-        if not news.text and news.finish is None:
+    def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> CompletionChoice | None:
+        """The delta of a completion, where it says something."""
+        if not delta.text and delta.finish is None:
             return None
-        steps = None if news.result is None else news.result.steps
+        steps = None if delta.result is None else delta.result.steps
         return CompletionChoice(
-            index=reader.index, text=news.text, finish_reason=news.finish, steps=steps, logprobs=_logprobs(reader, news)
+            index=stream.index,
+            text=delta.text,
+            finish_reason=delta.finish,
+            steps=steps,
+            logprobs=_logprobs(stream, delta),
         )
 
 
-def job_of(body: CompletionRequest, server: Server) -> Job:
+def api_call(body: CompletionRequest, server: Server) -> ApiCall:
     """The requests of a body: `n` for each prompt."""
     settings, limits = server.engine.settings, server.limits
     prompt = body.prompt
@@ -68,7 +72,7 @@ def job_of(body: CompletionRequest, server: Server) -> Job:
     fields = common_fields(body, settings, limits, body.max_tokens)
     fields["scores"] = body.logprobs is not None
     has_form = any(getattr(body, name) is not None for name in FORMS)
-    readers, id = [], uuid.uuid4().hex
+    streams, id = [], uuid.uuid4().hex
     for place, each in enumerate(prompts):
         given = {"prompt": each} if isinstance(each, str) else {"tokens": each}
         for number in range(body.n):
@@ -76,19 +80,19 @@ def job_of(body: CompletionRequest, server: Server) -> Job:
             request = Request(
                 f"{id}-{index}", **given, **fields, seed=seed_of(body, index), top_logprobs=body.logprobs or 0
             )
-            readers.append(Reader(settings, request, index, None if has_form else body.max_tokens))
-    return Job(body, readers, Completions(), PATH)
+            streams.append(AnswerStream(settings, request, index, None if has_form else body.max_tokens))
+    return ApiCall(body, streams, CompletionFormat(), PATH)
 
 
-def _logprobs(reader: Reader, news: News) -> CompletionLogprobs | None:
-    result = news.result
-    if result is None or result.logprobs is None or not reader.request.scores:
+def _logprobs(stream: AnswerStream, delta: Delta) -> CompletionLogprobs | None:
+    result = delta.result
+    if result is None or result.logprobs is None or not stream.request.scores:
         return None
-    texts = [reader.text_of(token) for token in result.tokens]
+    texts = [stream.text_of(token) for token in result.tokens]
     offsets = [0]
     for text in texts[:-1]:
         offsets.append(offsets[-1] + len(text))
-    top = [{reader.text_of(token): value for token, value in each} for each in result.top_logprobs or ()]
+    top = [{stream.text_of(token): value for token, value in each} for each in result.top_logprobs or ()]
     return CompletionLogprobs(
         tokens=texts, token_logprobs=result.logprobs, top_logprobs=top or None, text_offset=offsets[: len(texts)]
     )

@@ -11,50 +11,52 @@ from blockdiff.sampling.strategies import adjusted, as_strategy, head_of
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.seeding import child_seed
 from blockdiff.serving.limits import Limits
-from blockdiff.serving.protocol import Asked
+from blockdiff.serving.protocol import GenerationBody
 
 MOST_CORRECTIONS = 16  # which a step makes one after the other
 FORMS = ("regex", "json_schema", "template")  # of a whole response, which is then not cut
 
 
-def common_fields(asked: Asked, settings: SamplingSettings, limits: Limits, max_tokens: int | None) -> dict[str, Any]:
+def common_fields(
+    body: GenerationBody, settings: SamplingSettings, limits: Limits, max_tokens: int | None
+) -> dict[str, Any]:
     """The fields of `Request` that every answer to a body shares; RequestError for what is beyond a limit."""
-    check_size("best_of", asked.best_of, limits.answers)
-    check_size("steps", asked.steps or 1, limits.steps)
+    check_size("best_of", body.best_of, limits.answers)
+    check_size("steps", body.steps or 1, limits.steps)
     if max_tokens is not None and limits.max_tokens is not None:
         check_size("max_tokens", max_tokens, limits.max_tokens)
     for name in (*FORMS, "draft", "stop", "banned"):
-        check_size(f"the characters of {name}", _characters(getattr(asked, name)), limits.form_characters)
-    if asked.n > 1 and asked.best_of > 1:
+        check_size(f"the characters of {name}", _characters(getattr(body, name)), limits.form_characters)
+    if body.n > 1 and body.best_of > 1:
         raise RequestError("n and best_of: best_of draws several answers and gives one of them; give one of the two")
     return dict(
-        stop=asked.stops,
+        stop=body.stops,
         max_new_tokens=max_tokens or (limits.max_tokens and min(limits.max_tokens, settings.generation.max_new_tokens)),
-        max_steps=asked.steps,
-        strategy=strategy_of(asked, settings),
-        best_of=asked.best_of,
-        **{name: getattr(asked, name) for name in (*FORMS, "draft", "noise", "repetition_penalty")},
-        banned=tuple(asked.banned),
+        max_steps=body.steps,
+        strategy=strategy_of(body, settings),
+        best_of=body.best_of,
+        **{name: getattr(body, name) for name in (*FORMS, "draft", "noise", "repetition_penalty")},
+        banned=tuple(body.banned),
     )
 
 
-def strategy_of(asked: Asked, settings: SamplingSettings) -> Strategy | None:
+def strategy_of(body: GenerationBody, settings: SamplingSettings) -> Strategy | None:
     """The strategy of a body; None for that of the server.
 
     Where canvases are denoised, temperature 0 leaves the strategy as it is, and `seed_of` makes the answer repeatable.
     """
-    strategy = None if asked.strategy is None else as_strategy(asked.strategy, settings.generation)
+    strategy = None if body.strategy is None else as_strategy(body.strategy, settings.generation)
     check_size("the strategy's corrections", getattr(strategy, "corrections", 0), MOST_CORRECTIONS)
     has_head = head_of(strategy or settings.strategy) is not None
-    temperature = asked.temperature or (0.0 if has_head and asked.temperature is not None else None)
-    if temperature is None and asked.top_p in (None, 1):
+    temperature = body.temperature or (0.0 if has_head and body.temperature is not None else None)
+    if temperature is None and body.top_p in (None, 1):
         return strategy
-    return adjusted(strategy or settings.strategy, temperature, asked.top_p)
+    return adjusted(strategy or settings.strategy, temperature, body.top_p)
 
 
-def seed_of(asked: Asked, number: int) -> int | None:
+def seed_of(body: GenerationBody, number: int) -> int | None:
     """The seed of an answer: the first has the one that was given, the others' follow from it; None: a new one."""
-    seed = 0 if asked.seed is None and asked.temperature == 0 else asked.seed
+    seed = 0 if body.seed is None and body.temperature == 0 else body.seed
     return seed if seed is None or number == 0 else child_seed(seed, number)
 
 

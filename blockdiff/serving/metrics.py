@@ -78,7 +78,7 @@ def _load(engine: Engine) -> Load:
 
 
 @dataclass
-class Account:
+class CallMetrics:
     """The costs of a request so far; `close` counts it and writes its line."""
 
     metrics: Metrics

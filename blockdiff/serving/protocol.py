@@ -69,7 +69,7 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # which hides the lengths of chunks: changes no answer
 
 
-class Asked(Body):
+class GenerationBody(Body):
     """The fields that chats and completions share."""
 
     model: Short | None = None
@@ -148,7 +148,7 @@ class NamedChoice(Body):
     function: NamedFunction
 
 
-class ChatRequest(Asked):
+class ChatRequest(GenerationBody):
     """The body of `POST /v1/chat/completions`. Messages and tools are checked where rows of training are."""
 
     messages: Annotated[Items[dict[str, Any]], MaxLen(MOST_MESSAGES)]
@@ -175,7 +175,7 @@ class ChatRequest(Asked):
         return self
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(GenerationBody):
     """The body of `POST /v1/completions`: raw texts or tokens to continue."""
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]

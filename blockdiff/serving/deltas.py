@@ -1,4 +1,4 @@
-"""From the events of a request to what is new for its reader: texts canvas by canvas, frames, and the end."""
+"""The deltas of an answer, made of the events of its request: texts canvas by canvas, frames, and the end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from blockdiff.serving.answers import FinishReason, Frame
 
 
 @dataclass(frozen=True)
-class News:
+class Delta:
     """The new part of an answer. `calls` are the calls of tools from the one with the number `first_call` on.
 
-    The last news of an answer have its `result`, cut to the tokens that were asked for, and a `finish`.
+    The last delta of an answer has its `result`, cut to the tokens that were asked for, and a `finish`.
     """
 
     text: str = ""
@@ -32,7 +32,7 @@ class News:
 
 
 @dataclass
-class Reader:
+class AnswerStream:
     """Reads the events of one request, the answer with the number `index`.
 
     max_tokens: where the answer is cut (None: nowhere); forced: the name of the function whose arguments the whole
@@ -51,22 +51,22 @@ class Reader:
     prompt: str = ""
     tokens: int = 0  # that the parser has
 
-    def canvas(self, event: CommittedCanvas) -> News:
-        """The news of a committed canvas; none where the best of several answers is still to be found."""
+    def canvas(self, event: CommittedCanvas) -> Delta:
+        """The delta of a committed canvas; an empty one where the best of several answers is still to be found."""
         self.prompt = event.prompt
         if self.request.best_of > 1 or self.forced is not None or event.finish_reason is not None:
-            return News()  # the result follows, or says all
+            return Delta()  # the result follows, or says all
         self.parser = self.parser or ResponseParser(self.request, self.settings, self.prompt)
         room = event.kept if self.max_tokens is None else min(event.kept, self.max_tokens - self.tokens)
         self.parser.add(event.tokens[:room])
         self.tokens += room
-        return self._news(self.parser.so_far())
+        return self._delta(self.parser.so_far())
 
-    def frame(self, event: Step) -> News:
+    def frame(self, event: Step) -> Delta:
         """A denoising step."""
         texts = [self.text_of(token) for token in event.argmax]
         entropy = [round(each, 4) for each in event.entropy]
-        return News(
+        return Delta(
             frame=Frame(
                 index=self.index,
                 canvas=event.canvas,
@@ -81,9 +81,9 @@ class Reader:
             )
         )
 
-    def committed(self, event: CommittedCanvas) -> News:
+    def committed(self, event: CommittedCanvas) -> Delta:
         """A committed canvas, as the frame after its last step."""
-        return News(
+        return Delta(
             frame=Frame(
                 index=self.index,
                 canvas=event.canvas,
@@ -95,8 +95,8 @@ class Reader:
             )
         )
 
-    def end(self, result: Result) -> News:
-        """The last news; raises EngineError for an answer that failed under way."""
+    def end(self, result: Result) -> Delta:
+        """The last delta; raises EngineError for an answer that failed under way."""
         if result.error is not None:
             raise EngineError(result.error)
         is_cut = self.max_tokens is not None and len(result.tokens) > self.max_tokens
@@ -116,30 +116,30 @@ class Reader:
             result = replace(result, text="", tool_calls=[_forced(self.forced, result.text)])
         if self.most_calls is not None and result.tool_calls:
             result = replace(result, tool_calls=result.tool_calls[: self.most_calls])
-        news = self._news(ParsedResponse(result.text, result.reasoning, result.tool_calls))
+        delta = self._delta(ParsedResponse(result.text, result.reasoning, result.tool_calls))
         finish: FinishReason = "length" if is_cut or result.finish_reason == "length" else "stop"
         if result.tool_calls:
             finish = "tool_calls"
-        return replace(news, finish=finish, result=result)
+        return replace(delta, finish=finish, result=result)
 
     def text_of(self, token: int) -> str:
         """The text of one token, control tokens as they are written."""
         tokenizer = self.settings.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode([token]))
 
-    def _news(self, parts: ParsedResponse) -> News:
+    def _delta(self, parts: ParsedResponse) -> Delta:
         calls, said = parts.tool_calls or [], self.said.tool_calls or []
         calls = calls[: self.most_calls]
-        news = News(
+        delta = Delta(
             _new(parts.text, self.said.text),
             _new(parts.reasoning or "", self.said.reasoning or ""),
             calls[len(said) :],
             len(said),
         )
         self.said = ParsedResponse(
-            self.said.text + news.text, (self.said.reasoning or "") + news.reasoning, calls if calls else said
+            self.said.text + delta.text, (self.said.reasoning or "") + delta.reasoning, calls if calls else said
         )
-        return news
+        return delta
 
 
 def _new(text: str, said: str) -> str:
