@@ -62,18 +62,19 @@ def output_of(step: DenoisingStep) -> Tensor:
     return step.pages.denoise([step.row], step.canvas, step.soft)
 
 
-@pytest.fixture(params=[DenoisingStep, Commit])
-def step(request: Any, monkeypatch: pytest.MonkeyPatch) -> DenoisingStep:
+@pytest.fixture(scope="module", params=[DenoisingStep, Commit])
+def step(request: Any) -> Iterator[DenoisingStep]:
     """A step or a commit over pages whose attention is in two parts, of a model with numbers that count."""
-    monkeypatch.setattr(attention, "splits_of", lambda *sizes: 2)
     torch.manual_seed(0)
-    step: DenoisingStep = request.param("sliding", LAYERS - 1)
-    for parameter in step.model.parameters():
-        parameter.normal_(std=0.1)
-    step.pages = Pages(step.model, capacity=4096)
-    step.row = step.pages.open()
-    step.pages.encode([step.row], torch.arange(3, 24)[None], [21])
-    return step
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "splits_of", lambda *sizes: 2)
+        step: DenoisingStep = request.param("sliding", LAYERS - 1)
+        for parameter in step.model.parameters():
+            parameter.normal_(std=0.1)
+        step.pages = Pages(step.model, capacity=4096)
+        step.row = step.pages.open()
+        step.pages.encode([step.row], torch.arange(3, 24)[None], [21])
+        yield step
 
 
 def test_what_shared_memory_held_before_does_not_count(step, monkeypatch):
@@ -101,9 +102,10 @@ def test_what_a_caller_keeps_of_a_layer_or_of_its_parts_stays_as_it_was(step):
             if isinstance(x, Tensor):
                 kept.append((x, x.clone()))
 
-    for module in step.model.layers.modules():
-        module.register_forward_hook(keep)
+    hooks = [module.register_forward_hook(keep) for module in step.model.layers.modules()]
     first = output_of(step)
     kept.append((first, first.clone()))
     output_of(step)
+    for hook in hooks:
+        hook.remove()
     assert len(kept) > 8 * LAYERS and all(torch.equal(x, before) for x, before in kept)
