@@ -75,11 +75,10 @@ TASKS = (
 
 @dataclass(frozen=True)
 class Way:
-    """A way of sampling: a strategy (None: the model's own settings), canvases side by side, and which model."""
+    """A way of sampling: a strategy (None: the model's own settings), and which model."""
 
     name: str
     strategy: str | None = None
-    canvases: int = 1
     is_distilled: bool = False
 
 
@@ -94,8 +93,6 @@ WAYS = (
     NEXT,
     Way("verified after 1 step", "verified:steps=1"),
     Way("verified after 2 steps", "verified:steps=2"),
-    Way("2 canvases side by side", canvases=2),
-    Way("4 canvases side by side", canvases=4),
     Way("distilled", is_distilled=True),
     Way("distilled, an earlier stop", EARLIER, is_distilled=True),
     Way("distilled, the earliest stop", EARLIEST, is_distilled=True),
@@ -229,7 +226,7 @@ def line_of(way: Way, task: Task, models: Sequence[Path], count: int) -> Line:
     rows = list(read_rows(Source(str(models[0].parents[1] / "data" / task.name / "test.jsonl"))))[:count]
     for model in map(distilled_of, models) if way.is_distilled else models:
         loaded = blockdiff.load(model, dtype="float32", device="cpu")
-        sampler = Sampler(loaded, load_tokenizer(model), strategy=way.strategy, canvases=way.canvases)
+        sampler = Sampler(loaded, load_tokenizer(model), strategy=way.strategy)
         report = evaluate(sampler, rows, task_of(task.evaluated_as))
         records += report["records"]
         solved.append(report["solved_share"])
@@ -242,8 +239,7 @@ def line_of(way: Way, task: Task, models: Sequence[Path], count: int) -> Line:
 def section(task: Task, seeds: Sequence[int], directory: Path, count: int) -> tuple[list[Line], list[str]]:
     """The lines of a task, and their table."""
     models = [model_of(task, seed, directory) for seed in seeds]
-    has_several = task.name == "addition"
-    ways = [way for way in WAYS if (has_several or way.canvases == 1) and (task.has_distilled or not way.is_distilled)]
+    ways = [way for way in WAYS if task.has_distilled or not way.is_distilled]
     lines = [line_of(way, task, models, count) for way in ways]
     by_way = {line.way: line for line in lines}
     own, head = by_way[OWN], by_way[NEXT]

@@ -275,7 +275,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", default="1,8,64")
     parser.add_argument("--requests", type=int, default=256, help="of each line with more than one client")
     parser.add_argument("--soak", type=int, metavar="N", help="ask N requests that come and go, instead")
-    parser.add_argument("--exact", action="store_true", help="of the soak: an engine in exact mode")
+    parser.add_argument("--dtype", choices=list(serving_soak.SAME), default="float32", help="of the soak")
     parser.add_argument("--output", type=Path, help="JSON to write, with what is printed beside it as .md")
     given = parser.parse_args(words)
     quiet()
@@ -286,7 +286,7 @@ def main(words: Sequence[str] | None = None) -> int:
             "15m": lambda: random_15m(Path(folder)),
         }
         if given.soak is not None:
-            lines.append(serving_soak.soak(quickstart(given.model, given.prompts), given.soak, given.exact))
+            lines.append(serving_soak.soak(quickstart(given.model, given.prompts), given.soak, given.dtype))
             texts.append(serving_soak.told(lines[-1]))
         else:
             for name in given.sizes.split(","):

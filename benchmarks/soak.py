@@ -4,7 +4,8 @@
 
 A tiny random model answers, in fp64, where other neighbours in a batch change no token, or with --dtype float32 to
 count near-ties. Every answer is compared with that of the loop in lockstep, which gets each request alone; after the
-last one no page may be in use. The exit code is 1 when an answer differs in fp64 or a page is left.
+last one no page may be in use. The exit code is 1 when an answer differs in fp64, when more than a hundredth of them
+differ in another dtype, or when a page is left.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.oracles.lockstep import generate_in_lockstep
 
 STRATEGIES = (None, None, "quota", "confident:threshold=0.1", "entropy_bound:top_k=20")
 HEADS = 3  # beginnings that prompts share
+NEAR_TIES = 0.01  # of the answers may differ where near-ties flip
 
 
 @dataclass(frozen=True)
@@ -125,19 +127,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float64")
-    parser.add_argument("--exact", action="store_true", help="the engine's exact mode")
     given = parser.parse_args(words)
     model = init("tiny", seed=1, device="cpu", dtype=given.dtype)
     with torch.no_grad():
         model.self_conditioning.down_proj.weight *= 0.1  # type: ignore[operator, union-attr]
         model.norm.weight.mul_(4)
-    found = soak(model, given.requests, given.seed, exact=given.exact)
+    found = soak(model, given.requests, given.seed)
     print(
         f"{found.requests} requests in {found.seconds:.0f} s: {found.answered} answered, {found.cancelled} cancelled, "
         f"{found.preemptions} preemptions, {found.reused_tokens} tokens shared, {found.leaked} pages left, "
         f"{len(found.wrong)} answers differ ({len(found.wrong) / max(1, found.answered):.2%})"
     )
-    return 1 if found.leaked or (found.wrong and given.dtype == "float64") else 0
+    most = 0 if given.dtype == "float64" else NEAR_TIES * found.answered
+    return 1 if found.leaked or len(found.wrong) > most else 0
 
 
 if __name__ == "__main__":

@@ -249,17 +249,13 @@ def denoise_spans(
     return Spans(bounds.reshape(B, C * canvas_length, 4))
 
 
-def running_spans(start_B: Tensor, canvases: int, canvas_length: int, window: int | None = None) -> Spans:
-    """Spans of a running set: consecutive canvases of a row, all still noisy, of which a later one sees the earlier.
+def canvas_spans(start_B: Tensor, canvas_length: int, window: int | None = None) -> Spans:
+    """Spans of the canvas that follows each row, none of its tokens padding.
 
-    start_B: the row column of each row's first canvas. The tokens of canvas c see what they would see if the canvases
-    before it were clean: of both spans together the last window - 1 columns before the canvas, and the canvas itself.
+    start_B: the number of columns of each row. All tokens of a canvas see the same last window - 1 columns of the row
+    and the whole canvas.
     """
-    before = torch.arange(canvases, device=start_B.device) * canvas_length
-    start_B1 = start_B[:, None]
-    oldest = torch.zeros_like(start_B1) if window is None else (start_B1 + before - window + 1).clamp(min=0)
-    ends = torch.broadcast_tensors(oldest, start_B1, (oldest - start_B1).clamp(min=0), before + canvas_length)
-    bounds_BC4 = torch.stack(ends, -1).to(torch.int32)
-    if canvases == 1:  # without a copy for each query, so that a mask is made once for all
-        return Spans(bounds_BC4.expand(-1, canvas_length, -1), is_padded=False)
-    return Spans(bounds_BC4.repeat_interleave(canvas_length, 1), is_padded=False)
+    oldest_B = torch.zeros_like(start_B) if window is None else (start_B - window + 1).clamp(min=0)
+    bounds_B4 = torch.stack([oldest_B, start_B, torch.zeros_like(start_B), torch.full_like(start_B, canvas_length)], -1)
+    # without a copy for each query, so that a mask is made once for all
+    return Spans(bounds_B4[:, None].expand(-1, canvas_length, -1), is_padded=False)

@@ -95,15 +95,6 @@ def sample(
         ),
     ] = None,
     batch_size: options.BatchSize = 32,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact",
-            metavar="",
-            rich_help_panel=options.DEVICE,
-            help="On a CPU: the same tokens to the bit whatever runs together; slower.",
-        ),
-    ] = False,
     no_graphs: Annotated[
         bool,
         typer.Option("--no-graphs", metavar="", rich_help_panel=options.DEVICE, help="On a GPU: use no CUDA graphs."),
@@ -168,7 +159,7 @@ def sample(
     chosen = sampling.strategy_for(opened)
     numbers = dict(seed=sampling.seed, max_new_tokens=sampling.max_new_tokens, max_steps=sampling.steps)
     model_name = Path(model).resolve() if Path(model).exists() else model
-    identity = {**numbers, "strategy": chosen, "exact": exact, "model": str(model_name), "dtype": opened.dtype}
+    identity = {**numbers, "strategy": chosen, "model": str(model_name), "dtype": opened.dtype}
     parts = {name: getattr(opened, name) for name in ("adapter", "quantize", "draft_model")}
     identity |= {name: part for name, part in parts.items() if part}
     answers = Answers(
@@ -192,7 +183,6 @@ def sample(
         batch_size=batch_size,
         on_canvas=_each(recorder and recorder.canvas, view and view.canvas),
         on_step=_each(recorder and recorder.step, view and view.is_live and view.step),
-        exact=exact,
         graphs=False if no_graphs else None,
     )
     is_file = prompts is not None

@@ -181,7 +181,7 @@ class ScriptedPages:
     def accept(self, row: ScriptedRow) -> None:
         """Nothing is published, so nothing is to be done."""
 
-    def step_buffers(self, most: int, canvases: int, canvas_length: int, keeps: bool = True) -> ScriptedSteps:
+    def step_buffers(self, most: int, canvas_length: int, keeps: bool = True) -> ScriptedSteps:
         """Buffers by which rows are denoised."""
         return ScriptedSteps(self.model)
 
@@ -196,12 +196,12 @@ class ScriptedSteps:
         """Take rows."""
         self.rows = list(rows)
 
-    def denoise(self, canvas_BT: Tensor, soft_BTD: Tensor | None = None, first: int = 0) -> Tensor:
+    def denoise(self, canvas_BT: Tensor, soft_BTD: Tensor | None = None) -> Tensor:
         """The next logits of every row's script."""
         assert canvas_BT.shape[1] == self.model.canvas_length
         self.model.denoised.append(len(canvas_BT))
         logits = []
-        for number, row in enumerate(self.rows[first : first + len(canvas_BT)]):
+        for number, row in enumerate(self.rows[: len(canvas_BT)]):
             signal = None if soft_BTD is None else soft_BTD[number].clone()
             self.model.signals[row.last, row.canvas, row.step] = signal
             logits.append(self.model.script(row.last, row.canvas, row.step))

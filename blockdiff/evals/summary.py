@@ -18,7 +18,7 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
     - `endings`: how many rows ended by each finish_reason;
     - `steps_per_canvas` (mean over canvases), `steps_histogram` (steps: canvases);
     - `forwards_per_row`: the mean model calls of a row's answer: `total`, and each kind by the names of
-      `blockdiff.sampling.Forwards`, with the `width`; `tokens_per_forward`: tokens up to eos for each of them;
+      `blockdiff.sampling.Forwards`; `tokens_per_forward`: tokens up to eos for each of them;
     - `facts`: for every fact of the task that is true or false, in how many answers it is true;
     - `groups`, with `group`: the same counts for the rows of each value of that fact.
     """
@@ -44,7 +44,6 @@ def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "forwards_per_row": {
             "total": total / rows,
             **{kind: count / rows for kind, count in calls.items()},
-            "width": max([1, *(record["forwards"]["width"] for record in records)]),
         },
         "tokens_per_forward": sum(record["length"] for record in records) / max(1, total),
     }
@@ -74,8 +73,7 @@ def forwards_of(report: dict[str, Any]) -> str:
     """The model calls of a row, all of them and the kinds that there are, for a person."""
     calls = report["forwards_per_row"]
     kinds = ", ".join(f"{calls[kind]:.2f} {kind}" for kind in CALLS if calls[kind])
-    side_by_side = f"; {calls['width']} canvases in a call" * (calls["width"] > 1)
-    return f"{calls['total']:.2f} ({kinds}{side_by_side})"
+    return f"{calls['total']:.2f} ({kinds})"
 
 
 def _costs(report: dict[str, Any]) -> list[tuple[str, str]]:

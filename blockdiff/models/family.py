@@ -31,7 +31,7 @@ from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.image_side import ImageSide
 from blockdiff.models.names import Names
 from blockdiff.models.prefix import Prefix
-from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans, running_spans
+from blockdiff.spans import Spans, Sweep, canvas_spans, denoise_spans, encode_spans
 
 Rope = tuple[Tensor, Tensor]
 
@@ -182,9 +182,9 @@ class LayerKind:
         """The spans of canvases laid side by side, see `spans.denoise_spans`."""
         return denoise_spans(start_BC, doc_start_BC, length_BC, canvas_length, self.window)
 
-    def running_spans(self, start_B: Tensor, canvases: int, canvas_length: int) -> Spans:
-        """The spans of consecutive noisy canvases of one row, see `spans.running_spans`."""
-        return running_spans(start_B, canvases, canvas_length, self.window)
+    def canvas_spans(self, start_B: Tensor, canvas_length: int) -> Spans:
+        """The spans of the canvas that follows each row, see `spans.canvas_spans`."""
+        return canvas_spans(start_B, canvas_length, self.window)
 
     def rope(self, positions_BT: Tensor, dtype: torch.dtype) -> Rope:
         """cos and sin [B, T, d] for `norm_rope`."""

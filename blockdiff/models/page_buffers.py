@@ -27,14 +27,14 @@ LEAST_PAGES = 4  # the least width of a block table: pages more cost little, and
 class StepInputs:
     """The arguments of a call of the model over canvases of some rows, without the canvases themselves."""
 
-    positions_BT: Tensor
+    positions_BL: Tensor
     spans: dict[str, Spans]
     rope: dict[str, Rope]
     past: list[Past]
 
 
 class StepBuffers:
-    """Buffers for denoising steps over at most `most` rows with `canvases` side by side: `load` once, `denoise` often.
+    """Buffers for denoising steps over at most `most` rows, each with a canvas: `load` once, `denoise` often.
 
     Rows are loaded when they come, go or grow. The key that `load` returns determines what `denoise` launches, and on
     which memory. keeps: whether masks, dense copies of pages and the selections of layers, all made from the
@@ -42,20 +42,19 @@ class StepBuffers:
     that are loaded then.
     """
 
-    def __init__(self, pages: Pages, most: int, canvases: int, canvas_length: int, keeps: bool = True):
-        self.pages, self.most, self.canvases, self.canvas_length = pages, most, canvases, canvas_length
-        self.keeps = keeps
+    def __init__(self, pages: Pages, most: int, canvas_length: int, keeps: bool = True):
+        self.pages, self.most, self.canvas_length, self.keeps = pages, most, canvas_length, keeps
         self.rows: list[PagedRow] = []
         self._stamps: list[int] = []  # of the rows when they were loaded
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._widths: dict[str, int] = {}  # of the block tables of each kind of layer
         self._gathered: dict[str, GatheredPool] = {}  # by kind of layer
-        self._kept: dict[tuple[int, int], StepInputs] = {}  # by the first row of a call, and how many it has
+        self._kept: StepInputs | None = None
 
     def load(self, rows: Sequence[PagedRow]) -> Hashable:
         """Write what the steps of these rows read; returns a key.
 
-        Calls over equally many rows launch the same on the same memory when the key is the same.
+        Steps of equally many rows launch the same on the same memory when the key is the same.
         """
         pools = self.pages.make_pools()
         stamps, widths = [row.stamp for row in rows], {name: width_of(rows, pool) for name, pool in pools.items()}
@@ -64,7 +63,7 @@ class StepBuffers:
         if set(self.rows).isdisjoint(rows):
             self._gathered.clear()  # no copy is of use, and they may be large
         if fresh or len(rows) != len(self.rows):
-            self._kept.clear()
+            self._kept = None
         self.rows, self._stamps, self._widths = list(rows), stamps, widths
         if fresh:
             self._write(fresh)
@@ -72,20 +71,19 @@ class StepBuffers:
         memory = [(x.data_ptr(), x.shape) for pool in pools.values() for x in pool.tensors]
         return tuple(widths.values()), tuple(memory)
 
-    def denoise(self, canvas_BT: Tensor, soft_BTD: Tensor | None = None, first: int = 0) -> Tensor:
-        """Hidden states [B, T, D], after the final norm, of the canvases of B of the rows, from the row `first` on.
+    def denoise(self, canvas_BL: Tensor, soft_BLD: Tensor | None = None) -> Tensor:
+        """Hidden states [B, L, D], after the final norm, of the canvases of the rows.
 
-        canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the signal of the last prediction, if any.
+        canvas_BL: int64 noisy tokens, on the model's device; soft_BLD: the signal of the last prediction, if any.
         """
-        count = len(canvas_BT)
-        inputs = self._kept.get((first, count)) or self._inputs(first, count)
+        inputs = self._kept or self._inputs()
         if self.keeps:
-            self._kept[first, count] = inputs
+            self._kept = inputs
         hidden, _ = self.pages.model(
-            canvas_BT, inputs.positions_BT, inputs.spans, inputs.past, True, soft_BTD, inputs.rope
+            canvas_BL, inputs.positions_BL, inputs.spans, inputs.past, True, soft_BLD, inputs.rope
         )
         if self.keeps:
-            self._note_selections(inputs.spans, self.rows[first : first + count])
+            self._note_selections(inputs.spans)
         return hidden
 
     # -- parts -------------------------------------------------------------------------------------------------
@@ -95,14 +93,14 @@ class StepBuffers:
         model, rows = self.pages.model, [self.rows[n] for n in places]
         to = slice(None) if places == list(range(len(self.rows))) else torch.tensor(places, device=model.device)
         start_B = torch.tensor([row.length for row in rows], device=model.device)
-        positions_BT = start_B[:, None] + torch.arange(self.canvases * self.canvas_length, device=model.device)
-        self._set(to, positions_BT, "positions")
-        for name, (cos, sin) in model.rope(positions_BT).items():
+        positions_BL = start_B[:, None] + torch.arange(self.canvas_length, device=model.device)
+        self._set(to, positions_BL, "positions")
+        for name, (cos, sin) in model.rope(positions_BL).items():
             self._set(to, cos, name, "cos")
             self._set(to, sin, name, "sin")
         for name, pool in self.pages.pools.items():
             first_B = torch.tensor(first_columns(rows, pool), device=model.device)
-            spans = model.kinds[name].running_spans(start_B, self.canvases, self.canvas_length)
+            spans = model.kinds[name].canvas_spans(start_B, self.canvas_length)
             self._set(to, spans.shifted(first_B).bounds_BT4, name, "bounds")
             self._set(to, (start_B - first_B).int(), name, "lengths")
             width = self._widths[name]
@@ -113,9 +111,9 @@ class StepBuffers:
             self._buffers[name] = x.new_zeros(self.most, *x.shape[1:])
         self._buffers[name][slice(len(x)) if isinstance(to, slice) else to] = x
 
-    def _inputs(self, first: int, count: int) -> StepInputs:
-        """The arguments of a call of `count` rows, as views of the buffers."""
-        of, rows = slice(first, first + count), self.rows[first : first + count]
+    def _inputs(self) -> StepInputs:
+        """The arguments of a call of the rows, as views of the buffers."""
+        of, rows = slice(len(self.rows)), self.rows
         spans, past, rope = dict[str, Spans](), dict[int, Past](), dict[str, "Rope"]()
         for name, pool in self.pages.pools.items():
             spans[name] = Spans(self._buffers[name, "bounds"][of], is_padded=False)
@@ -128,9 +126,7 @@ class StepBuffers:
             if self.keeps:
                 lengths = [row.length - column for row, column in zip(rows, first_columns(rows, pool), strict=True)]
                 contents = [pool.contents(row.tables[name]) for row in rows]
-                pages = BlockTable(
-                    table_BM, pages.lengths_B, pool.page_tokens, lengths=lengths, contents=contents, first=first
-                )
+                pages = BlockTable(table_BM, pages.lengths_B, pool.page_tokens, lengths=lengths, contents=contents)
             copies = self._gathered.setdefault(name, GatheredPool(pool.tensors)) if self.keeps else None
             for n, layer in enumerate(pool.layers):
                 past[layer] = tuple(
@@ -141,14 +137,14 @@ class StepBuffers:
 
     def _mark(self, row: PagedRow) -> tuple[int, int]:
         """The mark under which a row keeps selections: they stand while its tokens and its queries are the same."""
-        return row.stamp, self.canvases * self.canvas_length
+        return row.stamp, self.canvas_length
 
-    def _note_selections(self, spans: dict[str, Spans], rows: Sequence[PagedRow]) -> None:
+    def _note_selections(self, spans: dict[str, Spans]) -> None:
         """Keep with each row what layers selected of it in this call, for the other steps of its canvases."""
         for each in spans.values():
             if each.kept is None:
                 continue
-            for place, row in enumerate(rows):
+            for place, row in enumerate(self.rows):
                 if row.kept[0] != self._mark(row):
                     row.kept = self._mark(row), {layer: ids[place] for layer, ids in each.kept.ids.items()}
             each.kept.open_B = None

@@ -132,24 +132,21 @@ class Pages(PagedRows):
         return hidden
 
     @torch.no_grad()
-    def denoise(
-        self, rows: Sequence[PagedRow], canvas_BT: Tensor, soft_BTD: Tensor | None = None, canvases: int = 1
-    ) -> Tensor:
-        """Hidden states [B, T, D], after the final norm, of the canvases that follow each row; leaves the rows alone.
+    def denoise(self, rows: Sequence[PagedRow], canvas_BL: Tensor, soft_BLD: Tensor | None = None) -> Tensor:
+        """Hidden states [B, L, D], after the final norm, of the canvas that follows each row; leaves the rows alone.
 
-        canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the signal of the last prediction (None: none);
-        canvases: how many of a row stand side by side: each sees those before it, as `spans.running_spans` says. A
-        caller that denoises several sets of rows in turns takes `step_buffers` for each.
+        canvas_BL: int64 noisy tokens, on the model's device; soft_BLD: the signal of the last prediction (None: none).
+        A caller that denoises several sets of rows in turns takes `step_buffers` for each.
         """
-        steps, length = self._buffers, canvas_BT.shape[1] // canvases
-        if steps is None or steps.most < len(rows) or (steps.canvases, steps.canvas_length) != (canvases, length):
-            steps = self._buffers = self.step_buffers(len(rows), canvases, length)
+        steps, length = self._buffers, canvas_BL.shape[1]
+        if steps is None or steps.most < len(rows) or steps.canvas_length != length:
+            steps = self._buffers = self.step_buffers(len(rows), length)
         steps.load(rows)
-        return steps.denoise(canvas_BT, soft_BTD)
+        return steps.denoise(canvas_BL, soft_BLD)
 
-    def step_buffers(self, most: int, canvases: int, canvas_length: int, keeps: bool = True) -> StepBuffers:
+    def step_buffers(self, most: int, canvas_length: int, keeps: bool = True) -> StepBuffers:
         """Buffers for denoising at most so many rows again and again, see `StepBuffers`."""
-        return StepBuffers(self, most, canvases, canvas_length, keeps)
+        return StepBuffers(self, most, canvas_length, keeps)
 
     def _placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
         """The images of a call's rows, of so many columns, with the features that are kept of them."""

@@ -1,4 +1,4 @@
-"""The calls of a step, the inputs of its statistics, and the decision about canvases that have several strategies."""
+"""The call of a step, the inputs of its statistics, and the decision about canvases that have several strategies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, dec
 
 @dataclass(frozen=True)
 class StepCall:
-    """One call of a step: `rows` rows from `first` on, followed by rows of padding up to `padded` rows.
+    """The call of a step: `count` canvases, followed by canvases of padding up to `padded`.
 
     ids: the ids of the canvases' sequences; groups: each strategy, with the canvases that it decides (None: all);
     controls: the controls of canvases that have one; shapes: the shape that each canvas draws from; has_signal: whether
@@ -23,8 +23,7 @@ class StepCall:
     the canvases, from which next tokens are drawn (None: the canvases are denoised).
     """
 
-    first: int
-    rows: int
+    count: int
     padded: int
     ids: Sequence[str | int]
     groups: tuple[tuple[Strategy, Tensor | None], ...]

@@ -1,7 +1,7 @@
 """The canvases that are denoised together, each with its own step, temperature, draws and prefix.
 
-This is the host's side: which canvas has which place in the buffers, and which calls a step makes. `canvas_step` is the
-device's. Tensors: B canvases, `width` of them side by side for each row, L positions.
+This is the host's side: which canvas has which place in the buffers, and what a step is asked. `canvas_step` is the
+device's. Tensors: B canvases, L positions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from blockdiff.sampling.trace import Step, step_records
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
-    from blockdiff.models.page_buffers import StepBuffers
-    from blockdiff.models.page_rows import PagedRow
     from blockdiff.models.pages import Pages
     from blockdiff.sampling.sequence import CanvasInFlight, Sequence
     from blockdiff.sampling.settings import SamplingSettings
@@ -35,9 +33,8 @@ if TYPE_CHECKING:
 class CanvasBatch:
     """The batch of live canvases. `arrange` it whenever sequences come, go or commit, then `step`.
 
-    Sequences that stay keep their places; one that leaves is replaced by a new one, else by the last. width: the
-    canvases that each row has side by side; exact: whether every row has calls of its own; buckets: row counts that a
-    call of all rows is padded up to, so that its shapes are few (None: no padding); graphs: capture and replay the
+    Sequences that stay keep their places; one that leaves is replaced by a new one, else by the last. buckets: row
+    counts that a step is padded up to, so that its shapes are few (None: no padding); graphs: capture and replay the
     steps that can be captured (None: no step is).
     """
 
@@ -46,24 +43,22 @@ class CanvasBatch:
         model: BlockDiffusionModel,
         settings: SamplingSettings,
         pages: Pages,
-        width: int,
         max_rows: int,
-        exact: bool,
         buckets: abc.Sequence[int] | None = None,
         graphs: Graphs | None = None,
     ):
-        self.model, self.settings, self.pages, self.width = model, settings, pages, width
-        self.exact, self.buckets, self.graphs = exact, None if exact else buckets, graphs
+        self.model, self.settings, self.pages = model, settings, pages
+        self.buckets, self.graphs = buckets, graphs
         self.sequences: list[Sequence] = []
         self.canvases: list[CanvasInFlight] = []
         self.denoised = 0  # canvases that the model has run, padding included
         most = max_rows + self._missing(max_rows)
-        self._step = CanvasStep(model, settings, pages, width, most, keeps=graphs is None)
+        self._step = CanvasStep(model, settings, pages, most, keeps=graphs is None)
         self._control_buffers: dict[str, Tensor] = {}  # which captured steps read
         self._report = HostCopy(self._step.report_BN)
         self._shapes: dict[tuple[Strategy, int], list[Shape]] = {}
         self._shapes_B: list[list[Shape]] = []
-        self._controls_of_calls: list[list[CanvasControl]] = []
+        self._canvas_controls: list[CanvasControl] = []
         self._is_new = False
         # where steps of the live canvases can be captured: the shape of all, and the key of the graph
         self._captured: tuple[Shape, abc.Hashable] | None = None
@@ -77,9 +72,9 @@ class CanvasBatch:
     # -- the canvases and their places -------------------------------------------------------------------------
 
     def arrange(self, live: abc.Sequence[Sequence]) -> None:
-        """Make these sequences the batch, with `width` canvases each; canvases without an index begin now."""
+        """Make these sequences the batch; canvases without an index begin now."""
         self.sequences, step, device = self._placed(live), self._step, self.model.device
-        self.canvases = canvases = [canvas for row in self.sequences for canvas in row.in_flight]
+        self.canvases = canvases = [row.canvas for row in self.sequences if row.canvas is not None]
         moved = [(n, canvas.index) for n, canvas in enumerate(canvases) if canvas.index not in (None, n)]
         fresh = [n for n, canvas in enumerate(canvases) if canvas.index is None]
         if moved:
@@ -97,10 +92,11 @@ class CanvasBatch:
         step.write_given(step.pinned_BL, [None if c is None else c.pinned_BL for c in controls])
         starting = [None if canvas.has_begun else canvas.control for canvas in canvases]
         step.write_given(step.start_BL, [None if c is None else c.start_BL for c in starting])
-        self._controls_of_calls = [grouped(controls[of]) for of in self._slices()]
+        self._canvas_controls = grouped(controls)
         self._is_new, self._captured = True, None
         if not self.settings.is_next_token and self.sequences:
-            prefixes = self._load(step.prefixes, [row.paged for row in self.sequences])
+            rows = [row.paged for row in self.sequences if row.paged is not None]
+            prefixes = step.prefixes.load(rows + [self.pages.empty] * self._missing(len(rows)))
             if (shape := self._shape_to_capture()) is not None:
                 self._captured = shape, self._prepared(shape, prefixes)
         if len(step.may_stop) > MOST_GRAPHS:  # what replayed steps said is needed; others say it again
@@ -120,29 +116,17 @@ class CanvasBatch:
                 places[places.index(None)] = last
         return [row for row in places if row is not None] + new
 
-    def _slices(self) -> list[slice]:
-        """The places of the canvases of each call."""
-        if not self.exact:
-            return [slice(0, len(self.canvases))]
-        return [slice(n * self.width, (n + 1) * self.width) for n in range(len(self.sequences))]
-
     def _missing(self, count: int) -> int:
-        """The number of rows that a call of so many is padded by."""
+        """The number of rows that a step of so many is padded by."""
         return next((bucket for bucket in self.buckets or () if bucket >= count), count) - count
-
-    def _load(self, buffers: StepBuffers, rows: abc.Sequence[PagedRow | None]) -> abc.Hashable:
-        """Load the rows that are not None, and empty rows that pad their call; the key of `StepBuffers.load`."""
-        there = [row for row in rows if row is not None]
-        return buffers.load([*there, *[self.pages.empty] * self._missing(len(there))]) if there else None
 
     def _shape_to_capture(self) -> Shape | None:
         """The shape that all canvases draw from, at whatever temperatures; None if their step cannot be captured."""
         strategies = {row.strategy for row in self.sequences}
-        controls = next(iter(self._controls_of_calls), [])
         is_looked_at = any(row.is_watched or row.reader or row.visitor for row in self.sequences)
         if self.graphs is None or len(strategies) > 1 or is_looked_at:
             return None
-        if not all(each.rows is None for each in controls):
+        if not all(each.rows is None for each in self._canvas_controls):
             return None
         [strategy], diffusion = strategies, self.settings.diffusion
         steps = {row.max_steps for row in self.sequences}
@@ -162,9 +146,9 @@ class CanvasBatch:
         padding = slice(len(self.canvases), None)  # strategies divide by the number of steps
         self._step.pinned_BL[padding], self._step.state.steps_B[padding] = 0, 1
         rows, key = len(self.sequences) + self._missing(len(self.sequences)), None
-        for control in self._controls_of_calls[0]:
+        for control in self._canvas_controls:
             most, key = len(self._step.pinned_BL), control.key
-            self._controls_of_calls = [[control.in_buffers(self._control_buffers, most, rows * self.width)]]
+            self._canvas_controls = [control.in_buffers(self._control_buffers, most, rows)]
         return rows, (self.sequences[0].strategy,), shape, prefixes, key
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -181,67 +165,51 @@ class CanvasBatch:
             step.temperature_BT[torch.tensor(places, device=self.model.device)] = temperatures
         self._is_new = False
         step.now.fill_(now)
-        calls, records, hidden = self._calls(steps), list[Step](), list[Tensor]()
+        call, records, hidden_BLD = self._call(steps), list[Step](), None
         if self._captured is not None:
             assert self.graphs is not None
-            self.graphs.run(self._captured[1], lambda: step(calls[0]))
+            self.graphs.run(self._captured[1], lambda: step(call))
         else:
-            for call, of in zip(calls, self._slices(), strict=True):
-                visited = self._visited(of)
-                signal_BLD = step.state.soft_BLD[of]
-                signal_BLD = signal_BLD.clone() if visited else signal_BLD  # the step writes over it
-                inputs, stats, decision = step(call)
-                for n, visitor in visited.items():
-                    visitor(steps[of.start + n], inputs.tokens_BL[n], signal_BLD[n])
-                records += self._records(of.start, steps, inputs.tokens_BL, stats, decision)
-                hidden.append(inputs.hidden_BLD)
-        for call in calls:
-            self.denoised += call.padded * self.width if call.hidden_BLD is None else 0
+            visitors = [canvas.sequence.visitor for canvas in self.canvases]
+            signal_BLD = step.state.soft_BLD[: len(steps)]
+            signal_BLD = signal_BLD.clone() if any(visitors) else signal_BLD  # the step writes over it
+            inputs, stats, decision = step(call)
+            for n, visitor in enumerate(visitors):
+                if visitor is not None:
+                    visitor(steps[n], inputs.tokens_BL[n], signal_BLD[n])
+            records = self._records(steps, inputs.tokens_BL, stats, decision)
+            hidden_BLD = inputs.hidden_BLD
         if not self.settings.is_next_token:
+            self.denoised += call.padded
             for row in self.sequences:
                 row.calls["denoise"] += 1
         self._report.send(len(steps))
         # where no canvas can end the host need not wait for the device; else it waits here, once
         is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))
-        may_end = is_last or any(step.may_stop[call.strategies] for call in calls)
+        may_end = is_last or step.may_stop[call.strategies]
         finished = self._finished(self._report.read(len(steps)) if may_end else None, steps)
         for canvas in finished:
-            if canvas.sequence.reader is not None and canvas.index is not None:
-                number, place = divmod(canvas.index, self.width) if self.exact else (0, canvas.index)
-                canvas.sequence.reader(hidden[number][place])
+            if canvas.sequence.reader is not None and hidden_BLD is not None and canvas.index is not None:
+                canvas.sequence.reader(hidden_BLD[canvas.index])
         return finished, records
 
-    def _calls(self, steps: abc.Sequence[int]) -> list[StepCall]:
-        """The calls of a step; steps: the step that each canvas is at."""
-        calls, width = [], self.width
-        for of, controls in zip(self._slices(), self._controls_of_calls, strict=True):
-            rows = self.sequences[of.start // width : -(-of.stop // width)]
-            some, missing = self.canvases[of], self._missing(len(rows))
-            hidden_BLD = None
-            if self.settings.is_next_token:
-                hidden_BLD = torch.stack([r.last_hidden_D for r in rows if r.last_hidden_D is not None])[:, None]
-            count, shapes = len(rows), [self._shape(n, steps[n]) for n in range(of.start, of.stop)]
-            if self._captured is not None:  # it treats rows of padding as it does others
-                count += missing
-                shapes = [self._captured[0]] * (count * width)
-            calls.append(
-                StepCall(
-                    first=of.start // width,
-                    rows=count,
-                    padded=len(rows) + missing if hidden_BLD is None else len(rows),
-                    ids=() if self._captured is not None else [canvas.sequence.id for canvas in some],
-                    groups=groups_of([canvas.sequence.strategy for canvas in some], self.model.device),
-                    controls=controls,
-                    shapes=shapes,
-                    has_signal=not self._is_cheaper_without(some),
-                    hidden_BLD=hidden_BLD,
-                )
-            )
-        return calls
-
-    def _is_cheaper_without(self, canvases: abc.Sequence[CanvasInFlight]) -> bool:
-        """True where no canvas has a prediction yet and no step is captured, so that the signal, 0, is left out."""
-        return self.graphs is None and not any(canvas.has_begun for canvas in canvases)
+    def _call(self, steps: abc.Sequence[int]) -> StepCall:
+        """The call of a step; steps: the step that each canvas is at."""
+        canvases, missing = self.canvases, self._missing(len(self.canvases))
+        shapes, controls = [self._shape(n, step) for n, step in enumerate(steps)], self._canvas_controls
+        groups = groups_of([canvas.sequence.strategy for canvas in canvases], self.model.device)
+        # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
+        has_signal = self.graphs is not None or any(canvas.has_begun for canvas in canvases)
+        ids = [canvas.sequence.id for canvas in canvases]
+        if self.settings.is_next_token:
+            last = [row.last_hidden_D for row in self.sequences if row.last_hidden_D is not None]
+            hidden_BLD = torch.stack(last)[:, None]
+            return StepCall(len(ids), len(ids), ids, groups, controls, shapes, has_signal, hidden_BLD)
+        count = padded = len(ids) + missing
+        if self._captured is None:
+            return StepCall(len(ids), padded, ids, groups, controls, shapes, has_signal)
+        # a captured step treats canvases of padding as it does others
+        return StepCall(count, padded, (), groups, controls, [self._captured[0]] * count, has_signal)
 
     def _temperatures(self, place: int, step: int) -> list[float]:
         """The temperatures of a canvas in the STEPS_AHEAD steps of which this step is one."""
@@ -249,13 +217,9 @@ class CanvasBatch:
         return [self._shape(place, first + ahead).temperature for ahead in range(STEPS_AHEAD)]
 
     def _shape(self, place: int, step: int) -> Shape:
-        """The shape of a step of the canvas in this place.
-
-        The steps of a finished canvas that waits for those before it are counted on; they get the last step's shape,
-        which has no effect.
-        """
+        """The shape of a step of the canvas in this place; steps after the last one have that one's."""
         sequence, known = self.canvases[place].sequence, self._shapes_B[place]
-        step = min(max(step, 0), sequence.max_steps - 1)
+        step = min(step, sequence.max_steps - 1)
         while len(known) <= step:
             known.append(sequence.strategy.shape(len(known), sequence.max_steps))
         return known[step]
@@ -271,34 +235,18 @@ class CanvasBatch:
             self.canvases, steps, report_BN[:, :2].tolist(), report_BN[:, 2:], strict=True
         ):
             is_over = stops or step + 1 == canvas.sequence.max_steps or not is_finite
-            if is_over and canvas.number is not None and canvas.final is None:
+            if is_over:
                 canvas.steps, canvas.final = step + 1 - canvas.first_step, final_L.tolist()
                 canvas.is_finite = bool(is_finite)
                 finished.append(canvas)
         return finished
 
-    def _visited(self, of: slice) -> dict[int, abc.Callable[[int, Tensor, Tensor], object]]:
-        """The visitors of the canvases of a call that are not finished, by place in the call."""
-        return {
-            n: canvas.sequence.visitor
-            for n, canvas in enumerate(self.canvases[of])
-            if canvas.sequence.visitor is not None and canvas.number is not None and canvas.final is None
-        }
-
-    def _records(
-        self, first: int, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision
-    ) -> list[Step]:
-        """The records of the watched sequences of a call; one that is repeated after a preemption is recorded once.
-
-        first: the place of the call's first canvas.
-        """
+    def _records(self, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision) -> list[Step]:
+        """The records of the watched sequences; a step that is repeated after a preemption is recorded once."""
         watched = {}
-        for place, canvas in enumerate(self.canvases[first : first + len(tokens_BL)]):
-            sequence, number, step = canvas.sequence, canvas.number, steps[first + place]
-            if not sequence.is_watched or number is None or canvas.final is not None:
-                continue
-            if step > sequence.recorded.get(number, -1):
+        for place, (canvas, step) in enumerate(zip(self.canvases, steps, strict=True)):
+            sequence, number = canvas.sequence, canvas.number
+            if sequence.is_watched and step > sequence.recorded.get(number, -1):
                 sequence.recorded[number] = step
-                watched[place] = sequence.id, number, step, self._shape(first + place, step).temperature
-        pinned_BL = self._step.pinned_BL[first : first + len(tokens_BL)]
-        return step_records(watched, tokens_BL, stats, decision, pinned_BL)
+                watched[place] = sequence.id, number, step, self._shape(place, step).temperature
+        return step_records(watched, tokens_BL, stats, decision, self._step.pinned_BL[: len(tokens_BL)])

@@ -49,7 +49,7 @@ class CanvasState:
         numbers = [
             (
                 signed(canvas.sequence.seed),
-                canvas.number or 0,
+                canvas.number,
                 canvas.entered,
                 canvas.sequence.max_steps,
                 canvas.first_step // STEPS_AHEAD * STEPS_AHEAD,

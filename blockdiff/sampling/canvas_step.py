@@ -20,20 +20,18 @@ from blockdiff.sampling.strategy import Decision
 
 
 class CanvasStep:
-    """The step of the canvases of at most `most` rows, `width` of them side by side for each.
+    """The step of at most `most` canvases.
 
     From step to step the host writes the number of the step alone, into `now`; a step leaves its state in the buffers
-    for the next one, and draws and temperatures stand there for several steps ahead. What a call launches, and on which
-    memory, follows from the `StepCall` and from the key that `StepBuffers.load` returned for the rows. most: rows that
-    there may be, padding included; keeps: as in `StepBuffers`, False where steps are captured.
+    for the next one, and draws and temperatures stand there for several steps ahead. What it launches, and on which
+    memory, follows from the `StepCall` and from the key that `StepBuffers.load` returned for the rows. most: canvases
+    that there may be, padding included; keeps: as in `StepBuffers`, False where steps are captured.
     """
 
-    def __init__(
-        self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, width: int, most: int, keeps: bool
-    ):
-        self.model, self.settings, self.width = model, settings, width
-        L, B, device = settings.canvas_length, most * width, model.device
-        self.prefixes = pages.step_buffers(most, width, L, keeps)
+    def __init__(self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, most: int, keeps: bool):
+        self.model, self.settings = model, settings
+        L, B, device = settings.canvas_length, most, model.device
+        self.prefixes = pages.step_buffers(most, L, keeps)
         self.state = CanvasState.buffers(B, model, settings)
         self.now = torch.zeros((), dtype=torch.int64, device=device)
         self.temperature_BT = torch.ones(B, STEPS_AHEAD, device=device)
@@ -51,23 +49,19 @@ class CanvasStep:
                 buffer_BL[place] = given_BL[0]
 
     def __call__(self, call: StepCall) -> tuple[StepInputs, Stats, Decision]:
-        """Denoise every canvas of a call once and decide what stays."""
-        lo, count = call.first * self.width, call.rows * self.width
-        of, mask_id = slice(lo, lo + count), self.settings.diffusion.mask_id
-        padded = slice(lo, lo + call.padded * self.width)
+        """Denoise every canvas once and decide what stays."""
+        of, padded, mask_id = slice(call.count), slice(call.padded), self.settings.diffusion.mask_id
         state, every_B = self.state.part(padded), self._every_B[padded]
         step_B = self.now - state.entered_B
         place_B = step_B % STEPS_AHEAD
         uniform_BL, noise_BL = self.state.uniform_BTL[every_B, place_B], self.state.noise_BTL[every_B, place_B]
-        temperature_B = self.temperature_BT[every_B, place_B][:count]
+        temperature_B = self.temperature_BT[every_B, place_B][of]
         tokens_BL = state.seen(noise_BL, mask_id, self.start_BL[padded], self.pinned_BL[padded])
-        # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
-        soft_BLD = state.soft_BLD if call.has_signal else None
         hidden_BLD = call.hidden_BLD
         if hidden_BLD is None:
-            hidden_BLD = self._denoised(tokens_BL, soft_BLD, call.first)[:count]
-        state, tokens_BL, step_B = self.state.part(of), tokens_BL[:count], step_B[:count]
-        inputs = StepInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[:count], step_B)
+            hidden_BLD = self.prefixes.denoise(tokens_BL, state.soft_BLD if call.has_signal else None)[of]
+        state, tokens_BL, step_B = self.state.part(of), tokens_BL[of], step_B[of]
+        inputs = StepInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[of], step_B)
         prediction = self.settings.diffusion.prediction
         stats = predict(self.model, inputs, call.controls, call.shapes, mask_id, prediction)
         pinned_BL = self.pinned_BL[of]
@@ -86,9 +80,3 @@ class CanvasStep:
         self.start_BL[of].fill_(-1)
         self.may_stop[call.strategies] = decision.stop_B is not None
         return inputs, stats, decision
-
-    def _denoised(self, tokens_BL: Tensor, soft_BLD: Tensor | None, first: int) -> Tensor:
-        """Hidden states [B, L, D], by one call, of canvases: `width` side by side after each row from `first` on."""
-        rows = len(tokens_BL) // self.width, self.width * tokens_BL.shape[1]
-        soft_BTD = None if soft_BLD is None else soft_BLD.reshape(*rows, -1)
-        return self.prefixes.denoise(tokens_BL.reshape(rows), soft_BTD, first).reshape(*tokens_BL.shape, -1)

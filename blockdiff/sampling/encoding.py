@@ -16,19 +16,15 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.models.pages import Pages
     from blockdiff.sampling.sequence import Sequence
-    from blockdiff.sampling.settings import SamplingSettings
 
 Chunk = tuple["Sequence", int]  # a sequence, and how many of its tokens are encoded
 
 
 class Encoding:
-    """Encodes chunks of sequences.
+    """Encodes chunks of sequences; tokens: the number encoded so far, padding included."""
 
-    exact: whether each chunk has a call of its own; tokens: the number encoded so far, padding included.
-    """
-
-    def __init__(self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, exact: bool):
-        self.model, self.settings, self.pages, self.exact, self.tokens = model, settings, pages, exact, 0
+    def __init__(self, model: BlockDiffusionModel, pages: Pages):
+        self.model, self.pages, self.tokens = model, pages, 0
 
     def encode(self, chunks: abc.Sequence[Chunk]) -> list[tuple[Sequence, Tensor]]:
         """Encode chunks, and score the tokens of sequences that ask for scores.
@@ -69,7 +65,7 @@ class Encoding:
             sequence.last_hidden_D = hidden_TD[-1]
 
     def _with_features(self, chunks: abc.Sequence[Chunk]) -> abc.Sequence[Chunk]:
-        """The chunks that can be encoded, once the features of all their images are made: in one call unless `exact`.
+        """The chunks that can be encoded, once the features of all their images are made, in one call.
 
         Where the model has no image tensors, that is the error of all sequences with an image.
         """
@@ -82,15 +78,14 @@ class Encoding:
             for sequence in [sequence for sequence, _ in chunks if sequence.images]:
                 sequence.error = str(error)
             return [(sequence, count) for sequence, count in chunks if not sequence.images]
-        for together in [[image] for image in images] if self.exact else [images]:
-            self.pages.images.of(together)
+        self.pages.images.of(images)
         return chunks
 
     def _calls_of(self, chunks: abc.Sequence[Chunk]) -> abc.Iterator[list[Chunk]]:
         """The chunks of each call: of similar lengths, so that little of a call is padding."""
         call: list[Chunk] = []
         for chunk in sorted(chunks, key=lambda chunk: -chunk[1]):
-            if call and (self.exact or 2 * chunk[1] < call[0][1]):
+            if call and 2 * chunk[1] < call[0][1]:
                 yield call
                 call = []
             call.append(chunk)

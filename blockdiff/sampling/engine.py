@@ -22,7 +22,6 @@ from blockdiff.errors import RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.canvas_batch import CanvasBatch
-from blockdiff.sampling.canvas_control import CanvasControl
 from blockdiff.sampling.encoding import Encoding
 from blockdiff.sampling.graphs import Graphs, capture_of
 from blockdiff.sampling.one_caller import one_caller
@@ -68,11 +67,10 @@ class Engine:
 
     max_rows: requests that run at the same time; max_waiting: requests that may wait for it; tokens_per_step: the most
     tokens that a step encodes and denoises, as far as prompts can wait (None: twice the canvases of `max_rows` rows);
-    page_tokens, capacity: of `Pages`; chunk_tokens: prompts are encoded in chunks of so many tokens; canvases: how many
-    canvases of a response are denoised side by side; exact: a request's tokens are the same to the bit whatever else
-    runs, on a CPU, because each runs in calls of its own; buckets: row counts that calls are padded to (None: none
-    but for captured steps); pages: where prefixes lie (None: pages of its own); graphs: whether steps that can be are
-    captured in CUDA graphs and replayed (None: on a GPU, where attention reads pages).
+    page_tokens, capacity: of `Pages`; chunk_tokens: prompts are encoded in chunks of so many tokens; buckets: row
+    counts that calls are padded to (None: none but for captured steps); pages: where prefixes lie (None: pages of its
+    own); graphs: whether steps that can be are captured in CUDA graphs and replayed (None: on a GPU, where attention
+    reads pages).
 
     One thread at a time may call the engine, and nobody after `close`; else EngineError is raised, and nothing is lost.
     """
@@ -93,41 +91,35 @@ class Engine:
         page_tokens: int = 128,
         chunk_tokens: int = CHUNK_TOKENS,
         capacity: int | None = None,
-        canvases: int = 1,
-        exact: bool = False,
         buckets: abc.Sequence[int] | None = None,
         pages: Pages | None = None,
         graphs: bool | None = None,
     ):
         counts = dict(max_rows=max_rows, max_waiting=max_waiting, page_tokens=page_tokens, chunk_tokens=chunk_tokens)
-        for name, count in {**counts, "canvases": canvases}.items():
+        for name, count in counts.items():
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
         require_seed(seed)
         self.model = model
         self.caller, self.is_closed = threading.RLock(), False
         self.settings = settings or settings_of(model, tokenizer, generation, choices, strategy)
-        self.seed, self.canvases, self.exact = seed, canvases, exact
+        self.seed = seed
         self.pages = pages or Pages(model, page_tokens, capacity)
         self.capacity = self.pages.free_tokens()
-        if canvases > 1 and self.settings.is_next_token:
-            raise ValueError("canvases: next tokens are drawn one after the other, so there is one at a time; give 1")
         self._scheduler = Scheduler(
-            self.pages, max_waiting, chunk_tokens, self.settings.canvas_length, canvases, exact,
-            self.settings.is_next_token,
-        )  # fmt: skip
+            self.pages, max_waiting, chunk_tokens, self.settings.canvas_length, self.settings.is_next_token
+        )
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
-        is_uncapturable = exact or self.settings.is_next_token
         denoiser = model.drafter if isinstance(model, Drafted) else model
-        capture = None if graphs is False or is_uncapturable else capture_of(denoiser)
+        capture = None if graphs is False or self.settings.is_next_token else capture_of(denoiser)
         if buckets is None and capture is not None:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
         step_graphs = None if capture is None else Graphs(capture)
         if graphs and step_graphs is None:
             raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
-        self._encoding = Encoding(model, self.settings, self.pages, exact)
-        self._batch = CanvasBatch(denoiser, self.settings, self.pages, canvases, max_rows, exact, buckets, step_graphs)
+        self._encoding = Encoding(model, self.pages)
+        self._batch = CanvasBatch(denoiser, self.settings, self.pages, max_rows, buckets, step_graphs)
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[Event] = []
@@ -241,7 +233,7 @@ class Engine:
         """Encode what the scheduler chooses and denoise every live canvas once; False when nothing is left to do."""
         self._scheduler.seat()
         self._encode(self._scheduler.chunks())
-        while chunks := self._scheduler.chunks(of_live=True):  # of sequences that committed several canvases at once
+        while chunks := self._scheduler.chunks(of_live=True):  # verified canvases that end with the head's own token
             self._encode(chunks)
         self._denoise()
         return self._unfinished > 0
@@ -257,8 +249,7 @@ class Engine:
 
     def _verify(self, drafts: list[tuple[Sequence, Tensor]]) -> None:
         """Verify drafts that were encoded; a canvas that has its tokens is committed, others are drafted again."""
-        calls = [[each] for each in drafts] if self.exact else [drafts] if drafts else []
-        found = [each for call in calls for each in verify(self.model, self.settings, call)]
+        found = verify(self.model, self.settings, drafts) if drafts else []
         for (sequence, hidden_LD), verification in zip(drafts, found, strict=True):
             drafting = sequence.drafting
             assert drafting is not None
@@ -286,9 +277,8 @@ class Engine:
         """Denoise every canvas of the live sequences once, and commit the canvases that are finished."""
         has_changed = self._scheduler.enliven()
         for sequence in self._scheduler.live:
-            while len(sequence.in_flight) < self.canvases:  # each has this many places for canvases
-                sequence.in_flight.append(self._begun(sequence))
-                has_changed = True
+            if sequence.canvas is None:
+                sequence.canvas, has_changed = self._begun(sequence), True
         if has_changed or self._has_changed:
             self._batch.arrange(self._scheduler.live)
             self._has_changed = False
@@ -301,14 +291,8 @@ class Engine:
             self._finish(canvas)
 
     def _begun(self, sequence: Sequence) -> CanvasInFlight:
-        """The next canvas of a sequence; one without a number where none may begin now.
-
-        None is left, or the sequence has a control or is verified, and must know the canvas before as committed.
-        """
-        number, control = len(sequence.steps) + len(sequence.in_flight), sequence.control
-        goes_alone = control is not None or sequence.drafting is not None
-        if number >= sequence.canvases or (sequence.in_flight and goes_alone):
-            return CanvasInFlight(sequence, None, self._now)
+        """The next canvas of a sequence."""
+        number, control = len(sequence.steps), sequence.control
         own = None if control is None else control.begin(number, sequence.seed)
         first_step = 0 if control is None else control.first_step(number)
         if isinstance(sequence.strategy, Verified) and sequence.drafting is not None:
@@ -317,13 +301,11 @@ class Engine:
         return CanvasInFlight(sequence, number, self._now - first_step, own, first_step)
 
     def _finish(self, canvas: CanvasInFlight) -> None:
-        """Take note of a finished canvas, and commit it once those before it are committed."""
-        sequence, tokens, number = canvas.sequence, canvas.final or [], canvas.number or 0
-        if canvas not in sequence.in_flight:  # an earlier canvas of this very step has ended the sequence
-            return
+        """Commit a finished canvas, or leave it to the next encode where it is a draft to be verified."""
+        sequence, tokens = canvas.sequence, canvas.final or []
         self._has_changed = True
         if not canvas.is_finite:
-            sequence.error = f"{NOT_FINITE} (canvas {number + 1}, step {canvas.first_step + canvas.steps})"
+            sequence.error = f"{NOT_FINITE} (canvas {canvas.number + 1}, step {canvas.first_step + canvas.steps})"
             self._leave(sequence)
             return
         if outside := [token for token in tokens if not 0 <= token < self.settings.vocab_size]:
@@ -332,17 +314,11 @@ class Engine:
             sequence.error = f"{named}: decide() gave {given}; change it (docs/extending.md)"
             self._leave(sequence)
             return
+        sequence.canvas = None
         if sequence.drafting is not None:  # the next encode verifies it
             sequence.propose(canvas)
-            return
-        if sequence.in_flight[0] is not canvas:  # until it is committed, the canvases after it see its final tokens
-            final_L = torch.tensor(tokens, device=self.model.device)
-            canvas.control = CanvasControl(pinned_BL=final_L[None])
-        while sequence.in_flight and not sequence.is_done and sequence.finish_reason is None:
-            if sequence.in_flight[0].final is None:
-                return
-            committed = sequence.in_flight.pop(0)
-            self._commit(sequence, committed.final or [], committed.steps)
+        else:
+            self._commit(sequence, tokens, canvas.steps)
 
     def _commit(self, sequence: Sequence, tokens: list[int], steps: int, hidden_TD: Tensor | None = None) -> None:
         """Add a finished canvas to the response, and to the known tokens where the next canvas or scores need them.
@@ -371,14 +347,10 @@ class Engine:
         )
         if sequence.finish_reason is None:
             sequence.known += tokens
-            # a place without a canvas is free now
-            sequence.in_flight = [each for each in sequence.in_flight if each.number is not None]
-        else:
-            sequence.in_flight.clear()
-            if sequence.is_scored:  # the last token predicts nothing
-                sequence.known += tokens[: kept - 1]
-                if kept == 1 and hidden_TD is None and sequence.last_hidden_D is not None:
-                    hidden_TD = sequence.last_hidden_D[None, :][:0]
+        elif sequence.is_scored:  # the last token predicts nothing
+            sequence.known += tokens[: kept - 1]
+            if kept == 1 and hidden_TD is None and sequence.last_hidden_D is not None:
+                hidden_TD = sequence.last_hidden_D[None, :][:0]
         if hidden_TD is not None:
             self._encoding.accept(sequence, start, hidden_TD[: len(sequence.known) - start])
         if sequence.finish_reason is not None and not sequence.missing:
@@ -391,7 +363,7 @@ class Engine:
         draws = sequence.draws
         if not all(draw.is_done for draw in draws):
             return
-        result = best([draw.result(self.settings, self.canvases) for draw in draws])
+        result = best([draw.result(self.settings) for draw in draws])
         if self._sequences.get(sequence.request.id) is draws[0]:
             del self._sequences[sequence.request.id]
         else:

@@ -21,8 +21,6 @@ class Purpose:
     """The state of a sampler and of a call that decide whether an engine made for one call can serve another."""
 
     settings: SamplingSettings
-    canvases: int
-    exact: bool
     graphs: bool | None
     is_cast: bool
     device: torch.device
@@ -50,8 +48,6 @@ class IdleEngine:
             settings=purpose.settings,
             max_rows=rows,
             max_waiting=sys.maxsize,
-            canvases=purpose.canvases,
-            exact=purpose.exact,
             graphs=purpose.graphs,
             pages=pages,
         )

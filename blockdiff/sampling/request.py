@@ -231,16 +231,14 @@ class Request:
 class Forwards:
     """The model calls that an answer took part in; other requests may have shared them.
 
-    denoise: steps of its canvases (canvases side by side share a call, which counts once); encode: chunks of the prompt
-    that no other request had encoded, committed canvases that were read by later ones or scored, and of `next_token`
-    every token but the last; verify: drafts that the next-token head has read. width: the canvases that a denoising
-    call has side by side. Calls that were repeated after a preemption count again.
+    denoise: steps of its canvases; encode: chunks of the prompt that no other request had encoded, committed canvases
+    that were read by later ones or scored, and of `next_token` every token but the last; verify: drafts that the
+    next-token head has read. Calls that were repeated after a preemption count again.
     """
 
     denoise: int = 0
     encode: int = 0
     verify: int = 0
-    width: int = 1
 
     @property
     def by_kind(self) -> dict[str, int]:

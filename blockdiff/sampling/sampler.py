@@ -42,14 +42,13 @@ class Sampler:
 
     A sampler makes one engine, with its first call, and goes on with it: captured steps and the memory of pages are
     there for the next call (`release` gives them back), and weights may have changed in place or have moved by then. A
-    call that needs more rows or memory than any before, or another `exact` or `graphs`, makes the engine anew. Calls
+    call that needs more rows or memory than any before, or another `graphs`, makes the engine anew. Calls
     may overlap, in turns or from several threads: a call that begins while another is under way has an engine of its
     own, and their steps take turns. Under autocast every call has one: its steps read the weights as torch has cast
     them, which are gone when autocast ends.
 
     Prompts that begin alike share their beginning, within a call and from call to call while the weights stay as they
-    are. pages: where prefixes lie (None: pages of its own, with room for the largest call so far); canvases: of
-    a response, denoised side by side.
+    are. pages: where prefixes lie (None: pages of its own, with room for the largest call so far).
     """
 
     def __init__(
@@ -60,9 +59,8 @@ class Sampler:
         choices: DiffusionSettings | None = None,
         strategy: Strategy | str | None = None,
         pages: Pages | None = None,
-        canvases: int = 1,
     ):
-        self.model, self.pages, self.canvases = model, pages, canvases
+        self.model, self.pages = model, pages
         self._idle: IdleEngine | None = None  # the engine, while no call has it
         self._turn = threading.RLock()
         self.settings = settings_of(model, tokenizer, generation, choices, strategy)
@@ -137,21 +135,20 @@ class Sampler:
         batch_size: int = 32,
         on_canvas: OnCanvas | None = None,
         on_step: OnStep | None = None,
-        exact: bool = False,
         graphs: bool | None = None,
     ) -> list[Result]:
         """Answer prompts: raw texts, message lists or `Request`s; one `Result` each, in the same order.
 
         `batch_size` rows run together. `max_new_tokens` is rounded up to whole canvases. `on_canvas` is called with
         every committed canvas and `on_step` with every denoising step (which costs a copy to the host each) and, of
-        verified canvases, with every `Verification`. `exact` and `graphs` are those of `Engine`. A `Result` among the
+        verified canvases, with every `Verification`. `graphs` is that of `Engine`. A `Result` among the
         prompts, as `read_prompts` has for a line that is none, is returned as it is.
 
         Raises RequestError, before any is answered, for a prompt that cannot be. An answer that fails on the way has an
         `error`, and the others are given all the same.
         """
         entries = self._entries(prompts, seed, max_new_tokens, max_steps, is_strict=True)
-        answers = dict(self._answers(entries, batch_size, on_canvas, on_step, exact, graphs))
+        answers = dict(self._answers(entries, batch_size, on_canvas, on_step, graphs))
         return [answers[place] for place in range(len(answers))]
 
     def stream(
@@ -163,7 +160,6 @@ class Sampler:
         batch_size: int = 32,
         on_canvas: OnCanvas | None = None,
         on_step: OnStep | None = None,
-        exact: bool = False,
         graphs: bool | None = None,
     ) -> Iterator[tuple[int, Result]]:
         """The results of `generate` as they come: the place of a prompt and its result.
@@ -177,7 +173,7 @@ class Sampler:
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
             entries = self._entries(part, seed, max_new_tokens, max_steps, is_strict=False, first=first)
-            for place, result in self._answers(entries, batch_size, on_canvas, on_step, exact, graphs):
+            for place, result in self._answers(entries, batch_size, on_canvas, on_step, graphs):
                 yield first + place, result
 
     def _entries(
@@ -224,7 +220,6 @@ class Sampler:
         draws: int = 4,
         seed: int = 0,
         batch_size: int = 32,
-        exact: bool = False,
     ) -> list[Read]:
         """The distributions of a template's holes for prompts as in `generate`, one `Read` each, in the same order.
 
@@ -241,7 +236,7 @@ class Sampler:
                 readings.append(Reading.of(request, template, choices, self.model, self.settings, steps, draws, seed))
             except RequestError as error:
                 raise _named(error, place, prompts) from None
-        for _, result in self._answers([each.sequences for each in readings], batch_size, None, None, exact, None):
+        for _, result in self._answers([each.sequences for each in readings], batch_size, None, None, None):
             if result.error is not None:
                 raise RequestError(f"prompt {result.id!r}: {result.error}")
         return [reading.answer() for reading in readings]
@@ -252,7 +247,6 @@ class Sampler:
         batch_size: int,
         on_canvas: OnCanvas | None,
         on_step: OnStep | None,
-        exact: bool,
         graphs: bool | None,
     ) -> Iterator[tuple[int, Result]]:
         """The results of entries as they come, after their places; those that are there already come first."""
@@ -268,7 +262,7 @@ class Sampler:
         tokens = rows * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
         model = self.model
         is_cast = torch.is_autocast_enabled(model.device.type)
-        purpose = Purpose(self.settings, self.canvases, exact, graphs, is_cast, model.device, model.dtype)
+        purpose = Purpose(self.settings, graphs, is_cast, model.device, model.dtype)
         idle = self._taken(min(batch_size, count), tokens, purpose)
         engine, places = idle.engine, dict[int, int]()
         is_whole = True  # no step has been left half done

@@ -24,19 +24,16 @@ class Scheduler:
     At most `max_rows` sequences are live. Up to as many more are encoded meanwhile, in groups, so that another one can
     take the place of a sequence that ends in the same step.
 
-    chunk_tokens: a prompt is encoded in chunks that end at multiples of it; canvases: the places that each live
-    sequence has for canvases; tokens_per_step: the tokens that a step encodes and denoises: prompts wait where canvases
-    and commits leave no room, but one chunk is encoded in every step; exact: sequences share no pages, because tokens
-    that another one has encoded may be rounded another way; is_next_token: a canvas is the one token that the last
-    encoded token predicts; preemptions: the number of sequences sent back to the queue so far.
+    chunk_tokens: a prompt is encoded in chunks that end at multiples of it; tokens_per_step: the tokens that a step
+    encodes and denoises: prompts wait where canvases and commits leave no room, but one chunk is encoded in every step;
+    is_next_token: a canvas is the one token that the last encoded token predicts; preemptions: the number of sequences
+    sent back to the queue so far.
     """
 
     pages: Pages
     max_waiting: int
     chunk_tokens: int
     canvas_length: int
-    canvases: int
-    exact: bool = False
     is_next_token: bool = False
     waiting: deque[Sequence] = field(default_factory=deque)
     seated: list[Sequence] = field(default_factory=list)
@@ -48,14 +45,13 @@ class Scheduler:
     def limit(self, max_rows: int, tokens_per_step: int | None = None) -> None:
         """Set how many sequences are live at most, and the tokens of a step; ValueError for too few tokens.
 
-        tokens_per_step: at least those of one row's canvases (None: twice the canvases of so many rows).
+        tokens_per_step: at least those of a canvas (None: twice the canvases of so many rows).
         """
-        row_tokens = self.canvases * self.canvas_length
         least = self.chunk_tokens if self.is_next_token else 0
-        self.tokens_per_step = tokens_per_step or max(2 * max_rows * row_tokens, least)
-        if self.tokens_per_step < row_tokens:
-            raise ValueError(f"tokens_per_step {tokens_per_step} is less than the {row_tokens} of one row's canvases")
-        self.max_rows = min(max_rows, self.tokens_per_step // row_tokens)
+        self.tokens_per_step = tokens_per_step or max(2 * max_rows * self.canvas_length, least)
+        if self.tokens_per_step < self.canvas_length:
+            raise ValueError(f"tokens_per_step {tokens_per_step} is less than the {self.canvas_length} of a canvas")
+        self.max_rows = min(max_rows, self.tokens_per_step // self.canvas_length)
 
     def add(self, *sequences: Sequence) -> None:
         """Let sequences wait for a seat, all or none; raises Full where the queue has no room for them."""
@@ -105,7 +101,7 @@ class Scheduler:
         if not unencoded:
             return []
         unencoded.sort(key=lambda each: each.is_prompting)  # stable: both groups stay in the order of their seats
-        room = self.tokens_per_step - len(self.live) * self.canvases * self.canvas_length
+        room = self.tokens_per_step - len(self.live) * self.canvas_length
         chosen: list[tuple[Sequence, int]] = []
         pages: set[tuple[int, ...]] = set()  # encoded in this step; each is its tokens and all tokens before them
         for sequence in unencoded:
@@ -143,17 +139,14 @@ class Scheduler:
         end = prompt + scored - 1 if sequence.is_scored else len(sequence.known)
         if sequence.is_headed:  # the encode of the last token predicts the next
             end = min(end, len(sequence.known) - 1)
-        if not self.exact:
-            before = sequence.length
-            sequence.shared_tokens += self.pages.reuse(sequence.paged, sequence.identities[:end]) - before
+        before = sequence.length
+        sequence.shared_tokens += self.pages.reuse(sequence.paged, sequence.identities[:end]) - before
 
     def _shares_soon(self, sequence: Sequence, pages: set[tuple[int, ...]]) -> bool:
         """True where a sequence gets no chunk now: nothing of it is missing, or another one encodes its next page.
 
         pages: the pages that sequences before it encode in this step; its own next page is added.
         """
-        if self.exact:
-            return False
         if can_share := sequence.length % self.pages.page_tokens == 0:
             self._reuse(sequence)
         if sequence.missing == 0 or (end := self._next_page(sequence)) > len(sequence.prompt_tokens):
@@ -175,14 +168,13 @@ class Scheduler:
     def _chunk(self, sequence: Sequence) -> int:
         """The number of tokens of a sequence that go into one call: up to the next multiple of a chunk, or one canvas.
 
-        A chunk that would end within a run of placeholders ends with it. The number depends on the sequence alone, so
-        that a sequence that is encoded again is encoded by the same calls.
+        A chunk that would end within a run of placeholders ends with it.
         """
         at, prompt = sequence.length, len(sequence.prompt_tokens)
         if at < prompt:
             return run_end(sequence.images, min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt)) - at
         # next tokens that are encoded again, after a preemption, need not go one by one
-        size = self.chunk_tokens if self.is_next_token and not self.exact else self.canvas_length
+        size = self.chunk_tokens if self.is_next_token else self.canvas_length
         end = prompt + ((at - prompt) // size + 1) * size
         return min(end, len(sequence.known)) - at
 
@@ -208,5 +200,5 @@ class Scheduler:
         if sequence.paged is not None:
             self.pages.release(sequence.paged)
         sequence.paged = None
-        sequence.in_flight.clear()
+        sequence.canvas = None
         sequence.retract()

@@ -34,17 +34,16 @@ NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtyp
 
 @dataclass(eq=False)
 class CanvasInFlight:
-    """A canvas of a sequence that is being denoised, or is finished and waits for those before it.
+    """The canvas of a sequence that is being denoised.
 
-    number: its place in the response (None: a place in the batch is kept for the sequence, which has no canvas to put
-    there); entered: the engine's step that was step 0 of the canvas, or would have been for one that begins later, from
-    a draft, at its `first_step`; control: what may stand in it; index: its place in the buffers of the batch (None: it
-    has none yet); has_begun: whether a step has denoised it; final: its tokens (None: it is not finished), after so
-    many `steps`; is_finite: False where its logits were not finite.
+    number: its place in the response; entered: the engine's step that was step 0 of the canvas, or would have been for
+    one that begins later, from a draft, at its `first_step`; control: what may stand in it; index: its place in the
+    buffers of the batch (None: it has none yet); has_begun: whether a step has denoised it; final: its tokens (None: it
+    is not finished), after so many `steps`; is_finite: False where its logits were not finite.
     """
 
     sequence: Sequence
-    number: int | None
+    number: int
     entered: int
     control: CanvasControl | None = None
     first_step: int = 0
@@ -72,8 +71,8 @@ class Sequence:
     pages with the keys and values of those known tokens that are encoded (None while the sequence has no seat);
     drafting: the canvas that is drafted and verified (None: canvases are committed as they are); last_hidden_D: the
     hidden state of the last encoded token, from which the next one is scored, drawn or verified; shared_tokens: the
-    number of known tokens that others had encoded; in_flight: the canvases that are denoised, in order; is_watched:
-    whether its steps are recorded; recorded: the last recorded step of each; reader: called with the hidden states
+    number of known tokens that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
+    steps are recorded; recorded: the last recorded step of each canvas; reader: called with the hidden states
     [L, D] of the last step of a canvas; visitor: called with the number of every step of a canvas, the tokens that it
     saw [L] and the self-conditioning signal [L, D].
     """
@@ -109,7 +108,7 @@ class Sequence:
     paged: PagedRow | None = None
     last_hidden_D: Tensor | None = None
     shared_tokens: int = 0
-    in_flight: list[CanvasInFlight] = field(default_factory=list)
+    canvas: CanvasInFlight | None = None
     recorded: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -157,7 +156,6 @@ class Sequence:
         standing = self.drafting.tokens[: self.drafting.given]
         self.known += standing + canvas.final[len(standing) :]
         self.drafting.unverified, self.drafting.step = canvas.steps, canvas.first_step + canvas.steps - 1
-        self.in_flight.clear()
 
     def retract(self) -> None:
         """Take the draft that is to be verified away from the known tokens."""
@@ -219,8 +217,8 @@ class Sequence:
                 return whole - count
         return 0
 
-    def result(self, settings: SamplingSettings, width: int = 1) -> Result:
-        """The result, as the caller of the engine gets it; width: the canvases that were denoised side by side."""
+    def result(self, settings: SamplingSettings) -> Result:
+        """The result, as the caller of the engine gets it."""
         if self.error is not None:
             return Result.failed(self.request.id, self.error)
         response = parse(self.tokens, self.request, settings, self.prompt, is_stopped=self.finish_reason == "stop")
@@ -235,7 +233,7 @@ class Sequence:
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs if self.request.top_logprobs else None,
             draw=self.draw,
-            forwards=Forwards(**self.calls, width=width),
+            forwards=Forwards(**self.calls),
             prompt_tokens=len(self.prompt_tokens),
             cached_tokens=min(self.shared_tokens, len(self.prompt_tokens)),
         )
@@ -316,7 +314,7 @@ def drawn_again(first: Sequence, draw: int) -> Sequence:
     own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
     own["drafting"] = None if first.drafting is None else Drafting()
     own["control"] = None if first.control is None else first.control.copy()
-    return replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], recorded={}, top_logprobs=[])  # type: ignore[arg-type]
+    return replace(first, **own, tokens=[], steps=[], known=[], canvas=None, recorded={}, top_logprobs=[])  # type: ignore[arg-type]
 
 
 def _require_plain(strategy: Strategy, max_steps: int, settings: SamplingSettings) -> None:

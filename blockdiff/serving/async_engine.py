@@ -59,7 +59,7 @@ class AsyncEngine:
 
     model: a model, with its tokenizer, or a `Sampler`, whose settings are taken. max_waiting: the requests that may be
     unanswered beside those that run; max_prompt_tokens: of a request (None: as many as the model sees);
-    prepare_seconds: to compile its constraint. options: those of `Engine`, such as max_rows, seed and exact. Use it
+    prepare_seconds: to compile its constraint. options: those of `Engine`, such as max_rows and seed. Use it
     with `async with`, or call `start` and `close`.
 
     A request is tokenised, and its constraint compiled, in threads beside the engine's. An exception of the engine

@@ -19,8 +19,8 @@ class ServeSettings(BaseModel):
     """The keys of serve.yaml; what is not said is as here.
 
     name: what the model is called (None: its directory's name); hosts: further names that the Host header may have
-    (`"*"`: any); origins: sites whose pages may ask; max_rows, max_waiting, tokens_per_step, canvases, exact: of the
-    engine; limits: of a request; drain_seconds: how long answers may go on after SIGTERM.
+    (`"*"`: any); origins: sites whose pages may ask; max_rows, max_waiting, tokens_per_step: of the engine; limits: of
+    a request; drain_seconds: how long answers may go on after SIGTERM.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -37,8 +37,6 @@ class ServeSettings(BaseModel):
     max_rows: int = Field(32, ge=1)
     max_waiting: int = Field(256, ge=0)
     tokens_per_step: int | None = Field(None, ge=1)
-    canvases: int = Field(1, ge=1)
-    exact: bool = False
     limits: Limits = Limits()
     drain_seconds: int = Field(120, ge=0)
 
@@ -59,7 +57,7 @@ class ServeSettings(BaseModel):
 
     def engine_options(self) -> dict[str, Any]:
         """The options of `AsyncEngine`."""
-        names = ("max_rows", "max_waiting", "tokens_per_step", "canvases", "exact")
+        names = ("max_rows", "max_waiting", "tokens_per_step")
         return {name: getattr(self, name) for name in names}
 
     def _keys(self) -> tuple[str, ...]:

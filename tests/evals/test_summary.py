@@ -25,7 +25,7 @@ def record(is_solved: bool, steps: list[int], text: str = "a", ending: str = "eo
         "is_solved": is_solved,
         "text": text,
         "steps": steps,
-        "forwards": {"denoise": sum(steps), "encode": 2, "verify": 1, "width": 2},
+        "forwards": {"denoise": sum(steps), "encode": 2, "verify": 1},
         "length": 4,
         "finish_reason": ending,
         **facts,
@@ -42,7 +42,7 @@ def test_a_summary_counts_steps_endings_and_empty_answers():
     assert (found["count"], found["solved"], found["errors"], found["empty"]) == (3, 1, 1, 1)
     assert found["endings"] == {"eos": 1, "error": 1, "length": 1}
     assert found["steps_per_canvas"] == 10 / 3 and found["steps_histogram"] == {"2": 1, "4": 2}
-    kinds = {"total": 19 / 3, "denoise": 10 / 3, "encode": 2, "verify": 1, "width": 2}
+    kinds = {"total": 19 / 3, "denoise": 10 / 3, "encode": 2, "verify": 1}
     assert found["forwards_per_row"] == kinds and found["tokens_per_forward"] == 12 / 19
     assert "groups" not in found and found["facts"] == {}
 
@@ -67,7 +67,7 @@ def test_a_person_reads_every_figure_and_a_table_of_the_groups():
     assert "solved              1 of 1 (100.0%)" in told and "valid               1 of 1 (100.0%)" in told
     assert "first canvas        after 1.00 s (median of the rows)" in told
     assert "ended by            eos 1; 0 empty" in told
-    assert "forwards per row    5.00 (2.00 denoise, 2.00 encode, 1.00 verify; 2 canvases in a call)" in told
+    assert "forwards per row    5.00 (2.00 denoise, 2.00 encode, 1.00 verify)" in told
     assert told[-2].split() == ["size", "rows", "solved", "share", "steps"]
     assert told[-1].split() == ["4", "1", "1", "100.0%", "2.00"]
 

@@ -12,18 +12,18 @@ from blockdiff.kernels.span_attention import c as in_c
 from blockdiff.kernels.span_attention import torch as in_torch
 from blockdiff.kernels.span_attention.gathered import Gathered, GatheredPool
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
-from blockdiff.spans import running_spans
+from blockdiff.spans import canvas_spans
 from tests.closeness import relative_error
 from tests.oracles import span_attention as reference
 
 pytestmark = pytest.mark.quick
 
-P, PAGES, K, d, L = 4, 60, 2, 16, 6
+P, PAGES, K, d = 4, 60, 2, 16
 
 
-@pytest.mark.parametrize(("canvases", "window"), [(1, None), (1, 9), (3, 5), (2, None)])
+@pytest.mark.parametrize(("L", "window"), [(6, None), (6, 9), (18, 5)])
 @pytest.mark.parametrize("limit", [0, 1 << 30])
-def test_rows_that_grow_leave_and_are_cut_are_read_as_from_their_pages(canvases, window, limit, monkeypatch):
+def test_rows_that_grow_leave_and_are_cut_are_read_as_from_their_pages(L, window, limit, monkeypatch):
     """By SDPA, by a product of all scores and in C; own keys of some calls and tokens of dropped rows are NaN."""
     monkeypatch.setattr(in_torch, "SMALL_GATHERED", limit)
     draw, generator = random.Random(1), torch.Generator().manual_seed(2)
@@ -71,8 +71,8 @@ def test_rows_that_grow_leave_and_are_cut_are_read_as_from_their_pages(canvases,
         table = torch.tensor([pages + [0] * (16 - len(pages)) for pages, _ in rows], dtype=torch.int32)
         contents = [[(page, versions[page]) for page in pages] for pages, _ in rows]
         pages = BlockTable(table, torch.tensor(lengths).int(), P, lengths=lengths, contents=contents)
-        spans = running_spans(torch.tensor(lengths), canvases, L, window)
-        B, T = len(rows), canvases * L
+        spans = canvas_spans(torch.tensor(lengths), L, window)
+        B, T = len(rows), L
         plain = [PagedTensor(pool, pages) for pool in pools]
         for turn in range(2):
             q, own_k, own_v = drawn(B, T, 2 * K, d), drawn(B, T, K, d), drawn(B, T, K, d)

@@ -11,7 +11,7 @@ from blockdiff.kernels.span_attention import c as in_c
 from blockdiff.kernels.span_attention import torch as in_torch
 from blockdiff.kernels.span_attention import triton
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
-from blockdiff.spans import Spans, encode_spans, running_spans
+from blockdiff.spans import Spans, canvas_spans, encode_spans
 from tests.closeness import relative_error
 from tests.oracles import span_attention as reference
 
@@ -42,10 +42,10 @@ def in_pages(dense_BSKd: Tensor, lengths: list[int], page_tokens: int) -> PagedT
 
 
 def spans_of(geometry: str, lengths: list[int], T: int) -> Spans:
-    """Causal tokens after a prefix, with and without a window, or two canvases side by side."""
+    """Causal tokens after a prefix, with and without a window, or a canvas."""
     past = torch.tensor(lengths)
-    if geometry == "canvases":
-        return running_spans(past, 2, T // 2)
+    if geometry == "canvas":
+        return canvas_spans(past, T)
     doc_start = torch.zeros(len(lengths), T, dtype=torch.int64)
     doc_start[0, T - 2 :] = -1  # padding
     return encode_spans(doc_start, 6 if geometry == "window" else None, past)
@@ -63,7 +63,7 @@ def inputs(lengths: list[int], T: int, h: int, K: int, d: int) -> tuple[Tensor, 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(  # the kernel's tiles have 32 keys: 32 and 64 are whole tiles
-    "page_tokens,geometry", [(7, "causal"), (7, "window"), (7, "canvases"), (32, "window"), (64, "causal")]
+    "page_tokens,geometry", [(7, "causal"), (7, "window"), (7, "canvas"), (32, "window"), (64, "causal")]
 )
 def test_a_prefix_in_pages_is_read_as_a_dense_one(page_tokens, geometry):
     lengths, T = [70, 0, 33], 10

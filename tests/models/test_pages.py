@@ -13,8 +13,7 @@ from blockdiff.kernels.span_attention.paged import BlockTable
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
-from blockdiff.models.prefix import Prefix
-from blockdiff.spans import Spans, denoise_spans, running_spans
+from blockdiff.spans import canvas_spans, denoise_spans
 from tests.oracle import oracle, ours
 from tests.paged import close, opened, tokens
 
@@ -131,17 +130,15 @@ def test_a_row_may_come_twice(model):
             close(hidden[n : n + 1], pages.denoise([rows[place]], some[n : n + 1]))
 
 
-def test_parts_of_a_set_are_denoised_in_turns_as_each_row_alone(model):
+def test_a_set_in_any_order_and_parts_of_it_are_denoised_as_each_row_alone(model):
     pages = Pages(model, 8)
     rows, canvas = opened(pages, [tokens(n, seed=n) for n in (20, 31, 9)]), tokens(3, L)
-    steps = pages.step_buffers(4, 1, L)
+    steps = pages.step_buffers(4, L)
     truth = [pages.denoise([row], canvas[n : n + 1]) for n, row in enumerate(rows)]
     for order in ((0, 1, 2), (2, 0, 1)):
-        steps.load(rows)
-        for n in order:
-            assert torch.equal(steps.denoise(canvas[n : n + 1], first=n), truth[n])
-        close(steps.denoise(canvas), torch.cat(truth))
-        close(steps.denoise(canvas[:2]), torch.cat(truth[:2]))
+        for part in (order, order[:2]):
+            steps.load([rows[n] for n in part])
+            close(steps.denoise(canvas[list(part)]), torch.cat([truth[n] for n in part]))
 
 
 def test_only_what_has_changed_is_copied_for_attention_in_torch(model, monkeypatch):
@@ -158,7 +155,7 @@ def test_only_what_has_changed_is_copied_for_attention_in_torch(model, monkeypat
 
     monkeypatch.setattr(BlockTable, "places_of", noted)
     first, second, third = opened(pages, [tokens(n, seed=n) for n in (40, 48, 32)])
-    steps = pages.step_buffers(3, 1, L)
+    steps = pages.step_buffers(3, L)
 
     def copied(rows: list[PagedRow]) -> set[tuple[int, int, int]]:
         """Place, begin and end of what is copied of full layers when these rows are denoised."""
@@ -203,56 +200,17 @@ def test_a_row_with_broken_numbers_leaves_nothing_behind(model):
     )
 
 
-# -- several canvases of a row ---------------------------------------------------------------------------------
-
-
-def brute_force(start: int, canvases: int, length: int, window: int | None) -> Tensor:
-    """Which columns of the row, prefix and canvases, each token of the canvases sees: [C L, start + C L]."""
-    columns = torch.arange(start + canvases * length)
-    lines = []
-    for canvas in range(canvases):
-        begin = start + canvas * length
-        oldest = 0 if window is None else begin - window + 1
-        lines += [(columns >= oldest) & (columns < begin + length)] * length
-    return torch.stack(lines)
+# -- the canvas of a row ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 4, 8, 16])
-@pytest.mark.parametrize("canvases", [1, 3])
-def test_a_canvas_of_a_running_set_sees_the_earlier_ones_as_if_they_were_clean(window, canvases):
+def test_a_canvas_sees_the_last_columns_of_its_row_and_itself(window):
     starts = torch.tensor([0, 3, 9])
-    mask = running_spans(starts, canvases, 5, window).dense(9, canvases * 5)
+    mask = canvas_spans(starts, 5, window).dense(9, 5)
+    zeros = torch.zeros(3, 1, dtype=torch.int64)
+    assert torch.equal(denoise_spans(starts[:, None], zeros, zeros + 5, 5, window).dense(9, 5), mask)
     for start, is_seen in zip(starts.tolist(), mask, strict=True):
-        assert torch.equal(torch.cat([is_seen[:, :start], is_seen[:, 9:]], 1), brute_force(start, canvases, 5, window))
-        assert not is_seen[:, start:9].any()
-    if canvases == 1:
-        zeros = torch.zeros(3, 1, dtype=torch.int64)
-        alone = denoise_spans(starts[:, None], zeros, zeros + 5, 5, window)
-        assert torch.equal(alone.dense(9, 5), mask)
-
-
-def over_prefix(model: DiffusionGemma, canvas: Tensor, prefix: Prefix, canvases: int) -> Tensor:
-    """A running set of one row by the model's own call, with the mask of `brute_force` as bounds."""
-    (start,) = prefix.lengths_B.tolist()
-    spans = {}
-    for name, kind in model.kinds.items():
-        mask = brute_force(start, canvases, L, kind.window)
-        lo, hi = mask.int().argmax(1), mask.shape[1] - mask.flip(1).int().argmax(1)
-        bounds = torch.stack([lo.clamp(max=start), hi.clamp(max=start), (lo - start).clamp(min=0), hi - start], -1)
-        spans[name] = prefix.held(kind, Spans(bounds[None].int()))
-    positions = start + torch.arange(canvases * L)[None]
-    return model(canvas, positions, spans, prefix.layers(), True)[0]
-
-
-def test_several_canvases_of_a_row_are_denoised_together(model):
-    pages = Pages(model, 8)
-    prompts = [tokens(33), tokens(4, seed=1), tokens(20, seed=2)]
-    rows, canvas = opened(pages, prompts), tokens(3, 3 * L, seed=3)
-    hidden = pages.denoise(rows, canvas, canvases=3)
-    for n, prompt in enumerate(prompts):
-        prefix = model.encode(prompt[None])
-        close(hidden[n : n + 1], over_prefix(model, canvas[n : n + 1], prefix, 3))
-        close(hidden[n : n + 1, :L], model.denoise(canvas[n : n + 1, :L], prefix))
-    close(pages.denoise(rows, canvas[:, : 2 * L], canvases=2), hidden[:, : 2 * L])
-    pages.encode(rows, canvas[:, :L], [L] * 3)
-    assert not torch.allclose(pages.denoise(rows, canvas[:, L:], canvases=2), hidden[:, L:])
+        oldest = 0 if window is None else start - window + 1
+        column = torch.arange(9)
+        of_row = (column >= oldest) & (column < start)
+        assert torch.equal(is_seen[:, :9], of_row.expand(5, 9)) and is_seen[:, 9:].all()

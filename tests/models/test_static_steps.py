@@ -68,11 +68,11 @@ def step_of(
 ) -> Callable[[], Any]:
     """The step of canvases after these rows, by the default strategy or another, as a graph would hold it."""
     settings, B = settings_of(model, None, Generation(), strategy=strategy), len(rows)
-    step = CanvasStep(model, settings, pages, 1, B, keeps=False)
+    step = CanvasStep(model, settings, pages, B, keeps=False)
     shape = captured_shape(settings.strategy, 8)
     assert shape is not None
     step.prefixes.load(rows)
-    call = StepCall(0, B, B, (), ((settings.strategy, None),), [], [shape] * B)
+    call = StepCall(B, B, (), ((settings.strategy, None),), [], [shape] * B)
     return lambda: step(call)
 
 

@@ -114,7 +114,7 @@ def test_rows_are_encoded_into_pages_and_denoised_there_as_by_torch(name):
         if name == "diffusion_gemma":
             canvases = tokens(2, 16, seed=7).to(DEVICE)
             out.append(pages.denoise([third, second], canvases[:, :8]))
-            out.append(pages.denoise([second, first], canvases, canvases=2))
+            out.append(pages.denoise([second, first], canvases))
         pages.check()
         found.append(out)
     for one, other in zip(*found, strict=True):

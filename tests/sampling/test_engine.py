@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.soak import soak
-from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, Full, RequestError
 from blockdiff.models.page_buffers import StepBuffers
@@ -184,7 +183,7 @@ def test_what_can_never_fit_into_memory_is_refused(model):
     assert finished(engine)["b"].error is None
 
 
-@pytest.mark.parametrize("name", ["max_rows", "max_waiting", "page_tokens", "chunk_tokens", "canvases"])
+@pytest.mark.parametrize("name", ["max_rows", "max_waiting", "page_tokens", "chunk_tokens"])
 @pytest.mark.parametrize("count", [0, -1, 2.5])
 def test_a_count_of_nothing_is_refused_by_its_name(model, name, count):
     with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {count}"):
@@ -336,59 +335,6 @@ def test_padding_to_buckets_changes_no_answer(model):
     assert engine.denoised_canvases % 4 == 0
 
 
-def test_in_exact_mode_tokens_are_equal_to_the_bit_whatever_shares_the_steps():
-    """In bf16, where any other shape of a call rounds another way."""
-    model = init(tiny_config(canvas_length=L), seed=3, device="cpu", kernels="torch", dtype="bfloat16")
-    head = [30] * 20
-    requests = [replace(request, tokens=[*head, *request.tokens]) for request in requests_of(5)]
-
-    def entropies(batch: list[Request], **options) -> dict[str | int, list[list[float]]]:
-        found: dict[str | int, list[list[float]]] = {request.id: [] for request in batch}
-        engine = Engine(model, None, LIVELY, page_tokens=8, chunk_tokens=16, exact=True, **options)
-        for request in batch:
-            engine.submit(request, watch=True)
-        while engine.step():
-            pass
-        for event in engine.events():
-            if isinstance(event, Step):
-                found[event.id].append(event.entropy)
-        return found
-
-    together = entropies(requests)
-    assert entropies(requests[::-1], max_rows=3) == together
-    assert entropies(requests, capacity=160) == together
-    for request in requests:
-        assert entropies([request])[request.id] == together[request.id]
-
-
-def test_several_canvases_of_a_response_are_denoised_side_by_side_and_committed_in_order(model):
-    requests = requests_of(6)
-    answered = {}
-    for rows in (1, 6):
-        engine = Engine(model, None, LIVELY, canvases=2, max_rows=rows, page_tokens=8)
-        order: dict[str | int, list[int]] = {}
-        for request in requests:
-            engine.submit(request)
-        steps = 0
-        while engine.step():
-            steps += 1
-            for event in engine.events():
-                if isinstance(event, CommittedCanvas):
-                    order.setdefault(event.id, []).append(event.canvas)
-                elif isinstance(event, Result):
-                    answered.setdefault(event.id, []).append(event)
-        for event in engine.events():
-            if isinstance(event, Result):
-                answered.setdefault(event.id, []).append(event)
-        assert all(numbers == list(range(len(numbers))) for numbers in order.values())
-        nothing_is_left(engine)
-        if rows == 1:  # canvases overlap in time
-            assert steps < sum(sum(results[0].steps) for results in answered.values())
-    assert all(one == many for one, many in answered.values())
-    of_sampler = Sampler(model, None, LIVELY, canvases=2).generate(requests)
-    assert of_sampler == [answered[request.id][0] for request in requests] and of_sampler[0].forwards.width == 2
-
-
 def ended(engine: Engine, requests: list[Request]) -> dict[str | int, Result]:
     """The results of requests that all end within a few steps."""
     results = {}
@@ -401,71 +347,6 @@ def ended(engine: Engine, requests: list[Request]) -> dict[str | int, Result]:
             nothing_is_left(engine)
             return results
     raise AssertionError("the engine does not end")
-
-
-def test_canvases_side_by_side_may_end_in_the_same_step_as_the_response(model):
-    every_token_ends = replace(LIVELY, confidence=1e-9, eos_ids=tuple(range(1, V)))
-    engine = Engine(model, None, every_token_ends, canvases=2)
-    results = ended(engine, requests_of(2))
-    assert [(each.finish_reason, len(each.tokens), each.steps) for each in results.values()] == [("eos", 1, [6])] * 2
-    assert not engine.answered()  # of what was entered, not of what was submitted
-
-
-def test_a_controlled_response_goes_on_canvas_after_canvas_where_others_run_side_by_side(model):
-    [request] = requests_of(1)
-    asked, settings = replace(request, banned=[5, 6]), replace(LIVELY, eos_ids=())
-    side_by_side = ended(Engine(model, None, settings, canvases=2), [asked])
-    assert side_by_side == alone(model, [asked], settings) and len(side_by_side[0].steps) == 3
-
-
-def test_a_canvas_goes_on_while_several_before_it_are_committed_at_once(model):
-    """Three canvases, of which the second is finished before the first, and the third after both."""
-    [request] = requests_of(1)
-    engine = Engine(model, None, replace(LIVELY, confidence=1e-9, max_new_tokens=4 * L, eos_ids=()), canvases=3)
-    engine.submit(request)
-    engine.step()
-    [sequence] = engine._batch.sequences
-    _, second, third = sequence.in_flight
-    third.entered += 2
-    second.final = [30] * L
-    engine._finish(second)
-    for _ in range(5):
-        engine.step()
-    assert len(sequence.steps) == 2 and sequence.in_flight == [third]
-    engine.step()
-    assert sequence.in_flight[0] is third and sequence.missing == 0 and third.index == 0
-    assert sequence in engine._batch.sequences
-    assert len(finished(engine)[request.id].steps) == 4
-    nothing_is_left(engine)
-
-
-def test_logits_that_are_not_finite_end_a_request_of_several_canvases_once():
-    model = ours(oracle(tiny_config(L), seed=3))
-    with torch.no_grad():
-        model.vocabulary.table.fill_(float("nan"))
-    results = ended(Engine(model, None, LIVELY, canvases=2), requests_of(2))
-    assert all("not finite" in str(each.error) for each in results.values()) and len(results) == 2
-
-
-def test_a_canvas_beside_others_sees_those_before_it_and_the_first_sees_none(model):
-    """Two canvases at their first step against one forward over the running set, written out."""
-    [request] = requests_of(1)
-    engine = Engine(model, None, LIVELY, canvases=2)
-    engine.submit(request, watch=True)
-    engine.step()
-    first, second = (event for event in engine.events() if isinstance(event, Step))
-    assert (first.canvas, second.canvas) == (0, 1)
-    single = Engine(model, None, LIVELY)
-    single.submit(request, watch=True)
-    single.step()
-    [lone] = [event for event in single.events() if isinstance(event, Step)]
-    assert lone.tokens == first.tokens and lone.entropy == pytest.approx(first.entropy, abs=1e-9)
-    pages = Pages(model)
-    row = pages.open()
-    pages.encode([row], torch.tensor([request.tokens]), [len(request.tokens)])
-    hidden = pages.denoise([row], torch.tensor([first.tokens + second.tokens]), canvases=2)[:, L:]
-    stats = model.vocabulary.stats(hidden, second.temperature, torch.zeros(1, L))
-    assert second.entropy == pytest.approx(stats.entropy[0].tolist(), abs=1e-6)
 
 
 def test_logits_that_are_not_finite_end_their_request_and_no_other():
@@ -495,7 +376,6 @@ def test_a_soak_of_random_requests_leaks_no_page_and_every_answer_is_the_oracles
     ("options", "asked"),
     [
         ({}, {}),
-        ({"canvases": 2}, {}),
         ({"strategy": "next_token"}, {}),
         ({}, {"best_of": 2}),
     ],
@@ -512,7 +392,7 @@ def test_forwards_are_the_calls_that_the_model_ran(model, monkeypatch, options, 
     engine = Engine(model, None, settings, max_rows=1, chunk_tokens=16, **options)
     engine.submit(Request("a", tokens=[20] * 40, **asked))
     (result,) = finished(engine).values()
-    assert result.forwards == Forwards(calls["denoise"], calls["encode"], width=options.get("canvases", 1))
+    assert result.forwards == Forwards(calls["denoise"], calls["encode"])
     assert calls["encode"] >= 3 and result.tokens_per_forward == len(result.tokens) / calls.total()
     if not asked and len(options) == 0:
         assert result.forwards.denoise == sum(result.steps)

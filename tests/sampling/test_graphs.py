@@ -112,11 +112,6 @@ def test_other_rules_are_replayed_as_well(model, recorder, rule):
     same_answers(model, requests_of(2, max_steps=9), recorder, strategy=rule)
 
 
-def test_canvases_side_by_side_are_replayed_with_what_those_before_them_became(model, recorder):
-    same_answers(model, requests_of(3, max_new_tokens=4 * L), recorder, canvases=2)
-    assert recorder.replays > 10
-
-
 HOLDS = {
     "templates": [{"template": "ab<?20>c<?7>"}, {"template": "c<?9>"}],
     "banned tokens and penalties": [{"banned": (20, 21), "repetition_penalty": 1.3}, {"banned": (21, 20)}],

@@ -123,8 +123,7 @@ def answers(engine: Engine, requests: list[Request]) -> dict[Any, Result]:
     [
         (dict(page_tokens=3, chunk_tokens=5), {}),
         (dict(page_tokens=2, chunk_tokens=3, max_rows=3, capacity=72), {}),  # some are sent back and encoded again
-        (dict(page_tokens=4, chunk_tokens=7, canvases=2), dict(best_of=2, scores=True)),
-        (dict(page_tokens=5, chunk_tokens=6, exact=True), {}),
+        (dict(page_tokens=4, chunk_tokens=7), dict(best_of=2, scores=True)),
     ],
 )
 def test_company_chunks_and_pages_change_no_answer_to_images(gemma, rows, options, more):
@@ -132,8 +131,7 @@ def test_company_chunks_and_pages_change_no_answer_to_images(gemma, rows, option
     engine = Engine(gemma, None, LIVELY, **options)
     found = answers(engine, requests)
     assert bool(engine._scheduler.preemptions) == ("capacity" in options)
-    canvases = options.get("canvases", 1)
-    alone = {each.id: answers(Engine(gemma, None, LIVELY, canvases=canvases), [each])[each.id] for each in requests}
+    alone = {each.id: answers(Engine(gemma, None, LIVELY), [each])[each.id] for each in requests}
     for id, result in alone.items():
         assert replace(found[id], logprobs=None) == replace(result, logprobs=None)
         assert (found[id].logprobs or []) == pytest.approx(result.logprobs or [], rel=1e-9)

@@ -226,7 +226,5 @@ def test_what_denoises_is_refused_of_a_causal_model(causal):
     sampler = Sampler(causal, generation=SETTINGS)
     with pytest.raises(RequestError, match="not both can answer"):
         sampler.generate([Request("a", tokens=[3], strategy="quota")])
-    with pytest.raises(ValueError, match="one after the other"):
-        Engine(causal, generation=SETTINGS, canvases=2)
     with pytest.raises(RequestError, match="need a tokenizer"):
         sampler.generate([Request("a", tokens=[3], stop=["x"])])

@@ -97,10 +97,6 @@ def test_a_read_is_the_same_in_company(model) -> None:
         [alone] = sampler.read([request], TEMPLATE, CHOICES, steps=2, draws=2)
         for name in CHOICES:
             assert alone.probabilities[name] == pytest.approx(read.probabilities[name], abs=1e-12)
-    single = Sampler(model.float(), TOKENIZER, GENERATION)
-    exact = single.read(requests, TEMPLATE, CHOICES, steps=2, draws=2, exact=True)
-    assert exact == [single.read([r], TEMPLATE, CHOICES, steps=2, draws=2, exact=True)[0] for r in requests]
-    model.double()
 
 
 def test_a_free_hole_has_the_likeliest_texts_of_each_position(model) -> None:

@@ -79,14 +79,14 @@ class GatheredPool:
 
     def load(self, pages: BlockTable, seen: Seen, own: int) -> list[Tensor]:
         """The copies of all tensors, with what is seen of a table's rows in them, and with room for `own` tokens."""
-        last, columns = pages.first + len(seen.begins), seen.columns + own
-        if len(self._places) < last or self._copies[0].shape[3] < columns:
-            self._make(last, columns)
+        rows, columns = len(seen.begins), seen.columns + own
+        if len(self._places) < rows or self._copies[0].shape[3] < columns:
+            self._make(rows, columns)
         if self._loaded != (pages, seen):
             self._copy(pages, seen)
             self._loaded, self._has_own = (pages, seen), False
         if own and not self._has_own:
-            for place in self._places[pages.first : last]:
+            for place in self._places[:rows]:
                 place.clean = min(place.clean, seen.columns)
             self._has_own = True
         return self._copies
@@ -108,7 +108,7 @@ class GatheredPool:
         stale = [
             (row, *run)
             for row, (begin, end, contents) in enumerate(zip(seen.begins, pages.lengths, pages.contents, strict=True))
-            for run in _update(self._places[pages.first + row], begin, end, contents, seen.columns, pages.page_tokens)
+            for run in _update(self._places[row], begin, end, contents, seen.columns, pages.page_tokens)
         ]
         if not stale:
             return
@@ -117,10 +117,9 @@ class GatheredPool:
         column_N = (firsts - counts.cumsum(0) + counts).repeat_interleave(counts)
         column_N += torch.arange(len(column_N), device=column_N.device)
         source_N = pages.places_of(row_N, column_N)
-        place_N = row_N + pages.first
         column_N -= torch.tensor(seen.begins, device=column_N.device)[row_N]
         for x, copy in zip(self._tensors, self._copies, strict=True):
-            copy.transpose(2, 3)[:, place_N, column_N] = x.flatten(1, 2).index_select(1, source_N)
+            copy.transpose(2, 3)[:, row_N, column_N] = x.flatten(1, 2).index_select(1, source_N)
 
 
 def _update(
@@ -167,4 +166,4 @@ class Gathered:
 
     def _loaded(self, pages: BlockTable, seen: Seen, own: int) -> Tensor:
         copy = self.pool.load(pages, seen, own)[self.tensor][self.layer]
-        return copy[pages.first : pages.first + len(seen.begins), :, : seen.columns + own]
+        return copy[: len(seen.begins), :, : seen.columns + own]

@@ -26,8 +26,7 @@ class BlockTable:
     tokens over all pages: their columns are counted, too (None: the call reads and writes nothing).
 
     lengths, contents: the same for the host, where it may know them: how many columns each row has, and what stands in
-    its pages; a captured step may not, for it runs again on other rows. first: the place of the first of these rows
-    among all that are denoised together. seen: what `gathered.seen_of` has found.
+    its pages; a captured step may not, for it runs again on other rows. seen: what `gathered.seen_of` has found.
     """
 
     table_BM: Tensor
@@ -36,7 +35,6 @@ class BlockTable:
     own_N: Tensor | None = None
     lengths: Sequence[int] | None = None
     contents: Sequence[Sequence[PageContent]] = ()
-    first: int = 0
     seen: dict[Spans | None, Seen] = field(default_factory=dict, repr=False)
 
     @property
