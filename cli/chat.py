@@ -72,7 +72,6 @@ def chat(
     Canvases are shown while they are denoised. Through a pipe every line is a
     message, and the answers go to stdout.
     """
-    from blockdiff.models.pages import Pages
     from blockdiff.terminal import quiet
 
     quiet()
@@ -91,7 +90,6 @@ def chat(
             "messages (or with data.chat: true), or ask by `blockdiff sample --prompt`"
         )
     sampler = opened.open(sampling.strategy_for(opened, settings), settings, tokenizer)
-    sampler.pages = Pages(sampler.model)  # room for a long talk
     talk = Chat(sampler, system, sampling.seed, thinking)
     for each in image or ():
         talk.put(each)
@@ -231,7 +229,6 @@ class Chat:
     def say(self, text: str) -> None:
         """Send a message and show the answer as it fills in."""
         from blockdiff.cli.live import Watcher
-        from blockdiff.models.pages import Pages
 
         self._turn += 1
         self.messages.append(user_message(text, ()))
@@ -256,11 +253,8 @@ class Chat:
         except (DataError, RequestError) as error:
             self.images = images
             self._refused(str(error))
-        except Ended:
-            self._ended(view, canvases)
         except KeyboardInterrupt:
             self._ended(view, canvases)
-            self.sampler.pages = Pages(self.sampler.model)  # a step may have been left half done
         else:
             view.close()
             self._show(result)

@@ -141,7 +141,7 @@ class ScriptedRow:
 class ScriptedPages:
     """Stands in for the pages of a `ScriptedModel`. A row's first tokens are its prompt, the later ones canvases."""
 
-    page_tokens = 128
+    page_tokens, capacity = 128, 1 << 40
 
     def __init__(self, model: ScriptedModel):
         self.model, self.rows, self.empty = model, set[ScriptedRow](), ScriptedRow()

@@ -191,6 +191,11 @@ class PagedRows:
         return min(pool.available for pool in self.pools.values()) * self.page_tokens
 
     @property
+    def capacity(self) -> int:
+        """The number of tokens that can be held at most, in whole pages."""
+        return min(pool.most for pool in self.pools.values()) * self.page_tokens
+
+    @property
     def statistics(self) -> PageStatistics:
         """Counts of the pages now, and of what happened since the beginning."""
         pools = self.pools.items()

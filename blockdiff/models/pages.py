@@ -70,6 +70,13 @@ class Pages(PagedRows):
             self.images.clear()
             self._version = version
 
+    def grow(self, capacity: int) -> None:
+        """Let so many tokens fit, or as many as the device has memory for beside what is held; never fewer than did."""
+        if capacity > self.capacity:
+            most = min(capacity, _capacity(self.model)) // self.page_tokens
+            for pool in self.pools.values():
+                pool.most = max(pool.most, most)
+
     def make_pools(self) -> dict[str, Pool]:
         """Make the pools' tensors, with room for every page, where that is not done yet; returns the pools."""
         if not all(pool.tensors for pool in self.pools.values()):

@@ -126,6 +126,8 @@ class CanvasBatch:
         is_looked_at = any(row.is_watched or row.reader or row.visitor for row in self.sequences)
         if self.graphs is None or len(strategies) > 1 or is_looked_at:
             return None
+        if not all(row.may_capture for row in self.sequences):
+            return None
         if not all(each.rows is None for each in self._canvas_controls):
             return None
         [strategy], diffusion = strategies, self.settings.diffusion
@@ -153,8 +155,8 @@ class CanvasBatch:
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def step(self, now: int) -> tuple[list[CanvasInFlight], list[Step]]:
-        """Denoise every canvas once; returns the canvases that this finishes, and the records of the watched ones.
+    def step(self, now: int) -> tuple[list[CanvasInFlight], list[tuple[Sequence, Step]]]:
+        """Denoise every canvas once; returns the canvases that this finishes, and the records of watched sequences.
 
         now: the number of the engine's step.
         """
@@ -165,7 +167,7 @@ class CanvasBatch:
             step.temperature_BT[torch.tensor(places, device=self.model.device)] = temperatures
         self._is_new = False
         step.now.fill_(now)
-        call, records, hidden_BLD = self._call(steps), list[Step](), None
+        call, records, hidden_BLD = self._call(steps), list[tuple["Sequence", Step]](), None
         if self._captured is not None:
             assert self.graphs is not None
             self.graphs.run(self._captured[1], lambda: step(call))
@@ -241,7 +243,9 @@ class CanvasBatch:
                 finished.append(canvas)
         return finished
 
-    def _records(self, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision) -> list[Step]:
+    def _records(
+        self, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision
+    ) -> list[tuple[Sequence, Step]]:
         """The records of the watched sequences; a step that is repeated after a preemption is recorded once."""
         watched = {}
         for place, (canvas, step) in enumerate(zip(self.canvases, steps, strict=True)):
@@ -249,4 +253,5 @@ class CanvasBatch:
             if sequence.is_watched and step > sequence.recorded.get(number, -1):
                 sequence.recorded[number] = step
                 watched[place] = sequence.id, number, step, self._shape(place, step).temperature
-        return step_records(watched, tokens_BL, stats, decision, self._step.pinned_BL[: len(tokens_BL)])
+        records = step_records(watched, tokens_BL, stats, decision, self._step.pinned_BL[: len(tokens_BL)])
+        return list(zip([self.canvases[place].sequence for place in watched], records, strict=True))

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 10_000
 CHUNK_TOKENS = 512
+UNCAPTURED = "graphs: no step of this model can be captured; that takes canvases, CUDA and Triton"
 Event = Step | Verification | CommittedCanvas | Result
 
 
@@ -105,27 +106,33 @@ class Engine:
         self.settings = settings or settings_of(model, tokenizer, generation, choices, strategy)
         self.seed = seed
         self.pages = pages or Pages(model, page_tokens, capacity)
-        self.capacity = self.pages.free_tokens()
         self._scheduler = Scheduler(
             self.pages, max_waiting, chunk_tokens, self.settings.canvas_length, self.settings.is_next_token
         )
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
-        denoiser = model.drafter if isinstance(model, Drafted) else model
-        capture = None if graphs is False or self.settings.is_next_token else capture_of(denoiser)
-        if buckets is None and capture is not None:
-            buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
-        step_graphs = None if capture is None else Graphs(capture)
-        if graphs and step_graphs is None:
-            raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
+        can_capture = graphs is not False and not self.settings.is_next_token
+        self._buckets, self._capture = buckets, capture_of(self._denoiser) if can_capture else None
+        if graphs and self._capture is None:
+            raise ValueError(UNCAPTURED)
         self._encoding = Encoding(model, self.pages)
-        self._batch = CanvasBatch(denoiser, self.settings, self.pages, max_rows, buckets, step_graphs)
+        self._batch = self._batch_of(max_rows)
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
-        self._events: list[Event] = []
-        self._answered: list[tuple[Sequence, Result]] = []
+        self._events: list[tuple[Sequence, Event]] = []  # of requests whose caller brings no list
         self._now = 0  # steps so far
         self._has_changed = False  # a canvas has been finished since the last step
+
+    @property
+    def _denoiser(self) -> BlockDiffusionModel:
+        return self.model.drafter if isinstance(self.model, Drafted) else self.model
+
+    def _batch_of(self, max_rows: int) -> CanvasBatch:
+        """An empty batch with buffers for so many rows."""
+        buckets, graphs = self._buckets, None if self._capture is None else Graphs(self._capture)
+        if buckets is None and graphs is not None:
+            buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
+        return CanvasBatch(self._denoiser, self.settings, self.pages, max_rows, buckets, graphs)
 
     # -- requests in, events out -------------------------------------------------------------------------------
 
@@ -147,8 +154,18 @@ class Engine:
         return request.id
 
     @one_caller
-    def enter(self, draws: list[Sequence], watch: bool = False) -> None:
-        """Take all draws of a request, as `submit` does; ids may come several times, and `cancel` finds none."""
+    def enter(
+        self,
+        draws: list[Sequence],
+        watch: bool = False,
+        events: list[tuple[Sequence, Event]] | None = None,
+        captures: bool = True,
+    ) -> None:
+        """Take all draws of a request, as `submit` does; ids may come several times, and `cancel` finds none.
+
+        events: gets the events, each after its sequence (None: they are among those of `events`); captures: whether
+        steps of these rows may be captured.
+        """
         first = draws[0]
         needed = len(first.prompt_tokens) + first.canvases * self.settings.canvas_length
         if needed > self.capacity:
@@ -157,7 +174,8 @@ class Engine:
                 f"tokens of memory, and there are {self.capacity}; shorten it or lower max_new_tokens"
             )
         for draw in draws:
-            draw.is_watched = watch
+            draw.is_watched, draw.may_capture = watch, captures
+            draw.events = self._events if events is None else events
         self._scheduler.add(*draws)
         self._unfinished += 1
 
@@ -177,7 +195,6 @@ class Engine:
         self._batch.arrange([])
         self._sequences.clear()
         self._events.clear()
-        self._answered.clear()
         self._unfinished = 0
 
     def close(self) -> None:
@@ -187,23 +204,49 @@ class Engine:
             self.is_closed = True
 
     @one_caller
+    def drop(self, firsts: abc.Collection[Sequence]) -> None:
+        """Drop those of some requests, by their first draws, that are unanswered, and give back their pages."""
+        for first in firsts:
+            left = [draw for draw in first.draws if not draw.is_done]
+            for draw in left:
+                draw.is_done = self._has_changed = True
+                self._scheduler.leave(draw)
+            self._unfinished -= bool(left)
+        if not self._unfinished:
+            self._scheduler.live = []
+            self._batch.arrange([])
+
+    @one_caller
     def limit(self, max_rows: int) -> None:
-        """Set how many requests run at the same time, at most `most_rows`; none may be unfinished."""
-        if self._unfinished or not 1 <= max_rows <= self.most_rows:
-            raise ValueError(f"max_rows {max_rows}: an idle engine takes 1 to {self.most_rows}, as it was made for")
+        """Set how many requests run at the same time; where more than ever before may, those that run begin anew."""
+        if max_rows > self.most_rows:
+            self._scheduler.preempt_all()
+            denoised, self._batch = self._batch.denoised, self._batch_of(max_rows)
+            self._batch.denoised, self._has_changed, self.most_rows = denoised, True, max_rows
         self._scheduler.limit(max_rows)
+
+    @one_caller
+    def grow(self, tokens: int) -> None:
+        """Let pages of so many tokens be taken, as far as the device has memory for them."""
+        self.pages.grow(tokens)
+        self._has_changed = True  # steps read the pages where they lie then
 
     @one_caller
     def events(self) -> list[Event]:
         """The events since the last call: watched steps and verifications, committed canvases, and results."""
-        events, self._events = self._events, []
+        events = [event for _, event in self._events]
+        self._events.clear()
         return events
 
-    @one_caller
-    def answered(self) -> list[tuple[Sequence, Result]]:
-        """The requests taken by `enter` and answered since the last call, as first draws and results, in that order."""
-        answered, self._answered = self._answered, []
-        return answered
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that the pages hold at most."""
+        return self.pages.capacity
+
+    @property
+    def captures(self) -> bool:
+        """True where steps that can be are captured."""
+        return self._capture is not None
 
     @property
     def unfinished(self) -> int:
@@ -258,7 +301,7 @@ class Engine:
                 sequence.error = f"{NOT_FINITE} (canvas {len(sequence.steps) + 1}, verification {drafting.rounds + 1})"
                 continue
             if sequence.is_watched:
-                self._events.append(verification)
+                sequence.events.append((sequence, verification))
             drafting.add(verification)
             sequence.retract()
             if not sequence.has_next(drafting.tokens[: drafting.given], self.settings):
@@ -286,7 +329,8 @@ class Engine:
             return
         finished, records = self._batch.step(self._now)
         self._now += 1
-        self._events += records
+        for sequence, record in records:
+            sequence.events.append((sequence, record))
         for canvas in finished:
             self._finish(canvas)
 
@@ -331,20 +375,19 @@ class Engine:
         if sequence.error is not None:
             self._leave(sequence)
             return
-        self._events.append(
-            CommittedCanvas.undecoded(
-                partial(_text, self.settings, sequence.tokens, len(sequence.tokens)),
-                id=sequence.id,
-                canvas=number,
-                prompt=sequence.prompt,
-                tokens=tokens,
-                kept=kept,
-                steps=steps,
-                finish_reason=sequence.finish_reason,
-                max_steps=sequence.max_steps,
-                control=sequence.request.control_in_words,
-            )
+        committed = CommittedCanvas.undecoded(
+            partial(_text, self.settings, sequence.tokens, len(sequence.tokens)),
+            id=sequence.id,
+            canvas=number,
+            prompt=sequence.prompt,
+            tokens=tokens,
+            kept=kept,
+            steps=steps,
+            finish_reason=sequence.finish_reason,
+            max_steps=sequence.max_steps,
+            control=sequence.request.control_in_words,
         )
+        sequence.events.append((sequence, committed))
         if sequence.finish_reason is None:
             sequence.known += tokens
         elif sequence.is_scored:  # the last token predicts nothing
@@ -366,10 +409,8 @@ class Engine:
         result = best([draw.result(self.settings) for draw in draws])
         if self._sequences.get(sequence.request.id) is draws[0]:
             del self._sequences[sequence.request.id]
-        else:
-            self._answered.append((draws[0], result))
         self._unfinished -= 1
-        self._events.append(result)
+        sequence.events.append((draws[0], result))
 
 
 def _text(settings: SamplingSettings, tokens: list[int], count: int) -> str:

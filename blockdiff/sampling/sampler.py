@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -14,9 +15,9 @@ from blockdiff.checkpoint import load
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.opening import model_files
-from blockdiff.errors import RequestError
+from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
-from blockdiff.sampling.idle_engine import IdleEngine, Purpose
+from blockdiff.sampling.engine import UNCAPTURED, Engine, Event
 from blockdiff.sampling.read import Choices, Read, Reading
 from blockdiff.sampling.request import Prompt, Request, Result, as_request, require_seed
 from blockdiff.sampling.sequence import Sequence, sequences_of
@@ -41,14 +42,14 @@ class Sampler:
     """Answers prompts with a model; what may be left out is said at `settings_of`.
 
     A sampler makes one engine, with its first call, and goes on with it: captured steps and the memory of pages are
-    there for the next call (`release` gives them back), and weights may have changed in place or have moved by then. A
-    call that needs more rows or memory than any before, or another `graphs`, makes the engine anew. Calls
-    may overlap, in turns or from several threads: a call that begins while another is under way has an engine of its
-    own, and their steps take turns. Under autocast every call has one: its steps read the weights as torch has cast
+    there for the next call (`release` gives them back). Weights may change in place between calls; where they have
+    moved to another device or dtype the engine is made anew. Calls may overlap, in turns or from several threads: their
+    requests share the engine's rows, those of the call that began first before the others', and whoever steps
+    steps for all. Under autocast every call has an engine of its own: its steps read the weights as torch has cast
     them, which are gone when autocast ends.
 
     Prompts that begin alike share their beginning, within a call and from call to call while the weights stay as they
-    are. pages: where prefixes lie (None: pages of its own, with room for the largest call so far).
+    are. pages: where prefixes lie (None: pages of its own, which grow to hold the largest call so far).
     """
 
     def __init__(
@@ -61,8 +62,11 @@ class Sampler:
         pages: Pages | None = None,
     ):
         self.model, self.pages = model, pages
-        self._idle: IdleEngine | None = None  # the engine, while no call has it
-        self._turn = threading.RLock()
+        self._turn = threading.RLock()  # who has it may call the engine
+        self._engine: Engine | None = None
+        self._state: object = None  # of the sampler and the model for which the engine was made
+        self._tokens = 0  # that the largest call so far asked pages for
+        self._rows: dict[int, int] = {}  # of the calls under way
         self.settings = settings_of(model, tokenizer, generation, choices, strategy)
 
     @property
@@ -86,9 +90,9 @@ class Sampler:
         return self.settings.strategy
 
     def release(self) -> None:
-        """Give back the memory that the engine keeps from call to call."""
+        """Give back the memory that the engine keeps from call to call; calls under way keep theirs to their end."""
         with self._turn:
-            self._idle = None
+            self._engine = None
 
     @classmethod
     def from_pretrained(
@@ -258,48 +262,83 @@ class Sampler:
         length = self.settings.canvas_length
         longest = max(len(first.prompt_tokens) + first.canvases * length for _, (first, *_) in asked)
         count = sum(len(draws) for _, draws in asked)
-        rows = min(2 * batch_size, count) + 1
-        tokens = rows * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
-        model = self.model
-        is_cast = torch.is_autocast_enabled(model.device.type)
-        purpose = Purpose(self.settings, graphs, is_cast, model.device, model.dtype)
-        idle = self._taken(min(batch_size, count), tokens, purpose)
-        engine, places = idle.engine, dict[int, int]()
-        is_whole = True  # no step has been left half done
-        try:
+        tokens = (min(2 * batch_size, count) + 1) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+        left = {id(draws[0]): (place, draws[0]) for place, draws in asked}
+        events: list[tuple[Sequence, Event]] = []
+        refused = list[tuple[int, Result]]()
+        with self._turn:
+            engine = self._engine_for(min(batch_size, count), tokens, graphs)
+            self._rows[id(events)] = min(batch_size, count)
             for place, draws in asked:
                 try:
-                    engine.enter(draws, watch=on_step is not None)
-                    places[id(draws[0])] = place
+                    engine.enter(draws, on_step is not None, events, captures=graphs is not False)
                 except RequestError as error:
-                    yield place, Result.failed(draws[0].request.id, error)
-            while engine.unfinished:
-                is_whole = False
-                with self._turn:
-                    engine.step()
-                is_whole = True
-                for event in engine.events():
+                    refused.append((place, Result.failed(draws[0].request.id, error)))
+                    del left[id(draws[0])]
+        try:
+            yield from refused
+            while left:
+                came = self._step(engine, events)
+                for _, event in came:
                     if isinstance(event, Step | Verification) and on_step is not None:
                         on_step(event)
                     elif isinstance(event, CommittedCanvas) and on_canvas is not None:
                         on_canvas(event)
-                for first, result in engine.answered():
-                    yield places[id(first)], result
+                for first, event in came:
+                    if isinstance(event, Result):
+                        place, _ = left.pop(id(first))
+                        yield place, event
         finally:
             with self._turn:
-                engine.clear()  # who stops listening leaves sequences whose pages others may need
-                if is_whole and not is_cast:
-                    self._idle = idle
+                del self._rows[id(events)]
+                if not engine.is_closed:  # who stops listening leaves sequences whose pages others may need
+                    engine.drop([first for _, first in left.values()])
 
-    def _taken(self, rows: int, tokens: int, purpose: Purpose) -> IdleEngine:
-        """The sampler's engine where no other call has it and it can serve this one, else a new one."""
+    def _engine_for(self, rows: int, tokens: int, graphs: bool | None) -> Engine:
+        """The engine, with room for a call of so many rows and tokens, or for as much of it as the device has."""
+        model, engine = self.model, self._engine
+        if torch.is_autocast_enabled(model.device.type):
+            return self._made_engine(rows, tokens)
+        state = self.settings, self.pages, model.device, model.dtype
+        if engine is not None and state != self._state:
+            if engine.unfinished:
+                raise RequestError("the model or the settings have changed while a call is under way; end that first")
+            engine = None
+        elif engine is not None and self.pages is None and tokens > self._tokens:
+            engine.grow(tokens)
+            if engine.capacity < tokens and not engine.unfinished:  # beside the pages that are held there is no room
+                engine = None
+        if engine is None:
+            self._engine, self._state, self._tokens = None, state, 0  # its memory goes before the new one takes some
+            engine = self._engine = self._made_engine(rows, tokens)
+        self._tokens = max(self._tokens, tokens)
+        if graphs and not engine.captures:
+            raise ValueError(UNCAPTURED)
+        engine.limit(max(rows, *self._rows.values(), 1))
+        return engine
+
+    def _made_engine(self, rows: int, tokens: int) -> Engine:
+        pages = self.pages
+        if pages is None:
+            pages = Pages(self.model, capacity=0)
+            pages.grow(tokens)
+        return Engine(self.model, settings=self.settings, max_rows=rows, max_waiting=sys.maxsize, pages=pages)
+
+    def _step(self, engine: Engine, events: list[tuple[Sequence, Event]]) -> list[tuple[Sequence, Event]]:
+        """The events of a call, after a step for all calls where there are none yet."""
         with self._turn:
-            idle, self._idle = self._idle, None
-        if idle is not None and idle.purpose == purpose and idle.serves(rows, tokens, self.pages):
-            idle.engine.limit(rows)
-            return idle
-        del idle  # its memory must not be held beside that of the new one
-        return IdleEngine.made(self.model, self.pages, rows, tokens, purpose)
+            if not events:
+                if engine.is_closed:
+                    raise EngineError("a step of another call failed, and the answers of this one with it; ask again")
+                try:
+                    engine.step()
+                except BaseException:  # it may have been left half done
+                    engine.close()
+                    self._engine = None if self._engine is engine else self._engine
+                    raise
+            came = events.copy()
+            events.clear()
+        return came
 
 
 def _require_batch_size(batch_size: object) -> None:

@@ -83,6 +83,12 @@ class Scheduler:
             self.seated.remove(sequence)
             self._unseat(sequence)
 
+    def preempt_all(self) -> None:
+        """Send all sequences back to the queue, in their order; each keeps its committed canvases."""
+        for sequence in reversed(self.seated.copy()):
+            self._preempt(sequence)
+        self.live = []
+
     def close(self) -> None:
         """Give up all sequences, and give their pages back."""
         for sequence in self.seated:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, abc
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -72,9 +72,10 @@ class Sequence:
     drafting: the canvas that is drafted and verified (None: canvases are committed as they are); last_hidden_D: the
     hidden state of the last encoded token, from which the next one is scored, drawn or verified; shared_tokens: the
     number of known tokens that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
-    steps are recorded; recorded: the last recorded step of each canvas; reader: called with the hidden states
-    [L, D] of the last step of a canvas; visitor: called with the number of every step of a canvas, the tokens that it
-    saw [L] and the self-conditioning signal [L, D].
+    steps are recorded; recorded: the last recorded step of each canvas; may_capture: whether its steps may be captured;
+    reader: called with the hidden states [L, D] of the last step of a canvas; visitor: called with the number of every
+    step of a canvas, the tokens that it saw [L] and the self-conditioning signal [L, D]; events: the caller's list,
+    which gets pairs of the sequence and an event.
     """
 
     request: Request
@@ -92,6 +93,7 @@ class Sequence:
     calls: Counter[str] = field(default_factory=Counter)
     is_scored: bool = False
     is_watched: bool = False
+    may_capture: bool = True
     drafting: Drafting | None = None
     reader: abc.Callable[[Tensor], object] | None = None
     visitor: abc.Callable[[int, Tensor, Tensor], object] | None = None
@@ -110,6 +112,7 @@ class Sequence:
     shared_tokens: int = 0
     canvas: CanvasInFlight | None = None
     recorded: dict[int, int] = field(default_factory=dict)
+    events: list[tuple[Sequence, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.known = self.known or list(self.prompt_tokens)

@@ -39,6 +39,7 @@ class Answers:
     def __init__(self, *answers: Any, positions: int = 10**6):
         self.tokenizer, self.generation = chat_tokenizer(), Generation(max_steps=8)
         self.settings, self.positions, self.pages = self, positions, None
+        self.reasoning_format, self.call_format = (None, None, ""), None
         self.model = checkpoint.init("sudoku4", tokenizer=self.tokenizer, device="cpu")
         self.answers, self.asked = list(answers), []
 
@@ -191,7 +192,7 @@ def test_a_turn_encodes_only_what_is_new(model: Path, monkeypatch: pytest.Monkey
             super().__init__(*words, page_tokens=8, **more)
             kept.append(self)
 
-    monkeypatch.setattr("blockdiff.models.pages.Pages", Kept)
+    monkeypatch.setattr("blockdiff.sampling.sampler.Pages", Kept)
     said = "A message that is long enough to fill some pages.\nAnd again.\n"
     run = CliRunner().invoke(app, ["chat", str(model), *OPTIONS], input=said)
     assert run.exit_code == 0, run.output

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Result
@@ -29,8 +30,8 @@ def uncaptured(model: Any, count: int, **how: Any) -> list[Result]:
 
 
 def kept_pages(sampler: Sampler) -> Pages:
-    assert sampler._idle is not None
-    return sampler._idle.engine.pages
+    assert sampler._engine is not None
+    return sampler._engine.pages
 
 
 def test_a_call_like_those_before_captures_nothing_and_answers_the_same(model, recorder):
@@ -47,13 +48,13 @@ def test_a_call_like_those_before_captures_nothing_and_answers_the_same(model, r
     pages.check()
 
 
-def test_smaller_calls_share_what_larger_ones_have_and_larger_ones_begin_anew(model, recorder):
+def test_calls_of_any_size_have_one_engine(model, recorder):
     sampler = sampler_of(model)
-    assert sampler.generate(requests_of(4)) == uncaptured(model, 4)
-    pages = kept_pages(sampler)
-    assert sampler.generate(requests_of(1)) == uncaptured(model, 1) and kept_pages(sampler) is pages
-    assert sampler.generate(requests_of(4)) == uncaptured(model, 4) and kept_pages(sampler) is pages
-    assert sampler.generate(requests_of(6)) == uncaptured(model, 6) and kept_pages(sampler) is not pages
+    for count in (4, 1, 4, 6, 2):
+        assert sampler.generate(requests_of(count)) == uncaptured(model, count)
+        engine = sampler._engine
+        assert engine is not None and engine.most_rows == (4 if count < 6 and engine.most_rows < 6 else 6)
+    kept_pages(sampler).check()
 
 
 def test_other_weights_count_wherever_they_lie(recorder):
@@ -93,27 +94,54 @@ def test_a_training_step_between_calls_counts_in_pages_that_are_kept(fused):
     assert not pages._rows
 
 
-def test_calls_in_turns_have_memory_of_their_own(model, recorder):
+def test_calls_in_turns_share_the_engine_and_each_gets_its_own_events(model, recorder):
     expected, sampler = uncaptured(model, 2, batch_size=1), sampler_of(model)
     sampler.generate(requests_of(2), batch_size=1)
-    streams = [sampler.stream(requests_of(2), batch_size=1) for _ in range(2)]
+    engine, told = sampler._engine, ([], [])
+    streams = [sampler.stream(requests_of(2), batch_size=1, on_canvas=told[n].append) for n in range(2)]
     for place in range(2):
         for stream in streams:
             assert next(stream) == (place, expected[place])
-    for stream in streams:
-        stream.close()
-    assert sampler.generate(requests_of(2), batch_size=1) == expected
+    assert sampler._engine is engine and told[0] == told[1] != []
+    assert [event.finish_reason for event in told[0] if event.finish_reason] == [r.finish_reason for r in expected]
+    next(stream := sampler.stream(requests_of(2), batch_size=1))
+    assert sampler.generate(requests_of(5)) == uncaptured(model, 5)  # which needs larger buffers
+    assert next(stream) == (1, expected[1]) and sampler._engine is engine and not engine.unfinished
 
 
-def test_memory_is_given_back_when_asked_and_for_calls_that_capture_nothing(model, recorder):
+def test_a_stream_that_is_left_takes_nothing_from_a_call_beside_it(model):
+    expected, sampler = uncaptured(model, 3), sampler_of(model)
+    left, kept = sampler.stream(requests_of(3), batch_size=1), sampler.stream(requests_of(3), batch_size=2)
+    next(left)
+    first = next(kept)
+    left.close()
+    assert dict([first, *kept]) == dict(enumerate(expected))
+    assert sampler._engine is not None and not sampler._engine.unfinished
+    kept_pages(sampler).check()
+    assert not kept_pages(sampler)._rows
+
+
+def test_a_call_that_begins_beside_another_waits_for_the_memory_of_pages_that_were_given(model):
+    """Together they do not fit: the second is neither refused nor answered in pages of its own."""
+    request = replace(requests_of(1)[0], max_new_tokens=LIVELY.max_new_tokens)
+    [expected] = uncaptured(model, 1)
+    tokens = len(request.tokens) + LIVELY.max_new_tokens + 16
+    pages = Pages(model, page_tokens=8, capacity=-(-tokens // 8) * 8)
+    sampler = sampler_of(model, pages=pages)
+    first, second = sampler.stream([request] * 2), sampler.stream([request] * 2)
+    assert next(first) == (0, expected) and next(second) == (0, expected)
+    assert next(first) == (1, expected) and next(second) == (1, expected)
+    assert kept_pages(sampler) is pages and sampler.generate([request]) == [expected]
+
+
+def test_memory_is_given_back_when_asked_and_a_call_may_go_without_captured_steps(model, recorder):
     sampler = sampler_of(model)
-    sampler.generate(requests_of(1))
-    assert sampler._idle is not None and sampler._idle.engine._batch.graphs is not None
-    sampler.release()
-    assert sampler._idle is None
-    sampler.generate(requests_of(1))
     sampler.generate(requests_of(1), graphs=False)
-    assert sampler._idle is not None and sampler._idle.engine._batch.graphs is None
+    assert recorder.runs == 0
+    sampler.generate(requests_of(1))
+    assert recorder.runs and sampler._engine is not None and sampler._engine.captures
+    sampler.release()
+    assert sampler._engine is None
 
 
 def test_pages_that_were_given_keep_prompts_and_steps_for_the_next_call(model, recorder):
@@ -126,23 +154,29 @@ def test_pages_that_were_given_keep_prompts_and_steps_for_the_next_call(model, r
     pages.check()
 
 
-def test_one_engine_answers_call_after_call_and_another_only_where_it_has_to(model):
+def test_one_engine_answers_call_after_call_with_pages_for_the_largest(model):
     sampler = sampler_of(model)
     expected = uncaptured(model, 3)
-
-    def engine_after(count: int, **how: Any) -> Any:
+    engines, capacities = [], []
+    for count, how in ((2, {}), (1, {}), (2, {"batch_size": 1}), (3, {}), (2, {})):
         assert sampler.generate(requests_of(3)[:count], **how) == expected[:count]
-        return sampler._idle.engine
-
-    first = engine_after(2)
-    assert engine_after(2) is first and engine_after(1) is first and engine_after(2, batch_size=1) is first
-    more = engine_after(3)
-    assert more is not first and engine_after(2) is more
-    uncaptured_engine = engine_after(2, graphs=False)
-    assert uncaptured_engine is not more and engine_after(1, graphs=False) is uncaptured_engine
-    assert engine_after(1) is not uncaptured_engine
+        engines.append(sampler._engine)
+        capacities.append(sampler._engine.capacity)
     sampler.generate([replace(request, tokens=request.tokens * 40) for request in requests_of(1)])
-    assert sampler._idle.engine.capacity > first.capacity
+    assert {*engines, sampler._engine} == {engines[0]}
+    assert capacities == sorted(capacities) and capacities[0] < capacities[-1] < sampler._engine.capacity
+
+
+def test_a_model_that_moves_between_calls_gets_its_engine_anew_and_none_under_a_call():
+    model = small_model().float()
+    sampler, request = sampler_of(model), requests_of(1)
+    stream = sampler.stream(requests_of(3), batch_size=1)
+    next(stream)
+    model.double()
+    with pytest.raises(RequestError, match="have changed while a call is under way"):
+        sampler.generate(request)
+    stream.close()
+    assert sampler.generate(request) == uncaptured(model, 1)
 
 
 def test_a_call_that_breaks_off_within_a_step_leaves_no_engine_and_one_that_stops_between_steps_does(
@@ -152,12 +186,16 @@ def test_a_call_that_breaks_off_within_a_step_leaves_no_engine_and_one_that_stop
     stream = sampler.stream(requests_of(3), batch_size=1)
     next(stream)
     stream.close()
-    engine = sampler._idle.engine
+    engine = sampler._engine
     assert not engine.unfinished and not engine.events()
+    other = sampler.stream(requests_of(3), batch_size=1)
+    next(other)
     monkeypatch.setattr(engine._batch, "step", lambda now: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sampler.generate(requests_of(3), batch_size=1)
-    assert sampler._idle is None
+    assert sampler._engine is None
+    with pytest.raises(EngineError, match="a step of another call failed"):
+        list(other)
     assert sampler.generate(requests_of(3)) == uncaptured(model, 3)
 
 
@@ -166,7 +204,7 @@ def test_calls_of_several_threads_take_turns_and_each_gets_its_answers(model):
     with ThreadPoolExecutor(4) as threads:
         calls = [threads.submit(sampler.generate, requests_of(4)) for _ in range(8)]
         assert all(call.result() == expected for call in calls)
-    assert sampler._idle is not None and not sampler._idle.engine.unfinished
+    assert sampler._engine is not None and not sampler._engine.unfinished
 
 
 def test_nothing_is_shared_of_pages_that_were_forgotten(model):
