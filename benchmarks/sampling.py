@@ -35,7 +35,7 @@ from benchmarks.peer import EXPERTS
 from benchmarks.sampling_peer import Peer, addressed_draws
 from benchmarks.timing import peak_memory
 from blockdiff.checkpoint.tokenizer import load_tokenizer
-from blockdiff.sampling import Generation, Request, Result, Sampler, draws
+from blockdiff.sampling import Generation, Request, Result, Sampler, step
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.strategies import Composed, released
 from blockdiff.sampling.strategy import Canvases
@@ -106,7 +106,7 @@ class Meter:
             hooks.append(module.register_forward_pre_hook(self._enter))
             hooks.append(module.register_forward_hook(self._leave))
         self._length = model.canvas_length
-        drawn = mock.patch.object(draws, "words", self._timed(draws.words))
+        drawn = mock.patch.object(step, "words", self._timed(step.words))
         decided = mock.patch.object(Composed, "decide", self._timed(Composed.decide))
         with drawn, decided:
             began = time.perf_counter()

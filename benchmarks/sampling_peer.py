@@ -14,8 +14,8 @@ from transformers import DiffusionGemmaForBlockDiffusion, StoppingCriteriaList
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as theirs
 
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.sampling.draws import signed
 from blockdiff.sampling.request import Request
+from blockdiff.seeding import signed
 from tests.oracles.lockstep import Draws
 
 PAD = 0

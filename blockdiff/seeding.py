@@ -176,3 +176,8 @@ def _signed(word: int) -> int:
 def _shift(z: Tensor, places: int) -> Tensor:
     """Shift right without copying the sign bit."""
     return (z >> places) & ((1 << (64 - places)) - 1)
+
+
+def signed(seed: int) -> int:
+    """A seed's 64 bits as an int64 holds them."""
+    return (seed + 2**63) % 2**64 - 2**63

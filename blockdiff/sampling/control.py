@@ -25,10 +25,9 @@ from blockdiff.sampling.constraints.paths import completable, completable_pins, 
 from blockdiff.sampling.constraints.regex import of_regex
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, of_bytes
 from blockdiff.sampling.constraints.tokens import tokens_of
-from blockdiff.sampling.draws import signed
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.template import parse_template
-from blockdiff.seeding import Stream, uniform
+from blockdiff.seeding import Stream, signed, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.canvas_batch import CanvasBatch
+from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.encoding import Encoding
 from blockdiff.sampling.graphs import Graphs, capture_of
 from blockdiff.sampling.one_caller import one_caller

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels.vocabulary import ClassStats, Penalty, Shaping, Stats, pack_allowed
-from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.canvas_control import CanvasControl
 from blockdiff.sampling.constraints.paths import paths
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton
@@ -22,6 +21,33 @@ from blockdiff.seeding import Stream, uniform
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of the statistics of a step over B canvases.
+
+    hidden_BLD: the model's hidden states; tokens_BL: the tokens that the step saw; temperature: one number or one per
+    canvas; uniform_BL: the numbers in [0, 1) that pick the samples; step_B: the step that each canvas is at, int64, by
+    which canvases under controls draw.
+    """
+
+    hidden_BLD: Tensor
+    tokens_BL: Tensor
+    temperature: Tensor | float
+    uniform_BL: Tensor
+    step_B: Tensor | None = None
+
+    def of(self, rows: Sequence[int]) -> StepInputs:
+        """The inputs of some canvases."""
+        chosen = torch.tensor(rows, device=self.tokens_BL.device)
+        return StepInputs(
+            hidden_BLD=self.hidden_BLD[chosen],
+            tokens_BL=self.tokens_BL[chosen],
+            temperature=self.temperature[chosen] if isinstance(self.temperature, Tensor) else self.temperature,
+            uniform_BL=self.uniform_BL[chosen],
+            step_B=None if self.step_B is None else self.step_B[chosen],
+        )
 
 
 def predict(

@@ -226,3 +226,53 @@ def captured_shape(
         return None
     [shape] = alike
     return shape if shape == Shape(1.0, shape.top_k, shape.top_p, shape.min_p) else None
+
+
+def groups_of(strategies: Sequence[Strategy], device: torch.device) -> tuple[tuple[Strategy, Tensor | None], ...]:
+    """The pairs of each strategy and the canvases that have it (None: all have it)."""
+    places: dict[Strategy, list[int]] = {}
+    for place, strategy in enumerate(strategies):
+        places.setdefault(strategy, []).append(place)
+    if len(places) == 1:
+        return ((strategies[0], None),)
+    return tuple((strategy, torch.tensor(of_it, device=device)) for strategy, of_it in places.items())
+
+
+def decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]) -> Decision:
+    """The decision about all canvases, made of the decisions of each strategy about its own."""
+    strategy, places = groups[0]
+    if places is None:
+        return decision_of(strategy, canvases)
+    keep_BL = torch.zeros_like(canvases.kept_BL)
+    stay_BL, stop_B = torch.zeros_like(keep_BL), torch.zeros_like(keep_BL[:, 0])
+    final_BL: Tensor | None = None
+    for strategy, places in groups:
+        assert places is not None
+        decision = decision_of(strategy, _some(canvases, places))
+        keep_BL[places] = decision.keep_BL
+        if decision.stay_BL is not None:
+            stay_BL[places] = decision.stay_BL
+        if decision.stop_B is not None:
+            stop_B[places] = decision.stop_B
+        if decision.final_BL is not None:
+            final_BL = canvases.stats.argmax.clone() if final_BL is None else final_BL
+            final_BL[places] = decision.final_BL
+    return Decision(keep_BL, stop_B, stay_BL, final_BL)
+
+
+def _some(canvases: Canvases, places: Tensor) -> Canvases:
+    """The canvases in some places."""
+    return replace(
+        canvases,
+        ids=[canvases.ids[place] for place in places.tolist()],
+        step_B=canvases.step_B[places],
+        steps_B=canvases.steps_B[places],
+        temperature_B=canvases.temperature_B[places],
+        tokens_BL=canvases.tokens_BL[places],
+        stats=Stats(*(column[places] for column in canvases.stats)),
+        previous_BL=canvases.previous_BL[places],
+        unchanged_B=canvases.unchanged_B[places],
+        kept_BL=canvases.kept_BL[places],
+        is_pinned_BL=canvases.is_pinned_BL[places],
+        draw=lambda: canvases.uniform_BL[places],
+    )

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.canvas_control import FREE, CanvasControl, grouped
-from blockdiff.sampling.predict import predict
+from blockdiff.sampling.predict import StepInputs, predict
 from blockdiff.sampling.strategies import head_of
 from blockdiff.sampling.trace import Verification
 from blockdiff.seeding import Stream, uniform

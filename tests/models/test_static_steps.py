@@ -20,13 +20,12 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import DiffusionSettings
-from blockdiff.sampling.calls import StepCall, StepInputs
 from blockdiff.sampling.canvas_control import grouped
-from blockdiff.sampling.canvas_step import CanvasStep
 from blockdiff.sampling.control import control_of
-from blockdiff.sampling.predict import controlled_stats
+from blockdiff.sampling.predict import StepInputs, controlled_stats
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.settings import settings_of
+from blockdiff.sampling.step import CanvasStep, StepCall
 from blockdiff.sampling.strategy import captured_shape
 from tests.oracle import tiny_config
 

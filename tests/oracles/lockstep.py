@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.canvas_control import grouped
-from blockdiff.sampling.draws import STEPS_AHEAD, draw_ahead, second_draws, signed
-from blockdiff.sampling.predict import predict
+from blockdiff.sampling.predict import StepInputs, predict
 from blockdiff.sampling.sequence import NOT_FINITE, Sequence
 from blockdiff.sampling.settings import SamplingSettings
+from blockdiff.sampling.step import STEPS_AHEAD, draw_ahead, second_draws
 from blockdiff.sampling.strategy import Canvases, decision_of
+from blockdiff.seeding import signed
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel

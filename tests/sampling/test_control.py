@@ -14,10 +14,9 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import DiffusionSettings, Recorder, Request, Sampler, canvas_control
-from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.canvas_control import FREE, grouped
 from blockdiff.sampling.control import Control, control_of
-from blockdiff.sampling.predict import predict
+from blockdiff.sampling.predict import StepInputs, predict
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import Composed
@@ -296,8 +295,7 @@ def test_a_draft_enters_the_schedule_at_the_step_of_its_noise(noise, first_step,
 
 
 def recorder_seed() -> int:
-    from blockdiff.sampling.draws import signed
-    from blockdiff.seeding import child_seed
+    from blockdiff.seeding import child_seed, signed
 
     return signed(child_seed(0, 0))
 

@@ -14,7 +14,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, Full, RequestError
 from blockdiff.models.page_buffers import StepBuffers
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.canvas_batch import CanvasBatch
+from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.sampler import Sampler

@@ -15,10 +15,10 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.tokenizer import mismatch
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
+from blockdiff.sampling.step import STEPS_AHEAD
 from tests.oracles.lockstep import Draws
 from tests.scripted import ScriptedModel, random_script, sampler_for
 from tests.streamed import streamed

@@ -12,8 +12,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.sampling import DiffusionSettings
-from blockdiff.sampling.calls import StepInputs
-from blockdiff.sampling.predict import predict
+from blockdiff.sampling.predict import StepInputs, predict
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.strategies import Ancestral, Composed, Never
 from blockdiff.sampling.strategy import Canvases, Decision, Shape

@@ -1,6 +1,6 @@
 """The canvases that are denoised together, each with its own step, temperature, draws and prefix.
 
-This is the host's side: which canvas has which place in the buffers, and what a step is asked. `canvas_step` is the
+This is the host's side: which canvas has which place in the buffers, and what a step is asked. `step` is the
 device's. Tensors: B canvases, L positions.
 """
 
@@ -14,13 +14,10 @@ from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
 from blockdiff.models.weights import memory_of
-from blockdiff.sampling.calls import StepCall, groups_of
 from blockdiff.sampling.canvas_control import CanvasControl, grouped
-from blockdiff.sampling.canvas_state import CanvasState
-from blockdiff.sampling.canvas_step import CanvasStep
-from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
-from blockdiff.sampling.strategy import Decision, Shape, Strategy, captured_shape
+from blockdiff.sampling.step import STEPS_AHEAD, CanvasState, CanvasStep, StepCall
+from blockdiff.sampling.strategy import Decision, Shape, Strategy, captured_shape, groups_of
 from blockdiff.sampling.trace import Step, step_records
 
 if TYPE_CHECKING:

@@ -1,22 +1,57 @@
-"""The state of canvases between two steps, on the device: a step reads it and writes that of the next step."""
+"""The denoising step, from top to bottom: what is asked of it, the state of canvases between two steps, and the step.
+
+The step is one function over buffers that stay where they are, so that it can be captured and replayed. `batch` says
+which canvas has which place in them. Tensors: B canvases, L positions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
-from blockdiff.sampling.draws import STEPS_AHEAD, draw_ahead, second_draws, signed
+from blockdiff.models.pages import Pages
+from blockdiff.sampling.canvas_control import CanvasControl
+from blockdiff.sampling.predict import StepInputs, predict
 from blockdiff.sampling.sequence import CanvasInFlight
 from blockdiff.sampling.settings import SamplingSettings
-from blockdiff.sampling.strategy import Canvases, Decision
+from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, decided
+from blockdiff.seeding import Stream, signed, to_integers, to_uniform, uniform, words
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
+
+# One call of the generator covers this many steps: most canvases stop before they need a second one.
+STEPS_AHEAD = 8
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """The call of a step: `count` canvases, followed by canvases of padding up to `padded`.
+
+    ids: the ids of the canvases' sequences; groups: each strategy, with the canvases that it decides (None: all);
+    controls: the controls of canvases that have one; shapes: the shape that each canvas draws from; has_signal: whether
+    the signal is read, which is 0 before a canvas's first prediction; hidden_BLD: hidden states of the tokens before
+    the canvases, from which next tokens are drawn (None: the canvases are denoised).
+    """
+
+    count: int
+    padded: int
+    ids: Sequence[str | int]
+    groups: tuple[tuple[Strategy, Tensor | None], ...]
+    controls: Sequence[CanvasControl]
+    shapes: Sequence[Shape]
+    has_signal: bool = True
+    hidden_BLD: Tensor | None = None
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The strategies that decide."""
+        return tuple(strategy for strategy, _ in self.groups)
 
 
 @dataclass
@@ -164,9 +199,90 @@ class CanvasState:
         return (getattr(self, field.name) for field in fields(self))
 
 
+class CanvasStep:
+    """The step of at most `most` canvases.
+
+    From step to step the host writes the number of the step alone, into `now`; a step leaves its state in the buffers
+    for the next one, and draws and temperatures stand there for several steps ahead. What it launches, and on which
+    memory, follows from the `StepCall` and from the key that `StepBuffers.load` returned for the rows. most: canvases
+    that there may be, padding included; keeps: as in `StepBuffers`, False where steps are captured.
+    """
+
+    def __init__(self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, most: int, keeps: bool):
+        self.model, self.settings = model, settings
+        L, B, device = settings.canvas_length, most, model.device
+        self.prefixes = pages.step_buffers(most, L, keeps)
+        self.state = CanvasState.buffers(B, model, settings)
+        self.now = torch.zeros((), dtype=torch.int64, device=device)
+        self.temperature_BT = torch.ones(B, STEPS_AHEAD, device=device)
+        self.start_BL = torch.full((B, L), -1, device=device)  # tokens that are given at the first step, -1 elsewhere
+        self.pinned_BL = torch.full((B, L), -1, device=device)  # tokens that are given at every step
+        self.report_BN = torch.zeros((B, 2 + L), dtype=torch.int64, device=device)  # by `step_report`
+        self.may_stop: dict[tuple[object, ...], bool] = {}  # by strategies: whether they end canvases early
+        self._every_B = torch.arange(B, device=device)
+
+    def write_given(self, buffer_BL: Tensor, of_canvases: Sequence[Tensor | None]) -> None:
+        """Write the given tokens of canvases into a buffer, from its first place on, and -1 where no token is given."""
+        buffer_BL[: len(of_canvases)] = -1
+        for place, given_BL in enumerate(of_canvases):
+            if given_BL is not None:
+                buffer_BL[place] = given_BL[0]
+
+    def __call__(self, call: StepCall) -> tuple[StepInputs, Stats, Decision]:
+        """Denoise every canvas once and decide what stays."""
+        of, padded, mask_id = slice(call.count), slice(call.padded), self.settings.diffusion.mask_id
+        state, every_B = self.state.part(padded), self._every_B[padded]
+        step_B = self.now - state.entered_B
+        place_B = step_B % STEPS_AHEAD
+        uniform_BL, noise_BL = self.state.uniform_BTL[every_B, place_B], self.state.noise_BTL[every_B, place_B]
+        temperature_B = self.temperature_BT[every_B, place_B][of]
+        tokens_BL = state.seen(noise_BL, mask_id, self.start_BL[padded], self.pinned_BL[padded])
+        hidden_BLD = call.hidden_BLD
+        if hidden_BLD is None:
+            hidden_BLD = self.prefixes.denoise(tokens_BL, state.soft_BLD if call.has_signal else None)[of]
+        state, tokens_BL, step_B = self.state.part(of), tokens_BL[of], step_B[of]
+        inputs = StepInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[of], step_B)
+        prediction = self.settings.diffusion.prediction
+        stats = predict(self.model, inputs, call.controls, call.shapes, mask_id, prediction)
+        pinned_BL = self.pinned_BL[of]
+        canvases = state.canvases(self.settings, call.ids, step_B, temperature_B, tokens_BL, stats, pinned_BL)
+        decision = decided(canvases, call.groups)
+        next_state = replace(
+            state,
+            unchanged_B=canvases.unchanged_B,
+            standing_BL=decision.standing(canvases),
+            kept_BL=decision.kept_BL,
+            previous_BL=stats.argmax,
+            soft_BLD=stats.soft_embedding,
+        )
+        self.report_BN[of] = step_report(stats, decision)  # before the state: a decision may be views of it
+        state.write(slice(None), next_state)
+        self.start_BL[of].fill_(-1)
+        self.may_stop[call.strategies] = decision.stop_B is not None
+        return inputs, stats, decision
+
+
 def step_report(stats: Stats, decision: Decision) -> Tensor:
     """The report of a step to the host, int64 [B, 2 + L]: whether canvases stop, are finite, and their tokens."""
     is_finite_B = stats.entropy.isfinite().all(-1)
     is_stopped_B = torch.zeros_like(is_finite_B) if decision.stop_B is None else decision.stop_B
     final_BL = stats.argmax if decision.final_BL is None else decision.final_BL
     return torch.cat((torch.stack((is_stopped_B, is_finite_B), 1), final_BL), 1)
+
+
+def draw_ahead(
+    seed_B: Tensor, canvas_B: Tensor, first_B: Tensor, length: int, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """The draws of STEPS_AHEAD steps of every canvas, from its own first one on (all int64 [B]).
+
+    The numbers that pick samples, float32 [B, STEPS_AHEAD, L] in [0, 1), and the noise that fills what is not accepted,
+    int64 tokens of that shape.
+    """
+    step_BT = first_B[:, None] + torch.arange(STEPS_AHEAD, device=seed_B.device)
+    words_BTN = words(seed_B[:, None], Stream.SAMPLE, (canvas_B[:, None], step_BT), 2 * length)
+    return to_uniform(words_BTN[..., :length]), to_integers(words_BTN[..., length:], vocab_size)
+
+
+def second_draws(seed_B: Tensor, canvas_B: Tensor, step_B: Tensor, length: int) -> Tensor:
+    """A second uniform number per position of a step, float32 [B, L], for strategies that draw what to keep."""
+    return uniform(seed_B, Stream.DECIDE, (canvas_B, step_B), length)
