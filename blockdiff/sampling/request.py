@@ -82,7 +82,7 @@ class Request:
 
     @property
     def control_in_words(self) -> str:
-        """What may stand in the response, as "regex '[0-9]+'"; empty where everything may."""
+        """The control in words, as "regex '[0-9]+'"; empty where everything may stand in the response."""
         words = []
         if self.template is not None:
             words.append(f"template {self.template!r}")

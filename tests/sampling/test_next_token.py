@@ -11,13 +11,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import blockdiff
+from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.models.family import BlockDiffusionModel
-from blockdiff.sampling import Engine, Request, Result, Sampler
+from blockdiff.sampling import CommittedCanvas, Engine, Request, Result, Sampler
+from blockdiff.sampling.constraints.token_automaton import TokenAutomaton
+from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import NextToken, as_strategy
 from tests.chat_tokenizer import chat_tokenizer
 from tests.families import small_model
+from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 LONG = 24
@@ -228,3 +233,26 @@ def test_what_denoises_is_refused_of_a_causal_model(causal):
         sampler.generate([Request("a", tokens=[3], strategy="quota")])
     with pytest.raises(RequestError, match="need a tokenizer"):
         sampler.generate([Request("a", tokens=[3], stop=["x"])])
+
+
+@pytest.mark.parametrize("strategy", ["next_token:temperature=1.0", "verified"])
+def test_a_commit_takes_no_more_work_when_the_answer_is_longer(strategy, monkeypatch):
+    """Automata go on from their states, and only what is read is decoded."""
+    ran, decoded, run, text = [], [], TokenAutomaton.run, SamplingSettings.text
+    count_run = lambda self, tokens, state=0: ran.append(len(tokens)) or run(self, tokens, state)  # noqa: E731
+    count_text = lambda self, tokens: decoded.append(len(tokens)) or text(self, tokens)  # noqa: E731
+    monkeypatch.setattr(TokenAutomaton, "run", count_run)
+    monkeypatch.setattr(SamplingSettings, "text", count_text)
+    model = init(tiny_config(canvas_length=8, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
+    settings = Generation(max_new_tokens=96)
+    engine = Engine(model, character_tokenizer("abc"), settings, strategy=strategy)
+    engine.submit(Request(0, tokens=[5], seed=1, regex="[abc]{90,96}", stop=["abcabcabcabc"], repetition_penalty=1.1))
+    work, events = [], []
+    while engine.step():
+        work.append((sum(ran), sum(decoded)))
+        ran.clear()
+        decoded.clear()
+        events += engine.events()
+    assert len(work) > 10 and all(steps <= 2 * 8 + 1 and tokens <= 64 for steps, tokens in work)
+    committed = [event for event in events if isinstance(event, CommittedCanvas)]
+    assert all(committed[n].text.startswith(committed[n - 1].text) for n in range(1, len(committed)))
