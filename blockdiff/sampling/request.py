@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SCORES = ("logprobs", "top_logprobs", "score", "draw")
+MOST_STEPS = 1_000_000  # of a canvas
+MOST_PENALTY = 1000.0
 MOST_TOP = 20  # likeliest tokens beside each token of an answer
 MOST_DRAWS = 1024  # answers to one request, of which the best is given
 
@@ -116,6 +118,8 @@ class Request:
             raise RequestError(f"give exactly one of prompt, messages and tokens, got {which}")
         if self.prompt is not None and not isinstance(self.prompt, str):
             raise RequestError(f"prompt must be text, got {self.prompt!r:.80}")
+        if self.tokens is not None and (isinstance(self.tokens, str | bytes) or not isinstance(self.tokens, Sequence)):
+            raise RequestError(f"tokens must be a list of token ids, got {self.tokens!r:.80}")
         if isinstance(self.images, str | bytes) or not isinstance(self.images, Sequence):
             raise RequestError(f"images must be a list, got {self.images!r:.80}")
         if self.images and self.messages is not None:
@@ -145,11 +149,14 @@ class Request:
             value = getattr(self, name)
             if value is not None and not (_is_integer(value) and value >= 1):
                 raise RequestError(f"{name} must be an integer of at least 1, got {value!r:.80}")
+        if self.max_steps is not None and self.max_steps > MOST_STEPS:
+            raise RequestError(f"max_steps must be at most {MOST_STEPS:,}, got {self.max_steps!r:.80}")
         if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
             raise RequestError(f"stop must be a list of texts, got {self.stop!r:.80}")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must be a list of texts, got {text!r:.80} in it")
+            _require_whole("stop", text)
         self._check_control()
 
     def _check_control(self) -> None:
@@ -174,8 +181,13 @@ class Request:
         for each in self.banned:
             if not _is_integer(each) and not (isinstance(each, str) and each):
                 raise RequestError(f"banned must be a list of texts and token ids, got {each!r:.80} in it")
-        if not _is_number(self.repetition_penalty) or not self.repetition_penalty > 0:
-            raise RequestError(f"repetition_penalty must be a number more than 0, got {self.repetition_penalty!r:.80}")
+            if isinstance(each, str):
+                _require_whole("banned", each)
+        if not _is_number(self.repetition_penalty) or not 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
+            given = f"{self.repetition_penalty!r:.80}"
+            raise RequestError(
+                f"repetition_penalty must be a number from {1 / MOST_PENALTY} to {MOST_PENALTY:g}, got {given}"
+            )
         if self.noise is not None and not (_is_number(self.noise) and 0 <= self.noise <= 1):
             raise RequestError(f"noise must be a number in [0, 1], got {self.noise!r:.80}")
         if self.noise is not None and self.draft is None:
@@ -322,6 +334,14 @@ def require_seed(seed: object) -> None:
     """Raise RequestError for a seed that is not a whole number of 64 bits."""
     if not _is_integer(seed) or not 0 <= seed < 2**64:
         raise RequestError(f"seed must be an integer from 0 to 2**64 - 1, got {seed!r:.80}")
+
+
+def _require_whole(name: str, text: str) -> None:
+    """Raise RequestError for a text with half of a surrogate pair, which no token spells."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} has half of a surrogate pair in {text!r:.60}; repair the escape") from None
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

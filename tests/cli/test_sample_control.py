@@ -69,7 +69,7 @@ def test_a_line_of_a_prompts_file_goes_before_the_options(model, tmp_path):
         (("--regex", "["), "cannot be used", 2),
         (("--template", "abc"), "no hole to fill", 2),
         (("--json-schema", "nowhere.json"), "nowhere.json: cannot be read", 1),
-        (("--repetition-penalty", "-1"), "must be a number more than 0", 2),
+        (("--repetition-penalty", "-1"), "must be a number from 0.001 to 1000", 2),
     ],
 )
 def test_what_cannot_hold_a_response_is_one_line(model, words, message, code):

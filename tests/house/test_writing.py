@@ -17,7 +17,7 @@ MOST = 8  # arguments of a function
 PUBLIC = {
     "blockdiff/checkpoint/write.py": {"save"},
     "blockdiff/evals/run.py": {"evaluate"},
-    "blockdiff/sampling/sampler.py": {"from_pretrained", "generate", "stream"},
+    "blockdiff/sampling/sampler.py": {"from_pretrained"},
     "blockdiff/training/train.py": {"train"},
 }
 # Ops and what launches them: the tensors and sizes of one call.

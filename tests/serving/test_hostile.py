@@ -10,6 +10,7 @@ import time
 import pytest
 from PIL import Image
 
+from benchmarks.hostile_requests import failures
 from blockdiff.serving.bodies import BadBody, parsed_body
 from blockdiff.serving.completions import PATH as COMPLETIONS
 from blockdiff.serving.protocol import ChatRequest, CompletionRequest
@@ -107,3 +108,8 @@ def test_large_bodies_are_read_off_the_event_loop(chatty, monkeypatch):
     monkeypatch.setattr(bodies, "parsed_body", slow)
     health, seconds, refused = served(chatty, use)
     assert (health, refused) == (200, 400) and seconds < 0.35
+
+
+def test_no_value_of_a_request_raises_in_the_engine():
+    """`python -m benchmarks.hostile_requests` tries 2,000 of them."""
+    assert failures(250) == []

@@ -20,6 +20,7 @@ from blockdiff.sampling.constraints.regex import of_regex
 SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly"}
 SILENT |= {"writeOnly", "$defs", "definitions"}
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+MOST = 1e300  # a bound is no larger than this
 OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
@@ -165,7 +166,7 @@ def _range(schema: Mapping[str, Any], type: str, place: str) -> str:
     """An expression of the numbers within the bounds of a schema."""
     for name in sorted(BOUNDS & set(schema)):
         value = schema[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
             raise RequestError(f"the JSON schema's {name} at {place} must be a number, got {json.dumps(value)[:40]}")
         if type == "number" and value != int(value):
             raise RequestError(

@@ -29,6 +29,8 @@ from blockdiff.sampling.strategies.rules import (
 )
 from blockdiff.sampling.strategy import Key, Strategy
 
+MOST = 10**9  # an integer in the text of a strategy is no larger than this
+
 
 @dataclass(frozen=True)
 class TextKey:
@@ -69,9 +71,12 @@ class TextKey:
                 raise ValueError(f"one of {', '.join(self.words)}")
             return word == "true" if self.type is bool else word
         try:
-            return float(word) if self.type is float else int(word)
+            number = float(word) if self.type is float else int(word)
         except ValueError:
             raise ValueError("a number" if self.type is float else "an integer") from None
+        if self.type is int and abs(number) > MOST:
+            raise ValueError(f"an integer of at most {MOST:,}")
+        return number
 
 
 @dataclass(frozen=True)
