@@ -21,7 +21,7 @@ from blockdiff.sampling.request import Request
 from blockdiff.sampling.response import reasoning_format
 from blockdiff.sampling.strategies import NextToken, Verified, as_strategy
 from blockdiff.sampling.strategy import Strategy
-from blockdiff.sampling.tool_calls import GemmaCalls, MiniMaxCalls, call_format
+from blockdiff.sampling.tool_calls import GemmaCalls, TaggedCalls, call_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ class SamplingSettings:
         return reasoning_format(self.tokenizer)
 
     @cached_property
-    def call_format(self) -> GemmaCalls | MiniMaxCalls | None:
+    def call_format(self) -> GemmaCalls | TaggedCalls | None:
         """The format of calls of tools; None where the vocabulary has none."""
         return None if self.tokenizer is None else call_format(self.tokenizer)
 

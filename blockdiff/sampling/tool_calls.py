@@ -59,7 +59,7 @@ class GemmaCalls:
 
 
 @dataclass(frozen=True)
-class MiniMaxCalls:
+class TaggedCalls:
     """Calls of MiniMax M3: tags, each after a token `E` that no text spells.
 
     E<tool_call> E<invoke name="NAME"> E<KEY>VALUE E</KEY> E</invoke> E</tool_call>. A value may hold further keys, or
@@ -95,10 +95,10 @@ class MiniMaxCalls:
         return str(self.tokenizer.decode(list(tokens)))
 
 
-def call_format(tokenizer: PreTrainedTokenizerBase) -> GemmaCalls | MiniMaxCalls | None:
+def call_format(tokenizer: PreTrainedTokenizerBase) -> GemmaCalls | TaggedCalls | None:
     """The format of which a vocabulary has the tokens; None where it has none."""
-    if (edge := token_ids(tokenizer, MiniMaxCalls.EDGE)) is not None:
-        return MiniMaxCalls(tokenizer, *edge)
+    if (edge := token_ids(tokenizer, TaggedCalls.EDGE)) is not None:
+        return TaggedCalls(tokenizer, *edge)
     marks = token_ids(tokenizer, *GemmaCalls.MARKS)
     return None if marks is None else GemmaCalls(tokenizer, *marks)
 

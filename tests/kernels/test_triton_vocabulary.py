@@ -321,7 +321,7 @@ def test_an_optimiser_step_moves_the_model_as_with_torch(models):
     for model in copy.deepcopy(models):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), prediction="leave_one_out")
-        optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
         losses = objective(batch)
         (losses.canvas_sum / batch.canvas_count() + losses.ar_sum / batch.ar_count()).backward()
         optimiser.step()
