@@ -5,6 +5,9 @@ of a commit, and the bytes that its operations copy at the released model's size
 the launches and torch's products left out (their results are made, but nothing is computed), on small tensors of the
 CPU; the time of a layer is what layers more make a step longer by. What Triton takes for a launch, and torch for a
 product, comes on top on a GPU. What stands in for both is part of that time, and its own time is given beside it.
+
+Of an engine are counted and timed: opening a row, admitting requests in one step and finishing one, of a model of 2,000
+tensors of weights. No model call is made for them.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from blockdiff.kernels.span_attention import triton as attention
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.models.pages import Pages
+from blockdiff.sampling import Engine, Generation, Request
 
 FREE = ("view", "reshape", "transpose", "t.", "unsqueeze", "expand", "slice", "select", "split", "detach", "empty",
         "new_empty", "alias", "as_strided", "unbind", "flatten", "permute", "_unsafe_view", "unflatten",
@@ -220,15 +224,79 @@ def python_calls(kind: str) -> int:
     counts = []
     with launches_left_out(), patch.object(torch.nn.functional, "linear", _product_left_out):
         for layers in (1, 2):
-            step, found = DenoisingStep(kind, layers), Counter[str]()
+            step = DenoisingStep(kind, layers)
             step()
-            sys.setprofile(lambda frame, event, argument, found=found: found.update([event]))  # type: ignore[misc]
-            try:
-                step()
-            finally:
-                sys.setprofile(None)
-            counts.append(found["call"])
+            counts.append(calls_within(step))
     return counts[1] - counts[0]
+
+
+def calls_within(work: Callable[[], Any]) -> int:
+    """The number of calls of Python functions in a call of `work`, its own and resumed generators included."""
+    found = Counter[str]()
+    sys.setprofile(lambda frame, event, argument: found.update([event]))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found["call"]
+
+
+class RequestPath:
+    """The parts of a request that call no model, in an engine whose model has so many tensors of weights and buffers.
+
+    Most of the tensors are ones of a single number that no layer reads.
+    """
+
+    def __init__(self, tensors: int, max_rows: int = 8):
+        model = DiffusionGemma(small_config([KINDS["full"]]), kernels="torch").eval()
+        left_over = tensors - sum(1 for _ in (*model.parameters(), *model.buffers()))
+        model.add_module("unread", torch.nn.ParameterList(torch.zeros(1) for _ in range(left_over)))
+        self.engine = Engine(model, generation=Generation(max_new_tokens=8, eos_ids=(1,)), max_rows=max_rows)
+        self.submitted = 0
+
+    def open_row(self) -> None:
+        """Open a row of the pages, and give it back."""
+        self.engine.pages.release(self.engine.pages.open())
+
+    def admit(self, count: int) -> None:
+        """Submit requests and give them their rows, as one step does."""
+        for _ in range(count):
+            self.engine.submit(Request(self.submitted, tokens=[5, 6, 7]))
+            self.submitted += 1
+        self.engine._scheduler.seat()
+
+    def finish(self, count: int) -> None:
+        """End the requests that were admitted last, each with its result."""
+        for number in range(self.submitted - count, self.submitted):
+            self.engine.cancel(number)
+        self.engine.events()
+
+    def counted(self, measure: Callable[[Callable[[], Any]], float], repeats: int = 1) -> dict[str, float]:
+        """The least that `measure` says of each part: `calls_within`, or `processor_seconds`."""
+        found: dict[str, list[float]] = {}
+        for _ in range(repeats + 1):
+            opened = measure(self.open_row)
+            admitted, finished = [], []
+            for count in (1, 8):
+                admitted.append(measure(lambda count=count: self.admit(count)))  # type: ignore[misc]
+                finished.append(measure(lambda count=count: self.finish(count)))  # type: ignore[misc]
+            parts = {
+                "opening a row, and giving it back": opened,
+                "admitting one request in a step": admitted[0],
+                "admitting eight requests in a step": admitted[1],
+                "finishing one request": finished[0],
+                "finishing eight requests": finished[1],
+            }
+            for name, amount in parts.items():
+                found.setdefault(name, []).append(amount)
+        return {name: min(amounts[1:]) for name, amounts in found.items()}
+
+
+def processor_seconds(work: Callable[[], Any]) -> float:
+    """Processor time of one call."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
 
 
 def _product_left_out(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -272,6 +340,13 @@ def main() -> None:
     for kind in KINDS:
         counts = (str(sum(found.values())) for found in counted(kind, Commit))
         print(f"| {' | '.join([kind, *counts, f'{copied_bytes(kind):,}'])} |", flush=True)
+    print(f"\n| of a model of 2,000 tensors | Python calls{'' if options.counts else ' | host microseconds'} |")
+    print(f"|---|---|{'' if options.counts else '---|'}")
+    path = RequestPath(2000)
+    seconds = {} if options.counts else path.counted(processor_seconds, repeats=100)
+    for part, calls in path.counted(calls_within).items():
+        cells = [part, str(calls), *([] if options.counts else [f"{1e6 * seconds[part]:.0f}"])]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

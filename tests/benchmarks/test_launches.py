@@ -1,0 +1,16 @@
+"""What the host does for a request apart from the model: it does not grow with the number of the model's tensors."""
+
+from __future__ import annotations
+
+from benchmarks.launches import RequestPath, calls_within
+
+
+def test_a_request_more_costs_as_many_calls_of_python_functions_in_a_model_of_many_tensors() -> None:
+    """A step that opens rows walks the weights once, for one request and for eight."""
+    # the first engine of a process fills caches, whose keys the later ones are compared with
+    _, few, many = (RequestPath(tensors).counted(calls_within, repeats=2) for tensors in (40, 40, 2000))
+    one, eight = "admitting one request in a step", "admitting eight requests in a step"
+    for part in few.keys() - {one, eight}:
+        assert few[part] == many[part] <= 400, part
+    assert few[eight] - few[one] == many[eight] - many[one] <= 7 * 120
+    assert 0 < many[one] - few[one] <= 3 * (2000 - 40)
