@@ -38,6 +38,9 @@ def convert(
         raise CheckpointError(f"{path_or_hub_id}: a {family.model_type} with canvases already; give a causal model")
     if canvas_length < 1:
         raise CheckpointError(f"canvas_length {canvas_length} is no number of tokens; give 1 or more")
+    positions = family.outline(causal.config).positions
+    if canvas_length > positions:
+        raise CheckpointError(f"canvas_length {canvas_length} is more than the {positions} positions of the model")
     model = empty(family.with_canvases(causal.config, canvas_length), causal.kernels)
     spread, draw = family.outline(causal.config).initializer_range, torch.Generator().manual_seed(seed)
     for name, shape in added_to(model).items():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>")  # ids 0, 1, 2 as in Gemma
 MASK = "<mask>"
 BYTES = 256
+MOST_TOKENS = 10_000_000  # of a vocabulary that is learnt
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -50,6 +51,8 @@ def byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     least = BYTES + len(specials)
     if vocab_size < least:
         raise DataError(f"a vocabulary of {vocab_size} has no room for every byte; ask for at least {least}")
+    if vocab_size > MOST_TOKENS:
+        raise DataError(f"a vocabulary of {vocab_size:,} tokens is more than the {MOST_TOKENS:,} that may be learnt")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -283,5 +283,7 @@ def test_a_converted_causal_model_encodes_as_before_to_the_bit(name, tmp_path):
     blockdiff.save(model, tmp_path / "converted")
     again = blockdiff.load(tmp_path / "converted", dtype="float32", device="cpu", kernels="torch")
     assert torch.equal(model.denoise(canvas, b, signal), again.denoise(canvas, b, signal))
+    with pytest.raises(CheckpointError, match="canvas_length 1000000000 is more than the"):
+        convert(tmp_path / "causal", canvas_length=10**9)
     with pytest.raises(CheckpointError, match="with canvases already"):
         convert(tmp_path / "converted")
