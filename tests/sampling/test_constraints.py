@@ -365,6 +365,7 @@ SCHEMAS = [
     """{"type": "object", "properties": {"child": {"$ref": "#"}, "id": {"type": "string", "format": "uuid"}}}""",
     """{"type": "string", "pattern": "^[a-c]+(-x)?$"}""",
     """{"type": "string", "format": "date-time"}""",
+    """{"type": "array", "items": {"type": "string", "pattern": "yes|no"}, "minItems": 1, "maxItems": 4}""",
     """{"type": "object", "properties": {"age": {"type": ["integer", "null"], "minimum": 18, "maximum": 120},
         "share": {"type": "number", "exclusiveMinimum": -2, "maximum": 1}, "n": {"const": 1000000000000000},
         "minimum": {"type": "array", "items": {"type": "integer", "exclusiveMinimum": 2.5}}}}""",
@@ -392,6 +393,40 @@ def test_texts_of_a_schema_are_documents_that_it_validates(schema):
 
 
 @pytest.mark.parametrize(
+    "pattern,held,left_out",
+    [
+        ("yes|no", ["yes", "no"], ["yes|no", "maybe"]),
+        ("^a|b$", ["a", "b"], ["ab"]),
+        (r"\d+", ["0", "42"], ["", "\u0664", "4a"]),
+        (r"[\d-]\w", ["4_", "-Z"], ["\u0664a", "4é"]),
+        (r"[^\D]", ["7"], ["a", "\u0664"]),
+        (r"[^\W\d]", ["a", "_"], ["7", "é", "-"]),
+        (r"a\sb", ["a b"], ["ab", "a\u3000b"]),
+        (r"[^\S]", [" "], ["a", "\u3000"]),
+        (r"[a\s]", ["a", " "], ["b"]),
+        (r"[^\s\\\x00-\x1f\x22]", ["a", "é"], [" ", "\u3000", "\ufeff"]),
+        ("[[a]", ["[", "a"], ["]"]),
+        (r"[a&&b\]]", ["a", "&", "b", "]"], ["c"]),
+        (r"\<b\>", ["<b>"], ["b"]),
+        (r"costs\$", ["costs$"], ["costs"]),
+    ],
+)
+def test_patterns_are_those_of_a_json_schema(pattern, held, left_out):
+    # between quotes with whatever stands around them, here a property
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": ["string", "null"], "pattern": pattern}},
+        "required": ["a"],
+    }
+    automaton = of_regex(regex_of_schema(schema))
+    assert automaton.accepts(b'{"a":null}')
+    for text in (*held, *left_out):
+        written = json.dumps({"a": text}, ensure_ascii=False).encode()
+        assert automaton.accepts(written) == (text in held), text
+    assert not any(automaton.accepts(f'{{"a":{text}}}'.encode()) for text in (held[0], f'"{held[0]}', f'{held[0]}"'))
+
+
+@pytest.mark.parametrize(
     "schema,message",
     [
         ("{", "not valid JSON"),
@@ -413,6 +448,7 @@ def test_texts_of_a_schema_are_documents_that_it_validates(schema):
         ({"type": "object", "properties": {'a"': {"type": "null"}}}, "needs escapes"),
         ({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]}, "requires 'b'"),
         ({"type": "string", "pattern": ".*"}, "matches quotes"),
+        ({"type": "string", "pattern": 5}, "pattern at its top must be a text"),
         ({"type": "string", "pattern": "a", "minLength": 3}, "says minLength"),
         ({"type": "string", "format": "email"}, "format 'email' at its top is none of date"),
         ({"type": "string", "enum": ["a", 1]}, "value 1 at its top is not of its type"),

@@ -1,6 +1,7 @@
 """From a JSON schema to a regular expression of its documents; what an expression cannot hold is refused by name.
 
-The numbers between two bounds are expressions of their own, which outlines-core does not make.
+The numbers between two bounds and the strings of a pattern are expressions of their own, which outlines-core does not
+make.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.outlines import call_outlines
-from blockdiff.sampling.constraints.regex import of_regex
+from blockdiff.sampling.constraints.regex import from_ecma, of_regex, without_ends
 
 # Keywords that say nothing of which documents are valid, or where other schemas lie.
 SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly"}
 SILENT |= {"writeOnly", "$defs", "definitions"}
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+MARKED = BOUNDS | {"pattern"}  # whose expressions are made here
 MOST = 1e300  # a bound is no larger than this
 OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
@@ -50,17 +52,18 @@ def regex_of_schema(schema: str | Mapping[str, Any]) -> str:
         raise RequestError(f"the JSON schema is not valid JSON ({error})") from None
     try:
         _check(value, "")
-        # outlines-core knows no bounds: it gets the number of a range in their place, and leaves that as it is
+        # outlines-core knows no bounds, and writes patterns without a group: it gets a number in their place, which it
+        # leaves as it is
         mark = 10**9
         while str(mark) in text:
             mark += 1
-        ranges: list[str] = []
-        answer, _ = call_outlines(schema=json.dumps(_with_marks(value, "", mark * 10**6, ranges)))
+        expressions: list[str] = []
+        answer, _ = call_outlines(schema=json.dumps(_with_marks(value, "", mark * 10**6, expressions)))
     except RecursionError:
         raise RequestError("the JSON schema is nested too deeply") from None
     if "error" in answer:
         raise RequestError(f"the JSON schema cannot be used: {answer['error'][:160]}")
-    return re.sub(rf"{mark}(\d{{6}})", lambda found: ranges[int(found[1])], answer["regex"])
+    return re.sub(rf"{mark}(\d{{6}})", lambda found: expressions[int(found[1])], answer["regex"])
 
 
 def _check(schema: Any, where: str) -> None:
@@ -127,7 +130,9 @@ def _check_types(schema: Mapping[str, Any], said: set[str], where: str) -> None:
         _check(schema["items"], f"{where}/items")
     if "pattern" in said:
         _allow(said, {"type", "pattern"}, place)
-        _check_pattern(str(schema["pattern"]), place)
+        if not isinstance(schema["pattern"], str):
+            raise RequestError(f"the JSON schema's pattern at {place} must be a text")
+        _check_pattern(schema["pattern"], place)
     if "format" in said:
         _allow(said, {"type", "format"}, place)
         if schema["format"] not in FORMATS:
@@ -135,31 +140,36 @@ def _check_types(schema: Mapping[str, Any], said: set[str], where: str) -> None:
             raise RequestError(f"the JSON schema's format {said_format} at {place} is none of {', '.join(FORMATS)}")
 
 
-def _with_marks(schema: Any, where: str, mark: int, ranges: list[str]) -> Any:
-    """The schema with the constant `mark` + n where numbers have bounds; expressions of them are added to `ranges`."""
+def _with_marks(schema: Any, where: str, mark: int, expressions: list[str]) -> Any:
+    """The schema with the constant `mark` + n where `expressions`, which get longer, say what stands there."""
     if isinstance(schema, list):
-        return [_with_marks(inner, f"{where}/{n}", mark, ranges) for n, inner in enumerate(schema)]
+        return [_with_marks(inner, f"{where}/{n}", mark, expressions) for n, inner in enumerate(schema)]
     if not isinstance(schema, Mapping):
         return schema
     schema = dict(schema)
     for name in ("$defs", "definitions", "properties"):
         for key, inner in schema.get(name, {}).items():
-            schema[name] = {**schema[name], key: _with_marks(inner, f"{where}/{name}/{key}", mark, ranges)}
+            schema[name] = {**schema[name], key: _with_marks(inner, f"{where}/{name}/{key}", mark, expressions)}
     for name in ("anyOf", "prefixItems", "items", "additionalProperties"):
         if name in schema:
-            schema[name] = _with_marks(schema[name], f"{where}/{name}", mark, ranges)
-    if not BOUNDS & set(schema):
+            schema[name] = _with_marks(schema[name], f"{where}/{name}", mark, expressions)
+    if not MARKED & set(schema):
         return schema
     ways: list[dict[str, Any]] = []
     for type in _types(schema, where or "its top"):
-        if type in ("integer", "number"):
-            ranges.append(_range(schema, type, where or "its top"))
-            ways.append({"const": mark + len(ranges) - 1})
-        else:
-            own = OF_TYPE[type] & set(schema)
+        own = OF_TYPE[type] & set(schema)
+        if not MARKED & own:
             ways.append({"type": type, **{name: schema[name] for name in own}})
+            continue
+        expressions.append(_string(schema) if type == "string" else _range(schema, type, where or "its top"))
+        ways.append({"const": mark + len(expressions) - 1})
     groups = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     return {**groups, "anyOf": ways}
+
+
+def _string(schema: Mapping[str, Any]) -> str:
+    """An expression of the strings of a pattern."""
+    return f'"(?:{without_ends(from_ecma(schema["pattern"]))})"'
 
 
 def _range(schema: Mapping[str, Any], type: str, place: str) -> str:
@@ -200,7 +210,7 @@ def _allow(said: set[str], allowed: set[str], place: str) -> None:
 def _check_pattern(pattern: str, place: str) -> None:
     """Raise RequestError for a pattern whose matches are not what stands between the quotes of a JSON string."""
     breaking = of_regex('(?s).*["\\\\\\x00-\\x1f].*')
-    matches = of_regex(pattern)
+    matches = of_regex(from_ecma(pattern))
     try:
         matches.both(breaking)
     except RequestError:  # the two have no text in common
