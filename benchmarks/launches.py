@@ -263,7 +263,7 @@ class RequestPath:
         for _ in range(count):
             self.engine.submit(Request(self.submitted, tokens=[5, 6, 7]))
             self.submitted += 1
-        self.engine._scheduler.seat()
+        self.engine._scheduler.admit()
 
     def finish(self, count: int) -> None:
         """End the requests that were admitted last, each with its result."""

@@ -23,12 +23,12 @@ from blockdiff.sampling.trace import Step, step_records
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.models.pages import Pages
-    from blockdiff.sampling.sequence import CanvasInFlight, Sequence
+    from blockdiff.sampling.sequence import RunningCanvas, Sequence
     from blockdiff.sampling.settings import SamplingSettings
 
 
 class CanvasBatch:
-    """The batch of live canvases. `arrange` it whenever sequences come, go or commit, then `step`.
+    """The batch of running canvases. `arrange` it whenever sequences come, go or commit, then `step`.
 
     Sequences that stay keep their places; one that leaves is replaced by a new one, else by the last. buckets: row
     counts that a step is padded up to, so that its shapes are few (None: no padding); graphs: capture and replay the
@@ -47,9 +47,9 @@ class CanvasBatch:
         self.model, self.settings, self.pages = model, settings, pages
         self.buckets, self.graphs = buckets, graphs
         self.sequences: list[Sequence] = []
-        self.canvases: list[CanvasInFlight] = []
+        self.canvases: list[RunningCanvas] = []
         self.denoised = 0  # canvases that the model has run, padding included
-        most = max_rows + self._missing(max_rows)
+        most = max_rows + self._padding(max_rows)
         self._step = CanvasStep(model, settings, pages, most, keeps=graphs is None)
         self._control_buffers: dict[str, Tensor] = {}  # which captured steps read
         self._report = HostCopy(self._step.report_BN)
@@ -57,7 +57,7 @@ class CanvasBatch:
         self._shapes_B: list[list[Shape]] = []
         self._canvas_controls: list[CanvasControl] = []
         self._is_new = False
-        # where steps of the live canvases can be captured: the shape of all, and the key of the graph
+        # where steps of the running canvases can be captured: the shape of all, and the key of the graph
         self._captured: tuple[Shape, abc.Hashable] | None = None
         self._memory: abc.Hashable = None  # where the weights lay when steps were captured
 
@@ -68,9 +68,9 @@ class CanvasBatch:
 
     # -- the canvases and their places -------------------------------------------------------------------------
 
-    def arrange(self, live: abc.Sequence[Sequence]) -> None:
+    def arrange(self, running: abc.Sequence[Sequence]) -> None:
         """Make these sequences the batch; canvases without an index begin now."""
-        self.sequences, step, device = self._placed(live), self._step, self.model.device
+        self.sequences, step, device = self._placed(running), self._step, self.model.device
         self.canvases = canvases = [row.canvas for row in self.sequences if row.canvas is not None]
         moved = [(n, canvas.index) for n, canvas in enumerate(canvases) if canvas.index not in (None, n)]
         fresh = [n for n, canvas in enumerate(canvases) if canvas.index is None]
@@ -83,7 +83,7 @@ class CanvasBatch:
             canvas.index = index
         if len(self._shapes) > len(canvases):  # requests may bring any number of strategies
             in_use = {(canvas.sequence.strategy, canvas.sequence.max_steps) for canvas in canvases}
-            self._shapes = {key: known for key, known in self._shapes.items() if key in in_use}
+            self._shapes = {key: shapes for key, shapes in self._shapes.items() if key in in_use}
         self._shapes_B = [self._shapes.setdefault((c.sequence.strategy, c.sequence.max_steps), []) for c in canvases]
         controls = [canvas.control for canvas in canvases]
         step.write_given(step.pinned_BL, [None if c is None else c.pinned_BL for c in controls])
@@ -93,17 +93,17 @@ class CanvasBatch:
         self._is_new, self._captured = True, None
         if not self.settings.is_next_token and self.sequences:
             rows = [row.paged for row in self.sequences if row.paged is not None]
-            prefixes = step.prefixes.load(rows + [self.pages.empty] * self._missing(len(rows)))
+            prefixes = step.prefixes.load(rows + [self.pages.empty] * self._padding(len(rows)))
             if (shape := self._shape_to_capture()) is not None:
                 self._captured = shape, self._prepared(shape, prefixes)
         if len(step.may_stop) > MOST_GRAPHS:  # what replayed steps said is needed; others say it again
             used = set() if self.graphs is None else {key[1] for key in self.graphs.keys}
             step.may_stop = {each: stops for each, stops in step.may_stop.items() if each in used}
 
-    def _placed(self, live: abc.Sequence[Sequence]) -> list[Sequence]:
-        """The live sequences in the order of their places."""
-        new = [row for row in live if row not in self.sequences]
-        places: list[Sequence | None] = [row if row in live else None for row in self.sequences]
+    def _placed(self, running: abc.Sequence[Sequence]) -> list[Sequence]:
+        """The running sequences in the order of their places."""
+        new = [row for row in running if row not in self.sequences]
+        places: list[Sequence | None] = [row if row in running else None for row in self.sequences]
         for n, row in enumerate(places):
             if row is None and new:
                 places[n] = new.pop(0)
@@ -113,7 +113,7 @@ class CanvasBatch:
                 places[places.index(None)] = last
         return [row for row in places if row is not None] + new
 
-    def _missing(self, count: int) -> int:
+    def _padding(self, count: int) -> int:
         """The number of rows that a step of so many is padded by."""
         return next((bucket for bucket in self.buckets or () if bucket >= count), count) - count
 
@@ -144,7 +144,7 @@ class CanvasBatch:
             self._memory = memory
         padding = slice(len(self.canvases), None)  # strategies divide by the number of steps
         self._step.pinned_BL[padding], self._step.state.steps_B[padding] = 0, 1
-        rows, key = len(self.sequences) + self._missing(len(self.sequences)), None
+        rows, key = len(self.sequences) + self._padding(len(self.sequences)), None
         for control in self._canvas_controls:
             most, key = len(self._step.pinned_BL), control.key
             self._canvas_controls = [control.in_buffers(self._control_buffers, most, rows)]
@@ -152,7 +152,7 @@ class CanvasBatch:
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def step(self, now: int) -> tuple[list[CanvasInFlight], list[tuple[Sequence, Step]]]:
+    def step(self, now: int) -> tuple[list[RunningCanvas], list[tuple[Sequence, Step]]]:
         """Denoise every canvas once; returns the canvases that this finishes, and the records of watched sequences.
 
         now: the number of the engine's step.
@@ -194,7 +194,7 @@ class CanvasBatch:
 
     def _call(self, steps: abc.Sequence[int]) -> StepCall:
         """The call of a step; steps: the step that each canvas is at."""
-        canvases, missing = self.canvases, self._missing(len(self.canvases))
+        canvases, padding = self.canvases, self._padding(len(self.canvases))
         shapes, controls = [self._shape(n, step) for n, step in enumerate(steps)], self._canvas_controls
         groups = groups_of([canvas.sequence.strategy for canvas in canvases], self.model.device)
         # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
@@ -204,7 +204,7 @@ class CanvasBatch:
             last = [row.last_hidden_D for row in self.sequences if row.last_hidden_D is not None]
             hidden_BLD = torch.stack(last)[:, None]
             return StepCall(len(ids), len(ids), ids, groups, controls, shapes, has_signal, hidden_BLD)
-        count = padded = len(ids) + missing
+        count = padded = len(ids) + padding
         if self._captured is None:
             return StepCall(len(ids), padded, ids, groups, controls, shapes, has_signal)
         # a captured step treats canvases of padding as it does others
@@ -217,13 +217,13 @@ class CanvasBatch:
 
     def _shape(self, place: int, step: int) -> Shape:
         """The shape of a step of the canvas in this place; steps after the last one have that one's."""
-        sequence, known = self.canvases[place].sequence, self._shapes_B[place]
+        sequence, shapes = self.canvases[place].sequence, self._shapes_B[place]
         step = min(step, sequence.max_steps - 1)
-        while len(known) <= step:
-            known.append(sequence.strategy.shape(len(known), sequence.max_steps))
-        return known[step]
+        while len(shapes) <= step:
+            shapes.append(sequence.strategy.shape(len(shapes), sequence.max_steps))
+        return shapes[step]
 
-    def _finished(self, report_BN: Tensor | None, steps: abc.Sequence[int]) -> list[CanvasInFlight]:
+    def _finished(self, report_BN: Tensor | None, steps: abc.Sequence[int]) -> list[RunningCanvas]:
         """The canvases that a step has finished; report_BN: by `step_report` (None: no canvas can have ended)."""
         for canvas in self.canvases:
             canvas.has_begun = True

@@ -32,11 +32,11 @@ class Encoding:
         Returns the sequences of which a draft was encoded, with its hidden states [L, D]; it waits for `accept`.
         """
         drafts = []
-        for call in self._calls_of(self._with_features(chunks)):
-            counts, starts = [count for _, count in call], [sequence.length for sequence, _ in call]
+        for call in self._batches(self._with_features(chunks)):
+            counts, starts = [count for _, count in call], [sequence.num_computed for sequence, _ in call]
             width = max(counts)
             tokens = [
-                sequence.known[start : start + count] + [0] * (width - count)
+                sequence.token_ids[start : start + count] + [0] * (width - count)
                 for (sequence, count), start in zip(call, starts, strict=True)
             ]
             rows = [sequence.paged for sequence, _ in call if sequence.paged is not None]
@@ -69,7 +69,7 @@ class Encoding:
 
         Where the model has no image tensors, that is the error of all sequences with an image.
         """
-        images = [placed.image for each, count in chunks for placed in each.images_of(each.length, count)]
+        images = [placed.image for each, count in chunks for placed in each.images_of(each.num_computed, count)]
         if not images:
             return chunks
         try:
@@ -81,7 +81,7 @@ class Encoding:
         self.pages.images.of(images)
         return chunks
 
-    def _calls_of(self, chunks: abc.Sequence[Chunk]) -> abc.Iterator[list[Chunk]]:
+    def _batches(self, chunks: abc.Sequence[Chunk]) -> abc.Iterator[list[Chunk]]:
         """The chunks of each call: of similar lengths, so that little of a call is padding."""
         call: list[Chunk] = []
         for chunk in sorted(chunks, key=lambda chunk: -chunk[1]):

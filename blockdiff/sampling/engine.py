@@ -1,8 +1,8 @@
 """The engine: many requests at once, each with its own seed, settings and prefix, a denoising step at a time.
 
-One step encodes committed canvases and chunks of prompts, and denoises every live canvas once. `Scheduler` chooses the
-sequences that run, `Encoding` encodes, `CanvasBatch` denoises and has the tensors of live canvases, and prefixes lie in
-`Pages`.
+One step encodes committed canvases and chunks of prompts, and denoises every running canvas once. `Scheduler` chooses
+the sequences that run, `Encoding` encodes, `CanvasBatch` denoises and has the tensors of running canvases, and prefixes
+lie in `Pages`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from blockdiff.sampling.one_caller import one_caller
 from blockdiff.sampling.request import Request, Result, require_seed
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
-from blockdiff.sampling.sequence import NOT_FINITE, CanvasInFlight, Sequence, sequences_of
+from blockdiff.sampling.sequence import NOT_FINITE, RunningCanvas, Sequence, sequences_of
 from blockdiff.sampling.settings import SamplingSettings, settings_of
 from blockdiff.sampling.strategies import Verified
 from blockdiff.sampling.strategy import Strategy
@@ -116,7 +116,7 @@ class Engine:
         if graphs and self._capture is None:
             raise ValueError(UNCAPTURED)
         self._encoding = Encoding(model, self.pages)
-        self._batch = self._batch_of(max_rows)
+        self._batch = self._empty_batch(max_rows)
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[tuple[Sequence, Event]] = []  # of requests whose caller brings no list
@@ -127,7 +127,7 @@ class Engine:
     def _denoiser(self) -> BlockDiffusionModel:
         return self.model.drafter if isinstance(self.model, Drafted) else self.model
 
-    def _batch_of(self, max_rows: int) -> CanvasBatch:
+    def _empty_batch(self, max_rows: int) -> CanvasBatch:
         """An empty batch with buffers for so many rows."""
         buckets, graphs = self._buckets, None if self._capture is None else Graphs(self._capture)
         if buckets is None and graphs is not None:
@@ -167,10 +167,10 @@ class Engine:
         steps of these rows may be captured.
         """
         first = draws[0]
-        needed = len(first.prompt_tokens) + first.canvases * self.settings.canvas_length
-        if needed > self.capacity:
+        num_tokens = len(first.prompt_tokens) + first.canvases * self.settings.canvas_length
+        if num_tokens > self.capacity:
             raise RequestError(
-                f"the prompt of {len(first.prompt_tokens)} tokens and its {first.canvases} canvases need {needed} "
+                f"the prompt of {len(first.prompt_tokens)} tokens and its {first.canvases} canvases need {num_tokens} "
                 f"tokens of memory, and there are {self.capacity}; shorten it or lower max_new_tokens"
             )
         for draw in draws:
@@ -213,7 +213,7 @@ class Engine:
                 self._scheduler.leave(draw)
             self._unfinished -= bool(left)
         if not self._unfinished:
-            self._scheduler.live = []
+            self._scheduler.running = []
             self._batch.arrange([])
 
     @one_caller
@@ -221,7 +221,7 @@ class Engine:
         """Set how many requests run at the same time; where more than ever before may, those that run begin anew."""
         if max_rows > self.most_rows:
             self._scheduler.preempt_all()
-            denoised, self._batch = self._batch.denoised, self._batch_of(max_rows)
+            denoised, self._batch = self._batch.denoised, self._empty_batch(max_rows)
             self._batch.denoised, self._has_changed, self.most_rows = denoised, True, max_rows
         self._scheduler.limit(max_rows)
 
@@ -257,7 +257,7 @@ class Engine:
     def load(self) -> Load:
         """The sequences and pages of the engine now."""
         pages = self.pages.statistics
-        waiting, rows = len(self._scheduler.waiting), sum(each.paged is not None for each in self._scheduler.live)
+        waiting, rows = len(self._scheduler.waiting), sum(each.paged is not None for each in self._scheduler.running)
         return Load(waiting, rows, pages.pages, pages.shared, pages.cached)
 
     @property
@@ -273,10 +273,10 @@ class Engine:
     @one_caller
     @torch.no_grad()
     def step(self) -> bool:
-        """Encode what the scheduler chooses and denoise every live canvas once; False when nothing is left to do."""
-        self._scheduler.seat()
+        """Encode what the scheduler chooses and denoise every running canvas once; False when nothing is left to do."""
+        self._scheduler.admit()
         self._encode(self._scheduler.chunks())
-        while chunks := self._scheduler.chunks(of_live=True):  # verified canvases that end with the head's own token
+        while chunks := self._scheduler.chunks(of_running=True):  # verified canvases that end with the head's own token
             self._encode(chunks)
         self._denoise()
         return self._unfinished > 0
@@ -284,8 +284,8 @@ class Engine:
     def _encode(self, chunks: list[tuple[Sequence, int]]) -> None:
         """Encode chunks of sequences; sequences that have ended leave when nothing of them is left to encode."""
         self._verify(self._encoding.encode(chunks))
-        for each in [each for each in self._scheduler.seated if each.error or each.finish_reason]:
-            if each.error or not each.missing:
+        for each in [each for each in self._scheduler.admitted if each.error or each.finish_reason]:
+            if each.error or not each.num_uncomputed:
                 self._leave(each)
 
     # -- drafts and their verification -------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Engine:
             drafting.add(verification)
             sequence.retract()
             if not sequence.has_next(drafting.tokens[: drafting.given], self.settings):
-                self._encoding.accept(sequence, len(sequence.known), hidden_LD[:0])
+                self._encoding.accept(sequence, len(sequence.token_ids), hidden_LD[:0])
                 continue
             sequence.drafting = Drafting.after(verification)
             self._commit(sequence, drafting.tokens, drafting.steps, hidden_LD[: verification.accepted])
@@ -317,13 +317,13 @@ class Engine:
     # -- denoising ---------------------------------------------------------------------------------------------
 
     def _denoise(self) -> None:
-        """Denoise every canvas of the live sequences once, and commit the canvases that are finished."""
-        has_changed = self._scheduler.enliven()
-        for sequence in self._scheduler.live:
+        """Denoise every canvas of the running sequences once, and commit the canvases that are finished."""
+        has_changed = self._scheduler.start_running()
+        for sequence in self._scheduler.running:
             if sequence.canvas is None:
-                sequence.canvas, has_changed = self._begun(sequence), True
+                sequence.canvas, has_changed = self._next_canvas(sequence), True
         if has_changed or self._has_changed:
-            self._batch.arrange(self._scheduler.live)
+            self._batch.arrange(self._scheduler.running)
             self._has_changed = False
         if not self._batch.sequences:
             return
@@ -334,7 +334,7 @@ class Engine:
         for canvas in finished:
             self._finish(canvas)
 
-    def _begun(self, sequence: Sequence) -> CanvasInFlight:
+    def _next_canvas(self, sequence: Sequence) -> RunningCanvas:
         """The next canvas of a sequence."""
         number, control = len(sequence.steps), sequence.control
         own = None if control is None else control.begin(number, sequence.seed)
@@ -342,9 +342,9 @@ class Engine:
         if isinstance(sequence.strategy, Verified) and sequence.drafting is not None:
             own = sequence.drafting.control(own, self.settings, self.model.device)
             first_step = sequence.drafting.rounds * sequence.strategy.steps
-        return CanvasInFlight(sequence, number, self._now - first_step, own, first_step)
+        return RunningCanvas(sequence, number, self._now - first_step, own, first_step)
 
-    def _finish(self, canvas: CanvasInFlight) -> None:
+    def _finish(self, canvas: RunningCanvas) -> None:
         """Commit a finished canvas, or leave it to the next encode where it is a draft to be verified."""
         sequence, tokens = canvas.sequence, canvas.final or []
         self._has_changed = True
@@ -365,11 +365,11 @@ class Engine:
             self._commit(sequence, tokens, canvas.steps)
 
     def _commit(self, sequence: Sequence, tokens: list[int], steps: int, hidden_TD: Tensor | None = None) -> None:
-        """Add a finished canvas to the response, and to the known tokens where the next canvas or scores need them.
+        """Add a finished canvas to the response, and to the token_ids where the next canvas or scores need them.
 
         hidden_TD: of a verified canvas the hidden states of its first tokens, which stand in the pages.
         """
-        number, start = len(sequence.steps), len(sequence.known)
+        number, start = len(sequence.steps), len(sequence.token_ids)
         kept = sequence.commit(tokens, steps, self.settings.generation.eos_ids)
         kept -= sequence.stop(kept, self.settings.text)
         if sequence.error is not None:
@@ -389,18 +389,18 @@ class Engine:
         )
         sequence.events.append((sequence, committed))
         if sequence.finish_reason is None:
-            sequence.known += tokens
+            sequence.token_ids += tokens
         elif sequence.is_scored:  # the last token predicts nothing
-            sequence.known += tokens[: kept - 1]
+            sequence.token_ids += tokens[: kept - 1]
             if kept == 1 and hidden_TD is None and sequence.last_hidden_D is not None:
                 hidden_TD = sequence.last_hidden_D[None, :][:0]
         if hidden_TD is not None:
-            self._encoding.accept(sequence, start, hidden_TD[: len(sequence.known) - start])
-        if sequence.finish_reason is not None and not sequence.missing:
+            self._encoding.accept(sequence, start, hidden_TD[: len(sequence.token_ids) - start])
+        if sequence.finish_reason is not None and not sequence.num_uncomputed:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give a sequence's seat and pages back; the last draw of a request to leave makes its result an event."""
+        """Give a sequence's place and pages back; the last draw of a request to leave makes its result an event."""
         sequence.is_done = self._has_changed = True
         self._scheduler.leave(sequence)
         draws = sequence.draws

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Scheduler:
-    """Seats for sequences, and a queue of at most `max_waiting` before them, in the order of arrival.
+    """The sequences that are admitted, and a queue of at most `max_waiting` before them, in the order of arrival.
 
-    At most `max_rows` sequences are live. Up to as many more are encoded meanwhile, in groups, so that another one can
-    take the place of a sequence that ends in the same step.
+    At most `max_rows` sequences run. Up to as many more are encoded meanwhile, in groups, so that another one can take
+    the place of a sequence that ends in the same step.
 
     chunk_tokens: a prompt is encoded in chunks that end at multiples of it; tokens_per_step: the tokens that a step
     encodes and denoises: prompts wait where canvases and commits leave no room, but one chunk is encoded in every step;
@@ -36,14 +36,14 @@ class Scheduler:
     canvas_length: int
     is_next_token: bool = False
     waiting: deque[Sequence] = field(default_factory=deque)
-    seated: list[Sequence] = field(default_factory=list)
-    live: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
     max_rows: int = 1
     tokens_per_step: int = 0
     preemptions: int = 0
 
     def limit(self, max_rows: int, tokens_per_step: int | None = None) -> None:
-        """Set how many sequences are live at most, and the tokens of a step; ValueError for too few tokens.
+        """Set how many sequences run at most, and the tokens of a step; ValueError for too few tokens.
 
         tokens_per_step: at least those of a canvas (None: twice the canvases of so many rows).
         """
@@ -54,60 +54,60 @@ class Scheduler:
         self.max_rows = min(max_rows, self.tokens_per_step // self.canvas_length)
 
     def add(self, *sequences: Sequence) -> None:
-        """Let sequences wait for a seat, all or none; raises Full where the queue has no room for them."""
+        """Let sequences wait to be admitted, all or none; raises Full where the queue has no room for them."""
         if len(self.waiting) + len(sequences) > self.max_waiting:
             raise Full(f"{len(self.waiting)} requests wait already, and no more than {self.max_waiting} may; ask later")
         self.waiting.extend(sequences)
 
-    def seat(self) -> None:
-        """Give seats to sequences that wait, as long as memory has room for all their tokens and a canvas."""
-        seats = self.max_rows * (2 if self.live else 1)
-        if 2 * (len(self.seated) - len(self.live)) >= self.max_rows:
+    def admit(self) -> None:
+        """Admit sequences that wait, as long as memory has room for all their tokens and a canvas."""
+        max_admitted = self.max_rows * (2 if self.running else 1)
+        if 2 * (len(self.admitted) - len(self.running)) >= self.max_rows:
             return
-        if self.waiting and len(self.seated) < seats:
+        if self.waiting and len(self.admitted) < max_admitted:
             self.pages.follow_weights()
-        while self.waiting and len(self.seated) < seats:
+        while self.waiting and len(self.admitted) < max_admitted:
             first = self.waiting[0]
             first.paged = self.pages.open()
             self._reuse(first)
-            if self.seated and first.needed(self.canvas_length) > self.pages.free_tokens():
-                self._unseat(first)
+            if self.admitted and first.num_tokens_until_commit(self.canvas_length) > self.pages.free_tokens():
+                self._release(first)
                 return
-            self.seated.append(self.waiting.popleft())
+            self.admitted.append(self.waiting.popleft())
 
     def leave(self, sequence: Sequence) -> None:
-        """Take away a sequence's place in the queue, or its seat with its pages."""
+        """Take away a sequence's place in the queue, or among the admitted, with its pages."""
         if sequence.paged is None:
             self.waiting.remove(sequence)
         else:
-            self.seated.remove(sequence)
-            self._unseat(sequence)
+            self.admitted.remove(sequence)
+            self._release(sequence)
 
     def preempt_all(self) -> None:
         """Send all sequences back to the queue, in their order; each keeps its committed canvases."""
-        for sequence in reversed(self.seated.copy()):
+        for sequence in reversed(self.admitted.copy()):
             self._preempt(sequence)
-        self.live = []
+        self.running = []
 
     def close(self) -> None:
         """Give up all sequences, and give their pages back."""
-        for sequence in self.seated:
-            self._unseat(sequence)
-        self.seated.clear()
+        for sequence in self.admitted:
+            self._release(sequence)
+        self.admitted.clear()
         self.waiting.clear()
-        self.live = []
+        self.running = []
 
-    def chunks(self, of_live: bool = False) -> list[tuple[Sequence, int]]:
+    def chunks(self, of_running: bool = False) -> list[tuple[Sequence, int]]:
         """The pairs (sequence, number of its tokens to encode in this step): committed canvases first, then prompts.
 
-        of_live: whether only sequences that were live in the step before are asked for.
+        of_running: whether only sequences that were running in the step before are asked for.
         """
-        some = [each for each in self.live if each.paged is not None] if of_live else self.seated
-        unencoded = [each for each in some if each.missing > 0]
+        candidates = [each for each in self.running if each.paged is not None] if of_running else self.admitted
+        unencoded = [each for each in candidates if each.num_uncomputed > 0]
         if not unencoded:
             return []
-        unencoded.sort(key=lambda each: each.is_prompting)  # stable: both groups stay in the order of their seats
-        room = self.tokens_per_step - len(self.live) * self.canvas_length
+        unencoded.sort(key=lambda each: each.is_prompting)  # stable: both groups stay in the order of their admission
+        room = self.tokens_per_step - len(self.running) * self.canvas_length
         chosen: list[tuple[Sequence, int]] = []
         pages: set[tuple[int, ...]] = set()  # encoded in this step; each is its tokens and all tokens before them
         for sequence in unencoded:
@@ -118,45 +118,45 @@ class Scheduler:
             count = self._chunk(sequence)
             if chosen and sequence.is_prompting and count > room:
                 break
-            if self._has_room(sequence, count):
+            if self._make_room(sequence, count):
                 chosen.append((sequence, count))
                 room -= count
         return [(sequence, count) for sequence, count in chosen if sequence.paged is not None]
 
-    def enliven(self) -> bool:
-        """Choose the live sequences among those with nothing left to encode; True where they are others than before.
+    def start_running(self) -> bool:
+        """Choose the running sequences among those with nothing left to encode; True where they are others than before.
 
-        Sequences that were live stay so before others become live.
+        Sequences that were running stay so before others start.
         """
-        live = [each for each in self.live if each.paged is not None and each.missing == 0]
-        has_changed = len(live) < len(self.live)
-        if len(live) < self.max_rows:
-            there = set(map(id, live))
-            ready = [each for each in self.seated if each.missing == 0 and id(each) not in there]
-            live += ready[: self.max_rows - len(live)]
-            has_changed = has_changed or len(live) > len(there)
-        self.live = live
+        running = [each for each in self.running if each.paged is not None and each.num_uncomputed == 0]
+        has_changed = len(running) < len(self.running)
+        if len(running) < self.max_rows:
+            still_running = set(map(id, running))
+            ready = [each for each in self.admitted if each.num_uncomputed == 0 and id(each) not in still_running]
+            running += ready[: self.max_rows - len(running)]
+            has_changed = has_changed or len(running) > len(still_running)
+        self.running = running
         return has_changed
 
     def _reuse(self, sequence: Sequence) -> None:
         """Share pages in which other sequences have encoded the same tokens; tokens to be scored are encoded anew."""
         assert sequence.paged is not None
         prompt, scored = len(sequence.prompt_tokens), len(sequence.logprobs or ())
-        end = prompt + scored - 1 if sequence.is_scored else len(sequence.known)
+        end = prompt + scored - 1 if sequence.is_scored else len(sequence.token_ids)
         if sequence.is_headed:  # the encode of the last token predicts the next
-            end = min(end, len(sequence.known) - 1)
-        before = sequence.length
+            end = min(end, len(sequence.token_ids) - 1)
+        before = sequence.num_computed
         sequence.shared_tokens += self.pages.reuse(sequence.paged, sequence.identities[:end]) - before
 
     def _shares_soon(self, sequence: Sequence, pages: set[tuple[int, ...]]) -> bool:
-        """True where a sequence gets no chunk now: nothing of it is missing, or another one encodes its next page.
+        """True where a sequence gets no chunk now: all of it is encoded, or another one encodes its next page.
 
         pages: the pages that sequences before it encode in this step; its own next page is added.
         """
-        if can_share := sequence.length % self.pages.page_tokens == 0:
+        if can_share := sequence.num_computed % self.pages.page_tokens == 0:
             self._reuse(sequence)
-        if sequence.missing == 0 or (end := self._next_page(sequence)) > len(sequence.prompt_tokens):
-            return sequence.missing == 0
+        if sequence.num_uncomputed == 0 or (end := self._next_page(sequence)) > len(sequence.prompt_tokens):
+            return sequence.num_uncomputed == 0
         page = tuple(sequence.identities[:end])
         if can_share and page in pages:
             return True
@@ -166,7 +166,7 @@ class Scheduler:
     def _next_page(self, sequence: Sequence) -> int:
         """The end of the next full page behind which another sequence could go on."""
         size = self.pages.page_tokens
-        end = (sequence.length // size + 1) * size
+        end = (sequence.num_computed // size + 1) * size
         while run_end(sequence.images, end) != end:
             end += size
         return end
@@ -176,33 +176,33 @@ class Scheduler:
 
         A chunk that would end within a run of placeholders ends with it.
         """
-        at, prompt = sequence.length, len(sequence.prompt_tokens)
+        at, prompt = sequence.num_computed, len(sequence.prompt_tokens)
         if at < prompt:
             return run_end(sequence.images, min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt)) - at
         # next tokens that are encoded again, after a preemption, need not go one by one
         size = self.chunk_tokens if self.is_next_token else self.canvas_length
         end = prompt + ((at - prompt) // size + 1) * size
-        return min(end, len(sequence.known)) - at
+        return min(end, len(sequence.token_ids)) - at
 
-    def _has_room(self, sequence: Sequence, count: int) -> bool:
-        """Make room for more tokens of a sequence, if need be by preempting those that sat down after it, or itself."""
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Make room for more tokens of a sequence, if need be by preempting those admitted after it, or itself."""
         while sequence.paged is not None:
             if self.pages.reserve(sequence.paged, count):
                 return True
-            if len(self.seated) == 1:
-                sequence.error = f"there is no memory for its {sequence.length + count} tokens"
+            if len(self.admitted) == 1:
+                sequence.error = f"there is no memory for its {sequence.num_computed + count} tokens"
                 return False
-            self._preempt(self.seated[-1])
+            self._preempt(self.admitted[-1])
         return False
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to the head of the queue; it keeps its committed canvases and draws the others again."""
         self.preemptions += 1
-        self.seated.remove(sequence)
-        self._unseat(sequence)
+        self.admitted.remove(sequence)
+        self._release(sequence)
         self.waiting.appendleft(sequence)
 
-    def _unseat(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         if sequence.paged is not None:
             self.pages.release(sequence.paged)
         sequence.paged = None

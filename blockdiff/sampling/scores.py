@@ -98,8 +98,8 @@ def best(answers: Sequence[Result]) -> Result:
         return answer.score if is_whole and answer.score is not None else -inf
 
     likeliest = max(answers, key=mean)
-    alike = (each for each in answers if each.tokens == likeliest.tokens and mean(each) > -inf)
-    return next(alike, likeliest)
+    same_tokens = (each for each in answers if each.tokens == likeliest.tokens and mean(each) > -inf)
+    return next(same_tokens, likeliest)
 
 
 def _scores(pairs: list[tuple[list[int], list[int]]], model: BlockDiffusionModel) -> list[Score]:

@@ -33,7 +33,7 @@ NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtyp
 
 
 @dataclass(eq=False)
-class CanvasInFlight:
+class RunningCanvas:
     """The canvas of a sequence that is being denoised.
 
     number: its place in the response; entered: the engine's step that was step 0 of the canvas, or would have been for
@@ -67,11 +67,11 @@ class Sequence:
     The response so far is `tokens`, with the `steps` of each canvas, the `logprobs` of the tokens that are scored, and
     a `finish_reason` or an `error` at its end.
 
-    The rest is the engine's. known: the prompt and the committed canvases, which the next canvas must see; paged: the
-    pages with the keys and values of those known tokens that are encoded (None while the sequence has no seat);
+    The rest is the engine's. token_ids: the prompt and the committed canvases, which the next canvas must see; paged:
+    the pages with the keys and values of those that are encoded (None while the sequence is not admitted);
     drafting: the canvas that is drafted and verified (None: canvases are committed as they are); last_hidden_D: the
     hidden state of the last encoded token, from which the next one is scored, drawn or verified; shared_tokens: the
-    number of known tokens that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
+    number of token_ids that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
     steps are recorded; recorded: the last recorded step of each canvas; may_capture: whether its steps may be captured;
     reader: called with the hidden states [L, D] of the last step of a canvas; visitor: called with the number of every
     step of a canvas, the tokens that it saw [L] and the self-conditioning signal [L, D]; events: the caller's list,
@@ -106,41 +106,41 @@ class Sequence:
     error: str | None = None
     is_done: bool = False
 
-    known: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     paged: PagedRow | None = None
     last_hidden_D: Tensor | None = None
     shared_tokens: int = 0
-    canvas: CanvasInFlight | None = None
+    canvas: RunningCanvas | None = None
     recorded: dict[int, int] = field(default_factory=dict)
     events: list[tuple[Sequence, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.known = self.known or list(self.prompt_tokens)
+        self.token_ids = self.token_ids or list(self.prompt_tokens)
         self._prompt_identities = identities(self.prompt_tokens, self.images)
 
     @property
     def identities(self) -> list[int]:
-        """The identities of the known tokens, by which pages are shared."""
-        return [*self._prompt_identities, *self.known[len(self.prompt_tokens) :]] if self.images else self.known
+        """The identities of the token_ids, by which pages are shared."""
+        return [*self._prompt_identities, *self.token_ids[len(self.prompt_tokens) :]] if self.images else self.token_ids
 
     def images_of(self, start: int, count: int) -> list[PlacedImage]:
-        """The images in so many known tokens from `start` on, with columns counted from there."""
+        """The images in so many token_ids from `start` on, with columns counted from there."""
         return images_between(self.images, start, start + count) if self.images else []
 
     @property
-    def length(self) -> int:
-        """The number of known tokens that are encoded."""
+    def num_computed(self) -> int:
+        """The number of token_ids that are encoded."""
         return 0 if self.paged is None else self.paged.length
 
     @property
-    def missing(self) -> int:
-        """The number of known tokens that are still to be encoded."""
-        return len(self.known) - self.length
+    def num_uncomputed(self) -> int:
+        """The number of token_ids that are still to be encoded."""
+        return len(self.token_ids) - self.num_computed
 
     @property
     def is_prompting(self) -> bool:
         """True while the prompt is being encoded."""
-        return self.length < len(self.prompt_tokens)
+        return self.num_computed < len(self.prompt_tokens)
 
     @property
     def is_headed(self) -> bool:
@@ -149,27 +149,27 @@ class Sequence:
 
     @property
     def draft(self) -> list[int]:
-        """The draft at the end of the known tokens that is to be verified; empty where there is none."""
+        """The draft at the end of the token_ids that is to be verified; empty where there is none."""
         has_draft = self.drafting is not None and self.drafting.unverified
-        return self.known[len(self.prompt_tokens) + len(self.tokens) :] if has_draft else []
+        return self.token_ids[len(self.prompt_tokens) + len(self.tokens) :] if has_draft else []
 
-    def propose(self, canvas: CanvasInFlight) -> None:
-        """Put a finished draft behind the known tokens, until it is verified; those of its tokens that stand stay."""
+    def propose(self, canvas: RunningCanvas) -> None:
+        """Put a finished draft behind the tokens, until it is verified; those of its tokens that stand stay."""
         assert self.drafting is not None and canvas.final is not None
         standing = self.drafting.tokens[: self.drafting.given]
-        self.known += standing + canvas.final[len(standing) :]
+        self.token_ids += standing + canvas.final[len(standing) :]
         self.drafting.unverified, self.drafting.step = canvas.steps, canvas.first_step + canvas.steps - 1
 
     def retract(self) -> None:
-        """Take the draft that is to be verified away from the known tokens."""
+        """Take the draft that is to be verified away from the token_ids."""
         if draft := self.draft:
-            del self.known[-len(draft) :]
+            del self.token_ids[-len(draft) :]
         if self.drafting is not None:
             self.drafting.unverified = 0
 
-    def needed(self, canvas_length: int) -> int:
+    def num_tokens_until_commit(self, canvas_length: int) -> int:
         """The number of tokens that need room in pages until the next canvas is committed."""
-        return self.missing + canvas_length
+        return self.num_uncomputed + canvas_length
 
     def commit(self, tokens: list[int], steps: int, eos_ids: abc.Collection[int]) -> int:
         """Add a canvas to the response up to its first eos, which ends it; returns the number of tokens added."""
@@ -317,7 +317,7 @@ def drawn_again(first: Sequence, draw: int) -> Sequence:
     own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
     own["drafting"] = None if first.drafting is None else Drafting()
     own["control"] = None if first.control is None else first.control.copy()
-    return replace(first, **own, tokens=[], steps=[], known=[], canvas=None, recorded={}, top_logprobs=[])  # type: ignore[arg-type]
+    return replace(first, **own, tokens=[], steps=[], token_ids=[], canvas=None, recorded={}, top_logprobs=[])  # type: ignore[arg-type]
 
 
 def _require_plain(strategy: Strategy, max_steps: int, settings: SamplingSettings) -> None:

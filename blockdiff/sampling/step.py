@@ -17,7 +17,7 @@ from blockdiff.kernels.vocabulary import Stats
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.canvas_control import CanvasControl
 from blockdiff.sampling.predict import StepInputs, predict
-from blockdiff.sampling.sequence import CanvasInFlight
+from blockdiff.sampling.sequence import RunningCanvas
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, decided
 from blockdiff.seeding import Stream, signed, to_integers, to_uniform, uniform, words
@@ -77,7 +77,7 @@ class CanvasState:
 
     @classmethod
     def of(
-        cls, canvases: Sequence[CanvasInFlight], model: BlockDiffusionModel, settings: SamplingSettings
+        cls, canvases: Sequence[RunningCanvas], model: BlockDiffusionModel, settings: SamplingSettings
     ) -> CanvasState:
         """The state of canvases before their first steps."""
         L, B, device = settings.canvas_length, len(canvases), model.device

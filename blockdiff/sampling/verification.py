@@ -35,7 +35,7 @@ class Drafting:
     tokens: those of the last round, of which the first `given` stand and the others are where the next draft starts;
     before the first round none, or the one that the verification of the canvas before has added. rounds: verifications
     so far; steps: denoising steps so far. unverified: denoising steps of the draft that stands at the end of the
-    sequence's known tokens until it is verified, 0 where none does; step: the number of the last of them.
+    sequence's token_ids until it is verified, 0 where none does; step: the number of the last of them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -83,7 +83,7 @@ def verify(
 ) -> list[Verification | None]:
     """The verification of each sequence's draft, by its hidden states [L, D]; None where logits are not finite.
 
-    The draft is the end of the sequence's known tokens; `last_hidden_D` is the hidden state of the token before it.
+    The draft is the end of the sequence's token_ids; `last_hidden_D` is the hidden state of the token before it.
     """
     length, mask_id = settings.canvas_length, settings.diffusion.mask_id
     hidden, shapes, draws, controls, counts = list[Tensor](), [], list[Tensor](), list[CanvasControl | None](), []

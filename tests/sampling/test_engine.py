@@ -82,13 +82,13 @@ def answers(engine: Engine, requests: list[Request]) -> dict[str | int, Result]:
 
 
 def nothing_is_left(engine: Engine) -> None:
-    """Every page is free or cached, and nobody is seated."""
+    """Every page is free or cached, and nobody is admitted."""
     engine.pages.check()
     assert all(count == 0 for count in engine.pages.statistics.pages.values())
     assert (
         not engine.unfinished
         and not engine._sequences
-        and not engine._scheduler.seated
+        and not engine._scheduler.admitted
         and not engine._scheduler.waiting
     )
 
