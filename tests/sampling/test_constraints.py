@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import math
@@ -14,10 +15,10 @@ import torch
 
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints import compile_child, outlines
+from blockdiff.sampling.constraints import compile_child, json_schema, outlines
 from blockdiff.sampling.constraints import regex as expressions
 from blockdiff.sampling.constraints.byte_automaton import without
-from blockdiff.sampling.constraints.json_schema import NumberRange, regex_of_schema
+from blockdiff.sampling.constraints.json_schema import FORMATS, NumberRange, regex_of_schema
 from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, forced, paths
 from blockdiff.sampling.constraints.regex import of_regex
@@ -372,10 +373,10 @@ SCHEMAS = [
 ]
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_texts_of_a_schema_are_documents_that_it_validates(schema):
-    automaton, generator, texts = of_regex(regex_of_schema(schema)), random.Random(0), set()
-    for _ in range(60):
+def random_documents(schema, generator: random.Random, tries: int) -> set[str]:
+    """Texts that the automaton of a schema accepts, by random ways that soon end strings, arrays and objects."""
+    automaton, texts = of_regex(regex_of_schema(schema)), set()
+    for _ in range(tries):
         state, text = 0, bytearray()
         while not (bool(automaton.is_accepting_S[state]) and generator.random() < 0.5):
             ways = (automaton.next_SB[state] < automaton.states).nonzero().squeeze(-1).tolist()
@@ -387,9 +388,54 @@ def test_texts_of_a_schema_are_documents_that_it_validates(schema):
             text.append(byte)
             state = int(automaton.next_SB[state, byte])
         if bool(automaton.is_accepting_S[state]):
-            jsonschema.validate(json.loads(text.decode()), json.loads(schema))
-            texts.add(bytes(text))
+            texts.add(text.decode())
+    return texts
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_texts_of_a_schema_are_documents_that_it_validates(schema):
+    texts = random_documents(schema, random.Random(0), 60)
+    for text in texts:
+        jsonschema.validate(json.loads(text), json.loads(schema))
     assert len(texts) > 3
+
+
+def random_schema(generator: random.Random, depth: int = 2):
+    kinds = ["format", "format", "pattern", "pattern", "integer", "enum", *["object", "array", "anyOf"] * (depth > 0)]
+    kind = generator.choice(kinds)
+    if kind == "format":
+        return {"type": "string", "format": generator.choice(list(FORMATS))}
+    if kind == "pattern":
+        patterns = [r"\d+|\w", "^(yes|no)$", "yes|no", r"[\w.-]+@\d{2}", r"a\s?b|[^\W_]{3}", "|x", r"v\d(\.\d)*"]
+        return {"type": generator.choice(["string", ["string", "null"]]), "pattern": generator.choice(patterns)}
+    if kind == "integer":
+        return {"type": "integer", "minimum": generator.randint(-20, 20)}
+    if kind == "enum":
+        return {"enum": generator.sample(["a|b", 'q"', 7, None, True, "é", 1.5], 2)}
+    inner = [random_schema(generator, depth - 1) for _ in range(generator.randint(1, 3))]
+    if kind == "anyOf":
+        return {"anyOf": inner}
+    if kind == "array":
+        return {"type": "array", "items": inner[0], "maxItems": 2}
+    properties = dict(zip("abc", inner, strict=False))
+    return {"type": "object", "properties": properties, "required": generator.sample(sorted(properties), 1)}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_texts_of_random_schemas_with_formats_and_patterns_are_valid(seed, monkeypatch):
+    for module in (expressions, json_schema):
+        monkeypatch.setattr(module, "call_outlines", lambda **asked: compile_child.answer(asked))  # no processes
+    checker = jsonschema.FormatChecker()
+    for name, kind in (("time", datetime.time), ("date-time", datetime.datetime)):  # which jsonschema does not check
+        checker.checks(name, ValueError)(
+            lambda text, read=kind.fromisoformat: not isinstance(text, str) or read(text).tzinfo is not None
+        )
+    schema = random_schema(random.Random(seed))
+    validator = jsonschema.Draft202012Validator(schema, format_checker=checker)
+    texts = random_documents(schema, random.Random(seed), 40)
+    assert texts
+    for text in texts:
+        validator.validate(json.loads(text))
 
 
 @pytest.mark.parametrize(
@@ -427,6 +473,52 @@ def test_patterns_are_those_of_a_json_schema(pattern, held, left_out):
 
 
 @pytest.mark.parametrize(
+    "name,held,left_out",
+    [
+        ("date", ["2024-02-29"], ["2023-02-29", "2024-2-9", "0000-01-01", "\u0662\u0660\u0662\u0664-01-01"]),
+        (
+            "time",
+            ["00:00:00Z", "23:59:59.123456789+23:59", "12:30:00-05:30"],
+            ["24:00:00Z", "12:30:00", "12:30Z", "12:60:00Z", "12:30:00.Z", "12:30:00+24:00", "12:30:00z"],
+        ),
+        (
+            "date-time",
+            ["2020-02-29T10:00:00Z", "1999-12-31T23:59:59.5+01:00"],
+            ["2020-02-31T10:00:00Z", "2020-02-29T10:00:00", "2020-02-29 10:00:00Z", "2020-02-29"],
+        ),
+        (
+            "email",
+            ["a@b.c", "first.last+tag@mail.example.org", "o'neil@x-y.de", "{a|b}@1.2"],
+            ["a@b", "a..b@c.d", ".a@b.c", "a@-b.c", "a@b-.c", "a@b.c.", "a b@c.d", "a@b@c.d", "é@b.c", "@b.c"],
+        ),
+        (
+            "uuid",
+            ["123e4567-e89b-12d3-a456-426614174000", "123E4567-E89B-12D3-A456-426614174000"],
+            ["123e4567e89b12d3a456426614174000", "123e4567-e89b-12d3-a456-42661417400g"],
+        ),
+        ("ipv4", ["0.0.0.0", "255.249.199.9", "10.20.30.100"], ["256.0.0.1", "01.2.3.4", "1.2.3", "1.2.3.4.5"]),
+    ],
+)
+def test_a_format_holds_its_texts_and_no_others(name, held, left_out):
+    automaton = of_regex(regex_of_schema({"type": "string", "format": name}))
+    assert [text for text in held + left_out if automaton.accepts(f'"{text}"'.encode())] == held
+
+
+def test_the_dates_are_those_of_the_calendar():
+    expression = re.compile(regex_of_schema({"type": "string", "format": "date"}))
+    for year in (*range(1, 10), 99, 100, 400, *range(1896, 1910), *range(1995, 2030), 2100, 2400, 9996, 9999):
+        for month in range(14):
+            for day in range(33):
+                text = f"{year:04}-{month:02}-{day:02}"
+                try:
+                    datetime.date.fromisoformat(text)
+                except ValueError:
+                    assert not expression.fullmatch(f'"{text}"'), text
+                else:
+                    assert expression.fullmatch(f'"{text}"'), text
+
+
+@pytest.mark.parametrize(
     "schema,message",
     [
         ("{", "not valid JSON"),
@@ -450,7 +542,8 @@ def test_patterns_are_those_of_a_json_schema(pattern, held, left_out):
         ({"type": "string", "pattern": ".*"}, "matches quotes"),
         ({"type": "string", "pattern": 5}, "pattern at its top must be a text"),
         ({"type": "string", "pattern": "a", "minLength": 3}, "says minLength"),
-        ({"type": "string", "format": "email"}, "format 'email' at its top is none of date"),
+        ({"type": "string", "format": "idn-email"}, "format 'idn-email' at its top is none of date, time, date-time"),
+        ({"type": "string", "format": ["date"]}, r"format \['date'\] at its top is none of date"),
         ({"type": "string", "enum": ["a", 1]}, "value 1 at its top is not of its type"),
         ({"enum": []}, "at least one value"),
         ({"$ref": "https://example.org/x"}, "only # can be looked up"),

@@ -1,7 +1,7 @@
 """From a JSON schema to a regular expression of its documents; what an expression cannot hold is refused by name.
 
-The numbers between two bounds and the strings of a pattern are expressions of their own, which outlines-core does not
-make.
+The numbers between two bounds and the strings of a pattern or format are expressions of their own, which
+outlines-core does not make.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from blockdiff.sampling.constraints.regex import from_ecma, of_regex, without_en
 SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly"}
 SILENT |= {"writeOnly", "$defs", "definitions"}
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-MARKED = BOUNDS | {"pattern"}  # whose expressions are made here
+MARKED = BOUNDS | {"pattern", "format"}  # whose expressions are made here
 MOST = 1e300  # a bound is no larger than this
 OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
@@ -32,7 +32,25 @@ OF_TYPE = {
     "boolean": set(),
     "null": set(),
 }
-FORMATS = ("date", "date-time", "uuid")
+# A day of the years 0001 to 9999, those of February by the years that leap
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
+_LONG, _SHORT = "(?:0[13578]|1[02])", "(?:0[469]|11)"  # months, of 31 and of 30 days
+_DATE = f"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:{_LONG}|{_SHORT})-(?:29|30)|{_LONG}-31)|{_LEAP_YEAR}-02-29)"
+_HOUR, _MINUTE = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
+_TIME = rf"{_HOUR}:{_MINUTE}:{_MINUTE}(?:\.[0-9]+)?(?:Z|[+-]{_HOUR}:{_MINUTE})"
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_OCTET = "(?:[0-9]|[1-9][0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-5])"
+FORMATS = {
+    "date": _DATE,  # RFC 3339, as are the next two; no leap seconds
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "email": rf"{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})+",  # lengths are not counted
+    "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
+}
 HINTS = {
     "oneOf": "write anyOf",
     "allOf": "write the schemas as one",
@@ -52,8 +70,8 @@ def regex_of_schema(schema: str | Mapping[str, Any]) -> str:
         raise RequestError(f"the JSON schema is not valid JSON ({error})") from None
     try:
         _check(value, "")
-        # outlines-core knows no bounds, and writes patterns without a group: it gets a number in their place, which it
-        # leaves as it is
+        # outlines-core knows no bounds, writes patterns without a group and formats loosely: it gets a number in
+        # their place, which it leaves as it is
         mark = 10**9
         while str(mark) in text:
             mark += 1
@@ -135,7 +153,7 @@ def _check_types(schema: Mapping[str, Any], said: set[str], where: str) -> None:
         _check_pattern(schema["pattern"], place)
     if "format" in said:
         _allow(said, {"type", "format"}, place)
-        if schema["format"] not in FORMATS:
+        if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
             said_format = repr(schema["format"])
             raise RequestError(f"the JSON schema's format {said_format} at {place} is none of {', '.join(FORMATS)}")
 
@@ -168,8 +186,9 @@ def _with_marks(schema: Any, where: str, mark: int, expressions: list[str]) -> A
 
 
 def _string(schema: Mapping[str, Any]) -> str:
-    """An expression of the strings of a pattern."""
-    return f'"(?:{without_ends(from_ecma(schema["pattern"]))})"'
+    """An expression of the strings of a pattern or a format."""
+    inner = without_ends(from_ecma(schema["pattern"])) if "pattern" in schema else FORMATS[schema["format"]]
+    return f'"(?:{inner})"'
 
 
 def _range(schema: Mapping[str, Any], type: str, place: str) -> str:
