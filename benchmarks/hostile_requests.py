@@ -16,12 +16,11 @@ import torch
 
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.data.template import packaged_template
+from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Engine, Request, Sampler
-from tests.asking import chat_tokenizer
-from tests.oracle import TWO_LAYERS, tiny_config
 
-LENGTH = 8  # of a canvas
 VALUES: tuple[Any, ...] = (
     *(10**20, -(10**20), 2**63, 2**64, -1, 0, 1e308, -1e308, 1e-308, float("inf"), float("nan"), -0.0, 3.5),
     *(True, None, "", "a", "\ud800", "a\ud800b", "\x00", b"x", "x" * 5000, object()),
@@ -74,9 +73,9 @@ def odd_requests(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 def failures(count: int) -> list[str]:
     """The requests that raised something else than RequestError, with what they raised."""
-    model = init(tiny_config(LENGTH, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
-    generation = Generation(max_steps=3, max_new_tokens=2 * LENGTH, eos_ids=(1,))
-    settings = Sampler(model, chat_tokenizer(), generation).settings
+    model, tokenizer = init("tiny", seed=3, device="cpu", kernels="torch"), byte_level_bpe(["hello there"], 300)
+    tokenizer.chat_template = packaged_template()
+    settings = Sampler(model, tokenizer, Generation(max_steps=3, max_new_tokens=16, eos_ids=(1,))).settings
     engine, found = Engine(model, settings=settings), []
     for number, case in enumerate(odd_requests(count)):
         has_prompt = any(case.get(name) is not None for name in ("prompt", "messages", "tokens"))
