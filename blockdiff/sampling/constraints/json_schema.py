@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.outlines import call_outlines
@@ -22,6 +23,8 @@ SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$com
 SILENT |= {"writeOnly", "$defs", "definitions"}
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 MARKED = BOUNDS | {"pattern", "format"}  # whose expressions are made here
+REFS_WITHIN = 4  # a schema that refers to itself is written out so deep
+MOST_REFS = 5_000  # that are followed
 MOST = 1e300  # a bound is no larger than this
 OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
@@ -70,6 +73,13 @@ def regex_of_schema(schema: str | Mapping[str, Any]) -> str:
         raise RequestError(f"the JSON schema is not valid JSON ({error})") from None
     try:
         _check(value, "")
+        followed: list[str] = []
+        value = _unrolled(value, value, (), followed)
+        if value is None:
+            raise RequestError(
+                f"the JSON schema refers to itself without end ($ref {followed[-1]!r}); "
+                "leave that property out of required, or give it an anyOf with another way"
+            )
         # outlines-core knows no bounds, writes patterns without a group and formats loosely: it gets a number in
         # their place, which it leaves as it is
         mark = 10**9
@@ -98,8 +108,10 @@ def _check(schema: Any, where: str) -> None:
     said = set(schema) - SILENT
     if "$ref" in said:
         _allow(said, {"$ref"}, place)
-        if not str(schema["$ref"]).startswith("#"):
-            raise RequestError(f"the JSON schema refers to {schema['$ref']!r} at {place}; only # can be looked up")
+        if schema["$ref"] != "#" and not str(schema["$ref"]).startswith("#/"):
+            raise RequestError(
+                f"the JSON schema refers to {schema['$ref']!r} at {place}; only # can be looked up, and what follows #/"
+            )
     elif "anyOf" in said:
         _allow(said, {"anyOf"}, place)
         if not isinstance(schema["anyOf"], list) or not schema["anyOf"]:
@@ -156,6 +168,69 @@ def _check_types(schema: Mapping[str, Any], said: set[str], where: str) -> None:
         if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
             said_format = repr(schema["format"])
             raise RequestError(f"the JSON schema's format {said_format} at {place} is none of {', '.join(FORMATS)}")
+
+
+def _unrolled(schema: Any, root: Any, within: tuple[str, ...], followed: list[str]) -> dict[str, Any] | None:
+    """The schema with what its $refs say in their place; None where no document of it is finite so deep.
+
+    within: the $refs around it. followed: every $ref that was followed, which gets longer.
+    """
+    if "$ref" in schema:
+        name = schema["$ref"]
+        is_new = name not in followed
+        followed.append(name)
+        if len(followed) > MOST_REFS:
+            raise RequestError(f"the JSON schema follows more than {MOST_REFS:,} $refs, last {name!r}; write fewer")
+        if name in within and len(within) >= REFS_WITHIN:
+            return None
+        found = _at(root, name)
+        if is_new:
+            _check(found, name[1:])
+        return _unrolled(found, root, (*within, name), followed)
+    schema = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+    if {"enum", "const"} & set(schema):
+        return schema
+    impossible = None  # a type that has no finite document
+    if "anyOf" in schema:
+        ways = [_unrolled(inner, root, within, followed) for inner in schema["anyOf"]]
+        schema["anyOf"] = [way for way in ways if way is not None]
+        return schema if schema["anyOf"] else None
+    if schema.get("properties"):
+        inner = {name: _unrolled(each, root, within, followed) for name, each in schema["properties"].items()}
+        schema["properties"] = {name: each for name, each in inner.items() if each is not None}
+        if not set(schema.get("required", ())) <= set(schema["properties"]):
+            impossible = "object"
+    elif isinstance(schema.get("additionalProperties"), Mapping):
+        schema["additionalProperties"] = _unrolled(schema["additionalProperties"], root, within, followed)
+        if schema["additionalProperties"] is None:  # the empty one is left
+            del schema["additionalProperties"]
+            schema["properties"] = {}
+    if "prefixItems" in schema:
+        schema["prefixItems"] = [_unrolled(each, root, within, followed) for each in schema["prefixItems"]]
+        if None in schema["prefixItems"]:
+            impossible = "array"
+    elif "items" in schema:
+        schema["items"] = _unrolled(schema["items"], root, within, followed)
+        if schema["items"] is None:
+            schema |= {"items": {"type": "null"}, "maxItems": 0}
+            if schema.get("minItems", 0) != 0:
+                impossible = "array"
+    if impossible is None:
+        return schema
+    types = [type for type in _types(schema, "its top") if type != impossible]
+    return {key: schema[key] for key in schema if key not in OF_TYPE[impossible]} | {"type": types} if types else None
+
+
+def _at(root: Any, name: str) -> Any:
+    """The part of a document that a JSON pointer after # names."""
+    found = root
+    for key in unquote(name[1:]).split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(key) if isinstance(found, list) else key]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise RequestError(f"the JSON schema cannot be used: it has no {name!r} to refer to") from None
+    return found
 
 
 def _with_marks(schema: Any, where: str, mark: int, expressions: list[str]) -> Any:
