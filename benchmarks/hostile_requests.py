@@ -93,7 +93,7 @@ def failures(count: int) -> list[str]:
 
 def main() -> None:
     """Try odd requests, and say how many there were and which failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile_requests", description=__doc__)
     parser.add_argument("--count", type=int, default=2000, help="how many requests (default 2000)")
     count = parser.parse_args().count
     torch.set_num_threads(1)

@@ -151,6 +151,7 @@ def save_while_training(ranks: Ranks, directory: Path, how: How) -> None:
         may_write.touch()
         assert saver.wait() == 2
     assert list(steps_saved(run)) == [2]
+    ranks.barrier()  # rank 0 could have saved step 4 before the other has looked
     assert saver.wait() == saver.poll() == saver.step == 0
     saver.start(4, toy.objective, toy.optimiser, FACTS, toy.average)
     assert saver.wait() == 4

@@ -1,4 +1,4 @@
-"""What the host does for a request apart from the model: it does not grow with the number of the model's tensors."""
+"""The work of the host for a request apart from the model: it does not grow with the number of the model's tensors."""
 
 from __future__ import annotations
 
