@@ -35,7 +35,7 @@ from blockdiff.kernels.block_sparse.triton import block_sparse_attention, select
 from blockdiff.kernels.expert_mlp.triton import expert_mlp, expert_slots
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import fp8_linears
-from blockdiff.kernels.gated.triton import gated_linear
+from blockdiff.kernels.gated.triton import FEW_ROWS, gated_linear
 from blockdiff.kernels.heads import HeadNorms, Norm
 from blockdiff.kernels.heads.triton import attention_heads
 from blockdiff.kernels.launch import forget_sizes
@@ -129,7 +129,7 @@ def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool, rounds_inputs: bool
     outs = expert_mlp(x, weight(E, 2 * F, D), weight(E, D, F), index, routing), *fp8_linears(x, (weight(4096, D),))
     if goes_back:
         sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
-    if not rounds_inputs:
+    if not rounds_inputs and tokens <= FEW_ROWS:
         with torch.no_grad():
             gated_linear(x.detach(), weight(2112, D), weight(2112, D), "gelu_tanh")
 
