@@ -62,8 +62,8 @@ def _around(
         written([*messages[:place], {**messages[place], "content": content}, *messages[place + 1 : end]], False)
         for content in STAND_INS
     )
-    start, end = _shared(one, other), _shared(one[::-1], other[::-1])
-    return one[:start], one[len(one) - end :]
+    before, after = _shared(one, other), _shared(one[::-1], other[::-1])
+    return one[:before], one[len(one) - after :]
 
 
 def _shared(one: str, other: str) -> int:

@@ -15,7 +15,7 @@ from blockdiff.serving.protocol import Body
 
 LARGE_BYTES = 1 << 16  # of a body that another thread reads
 NO_OBJECT = "the body is not a JSON object; send one with the header Content-Type: application/json"
-Read = TypeVar("Read", bound=Body)
+B = TypeVar("B", bound=Body)
 
 
 class BadBody(RequestError):
@@ -26,7 +26,7 @@ class BadBody(RequestError):
         self.param = param
 
 
-async def read_body(http: HttpRequest, kind: type[Read]) -> Read:
+async def read_body(http: HttpRequest, kind: type[B]) -> B:
     """The body of a request; BadBody says what is wrong first."""
     content, media_type = await http.body(), http.headers.get("content-type", "").partition(";")[0].strip()
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -36,7 +36,7 @@ async def read_body(http: HttpRequest, kind: type[Read]) -> Read:
     return await run_in_threadpool(parsed_body, content, kind, http.url.path)
 
 
-def parsed_body(content: bytes, kind: type[Read], path: str) -> Read:
+def parsed_body(content: bytes, kind: type[B], path: str) -> B:
     """The object that the JSON says; BadBody says what is wrong first, and quotes little of it."""
     try:
         given = json.loads(content, parse_constant=_refuse_constant)

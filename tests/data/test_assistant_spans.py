@@ -119,15 +119,15 @@ def test_a_template_in_which_a_turn_cannot_be_found_is_refused_with_the_message(
 
 def test_the_last_turn_alone_can_be_learnt_where_earlier_ones_are_written_otherwise():
     template = (
-        "{% for m in messages %}{{ m.role + (m.content if loop.last else m.content | upper) + '|' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+        "{% for m in messages %}{{ m.role + ('!' if m.role == 'assistant' and loop.last else ':') + m.content + '|' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant!' }}{% endif %}"
     )
     tokenizer = chat_tokenizer(template)
     row = Row("f:1", messages=(user("a"), assistant("b"), user("c"), assistant("d")))
     with pytest.raises(DataError, match=r"messages\[1\]"):
         Encoder(tokenizer, eos_id=1, canvas_length=4).encode([row])
-    with pytest.raises(DataError, match=r"messages\[3\]"):  # its question is upper, too, once it follows
-        Encoder(tokenizer, eos_id=1, canvas_length=4, turns="last").encode([row])
+    (example,), _ = Encoder(tokenizer, eos_id=1, canvas_length=4, turns="last").encode([row])
+    assert [tokenizer.decode(example.tokens[start:end]) for start, end in example.responses] == ["d|"]
 
 
 def test_the_tokens_that_are_learnt_are_the_answer_and_the_end_of_its_turn():
