@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def publish(fresh: Path, target: Path) -> None:
     After an OSError that still stands there.
     """
     sync(fresh)
-    old, is_replaced = _hidden(target), target.exists()
+    old, is_replaced = _hidden(target), os.path.lexists(target)
     if is_replaced:
         target.rename(old)
     try:
@@ -104,7 +104,7 @@ def publish(fresh: Path, target: Path) -> None:
         raise
     sync(target.parent)
     if is_replaced:
-        shutil.rmtree(old)
+        _remove(old)
 
 
 def digest(path: Path, size: int | None = None) -> str:
@@ -213,22 +213,28 @@ def unwritten(path: Path, error: Exception, needed: int) -> str:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory whose name goes first, so that a kill leaves nothing that looks complete."""
-    shutil.rmtree(path.rename(_hidden(path)))
+    """Remove a directory whose name goes first, so that a kill leaves nothing that looks complete.
+
+    Of a link to one the link goes, and what it points to stays.
+    """
+    _remove(path.rename(_hidden(path)))
 
 
 def remove_leftovers(directory: Path, name: str = "*", seconds: float = 0.0) -> None:
     """Remove what killed calls left beside `directory`/`name` (a pattern), if nobody wrote to it for `seconds`."""
     for left in directory.glob(f".{name}.*.tmp"):
-        try:
-            written = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
-        except OSError:  # whoever wrote it has just finished
-            continue
-        if not seconds or time.time() - written > seconds:
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
+        with suppress(OSError):  # whoever wrote it has just finished
+            written = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
+            if not seconds or time.time() - written > seconds:
+                _remove(left)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory with all that is in it, a file, or a link without what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def sync(path: Path) -> None:

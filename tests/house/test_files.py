@@ -154,6 +154,18 @@ def test_a_removal_that_is_killed_leaves_nothing_of_that_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_a_link_to_a_directory_the_link_goes_and_its_content_stays(tmp_path):
+    fill(elsewhere := tmp_path / "elsewhere", "old")
+    for number, remove in enumerate((remove_directory, lambda link: fill(link, "new"))):
+        (link := tmp_path / f"step-{number}").symlink_to(elsewhere)
+        remove(link)
+        assert not link.is_symlink() and content_of(elsewhere) == {"old"}
+    (tmp_path / ".step-2.0.tmp").symlink_to(elsewhere)  # left by a kill
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "step-1"}
+    assert content_of(elsewhere) == {"old"}
+
+
 def test_what_may_still_be_written_is_no_leftover(tmp_path):
     for name in ("model", "other"):
         assert killed_at(1, lambda name=name: fill(tmp_path / name, "x"))
