@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.stream import StreamedExamples
+from blockdiff.errors import DataError
 from blockdiff.models.family import family_of
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.recipe import Recipe
@@ -138,12 +140,25 @@ def sources(listed: Sequence[Source], recipe: Recipe, split: str) -> list[Source
 
 
 def cache_directory(setting: str) -> Path | None:
-    """The directory of kept tokens: `BLOCKDIFF_CACHE`, else blockdiff/ in the user's cache; None for "off"."""
+    """The directory of kept tokens: `BLOCKDIFF_CACHE`, else blockdiff/ in the user's cache; None for "off".
+
+    Without a home directory nothing is kept, after a warning; DataError for a directory that is asked for within it.
+    """
     if setting == "off":
         return None
     users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "blockdiff"
-    directory = (os.environ.get("BLOCKDIFF_CACHE") or users) if setting == "auto" else setting
-    return Path(directory).expanduser().absolute()
+    asked = os.environ.get("BLOCKDIFF_CACHE") if setting == "auto" else setting
+    directory = Path(asked or users)
+    try:
+        return directory.expanduser().absolute()
+    except RuntimeError:  # there is no home directory
+        if asked:
+            raise DataError(f"data.cache: {asked}: this user has no home directory; write the path without ~") from None
+        warnings.warn(
+            "tokens are not kept for another start: this user has no home directory; set data.cache to a directory",
+            stacklevel=2,
+        )
+        return None
 
 
 def image_reader(recipe: Recipe, base: StartingModel) -> ImageReader | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 from types import SimpleNamespace
 
 import datasets
@@ -10,7 +11,8 @@ import pytest
 
 from blockdiff.data.sources import Source
 from blockdiff.data.template import packaged_template
-from blockdiff.training.data import read_data
+from blockdiff.errors import DataError
+from blockdiff.training.data import cache_directory, read_data
 from blockdiff.training.recipe import DataSection, Recipe
 from tests.chat_tokenizer import chat_tokenizer
 
@@ -98,3 +100,14 @@ def test_rows_that_are_skipped_are_counted_in_the_lines_and_the_report():
     read = read_data(Recipe.model_validate(tree), base)
     assert read.lines()[1].startswith("          left out: rows:2: response is missing")
     assert read.report()["train"]["sources"][0]["bad"] == 1
+
+
+def test_without_a_home_directory_no_tokens_are_kept(monkeypatch, tmp_path):
+    for name in ("HOME", "XDG_CACHE_HOME", "BLOCKDIFF_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # nor has the user an entry there
+    with pytest.warns(UserWarning, match="no home directory; set data.cache"):
+        assert cache_directory("auto") is None
+    with pytest.raises(DataError, match="~/tokens: this user has no home directory"):
+        cache_directory("~/tokens")
+    assert cache_directory(str(tmp_path)) == tmp_path
