@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import torch
@@ -14,8 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import blockdiff
+from blockdiff.data.rows import Row
+from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
+from blockdiff.evals import task
 from blockdiff.kernels import IN_TORCH
 from blockdiff.kernels.fp8.torch import quantised
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed
@@ -29,9 +35,12 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import load_split
+from blockdiff.parallel.signals import Interrupted
 from blockdiff.parallel.tensor import split_vocabulary, tensor_parallel
 from blockdiff.sampling import Generation, Request, Result, Sampler
 from blockdiff.training.freeze import freeze
+from blockdiff.training.heldout import heldout
+from blockdiff.training.samples import sample_prompts
 from tests.expert_ranks import assert_same, error
 from tests.families import CONFIGS, small_model
 from tests.objective.test_objective import L, V, batch_of, rows
@@ -254,9 +263,31 @@ def sampled_alone(directory: Path) -> None:
     (directory / "sampled.json").write_text(json.dumps(found))
 
 
+def stopped_together(ranks: Ranks, mesh: DeviceMesh) -> None:
+    """Where one rank alone is asked to stop, all leave an evaluation, and a sampling, after the same piece of work."""
+    model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
+    tensor_parallel(model, mesh)
+    objective = Objective(model, Linear(), UniformCorruption(V), 5)
+    sampler = Sampler(model, character_tokenizer("ab"), Generation(max_steps=2, eos_ids=(1,)))
+    prompts = [Row(f"f:{n}", prompt="ab" * n, response="b") for n in range(1, 4)]
+    for measure in (
+        lambda asked: heldout(objective, [batch_of(rows())] * 3, asked),
+        lambda asked: sample_prompts(sampler, prompts, task("exact"), asked, batch_size=1),
+    ):
+        signals = chain([0], repeat(signal.SIGTERM if ranks.rank else 0))
+        try:
+            measure(replace(ranks, ranks_per_row=ranks.world, is_stopping=partial(next, signals)))
+        except Interrupted:
+            continue
+        raise AssertionError("was not interrupted")
+
+
 def sampled(ranks: Ranks, directory: Path, alone: Path) -> None:
-    """Evaluation and sampling give the tokens of one process (`sampled_alone`)."""
-    found = samplings(init_device_mesh("cpu", (ranks.world,)))
+    """Evaluation and sampling give the tokens of one process (`sampled_alone`), and leave together."""
+    mesh = init_device_mesh("cpu", (ranks.world,))
+    if ranks.world == 2:
+        stopped_together(ranks, mesh)
+    found = samplings(mesh)
     for results, others in zip(found, json.loads((alone / "sampled.json").read_text()), strict=True):
         for one, (tokens, steps, _) in zip(results, others, strict=True):
             assert (list(one.tokens), one.steps) == (tokens, steps)

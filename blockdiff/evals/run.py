@@ -16,7 +16,7 @@ from blockdiff.evals.questions import Question, Task, longest_response, question
 from blockdiff.evals.summary import summary
 from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.turns import turns
+from blockdiff.parallel.turns import measuring
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.trace import CommittedCanvas
 
@@ -62,8 +62,7 @@ def evaluate(
     mine = questions[ranks.row_rank :: ranks.row_world]
     first_canvas: dict[str | int, float] = {}
 
-    together = turns(sampler.model, ranks)
-    with evaluating(sampler.model), ranks.at_own_pace("the sampling of prompts") as look, together:
+    with evaluating(sampler.model), measuring(sampler.model, ranks, "the sampling of prompts") as look:
 
         def on_canvas(canvas: CommittedCanvas) -> None:
             first_canvas.setdefault(canvas.id, time.perf_counter() - started)

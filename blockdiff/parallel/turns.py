@@ -1,14 +1,15 @@
-"""Work that each rank does at its own pace with a model of which it holds pieces: held-out evaluation, sampling.
+"""Held-out evaluation and sampling over ranks, each of which may hold only pieces of the model.
 
 To run such a model is work of all ranks together, and here they have unequal numbers of batches, prompts and denoising
 steps. So before every call they agree what is called next. Who has nothing to call then calls it with one token, drops
-the result, and is asked again.
+the result, and is asked again. Where all ranks have the same rows (tensor parallelism over all of them) they make the
+same calls anyway, and agree only whether they go on.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -29,16 +30,34 @@ _MODEL, _VOCABULARY, _IMAGES, _DONE, _FAILED, _INTERRUPTED = range(6)
 
 
 @contextmanager
-def turns(module: nn.Module, ranks: Ranks) -> Iterator[None]:
+def measuring(module: nn.Module, ranks: Ranks, doing: str) -> Iterator[Callable[[], None]]:
+    """Inside, ranks measure a model, which may be spread over them, as often as each wants.
+
+    module: the model, or an objective of it. doing: what they are at, for messages. Gives `look`, to be called between
+    pieces of the work: it raises Interrupted on all ranks when one of them was asked to stop.
+
+    All ranks enter and leave together, as `Ranks.at_own_pace` says. Nobody changes what another one computes.
+    """
+    if ranks.world > 1 and ranks.row_world == 1:  # they run every call together, and so have to leave after the same
+
+        def look() -> None:
+            if ranks.any(ranks.is_stopping() > 0)[0]:
+                raise Interrupted
+
+        yield look
+        return
+    with ranks.at_own_pace(doing) as look_around, _turns(module, ranks):
+        yield look_around
+
+
+@contextmanager
+def _turns(module: nn.Module, ranks: Ranks) -> Iterator[None]:
     """Inside, ranks call a model that is spread over them as often as each wants; of any other this does nothing.
 
-    module: the model, or an objective of it.
-
-    All ranks enter and leave together: who is done stays until all are. Nobody changes what another one computes.
     Where one leaves with an error, the others raise RunError at their next call, and where one leaves with Interrupted
     they raise that. An error in the middle of a call is not told: the others find the rank lost or hung.
     """
-    if ranks.row_world == 1 or not any(map(is_spread, module.parameters())):
+    if ranks.world == 1 or not any(map(is_spread, module.parameters())):
         yield
         return
     model: Any = module if isinstance(module, BlockDiffusionModel) else module.model

@@ -16,7 +16,7 @@ from blockdiff.errors import RunError
 from blockdiff.metrics import Record
 from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.turns import turns
+from blockdiff.parallel.turns import measuring
 from blockdiff.training.step import autocast
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def heldout(
     # Counts and sums: at the canvases' coins, the same without fill, as training weights them, and of next tokens.
     by_coin, response, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=ranks.device) for n in (3, 2, 2, 3))
     # The ranks that take part in another one's batch compute in the same precision.
-    together, narrow = turns(objective, ranks), autocast(ranks.device, precision)
-    with evaluating(objective), ranks.at_own_pace("the held-out evaluation") as look, narrow, together:
+    narrow, together = autocast(ranks.device, precision), measuring(objective, ranks, "the held-out evaluation")
+    with evaluating(objective), narrow, together as look:
         for batch in batches:
             look()
             batch = batch.to(ranks.device)
