@@ -278,6 +278,19 @@ def busy_and_early_of_two_by_two(ranks: Ranks, run: Path) -> None:
         time.sleep(TIMEOUT * (1.2 + 0.2 * ((ranks.rank + 1) % ranks.world)))
 
 
+def left_by_torchrun(ranks: Ranks, run: Path) -> None:
+    """The launcher is killed in step 5, so that the ranks have another parent."""
+    os.environ["TORCHELASTIC_RUN_ID"], watch_room.BEAT = "none", BEAT
+
+    def leave(step: int) -> None:
+        if step == 5:
+            os.getppid = lambda: 1
+            time.sleep(4 * BEAT)
+
+    with watched(ranks, lambda: "step 5"):
+        toy_run(ranks, run, leave)
+
+
 def work_worth_its_end(ranks: Ranks, run: Path) -> None:
     """Rank 1 is killed while it waits for rank 0, which goes on for much longer than the seconds of grace."""
     watch_room.GRACE = BEAT
@@ -299,7 +312,7 @@ SCENARIOS = {
         *(killed, main_killed, killed_while_saving, main_killed_while_saving, killed_in_backward),
         main_killed_while_meeting,
         *(told_to_stop, failed_work, failed_measuring, killed_measuring, killed_while_waiting),
-        *(told_to_stop_measuring, bad_row, bad_row_on_one_rank),
+        *(left_by_torchrun, told_to_stop_measuring, bad_row, bad_row_on_one_rank),
         *(killed_elsewhere_of_two_by_two, main_killed_elsewhere_of_two_by_two, failed_elsewhere, work_worth_its_end),
         *(meshes.killed_of_two_shards, meshes.killed_of_two_places, meshes.killed_of_two_by_two),
         meshes.poisoned_of_two_by_two,

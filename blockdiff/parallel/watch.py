@@ -4,12 +4,16 @@ Most collectives fail when a rank dies, but not everything that ranks wait in: w
 launcher's store, ranks of a mesh may wait for one another after a third has gone, and NCCL waits for the device. So
 during a training every rank has a thread with a connection to rank 0, whichever library sums the gradients. The system
 closes the connections of a process that dies; of one that hangs no more signs of life come. Rank 0 tells the others.
+
+The thread looks after the launcher, too. torchrun, and so `accelerate launch`, ends its ranks when it is told to end;
+where it is killed instead, every rank asks itself to stop, saves, and ends.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -62,6 +66,9 @@ class Watch:
         self.ranks, self.doing = ranks, doing
         self._beat = min(BEAT, ranks.timeout / 4)
         self.loss: bytes | None = None  # of another rank, once it is known
+        self._launcher = (
+            os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        )  # others may end before the ranks
         self._is_released = Event()
         self._undisturbed = 0
         self._lock = Lock()
@@ -137,6 +144,9 @@ class Watch:
             if (passed := time.monotonic() - beaten) < self._beat:
                 continue
             beaten += passed
+            if self._launcher not in (None, os.getppid()):
+                self._launcher = None
+                os.kill(os.getpid(), signal.SIGTERM)
             for peer in silence:
                 _tell(peer, _ALIVE)
                 silence[peer] += min(passed, 2 * self._beat)  # while this process itself stands still it hears nobody

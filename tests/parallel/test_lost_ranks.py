@@ -56,8 +56,9 @@ def test_a_hung_rank_ends_the_other_after_the_timeout(found):
     assert outcome["seconds"] > TIMEOUT
 
 
-def test_a_signal_to_one_rank_saves_and_ends_both_after_the_same_step(found):
-    outcome = found["told_to_stop"]
+@pytest.mark.parametrize("name", ["told_to_stop", "left_by_torchrun"])
+def test_a_signal_to_one_rank_or_the_loss_of_the_launcher_saves_and_ends_both_after_the_same_step(found, name):
+    outcome = found[name]
     assert outcome["codes"] == [143, 143]
     assert outcome["words"] == ["stopped by SIGTERM after step 4"] * 2
     assert outcome["saved"] == [3, 4]
