@@ -25,7 +25,8 @@ from benchmarks.models import Size
 from benchmarks.timing import peak_memory
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import find, stored_tensors
-from blockdiff.checkpoint.read import resolve_device, resolve_dtype
+from blockdiff.checkpoint.read import resolve_dtype
+from blockdiff.devices import resolve_device
 from blockdiff.errors import BlockdiffError
 from blockdiff.memory import size
 from blockdiff.models.family import family_of

@@ -59,7 +59,7 @@ def _refuse(count: int, device: str, model: str) -> None:
 
     from blockdiff.checkpoint import empty, read_config
     from blockdiff.checkpoint.opening import model_files
-    from blockdiff.checkpoint.read import resolve_device
+    from blockdiff.devices import resolve_device
     from blockdiff.parallel.tensor import refuse_uneven
 
     is_on_gpu = resolve_device(device).type == "cuda"

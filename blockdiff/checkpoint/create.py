@@ -11,7 +11,8 @@ from blockdiff.checkpoint.added import beyond_family, draw_added, fill, tensor_s
 from blockdiff.checkpoint.config import fitted, preset_config
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.images import drawn_images
-from blockdiff.checkpoint.read import empty, require_dtype, require_room, resolve_device, resolve_dtype
+from blockdiff.checkpoint.read import empty, require_dtype, require_room, resolve_dtype
+from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, family_of
 

@@ -18,9 +18,10 @@ from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below, rounds_inputs
 from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.opening import model_files
-from blockdiff.checkpoint.read import carried_by, empty, resolve_device, resolve_dtype, stored_fp8, stored_weights
+from blockdiff.checkpoint.read import carried_by, empty, resolve_dtype, stored_fp8, stored_weights
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.checkpoint.write import save
+from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.torch import decoded, quantised

@@ -26,6 +26,7 @@ from blockdiff.checkpoint.files import (
     stored_tensors,
 )
 from blockdiff.checkpoint.stream import TensorSource
+from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.fp8 import Fp8
@@ -200,19 +201,6 @@ def require_room(model: BlockDiffusionModel, dtype: torch.dtype, device: torch.d
         rounded = sum(parameter.numel() for parameter in chain(*parts))
         smaller['quantize="fp8"'] = numbers * dtype.itemsize - rounded * (dtype.itemsize - 1)
     memory.require({"weights": numbers * dtype.itemsize + fixed}, device, smaller)
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device that "auto" or a name stands for; CheckpointError when it is not there."""
-    if str(device) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise CheckpointError(f"device {str(device)!r} is not known; use auto, cpu or cuda") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError(f"device {str(device)!r} was asked for, but torch finds no CUDA device here")
-    return place
 
 
 def resolve_dtype(dtype: str | torch.dtype, table: Stored | None = None) -> torch.dtype:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from blockdiff.devices import resolve_device
 from blockdiff.errors import RESUME, RunError
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.rank_json import from_all
@@ -258,7 +259,7 @@ def from_accelerate(timeout: float = 600.0) -> Ranks:
 
     asked_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    on_cpu, limit = asked_for_cpu or not torch.cuda.is_available(), timedelta(seconds=timeout)
+    on_cpu, limit = asked_for_cpu or resolve_device("auto").type == "cpu", timedelta(seconds=timeout)
     try:
         state = PartialState(cpu=on_cpu, **({"timeout": limit} if started > 1 else {}))
     except dist.DistError:

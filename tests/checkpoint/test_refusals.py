@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdiff import devices
 from blockdiff.checkpoint import (
     load,
 )
@@ -99,6 +101,35 @@ def test_a_place_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=word) as refusal:
             load(place, device="cpu")
         assert "\n" not in str(refusal.value) and str(place) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hidden", "reason"),
+    [
+        (None, None, "is built without CUDA"),
+        ("12.8", "", "CUDA_VISIBLE_DEVICES='' hides every GPU"),
+        ("12.8", None, "torch finds no CUDA device: The driver is too old"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_use_is_said_and_its_absence_is_not(monkeypatch, tmp_path, cuda, hidden, reason):
+    def init():
+        raise RuntimeError("The driver is too old (found version 11040).\nUpdate it.")
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setattr(devices, "GPUS", tmp_path)
+    with warnings.catch_warnings(action="error"):
+        assert devices.resolve_device("auto").type == "cpu"
+    (tmp_path / "0000:01:00.0").mkdir()
+    with pytest.warns(UserWarning, match=f"this machine has 1 GPU, but the CPU is used: .*{reason}") as said:
+        assert devices.resolve_device("auto").type == "cpu"
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+    with pytest.raises(CheckpointError, match=f"device 'cuda:1' was asked for: .*{reason}"):
+        devices.resolve_device("cuda:1")
 
 
 def test_an_unknown_device_or_dtype_is_refused(written_by_transformers):

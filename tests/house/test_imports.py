@@ -18,6 +18,7 @@ IMPORT_ORDER = {
     "terminal": 0,
     "metrics": 0,
     "memory": 0,
+    "devices": 0,
     "seeding": 0,
     "time_limit": 0,
     "spans": 0,
