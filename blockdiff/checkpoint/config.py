@@ -9,7 +9,7 @@ from typing import Any
 
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, CONFIG, find, read_json
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import family_of
+from blockdiff.models.family import family_of, family_of_file
 
 HUB_ID = "hub_id"  # the key of a preset that is no config's
 
@@ -30,7 +30,7 @@ def config_from(values: Mapping[str, Any], origin: str | Path) -> Any:
     supported.
     """
     try:
-        return family_of(values.get("model_type")).read(values)
+        return family_of_file(values).read(values)
     except CheckpointError as error:
         raise CheckpointError(f"{origin}: {error}") from None
     except Exception as error:  # the config class validates itself and raises whatever its validators raise

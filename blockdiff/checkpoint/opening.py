@@ -22,7 +22,7 @@ from blockdiff.checkpoint.read import empty, load_weights, weights_dtype
 from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import adapt
-from blockdiff.models.drafted import Drafted, require_drafter
+from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.fp8 import put_in_fp8
 
@@ -92,7 +92,7 @@ def load(
         return load_files(files, dtype, device, kernels, model, quantize)
     require_same_tokens(draft_model, files.holding(*VOCABULARY_FILES))
     drafter = load(draft_model, dtype, device, kernels)
-    require_drafter(empty(read_config(files.weights), kernels, model), drafter)  # before the weights are read
+    drafter.drafts_for(empty(read_config(files.weights), kernels, model))  # before the weights are read
     return Drafted(load_files(files, dtype, device, kernels, model, quantize), drafter).eval()
 
 

@@ -79,7 +79,7 @@ def load_weights(
     shapes = {name: shape for name, shape in tensor_shapes(model).items() if name not in added}
     source = _match(shapes, stored, directory, names)
 
-    target = resolve_dtype(dtype, stored[source["vocabulary.table"]])
+    target = resolve_dtype(dtype, stored[source[model.typical]])
     place = resolve_device(device)
     require_dtype(model, target)
     require_room(model, target, place)
@@ -221,8 +221,8 @@ def weights_dtype(dtype: str, path_or_hub_id: str | None) -> torch.dtype:
     if dtype != "auto" or path_or_hub_id is None:
         return resolve_dtype("float32" if dtype == "auto" else dtype)
     directory = find(path_or_hub_id)
-    names = family_of(read_config(directory)).names
-    return resolve_dtype(dtype, stored_tensors(directory).get(str(names.to_hub("vocabulary.table"))))
+    family = family_of(read_config(directory))
+    return resolve_dtype(dtype, stored_tensors(directory).get(str(family.names.to_hub(family.model_class.typical))))
 
 
 def _match(

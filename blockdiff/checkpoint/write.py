@@ -139,7 +139,7 @@ def _write(
         write_stream(fresh / name, sources, {"format": "pt"} | (added_metadata(model) if name == ADDED else {}))
     config = copy.deepcopy(model.config)
     config.architectures = [family_of(model.config).architecture]
-    config.dtype = cast or model.vocabulary.table.dtype
+    config.dtype = cast or model.kept_dtype
     said = described(model)
     if said is not None:
         config.quantization_config = said

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.heads import HeadNorms
-from blockdiff.kernels.span_attention.paged import PrefixTensor
+from blockdiff.kernels.span_attention.paged import PrefixTensor, written
 from blockdiff.layers.linear import product, products
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.spans import Spans, Sweep
@@ -53,6 +53,16 @@ class Attention(nn.Module):
         norms = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps)
         out, kv = self.kernels.attention(q, k, v, norms, rope, spans, past, self.scale)
         return product(self.o_proj, out, self.kernels), kv
+
+    def keys(self, x_BTD: Tensor, rope: Rope, past: Past | None) -> KV:
+        """The keys and values of tokens that ask for nothing themselves, as `forward` has them or writes them."""
+        assert self.v_proj is not None
+        k, v = (
+            x.view(*x.shape[:2], -1, self.head_dim) for x in products((self.k_proj, self.v_proj), x_BTD, self.kernels)
+        )
+        norms, into = HeadNorms(self.head_dim, self.k_norm, self.k_norm, self.norms_values, self.eps), written(past)
+        _, *kept = self.kernels.attention_heads(k, k, v, norms, rope, into)  # the keys stand for queries, which go
+        return tuple(kept) if into is None else ()
 
     def projected(self, x_BTD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T - first, h * d], from token `first` on, keys and values [B, T, K * d], as projections give

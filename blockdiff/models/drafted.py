@@ -1,13 +1,15 @@
-"""Two models as one: a target, whose next-token predictions decide, and a canvas model of the same tokens that drafts.
+"""Two models as one: a target, whose next-token predictions decide, and a model that drafts.
 
-Clean tokens go through the layers of both, each with its own keys and values; canvases go through the drafter's alone.
-So an engine keeps, shares and cuts the prefixes of both as if they were those of one model.
+Clean tokens go through the layers of both, each with its own keys and values, and a drafter that reads the target's
+layers gets what these say of the tokens in place of them; canvases go through the drafter's alone. So an engine keeps,
+shares and cuts the prefixes of both as if they were those of one model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +29,7 @@ class Drafted(BlockDiffusionModel):
 
     def __init__(self, target: BlockDiffusionModel, drafter: BlockDiffusionModel):
         super().__init__(target.config, target.kernels)
-        require_drafter(target, drafter)
+        drafter.drafts_for(target)
         if target.device != drafter.device:
             raise BlockdiffError(f"the draft model is on {drafter.device} and the model on {target.device}; move one")
         self.target, self.drafter, self.canvas_length = target, drafter, drafter.canvas_length
@@ -50,7 +52,7 @@ class Drafted(BlockDiffusionModel):
         of_target = {_of("target", name): x for name, x in self.target.rope(positions_BT).items()}
         return of_target | {_of("drafter", name): x for name, x in self.drafter.rope(positions_BT).items()}
 
-    def forward(
+    def forward(  # type: ignore[override]  # nobody reads the layers of two models
         self,
         tokens_BT: Tensor,
         positions_BT: Tensor,
@@ -62,31 +64,29 @@ class Drafted(BlockDiffusionModel):
         images: RowImages | None = None,
     ) -> tuple[Tensor, list[KV]]:
         """The target's hidden states of clean tokens with the kv of both models, or the drafter's of canvases."""
-        if images is not None or not isinstance(is_noisy, bool):
+        shown = self.drafter.target_layers
+        if not isinstance(is_noisy, bool) or (images is not None and not shown):
             raise BlockdiffError("a model with a draft model takes neither images nor clean tokens beside canvases")
         rope, count = self.rope(positions_BT) if rope is None else rope, len(self.target.layer_kinds)
-        hidden, kv = list[Tensor](), list[KV]()
-        for part, model, of in (("target", self.target, slice(count)), ("drafter", self.drafter, slice(count, None))):
-            if is_noisy and part == "target":
-                continue
-            own_spans = {name: spans[_of(part, name)] for name in model.kinds}
-            own_rope = {name: rope[_of(part, name)] for name in model.kinds}
-            own_past = None if past is None else past[of]
-            x, of_layers = model(tokens_BT, positions_BT, own_spans, own_past, is_noisy, soft_BTD, own_rope)
-            hidden.append(x)
-            kv += of_layers
-        return hidden[0], kv
+
+        def of(part: str, model: BlockDiffusionModel, layers: slice) -> tuple[Any, ...]:
+            own_spans, own_rope = ({name: each[_of(part, name)] for name in model.kinds} for each in (spans, rope))
+            return positions_BT, own_spans, None if past is None else past[layers], is_noisy, soft_BTD, own_rope
+
+        of_drafter = of("drafter", self.drafter, slice(count, None))
+        if is_noisy:
+            return self.drafter(tokens_BT, *of_drafter)
+        hidden, kv = self.target(tokens_BT, *of("target", self.target, slice(count)), images, shown)
+        if shown:
+            hidden, tokens_BT = with_features(hidden, len(shown))
+        return hidden, kv + self.drafter(tokens_BT, *of_drafter)[1]
 
 
-def require_drafter(target: BlockDiffusionModel, drafter: BlockDiffusionModel) -> None:
-    """Raise BlockdiffError for a model that cannot draft for the target: a causal one, or one with other tokens."""
-    if not drafter.denoises:
-        raise BlockdiffError("the draft model is causal and has no canvases to draft; give one that denoises")
-    if target.vocab_size != drafter.vocab_size:
-        raise BlockdiffError(
-            f"the draft model has {drafter.vocab_size} tokens and the model {target.vocab_size}; "
-            "give one of the same tokenizer"
-        )
+def with_features(hidden_BTX: Tensor, layers: int) -> tuple[Tensor, Tensor]:
+    """The hidden states [B, T, D] and the outputs [B, T, layers * D] of so many layers, of what a target has shown."""
+    D = hidden_BTX.shape[-1] // (1 + layers)
+    hidden, features = hidden_BTX.split([D, layers * D], -1)
+    return hidden.contiguous(), features
 
 
 def _of(part: str, name: str) -> str:

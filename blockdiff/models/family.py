@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ class Capabilities:
 class Family:
     """One model family.
 
-    model_type: what its config.json calls it; architecture: the class of transformers that loads its checkpoints.
+    model_type: what its config.json calls it; architecture: the class that loads its checkpoints, in transformers or,
+    of a drafter, in what serves it. hub_type: the model type in its config.json where that is another family's, too,
+    and the architecture there tells them apart (None: model_type).
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
     have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so that they stand
@@ -112,6 +115,7 @@ class Family:
     tensor_parts: Mapping[str, str] = field(default_factory=dict)
     selecting_parts: tuple[str, ...] = ()
     fp8_parts: tuple[str, ...] = ()
+    hub_type: str | None = None
 
     def part_of(self, name: str) -> str:
         """The part that one of our parameters or buffers belongs to, by its name; "other" for what none has."""
@@ -155,6 +159,13 @@ def family_of(config: Any) -> Family:
     return families()[model_type]
 
 
+def family_of_file(values: Mapping[str, Any]) -> Family:
+    """The family of the content of a config.json; CheckpointError where there is none."""
+    model_type, named = values.get("model_type"), values.get("architectures") or ()
+    shared = (each for each in families().values() if each.hub_type is not None and each.hub_type == model_type)
+    return next((each for each in shared if each.architecture in named), None) or family_of(model_type)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerKind:
     """A kind of layers, which see the same tokens and turn positions alike.
@@ -170,6 +181,11 @@ class LayerKind:
     keeps_selection: bool = False
     sees_whole_images: bool = False
     _on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def sees_whole_canvases(self) -> bool:
+        """True where every token of a canvas sees all of it, and as much of the prefix as the others."""
+        return True
 
     def encode_spans(
         self, doc_start_BT: Tensor, past_B: Tensor | None = None, images: RowImages | None = None
@@ -215,6 +231,8 @@ class BlockDiffusionModel(nn.Module):
     kinds: dict[str, LayerKind]  # by name
     layer_kinds: tuple[str, ...]  # the name of each layer's kind
     image_side: ImageSide | None  # None until it is needed: see `checkpoint.images`
+    typical = "vocabulary.table"  # the parameter whose dtype and device are the model's
+    target_layers: tuple[int, ...] = ()  # of a drafter: the layers of its target whose outputs it reads
     carried: Any = None  # tensors and files of the checkpoint that the model does not run
     # Of sharded weights: where they are gathered to, and in which dtype; None = where and as they are kept.
     gathered_on: torch.device | None = None
@@ -234,6 +252,7 @@ class BlockDiffusionModel(nn.Module):
         soft_BTD: Tensor | None = None,
         rope: Mapping[str, Rope] | None = None,
         images: RowImages | None = None,
+        shown: Sequence[int] = (),
     ) -> tuple[Tensor, list[KV]]:
         """Run the layers over any geometry: hidden states [B, T, D] after the final norm, and each layer's kv.
 
@@ -241,7 +260,8 @@ class BlockDiffusionModel(nn.Module):
         `span_attention/paged.py`; is_noisy: False = clean tokens (encode), True = tokens of canvases (denoise), or
         which they are as booleans [B, T]; soft_BTD: the signal of noisy tokens (None: none); rope: what
         `rope(positions_BT)` gives, for who has it; images: those of the rows, with features, which stand in place of
-        their placeholders' embeddings. The kv of a call that is all noisy is left out (an empty list):
+        their placeholders' embeddings; shown: layers whose outputs are wanted, too: they stand behind the hidden
+        states, [B, T, (1 + layers) * D]. The kv of a call that is all noisy is left out (an empty list):
         nothing ever sees those tokens again. A layer that wrote its kv into the pages of `past` has an empty tuple.
 
         In one sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s and say which tokens are
@@ -249,7 +269,7 @@ class BlockDiffusionModel(nn.Module):
         hidden states, the last layer may make keys and values of them alone; then the result is [B, C * L, D].
         """
         rope = self.rope(positions_BT) if rope is None else rope
-        x, kv = self.vocabulary.embed(tokens_BT), list[KV]()
+        x, kv, outputs = self.embedded(tokens_BT), list[KV](), dict[int, Tensor]()
         if images is not None:
             x = images.into(x)
         sweep, spans_of_last = next(iter(spans.values())), None
@@ -271,7 +291,15 @@ class BlockDiffusionModel(nn.Module):
                 x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], is_noisy)
                 if is_noisy is not True and not isinstance(sweep, Sweep):
                     kv.append(layer_kv)
-        return self.norm(x), kv
+                if n in shown:
+                    outputs[n] = x
+        hidden = self.norm(x)
+        return torch.cat([hidden, *(outputs[n] for n in shown)], -1) if shown else hidden, kv
+
+    def embedded(self, tokens_BT: Tensor) -> Tensor:
+        """The residual [B, T, D] that tokens enter the layers with."""
+        x: Tensor = self.vocabulary.embed(tokens_BT)
+        return x
 
     def _conditioned(self, x: Tensor, soft_BTD: Tensor | None) -> Tensor:
         """Embeddings of noisy tokens with their signal; BlockdiffError for a causal model."""
@@ -282,15 +310,35 @@ class BlockDiffusionModel(nn.Module):
         conditioned: Tensor = self.self_conditioning(x, soft_BTD)
         return conditioned
 
+    def drafts_for(self, target: BlockDiffusionModel) -> None:
+        """Make ready to draft for a target; BlockdiffError for a causal model, and for a target of other tokens."""
+        if not self.denoises:
+            raise BlockdiffError("the draft model is causal and has no canvases to draft; give one that denoises")
+        if target.vocab_size != self.vocab_size:
+            raise BlockdiffError(
+                f"the draft model has {self.vocab_size} tokens and the model {target.vocab_size}; "
+                "give one of the same tokenizer"
+            )
+
     @property
     def device(self) -> torch.device:
         """The device on which the model computes."""
-        return self.gathered_on or self.vocabulary.table.device
+        return self.gathered_on or self._typical.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights that the model computes with."""
-        return self.gathered_in or self.vocabulary.table.dtype
+        return self.gathered_in or self.kept_dtype
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """The dtype in which the weights are kept."""
+        return self._typical.dtype
+
+    @property
+    def _typical(self) -> nn.Parameter:
+        parameter: nn.Parameter = attrgetter(self.typical)(self)
+        return parameter
 
     @property
     def cached_bytes(self) -> int:

@@ -158,13 +158,18 @@ def read(values: Mapping[str, Any], model_type: str) -> Any:
     """
     from transformers import LlamaConfig, Qwen3Config
 
+    require_sizes(values)
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[model_type](**json.loads(json.dumps(values)))
+    check(config)
+    return config
+
+
+def require_sizes(values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for sizes in a config.json that no model has, before anything is made of them."""
     for name in SIZES:
         size, most = values.get(name), LARGEST.get(name, 2**31)
         if isinstance(size, int) and not 1 <= size <= most:
             raise CheckpointError(f"{name} is {size}; it must be at least 1 and at most {most}")
-    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[model_type](**json.loads(json.dumps(values)))
-    check(config)
-    return config
 
 
 def check(config: Any) -> None:

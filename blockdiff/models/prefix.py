@@ -80,7 +80,8 @@ class Prefix:
             for kind in set(self.kinds):
                 own = self.held(kind, kind.denoise_spans(start_B1, *everything, length))
                 # a sliding layer holds just the keys that a canvas sees
-                spans[kind.name] = Spans(own.bounds_BT4, sees_all=self.common_length is not None)
+                sees_all = self.common_length is not None and kind.sees_whole_canvases
+                spans[kind.name] = Spans(own.bounds_BT4, sees_all=sees_all)
                 if kind.keeps_selection:
                     spans[kind.name].kept = self._kept.setdefault((kind.name, length), KeptSelection())
             positions_BL = start_B1 + torch.arange(length, device=start_B1.device)

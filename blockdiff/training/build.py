@@ -87,7 +87,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         precision = precision if mesh.shard == "none" else None
     if recipe.model.path is not None:
         checkpoint.load_weights(model, recipe.model.path, dtype=recipe.model.dtype, device=ranks.device)
-        draw_adapters(model, recipe.seed, ranks.device, model.vocabulary.table.dtype)
+        draw_adapters(model, recipe.seed, ranks.device, model.kept_dtype)
     else:
         dtype = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
         checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
@@ -149,7 +149,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
 
 def _kept(model: BlockDiffusionModel) -> str:
     """The dtype in which a model's weights are kept, in words, and the one in which they are gathered if it differs."""
-    kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.vocabulary.table.dtype, model.dtype))
+    kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.kept_dtype, model.dtype))
     dtypes = kept if kept == gathered else f"{kept}, gathered in {gathered}"
     layers = layers_in_fp8(model).values()
     inputs = " with their inputs" if any(layer.rounds_inputs for layer in layers) else ""

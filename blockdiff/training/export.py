@@ -29,6 +29,7 @@ from blockdiff.errors import RESUME, CheckpointError, RunError
 from blockdiff.files import remove_leftovers, write_text
 from blockdiff.metrics import FILE_NAME, SAMPLES, MetricsLog, Record
 from blockdiff.models.adapters import adapter_tensors
+from blockdiff.models.family import family_of
 from blockdiff.plots.curves import draw_curves
 from blockdiff.training.checkpoint_content import AVERAGE, steps_saved
 from blockdiff.training.checkpoint_content import MODEL as WEIGHTS
@@ -149,7 +150,8 @@ def consolidate(
     recipe = read_recipe(run / RECIPE, needs_data=False)
     found = read_starting_model(recipe)
     weights = tensors.tensors(WEIGHTS)
-    kept = weights[next(name for name in ("vocabulary.table", *weights) if name in weights)].dtype
+    typical = family_of(found.config).model_class.typical
+    kept = weights[typical if typical in weights else next(iter(weights))].dtype
     objective = without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
     model, choices = objective.model, DiffusionSettings.of(objective, objective_record(recipe, objective))
     beside = {"tokenizer": found.tokenizer, "generation": found.generation, "choices": choices}

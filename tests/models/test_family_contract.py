@@ -39,7 +39,8 @@ def close(found: Tensor, truth: Tensor, tolerance: float = CLOSE) -> None:
 
 
 def test_every_family_has_a_model_here():
-    assert {config().model_type for config in CONFIGS.values()} == families().keys()
+    drafters = {"dflash"}  # which are nothing without a target: test_dflash.py
+    assert {config().model_type for config in CONFIGS.values()} == families().keys() - drafters
 
 
 # -- names, parts, files ---------------------------------------------------------------------------------------

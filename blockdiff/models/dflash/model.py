@@ -1,0 +1,158 @@
+"""The drafter: Qwen3's layers over a block of tokens, whose keys go on from those of the target's hidden states.
+
+What is special about it:
+- It has no vocabulary: the target's embeds its tokens and makes its logits, so their hidden sizes are the same.
+- A clean token is what chosen layers of the target say of it, side by side (its features), through `fc` and
+  `hidden_norm`. Every layer makes keys and values of that and nothing else, so they are kept like those of a prefix.
+- A block is a token that stands and masks. All of it is seen by all of it, and the place of each mask predicts the
+  token there in one pass. In sliding layers each token sees the window - 1 before it, and nothing after it unless the
+  config says `is_causal: false`.
+- Heads, norms, MLP and RoPE are Qwen3's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.kernels import Kernels
+from blockdiff.layers.attention import KV, Attention, Past
+from blockdiff.layers.mlp import MLP
+from blockdiff.layers.norm import CastRMSNorm
+from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.dflash.config import block_size, check, target_layer_ids, value_of
+from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
+from blockdiff.models.llama import ACTIVATIONS, KINDS, frequencies, layer_types
+from blockdiff.spans import Spans
+
+
+@dataclass(frozen=True, eq=False)
+class BlockKind(LayerKind):
+    """A kind of layers in which a token of a block sees as far as the window goes, and none after it if `is_causal`."""
+
+    is_causal: bool = False
+
+    @property
+    def sees_whole_canvases(self) -> bool:
+        """False where a token of a block sees another part of it, or of the context, than its neighbours."""
+        return self.window is None and not self.is_causal
+
+    def denoise_spans(self, start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int) -> Spans:
+        """The spans of blocks laid side by side, see `spans.denoise_spans`."""
+        spans = super().denoise_spans(start_BC, doc_start_BC, length_BC, canvas_length)
+        bounds_BCL4 = spans.bounds_BT4.view(*start_BC.shape, canvas_length, 4)
+        return Spans(self._narrowed(bounds_BCL4).flatten(1, 2))
+
+    def canvas_spans(self, start_B: Tensor, canvas_length: int) -> Spans:
+        """The spans of the block that follows each row, see `spans.canvas_spans`."""
+        return Spans(self._narrowed(super().canvas_spans(start_B, canvas_length).bounds_BT4), is_padded=False)
+
+    def _narrowed(self, bounds: Tensor) -> Tensor:
+        """Bounds [..., L, 4] of the tokens of blocks, which saw everything, cut to what this kind sees."""
+        if self.sees_whole_canvases:
+            return bounds
+        place_L = torch.arange(bounds.shape[-2], device=bounds.device)
+        lo, hi, own_lo, own_hi = bounds.unbind(-1)
+        first = own_lo[..., :1] + place_L
+        reach = 1 if self.is_causal or self.window is None else self.window
+        own_hi = torch.where(own_hi > own_lo, own_hi.minimum(first + reach), own_hi)
+        if self.window is not None:
+            lo, own_lo = lo.maximum(hi + place_L + 1 - self.window), own_lo.maximum(first + 1 - self.window)
+        return torch.stack([lo, hi.expand_as(lo), own_lo, own_hi], -1)
+
+
+class Layer(nn.Module):
+    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; clean tokens leave keys and values and no more."""
+
+    def __init__(self, config: Any, kernels: Kernels):
+        super().__init__()
+        hidden, eps, head_dim = config.hidden_size, config.rms_norm_eps, config.head_dim
+        self.input_norm = CastRMSNorm(hidden, eps, kernels)
+        self.attention = Attention(
+            hidden,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim,
+            has_value=True,
+            eps=eps,
+            kernels=kernels,
+            qk_norm=CastRMSNorm,
+            norms_values=False,
+            scale=head_dim**-0.5,
+        )
+        self.post_attention_norm = CastRMSNorm(hidden, eps, kernels)
+        self.mlp = MLP(hidden, config.intermediate_size, kernels, ACTIVATIONS[config.hidden_act])
+        self.encoder_scalar = self.decoder_scalar = None
+
+    def forward(
+        self, x: Tensor, rope: Rope, spans: Spans, past: Past | None, is_noisy: bool | Tensor
+    ) -> tuple[Tensor, KV]:
+        if is_noisy is False:
+            return x, self.attention.keys(x, rope, past)
+        attended, kv = self.attention(self.input_norm(x), rope, spans, past)
+        x = x + attended
+        return x + self.mlp(self.post_attention_norm(x)), kv
+
+
+class DFlash(BlockDiffusionModel):
+    """The drafter of a target: `drafts_for` says which, and before that it has no vocabulary.
+
+    `forward` takes the features of clean tokens, [B, T, layers * D], in place of these tokens, and tokens of blocks as
+    they are.
+    """
+
+    typical = "fc.weight"
+    self_conditioning = None
+
+    def __init__(self, config: Any, kernels: str | Kernels = "auto"):
+        super().__init__(config, kernels)
+        check(config)
+        self.canvas_length, self.vocab_size = block_size(config), config.vocab_size
+        self.target_layers, self.mask_id = target_layer_ids(config), int(value_of(config, "mask_token_id"))
+        self.fc = nn.Linear(len(self.target_layers) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
+        self.layers = nn.ModuleList(Layer(config, self.kernels) for _ in range(config.num_hidden_layers))
+        self.norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
+        self.layer_kinds = tuple(KINDS[each] for each in layer_types(config))
+        is_causal, window = getattr(config, "is_causal", None), getattr(config, "sliding_window", None)
+        all_kinds = {
+            "full": BlockKind("full", None, frequencies(config), is_causal=bool(is_causal)),
+            "sliding": BlockKind("sliding", window, frequencies(config), is_causal=is_causal in (None, True)),
+        }
+        self.kinds = {name: all_kinds[name] for name in dict.fromkeys(self.layer_kinds)}
+        self._vocabulary: tuple[Vocabulary, ...] = ()  # not a part: its weights are the target's
+
+    def drafts_for(self, target: BlockDiffusionModel) -> None:
+        """Take over the vocabulary of a target; BlockdiffError for one of another shape than the drafter's."""
+        super().drafts_for(target)
+        asked = (self.config.hidden_size, self.config.num_target_layers)
+        found = (target.vocabulary.table.shape[1], len(target.layers))
+        if asked != found:
+            raise BlockdiffError(
+                "the drafter is of a target with hidden size {} and {} layers, and this one has {} and {}; "
+                "give the model that it was trained for".format(*asked, *found)
+            )
+        self._vocabulary = (target.vocabulary,)
+        self._scale = float(value_of(self.config, "input_embedding_scale", 1.0)) / target.vocabulary.root
+
+    @property
+    def vocabulary(self) -> Vocabulary:  # type: ignore[override]
+        """The target's vocabulary; BlockdiffError before there is a target."""
+        if not self._vocabulary:
+            raise BlockdiffError("a drafter has no vocabulary of its own; give it beside the model that it drafts for")
+        return self._vocabulary[0]
+
+    def embedded(self, tokens_BT: Tensor) -> Tensor:
+        """The residual [B, T, D] of features of clean tokens [B, T, layers * D], or of tokens of blocks."""
+        if tokens_BT.is_floating_point():
+            x: Tensor = self.hidden_norm(self.fc(tokens_BT))
+            return x
+        x = self.vocabulary.embed(tokens_BT)
+        return x if self._scale == 1.0 else x * self._scale
+
+    def _conditioned(self, x: Tensor, soft_BTD: Tensor | None) -> Tensor:
+        return x  # there is one step, and no signal of one before
