@@ -10,8 +10,7 @@ from torch import nn
 
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.request import Forwards, Request, Result
-from blockdiff.sampling.response import parse, reasoning_format
-from blockdiff.sampling.tool_calls import call_format
+from blockdiff.sampling.response import parse
 
 
 class ScriptedSampler:
@@ -36,8 +35,7 @@ class ScriptedSampler:
                 continue
             tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], 1]
             settings = SimpleNamespace(
-                reasoning_format=reasoning_format(self.tokenizer),
-                call_format=call_format(self.tokenizer),
+                tokenizer=self.tokenizer,
                 text=lambda some: self.tokenizer.decode(some, skip_special_tokens=True),
             )
             said = parse(tokens, Request(0), settings)

@@ -157,7 +157,7 @@ class CanvasBatch:
 
         now: the number of the engine's step.
         """
-        steps, step = [now - canvas.entered for canvas in self.canvases], self._step
+        steps, step = [now - canvas.step_offset for canvas in self.canvases], self._step
         due = step.state.draw_on(steps, self.settings)
         if places := range(len(steps)) if self._is_new else due:
             temperatures = torch.tensor([self._temperatures(n, steps[n]) for n in places], device=self.model.device)

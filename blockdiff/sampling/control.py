@@ -41,18 +41,19 @@ NOISE = 0.5  # of a draft for which no other level is asked
 class Control:
     """The control of one response, whose committed tokens it must `take` in their order.
 
-    canvases, max_steps: the most canvases of the response, and steps of each; device: the model's. pins: tokens that
-    are given, over whole canvases, FREE between them (None: none is). start: tokens over whole canvases from which
+    max_tokens, max_steps: the most tokens of the response, and steps of a canvas; device: the model's. pins: tokens
+    that are given, over whole canvases, FREE between them (None: none is). start: tokens over whole canvases from which
     denoising starts, each replaced by noise with probability `noise`. penalty: the factor by which tokens that were
     seen before are less likely. classes, automaton: those of `CanvasControl`, the automaton on the CPU. open_NS: from
     which states a response can be completed: by place in it where there are pins, else by the number of tokens that are
     left, of which more than there are rows make no difference.
 
-    state, is_seen_V: the automaton's state after the tokens taken, and which tokens they and the prompt have.
+    num_taken: the number of tokens taken; state, is_seen_V: the automaton's state after them, and which tokens they and
+    the prompt have.
     """
 
     canvas_length: int
-    canvases: int
+    max_tokens: int
     max_steps: int
     device: torch.device
     pins: list[int] | None = None
@@ -62,57 +63,61 @@ class Control:
     classes: Classes | None = None
     automaton: TokenAutomaton | None = None
     open_NS: Tensor | None = None
+    num_taken: int = 0
     state: int = 0
     is_seen_V: Tensor | None = None
 
-    def begin(self, number: int, seed: int) -> CanvasControl:
-        """The control of canvas `number`, which follows the tokens taken; `seed` is that of the request's draws."""
+    def begin(self, seed: int) -> CanvasControl:
+        """The control of the canvas that follows the tokens taken; `seed` is that of the request's draws."""
         L, seen_V = self.canvas_length, self.is_seen_V
-        own = self._canvases(number * L, L, [self.state], seed, None if seen_V is None else seen_V[None].clone())
-        start = self.start[number * L : (number + 1) * L]
+        own = self._canvases(self.num_taken, L, [self.state], seed, None if seen_V is None else seen_V[None].clone())
+        start = self.start[self.num_taken : self.num_taken + L]
         if not start:
             return own
-        is_kept_L = uniform(seed, Stream.DRAFT, (number,), L) >= self.noise
+        is_kept_L = uniform(seed, Stream.DRAFT, (self.num_taken // L,), L) >= self.noise
         return replace(own, start_BL=torch.tensor(start).where(is_kept_L, FREE)[None].to(self.device))
 
-    def first_step(self, number: int) -> int:
-        """The step at which canvas `number` enters the schedule: later than 0 where it starts from a draft."""
-        if number * self.canvas_length >= len(self.start):
+    @property
+    def first_step(self) -> int:
+        """The step at which the next canvas enters the schedule: later than 0 where it starts from given tokens."""
+        if self.num_taken >= len(self.start):
             return 0
         return min(self.max_steps - 1, round(self.max_steps * (1 - self.noise)))
 
-    def next_tokens(self, number: int, draft: Sequence[int], given: int, count: int, seed: int) -> CanvasControl:
+    def next_tokens(self, draft: Sequence[int], first: int, count: int, seed: int) -> CanvasControl:
         """The control of `count` tokens as next-token sampling has it, which draws one after the other.
 
-        They are those from the place `given` on of canvas `number`, which follows the tokens taken, each after the
-        draft's tokens before it.
+        The draft follows the tokens taken. The tokens are those in its places from `first` on, and perhaps the one
+        after its end, each after the draft's tokens before it.
         """
         states, seen_BV, state = [], None, self.state
         if self.is_seen_V is not None:
             seen_BV = self.is_seen_V.repeat(count, 1)
-        for place in range(given + count):
-            if place >= given:
+        for place in range(first + count):
+            if place >= first:
                 states.append(state)
-            if place + 1 < given + count:
+            if place + 1 < first + count:
                 if self.automaton is not None:
                     state = self.automaton.run(draft[place : place + 1], state)
                 if seen_BV is not None:
-                    seen_BV[max(0, place + 1 - given) :, draft[place]] = True
-        return self._canvases(number * self.canvas_length + given, 1, states, seed, seen_BV)
+                    seen_BV[max(0, place + 1 - first) :, draft[place]] = True
+        return self._canvases(self.num_taken + first, 1, states, seed, seen_BV)
 
     def take(self, tokens: Sequence[int]) -> None:
         """Go on after the next committed tokens."""
+        self.num_taken += len(tokens)
         if self.automaton is not None:
             self.state = self.automaton.run(tokens, self.state)
         if self.is_seen_V is not None:
             self.is_seen_V[torch.tensor(tokens, device=self.device)] = True
 
-    def obstacle(self, canvases: int) -> str | None:
-        """The error of so many canvases taken; None while they can be, or are, what was asked.
+    @property
+    def obstacle(self) -> str | None:
+        """The error of the tokens taken; None while they can be, or are, what was asked.
 
         What `predict` gives never is wrong.
         """
-        if self.automaton is None or bool(self._is_open(canvases * self.canvas_length)[self.state]):
+        if self.automaton is None or bool(self._is_open(self.num_taken)[self.state]):
             return None
         return "the response left its constraint; commit the argmax canvases that predict gives"
 
@@ -125,7 +130,7 @@ class Control:
         assert self.open_NS is not None
         if self.pins is not None:
             return self.open_NS[place]
-        return self.open_NS[min(self.canvases * self.canvas_length - place, len(self.open_NS) - 1)]
+        return self.open_NS[min(self.max_tokens - place, len(self.open_NS) - 1)]
 
     def _canvases(self, first: int, length: int, states: list[int], seed: int, seen_BV: Tensor | None) -> CanvasControl:
         """The control of canvases of `length` tokens, which follow one another from the place `first` of the response.
@@ -162,26 +167,26 @@ def control_of(
     prompt_tokens: Sequence[int],
     settings: SamplingSettings,
     *,
-    canvases: int,
+    max_tokens: int,
     max_steps: int,
     device: torch.device | str = "cpu",
 ) -> Control | None:
     """The control of a request, None if it asks for none; RequestError says what of it cannot be.
 
-    canvases: the most there may be; pins have as many as they need.
+    max_tokens: the most of the response; a template has as many as it needs.
     """
     if not request.control_in_words:
         return None
     device, mask_id, eos_ids = torch.device(device), settings.diffusion.mask_id, settings.generation.eos_ids
     pins, languages = _pins(request, settings), _languages(request, settings)
-    start = _start(request, settings, canvases)
+    start = _start(request, settings, max_tokens)
     forbidden = {each for each in request.banned if not isinstance(each, str)}
     forbidden |= set() if mask_id is None else {mask_id}
     if pins is not None:
-        canvases = len(pins) // settings.canvas_length
+        max_tokens = len(pins)
     control = Control(
         settings.canvas_length,
-        canvases,
+        max_tokens,
         max_steps,
         device,
         pins,
@@ -209,13 +214,15 @@ def control_of(
             is_text=request.regex is not None or request.json_schema is not None,
         )
         control.classes = automaton.on(device).classes
-        tokens = canvases * settings.canvas_length
-        control.open_NS = completable(automaton, tokens) if pins is None else completable_pins(automaton, tuple(pins))
+        if pins is None:
+            control.open_NS = completable(automaton, max_tokens)
+        else:
+            control.open_NS = completable_pins(automaton, tuple(pins))
         if not bool(control.open_NS[0 if pins is not None else -1][0]):
             if pins is not None:
                 raise RequestError("no text of the template's form satisfies the constraint; change one of the two")
             raise RequestError(
-                f"no text of at most {tokens} tokens satisfies the constraint; "
+                f"no text of at most {max_tokens} tokens satisfies the constraint; "
                 "raise max_new_tokens (over HTTP, max_tokens)"
             )
     elif pins is not None or forbidden or control.penalty != 1.0:
@@ -257,17 +264,17 @@ def _pins(request: Request, settings: SamplingSettings) -> list[int] | None:
     return pins + ([eos_ids[0]] * rest if rest else [])
 
 
-def _start(request: Request, settings: SamplingSettings, canvases: int) -> list[int]:
+def _start(request: Request, settings: SamplingSettings, max_tokens: int) -> list[int]:
     """The tokens of the draft over whole canvases, with eos (noise, where there is none) after its end."""
     if request.draft is None:
         return []
     if settings.is_next_token:
         raise RequestError("a draft is where denoising starts, and next_token denoises nothing; leave it out")
     start = request.spelt(request.draft, require_tokenizer("a draft", settings), "the draft")
-    room, eos_ids = canvases * settings.canvas_length, settings.generation.eos_ids
-    if len(start) > room:
+    eos_ids = settings.generation.eos_ids
+    if len(start) > max_tokens:
         raise RequestError(
-            f"the draft has {len(start)} tokens, but the response at most {room}; "
+            f"the draft has {len(start)} tokens, but the response at most {max_tokens}; "
             "shorten it or raise max_new_tokens (over HTTP, max_tokens)"
         )
     fill = [eos_ids[0]] if eos_ids else [FREE]

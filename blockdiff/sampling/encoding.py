@@ -44,9 +44,9 @@ class Encoding:
             hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts, images=images)
             self.tokens += width * len(call)
             for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
-                is_draft = bool(sequence.draft)
-                sequence.calls["verify" if is_draft else "encode"] += 1
-                if is_draft:
+                is_proposed = bool(sequence.proposed)
+                sequence.calls["verify" if is_proposed else "encode"] += 1
+                if is_proposed:
                     drafts.append((sequence, hidden_TD[:count]))
                     continue
                 self.accept(sequence, start, hidden_TD[:count])

@@ -7,33 +7,32 @@ lie in `Pages`.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import abc
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.errors import RequestError
+from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.encoding import Encoding
 from blockdiff.sampling.graphs import Graphs, capture_of
-from blockdiff.sampling.one_caller import one_caller
 from blockdiff.sampling.request import Request, Result, require_seed
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
-from blockdiff.sampling.sequence import NOT_FINITE, RunningCanvas, Sequence, sequences_of
+from blockdiff.sampling.sequence import NOT_FINITE, Draft, RunningCanvas, Sequence, sequences_of
 from blockdiff.sampling.settings import SamplingSettings, settings_of
 from blockdiff.sampling.strategies import Verified
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
-from blockdiff.sampling.verification import Drafting, verify
+from blockdiff.sampling.verification import round_control, verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +43,8 @@ MAX_WAITING = 10_000
 CHUNK_TOKENS = 512
 UNCAPTURED = "graphs: no step of this model can be captured; that takes canvases, CUDA and Triton"
 Event = Step | Verification | CommittedCanvas | Result
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,26 @@ class Load:
     pages: dict[str, int]
     shared: dict[str, int]
     cached: dict[str, int]
+
+
+def one_caller(call: abc.Callable[Concatenate[Engine, P], T]) -> abc.Callable[Concatenate[Engine, P], T]:
+    """A method of an engine that raises EngineError, and changes nothing, while another thread is in one of them."""
+
+    @functools.wraps(call)
+    def checked(engine: Engine, /, *args: P.args, **options: P.kwargs) -> T:
+        if not engine.caller.acquire(blocking=False):
+            raise EngineError(
+                f"{call.__name__}: another thread is in a call of this engine; call it from one thread, or use "
+                "blockdiff.serving.AsyncEngine, which has a thread of its own"
+            )
+        try:
+            if engine.is_closed:
+                raise EngineError(f"{call.__name__}: this engine is closed; make another one")
+            return call(engine, *args, **options)
+        finally:
+            engine.caller.release()
+
+    return checked
 
 
 class Engine:
@@ -167,11 +188,11 @@ class Engine:
         steps of these rows may be captured.
         """
         first = draws[0]
-        num_tokens = len(first.prompt_tokens) + first.canvases * self.settings.canvas_length
+        num_tokens = len(first.prompt_tokens) + first.max_tokens
         if num_tokens > self.capacity:
             raise RequestError(
-                f"the prompt of {len(first.prompt_tokens)} tokens and its {first.canvases} canvases need {num_tokens} "
-                f"tokens of memory, and there are {self.capacity}; shorten it or lower max_new_tokens"
+                f"the prompt of {len(first.prompt_tokens)} tokens and a response of {first.max_tokens} need memory for "
+                f"{num_tokens} tokens, and there is room for {self.capacity}; shorten it or lower max_new_tokens"
             )
         for draw in draws:
             draw.is_watched, draw.may_capture = watch, captures
@@ -291,28 +312,32 @@ class Engine:
     # -- drafts and their verification -------------------------------------------------------------------------
 
     def _verify(self, drafts: list[tuple[Sequence, Tensor]]) -> None:
-        """Verify drafts that were encoded; a canvas that has its tokens is committed, others are drafted again."""
+        """Verify drafts that were encoded; one whose tokens all stand is committed, others go into another round."""
         found = verify(self.model, self.settings, drafts) if drafts else []
         for (sequence, hidden_LD), verification in zip(drafts, found, strict=True):
-            drafting = sequence.drafting
-            assert drafting is not None
+            draft = sequence.draft
+            assert draft is not None
             self._has_changed = True
             if verification is None:
-                sequence.error = f"{NOT_FINITE} (canvas {len(sequence.steps) + 1}, verification {drafting.rounds + 1})"
+                sequence.error = f"{NOT_FINITE} (canvas {len(sequence.steps) + 1}, verification {draft.rounds + 1})"
                 continue
             if sequence.is_watched:
                 sequence.events.append((sequence, verification))
-            drafting.add(verification)
+            draft.take(verification)
             sequence.retract()
-            if not sequence.has_next(drafting.tokens[: drafting.given], self.settings):
+            if not self._can_commit(sequence, draft.tokens[: draft.num_verified]):
                 self._encoding.accept(sequence, len(sequence.token_ids), hidden_LD[:0])
                 continue
-            sequence.drafting = Drafting.after(verification)
-            self._commit(sequence, drafting.tokens, drafting.steps, hidden_LD[: verification.accepted])
-            following = sequence.drafting.tokens
-            if sequence.finish_reason is None and sequence.has_next(following, self.settings):
-                sequence.drafting = Drafting()
-                self._commit(sequence, following * len(hidden_LD), 0, hidden_LD[:0])
+            sequence.draft = Draft.after(verification)
+            self._commit(sequence, draft.tokens, draft.steps, hidden_LD[: verification.accepted])
+            following = sequence.draft.tokens
+            if sequence.finish_reason is None and self._can_commit(sequence, following):
+                sequence.draft = Draft()
+                self._commit(sequence, following, 0, hidden_LD[:0])
+
+    def _can_commit(self, sequence: Sequence, verified: list[int]) -> bool:
+        """True where tokens that stand are a whole canvas, or end the response."""
+        return len(verified) == self.settings.canvas_length or sequence.would_end(verified, self.settings)
 
     # -- denoising ---------------------------------------------------------------------------------------------
 
@@ -337,11 +362,11 @@ class Engine:
     def _next_canvas(self, sequence: Sequence) -> RunningCanvas:
         """The next canvas of a sequence."""
         number, control = len(sequence.steps), sequence.control
-        own = None if control is None else control.begin(number, sequence.seed)
-        first_step = 0 if control is None else control.first_step(number)
-        if isinstance(sequence.strategy, Verified) and sequence.drafting is not None:
-            own = sequence.drafting.control(own, self.settings, self.model.device)
-            first_step = sequence.drafting.rounds * sequence.strategy.steps
+        own = None if control is None else control.begin(sequence.seed)
+        first_step = 0 if control is None else control.first_step
+        if isinstance(sequence.strategy, Verified) and sequence.draft is not None:
+            own = round_control(sequence, own, self.settings, self.model.device)
+            first_step = sequence.draft.rounds * sequence.strategy.steps
         return RunningCanvas(sequence, number, self._now - first_step, own, first_step)
 
     def _finish(self, canvas: RunningCanvas) -> None:
@@ -359,15 +384,15 @@ class Engine:
             self._leave(sequence)
             return
         sequence.canvas = None
-        if sequence.drafting is not None:  # the next encode verifies it
+        if sequence.draft is not None:  # the next encode verifies it
             sequence.propose(canvas)
         else:
             self._commit(sequence, tokens, canvas.steps)
 
     def _commit(self, sequence: Sequence, tokens: list[int], steps: int, hidden_TD: Tensor | None = None) -> None:
-        """Add a finished canvas to the response, and to the token_ids where the next canvas or scores need them.
+        """Add any number of tokens to the response, and to the token_ids where the next canvas or scores need them.
 
-        hidden_TD: of a verified canvas the hidden states of its first tokens, which stand in the pages.
+        hidden_TD: of verified tokens the hidden states of the first ones, which stand in the pages.
         """
         number, start = len(sequence.steps), len(sequence.token_ids)
         kept = sequence.commit(tokens, steps, self.settings.generation.eos_ids)
@@ -376,7 +401,7 @@ class Engine:
             self._leave(sequence)
             return
         committed = CommittedCanvas.undecoded(
-            partial(_text, self.settings, sequence.tokens, len(sequence.tokens)),
+            functools.partial(_text, self.settings, sequence.tokens, len(sequence.tokens)),
             id=sequence.id,
             canvas=number,
             prompt=sequence.prompt,

@@ -110,12 +110,12 @@ class Reading:
             raise RequestError(f"the free holes have {count} tokens together, and a read takes {MOST_FREE} at most")
         asked = replace(request, template=text, max_steps=steps, max_new_tokens=settings.canvas_length)
         [first] = sequences_of(asked, settings, seed, model.device)
-        if first.drafting is not None:
+        if first.draft is not None:
             raise RequestError(
                 "a read looks at a canvas that is denoised, not at verified tokens; take another strategy"
             )
         assert first.control is not None and first.control.pins is not None
-        if first.canvases > 1:
+        if first.max_tokens > settings.canvas_length:
             raise RequestError(
                 f"the template is longer than a canvas of {settings.canvas_length} tokens, and a read looks at one; "
                 "shorten it"

@@ -6,11 +6,12 @@ their marks neither thinks nor calls.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.sampling.tool_calls import token_ids
+from blockdiff.sampling.tool_calls import call_format, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,8 +45,8 @@ class ResponseParser:
 
     def __init__(self, request: Request, settings: SamplingSettings, prompt: str):
         self._settings, self._tools, self._stops = settings, request.tools or (), request.stop
-        self._opens, self._closes, self._name = settings.reasoning_format
-        self._calls_format = settings.call_format
+        self._opens, self._closes, self._name = reasoning_format(settings.tokenizer)
+        self._calls_format = call_format(settings.tokenizer)
         openings = tuple((opens + name).rstrip() for opens, _, name in REASONING)
         self._is_open = self._opens is not None and prompt.rstrip().endswith(openings)
         self._has_reasoning = self._is_open
@@ -116,6 +117,7 @@ def parse(
     return parser.whole(is_stopped)
 
 
+@functools.lru_cache(maxsize=4)
 def reasoning_format(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int | None, int | None, str]:
     """The tokens around reasoning that a vocabulary has, and the text after the first; None where it has none."""
     for opens, closes, name in REASONING if tokenizer is not None else ():

@@ -200,7 +200,7 @@ class Sampler:
             settings = replace(settings, max_new_tokens=max_new_tokens)
         if max_steps is not None:
             settings = replace(settings, max_steps=max_steps)
-        self.settings.canvases(settings.max_new_tokens)  # refuses what no prompt fits before
+        self.settings.max_tokens(settings.max_new_tokens)  # refuses what no prompt fits before
         entries: list[list[Sequence] | Result] = []
         for place, prompt in enumerate(prompts, start=first):
             if isinstance(prompt, Result):
@@ -259,8 +259,7 @@ class Sampler:
         asked = [(place, entry) for place, entry in enumerate(entries) if not isinstance(entry, Result)]
         if not asked:
             return
-        length = self.settings.canvas_length
-        longest = max(len(first.prompt_tokens) + first.canvases * length for _, (first, *_) in asked)
+        longest = max(len(first.prompt_tokens) + first.max_tokens for _, (first, *_) in asked)
         count = sum(len(draws) for _, draws in asked)
         tokens = (min(2 * batch_size, count) + 1) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
         left = {id(draws[0]): (place, draws[0]) for place, draws in asked}

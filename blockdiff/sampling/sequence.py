@@ -19,7 +19,6 @@ from blockdiff.sampling.response import parse
 from blockdiff.sampling.settings import ONLY_VERIFIED
 from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, head_of
 from blockdiff.sampling.strategy import require_shapes
-from blockdiff.sampling.verification import Drafting
 from blockdiff.seeding import child_seed
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.canvas_control import CanvasControl
     from blockdiff.sampling.settings import SamplingSettings
     from blockdiff.sampling.strategy import Strategy
+    from blockdiff.sampling.trace import Verification
 
 STOP_SPARE = 8  # special tokens that may stand within a text that ends a response
 NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtype may help"
@@ -36,15 +36,15 @@ NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtyp
 class RunningCanvas:
     """The canvas of a sequence that is being denoised.
 
-    number: its place in the response; entered: the engine's step that was step 0 of the canvas, or would have been for
-    one that begins later, from a draft, at its `first_step`; control: what may stand in it; index: its place in the
-    buffers of the batch (None: it has none yet); has_begun: whether a step has denoised it; final: its tokens (None: it
-    is not finished), after so many `steps`; is_finite: False where its logits were not finite.
+    number: its place in the response; step_offset: the number of the engine's step minus that of the canvas's, which
+    begins with `first_step`: 0, or later where it starts from given tokens; control: what may stand in it; index: its
+    place in the buffers of the batch (None: it has none yet); has_begun: whether a step has denoised it; final: its
+    tokens (None: it is not finished), after so many `steps`; is_finite: False where its logits were not finite.
     """
 
     sequence: Sequence
     number: int
-    entered: int
+    step_offset: int
     control: CanvasControl | None = None
     first_step: int = 0
     index: int | None = None
@@ -54,22 +54,56 @@ class RunningCanvas:
     steps: int = 0
 
 
+@dataclass
+class Draft:
+    """The draft of a sequence's next tokens, over rounds that each denoise and verify it.
+
+    tokens: those of the last round, of which the first `num_verified` stand and the others are where the next round
+    starts; before the first round none, or the one that the verification of the tokens before has added. rounds:
+    verifications so far; steps: denoising steps so far. proposed_steps: denoising steps of the proposal that stands at
+    the end of the sequence's token_ids until it is verified, 0 where none does; last_step: the number of the last of
+    them.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    num_verified: int = 0
+    rounds: int = 0
+    steps: int = 0
+    proposed_steps: int = 0
+    last_step: int = 0
+
+    @classmethod
+    def after(cls, verification: Verification) -> Draft:
+        """The draft of what follows a verified one, with the token that verification has added behind its end."""
+        own = verification.own
+        return cls() if own is None or verification.accepted < len(verification.draft) else cls([own], num_verified=1)
+
+    def take(self, verification: Verification) -> None:
+        """Take the outcome of a round: the tokens that stand, of which the last may be the head's own."""
+        self.tokens, self.num_verified = list(verification.draft), verification.accepted
+        if self.num_verified < len(self.tokens):
+            assert verification.own is not None
+            self.tokens[self.num_verified] = verification.own
+            self.num_verified += 1
+        self.rounds, self.steps = self.rounds + 1, self.steps + self.proposed_steps
+
+
 @dataclass(eq=False)
 class Sequence:
     """One answer to a request; `sequences_of` makes it, the engine extends it, and `result` gives the end of it.
 
     prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it; seed: that of its
-    draws; canvases, max_steps: the most canvases of the response, and the most steps of each; control: what may stand
-    in them; images: those of the prompt; draw: the number of this answer among the request's several (None: it is the
-    only one); draws: all of them, this one included; `id` tells them apart; calls: the model calls of all of them so
-    far, by the names of `Forwards`.
+    draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas; control: what may
+    stand in it; images: those of the prompt; draw: the number of this answer among the request's several (None: it is
+    the only one); draws: all of them, this one included; `id` tells them apart; calls: the model calls of all of them
+    so far, by the names of `Forwards`.
 
     The response so far is `tokens`, with the `steps` of each canvas, the `logprobs` of the tokens that are scored, and
     a `finish_reason` or an `error` at its end.
 
     The rest is the engine's. token_ids: the prompt and the committed canvases, which the next canvas must see; paged:
     the pages with the keys and values of those that are encoded (None while the sequence is not admitted);
-    drafting: the canvas that is drafted and verified (None: canvases are committed as they are); last_hidden_D: the
+    draft: of the next tokens, where they are verified (None: canvases are committed as they are); last_hidden_D: the
     hidden state of the last encoded token, from which the next one is scored, drawn or verified; shared_tokens: the
     number of token_ids that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
     steps are recorded; recorded: the last recorded step of each canvas; may_capture: whether its steps may be captured;
@@ -84,7 +118,7 @@ class Sequence:
     prompt: str
     prompt_tokens: list[int]
     strategy: Strategy
-    canvases: int
+    max_tokens: int
     max_steps: int
     control: Control | None = None
     images: abc.Sequence[PlacedImage] = ()
@@ -94,7 +128,7 @@ class Sequence:
     is_scored: bool = False
     is_watched: bool = False
     may_capture: bool = True
-    drafting: Drafting | None = None
+    draft: Draft | None = None
     reader: abc.Callable[[Tensor], object] | None = None
     visitor: abc.Callable[[int, Tensor, Tensor], object] | None = None
 
@@ -148,50 +182,53 @@ class Sequence:
         return head_of(self.strategy) is not None
 
     @property
-    def draft(self) -> list[int]:
-        """The draft at the end of the token_ids that is to be verified; empty where there is none."""
-        has_draft = self.drafting is not None and self.drafting.unverified
-        return self.token_ids[len(self.prompt_tokens) + len(self.tokens) :] if has_draft else []
+    def proposed(self) -> list[int]:
+        """The drafted tokens at the end of the token_ids that are to be verified; empty where there are none."""
+        is_proposed = self.draft is not None and self.draft.proposed_steps
+        return self.token_ids[len(self.prompt_tokens) + len(self.tokens) :] if is_proposed else []
 
     def propose(self, canvas: RunningCanvas) -> None:
         """Put a finished draft behind the tokens, until it is verified; those of its tokens that stand stay."""
-        assert self.drafting is not None and canvas.final is not None
-        standing = self.drafting.tokens[: self.drafting.given]
+        assert self.draft is not None and canvas.final is not None
+        standing = self.draft.tokens[: self.draft.num_verified]
         self.token_ids += standing + canvas.final[len(standing) :]
-        self.drafting.unverified, self.drafting.step = canvas.steps, canvas.first_step + canvas.steps - 1
+        self.draft.proposed_steps, self.draft.last_step = canvas.steps, canvas.first_step + canvas.steps - 1
 
     def retract(self) -> None:
-        """Take the draft that is to be verified away from the token_ids."""
-        if draft := self.draft:
-            del self.token_ids[-len(draft) :]
-        if self.drafting is not None:
-            self.drafting.unverified = 0
+        """Take the drafted tokens that are to be verified away from the token_ids."""
+        if proposed := self.proposed:
+            del self.token_ids[-len(proposed) :]
+        if self.draft is not None:
+            self.draft.proposed_steps = 0
 
     def num_tokens_until_commit(self, canvas_length: int) -> int:
         """The number of tokens that need room in pages until the next canvas is committed."""
         return self.num_uncomputed + canvas_length
 
     def commit(self, tokens: list[int], steps: int, eos_ids: abc.Collection[int]) -> int:
-        """Add a canvas to the response up to its first eos, which ends it; returns the number of tokens added."""
-        end = next((place + 1 for place, token in enumerate(tokens) if token in eos_ids), None)
-        is_last = len(self.steps) + 1 == self.canvases
-        self.finish_reason = "eos" if end is not None else "length" if is_last else None
-        kept = len(tokens) if end is None else end
-        self.tokens += tokens[:kept]
+        """Add any number of tokens to the response, up to the first eos or its last place, which end it.
+
+        steps: the denoising steps that made them. Returns the number of tokens added.
+        """
+        fresh = tokens[: self.max_tokens - len(self.tokens)]
+        end = next((place + 1 for place, token in enumerate(fresh) if token in eos_ids), None)
+        self.tokens += fresh[:end]
+        is_full = len(self.tokens) == self.max_tokens
+        self.finish_reason = "eos" if end is not None else "length" if is_full else None
         self.steps.append(steps)
         if self.control is not None:
-            self.control.take(tokens[:kept])
-            self.error = self.control.obstacle(len(self.steps))
-        return kept
+            self.control.take(fresh[:end])
+            self.error = self.control.obstacle
+        return len(fresh[:end])
 
-    def has_next(self, canvas: list[int], settings: SamplingSettings) -> bool:
-        """True where these first tokens of the next canvas are all of it, or all that the response has of it."""
-        if len(canvas) == settings.canvas_length or not set(canvas).isdisjoint(settings.generation.eos_ids):
+    def would_end(self, tokens: list[int], settings: SamplingSettings) -> bool:
+        """True where the response would end in the next tokens, with eos or a stop text."""
+        if not set(tokens).isdisjoint(settings.generation.eos_ids):
             return True
-        tokens = self.tokens[-self._stop_width(0) :] + canvas
-        if not self.request.stop or not self._has_stop_text(tokens, settings.text):
+        last = self.tokens[-self._stop_width(0) :] + tokens
+        if not self.request.stop or not self._has_stop_text(last, settings.text):
             return False
-        return self._has_stop_text(self.tokens + canvas, settings.text)
+        return self._has_stop_text(self.tokens + tokens, settings.text)
 
     def _stop_width(self, fresh: int) -> int:
         """The number of last tokens that have each stop text which ends in the last `fresh` ones.
@@ -251,7 +288,7 @@ def sequences_of(
     are called "ID draw N" in the records of steps and canvases, and their seeds follow from the first one's.
     """
     prompt, tokens, images = request.as_tokens(settings.tokenizer, settings.vocab_size, settings.reader)
-    canvases = settings.canvases(request.max_new_tokens or settings.generation.max_new_tokens)
+    max_tokens = settings.max_tokens(request.max_new_tokens or settings.generation.max_new_tokens)
     max_steps = request.max_steps or settings.generation.max_steps
     strategy = settings.strategy
     if request.strategy is not None:
@@ -277,17 +314,17 @@ def sequences_of(
         max_steps = 1
     if request.stop and settings.tokenizer is None:
         raise RequestError("stop has texts, which need a tokenizer, and there is none")
-    control = control_of(request, tokens, settings, canvases=canvases, max_steps=max_steps, device=device)
+    control = control_of(request, tokens, settings, max_tokens=max_tokens, max_steps=max_steps, device=device)
     if control is not None:
-        canvases = settings.canvases(control.canvases * settings.canvas_length)
+        max_tokens = settings.max_tokens(control.max_tokens)
         if control.classes is not None:
             _require_plain(strategy, max_steps, settings)
             _require_plain(head_of(strategy) or strategy, max_steps, settings)
     positions = settings.positions
-    if positions is not None and len(tokens) > (room := positions - canvases * settings.canvas_length):
+    if positions is not None and len(tokens) > (room := positions - max_tokens):
         raise RequestError(
             f"the prompt has {len(tokens)} tokens, but the model's {positions} positions leave room for {room} before "
-            f"{canvases} canvases; shorten it or lower max_new_tokens"
+            f"a response of {max_tokens}; shorten it or lower max_new_tokens"
         )
     own_seed = child_seed(seed, request.id) if request.seed is None else request.seed
     first = Sequence(
@@ -297,13 +334,13 @@ def sequences_of(
         prompt,
         tokens,
         strategy,
-        canvases,
+        max_tokens,
         max_steps * settings.canvas_length if is_verified else max_steps,  # each round adds a token at least
         control,
         images,
         draw=None if request.best_of == 1 else 0,
         is_scored=is_scored,
-        drafting=Drafting() if is_verified else None,
+        draft=Draft() if is_verified else None,
     )
     draws = first.draws
     draws.append(first)
@@ -315,7 +352,7 @@ def sequences_of(
 def drawn_again(first: Sequence, draw: int) -> Sequence:
     """Another answer to the request of `first`, before it has begun, with a seed that follows from its own."""
     own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
-    own["drafting"] = None if first.drafting is None else Drafting()
+    own["draft"] = None if first.draft is None else Draft()
     own["control"] = None if first.control is None else first.control.copy()
     return replace(first, **own, tokens=[], steps=[], token_ids=[], canvas=None, recorded={}, top_logprobs=[])  # type: ignore[arg-type]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +17,8 @@ from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import family_of
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.response import reasoning_format
 from blockdiff.sampling.strategies import NextToken, Verified, as_strategy
 from blockdiff.sampling.strategy import Strategy
-from blockdiff.sampling.tool_calls import GemmaCalls, TaggedCalls, call_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,33 +54,22 @@ class SamplingSettings:
         """True where responses grow token by token and nothing is denoised."""
         return isinstance(self.strategy, NextToken)
 
-    @cached_property
-    def reasoning_format(self) -> tuple[int | None, int | None, str]:
-        """The tokens around reasoning, and the text after the first of them; None where the vocabulary has none."""
-        return reasoning_format(self.tokenizer)
-
-    @cached_property
-    def call_format(self) -> GemmaCalls | TaggedCalls | None:
-        """The format of calls of tools; None where the vocabulary has none."""
-        return None if self.tokenizer is None else call_format(self.tokenizer)
-
-    def canvases(self, max_new_tokens: int) -> int:
-        """The number of canvases of a response of so many tokens; RequestError where no prompt fits before them."""
-        canvases = -(-max_new_tokens // self.canvas_length)
-        if self.positions is not None and canvases * self.canvas_length >= self.positions:
+    def max_tokens(self, max_new_tokens: int) -> int:
+        """The most tokens of a response: so many, in whole canvases; RequestError where no prompt fits before them."""
+        max_tokens = -(-max_new_tokens // self.canvas_length) * self.canvas_length
+        if self.positions is not None and max_tokens >= self.positions:
             raise RequestError(
                 f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's {self.positions} "
                 "positions; ask for fewer"
             )
-        return canvases
+        return max_tokens
 
     def excess(self, request: Request) -> int:
         """The number of tokens that a request's prompt is too long for the positions; 0 or less where it fits."""
         if self.positions is None:
             return 0
         tokens = request.as_tokens(self.tokenizer, self.vocab_size, self.reader).tokens
-        canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
-        return len(tokens) + canvases * self.canvas_length - self.positions
+        return len(tokens) + self.max_tokens(request.max_new_tokens or self.generation.max_new_tokens) - self.positions
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of a response without its special tokens; "" where there is no tokenizer."""

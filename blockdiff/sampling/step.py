@@ -58,14 +58,14 @@ class StepCall:
 class CanvasState:
     """The state of every canvas between two steps; the names are those of `Canvases`.
 
-    entered_B: the engine's step that was the canvas's step 0; uniform_BTL and noise_BTL: the draws of STEPS_AHEAD
-    steps, of which the first is the last multiple of STEPS_AHEAD; standing_BL: the tokens that the next step sees where
-    kept_BL is True.
+    offset_B: the number of the engine's step minus that of the canvas's; uniform_BTL and noise_BTL: the draws of
+    STEPS_AHEAD steps, of which the first is the last multiple of STEPS_AHEAD; standing_BL: the tokens that the next
+    step sees where kept_BL is True.
     """
 
     seed_B: Tensor
     number_B: Tensor
-    entered_B: Tensor
+    offset_B: Tensor
     steps_B: Tensor
     unchanged_B: Tensor
     uniform_BTL: Tensor
@@ -85,19 +85,19 @@ class CanvasState:
             (
                 signed(canvas.sequence.seed),
                 canvas.number,
-                canvas.entered,
+                canvas.step_offset,
                 canvas.sequence.max_steps,
                 canvas.first_step // STEPS_AHEAD * STEPS_AHEAD,
             )
             for canvas in canvases
         ]
-        seed_B, number_B, entered_B, steps_B, first_B = torch.tensor(numbers, device=device).unbind(1)
+        seed_B, number_B, offset_B, steps_B, first_B = torch.tensor(numbers, device=device).unbind(1)
         nothing_BL = torch.full((B, L), -1, device=device)
         uniform_BTL, noise_BTL = draw_ahead(seed_B, number_B, first_B, L, model.vocab_size)
         return cls(
             seed_B=seed_B,
             number_B=number_B,
-            entered_B=entered_B,
+            offset_B=offset_B,
             steps_B=steps_B,
             unchanged_B=torch.zeros_like(seed_B),
             uniform_BTL=uniform_BTL,
@@ -119,7 +119,7 @@ class CanvasState:
         return cls(
             seed_B=zeros(),
             number_B=zeros(),
-            entered_B=zeros(),
+            offset_B=zeros(),
             steps_B=zeros(),
             unchanged_B=zeros(),
             uniform_BTL=zeros(STEPS_AHEAD, L, dtype=torch.float32),
@@ -232,7 +232,7 @@ class CanvasStep:
         """Denoise every canvas once and decide what stays."""
         of, padded, mask_id = slice(call.count), slice(call.padded), self.settings.diffusion.mask_id
         state, every_B = self.state.part(padded), self._every_B[padded]
-        step_B = self.now - state.entered_B
+        step_B = self.now - state.offset_B
         place_B = step_B % STEPS_AHEAD
         uniform_BL, noise_BL = self.state.uniform_BTL[every_B, place_B], self.state.noise_BTL[every_B, place_B]
         temperature_B = self.temperature_BT[every_B, place_B][of]

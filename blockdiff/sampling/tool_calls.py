@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -95,8 +96,11 @@ class TaggedCalls:
         return str(self.tokenizer.decode(list(tokens)))
 
 
-def call_format(tokenizer: PreTrainedTokenizerBase) -> GemmaCalls | TaggedCalls | None:
+@functools.lru_cache(maxsize=4)
+def call_format(tokenizer: PreTrainedTokenizerBase | None) -> GemmaCalls | TaggedCalls | None:
     """The format of which a vocabulary has the tokens; None where it has none."""
+    if tokenizer is None:
+        return None
     if (edge := token_ids(tokenizer, TaggedCalls.EDGE)) is not None:
         return TaggedCalls(tokenizer, *edge)
     marks = token_ids(tokenizer, *GemmaCalls.MARKS)

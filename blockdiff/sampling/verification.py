@@ -10,7 +10,7 @@ what replaces it has the distribution p without x.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,54 +28,22 @@ if TYPE_CHECKING:
     from blockdiff.sampling.settings import SamplingSettings
 
 
-@dataclass
-class Drafting:
-    """The course of the canvas that a sequence drafts and verifies.
+def round_control(
+    sequence: Sequence, own: CanvasControl | None, settings: SamplingSettings, device: torch.device
+) -> CanvasControl | None:
+    """The control of the canvas of a sequence's next round: the request's own, with the tokens that stand pinned.
 
-    tokens: those of the last round, of which the first `given` stand and the others are where the next draft starts;
-    before the first round none, or the one that the verification of the canvas before has added. rounds: verifications
-    so far; steps: denoising steps so far. unverified: denoising steps of the draft that stands at the end of the
-    sequence's token_ids until it is verified, 0 where none does; step: the number of the last of them.
+    The rest of the last draft is what the canvas starts from. Under mask noise it is masks, because tokens that a
+    canvas starts from would never change.
     """
-
-    tokens: list[int] = field(default_factory=list)
-    given: int = 0
-    rounds: int = 0
-    steps: int = 0
-    unverified: int = 0
-    step: int = 0
-
-    @classmethod
-    def after(cls, verification: Verification) -> Drafting:
-        """The course of the next canvas, with the token that a verification of the whole canvas before has added."""
-        own = verification.own
-        return cls() if own is None or verification.accepted < len(verification.draft) else cls([own], given=1)
-
-    def control(
-        self, own: CanvasControl | None, settings: SamplingSettings, device: torch.device
-    ) -> CanvasControl | None:
-        """The control of the next round's canvas: the request's own, with the tokens that stand pinned.
-
-        The rest of the last draft is what the canvas starts from. Under mask noise it is masks, because tokens that a
-        canvas starts from would never change.
-        """
-        if not self.tokens:
-            return own
-        length = settings.canvas_length
-        tokens_L = torch.tensor(self.tokens + [FREE] * (length - len(self.tokens)), device=device)
-        own = own or CanvasControl(torch.full_like(tokens_L, FREE)[None])
-        is_given_L = torch.arange(length, device=device) < self.given
-        pinned_BL, start_BL = tokens_L.where(is_given_L, own.pinned_BL), tokens_L[None]
-        return replace(own, pinned_BL=pinned_BL, start_BL=start_BL if settings.diffusion.mask_id is None else None)
-
-    def add(self, verification: Verification) -> None:
-        """Take note of a round's verification."""
-        self.tokens, self.given = list(verification.draft), verification.accepted
-        if self.given < len(self.tokens):
-            assert verification.own is not None
-            self.tokens[self.given] = verification.own
-            self.given += 1
-        self.rounds, self.steps = self.rounds + 1, self.steps + self.unverified
+    draft, length = sequence.draft, settings.canvas_length
+    if draft is None or not draft.tokens:
+        return own
+    tokens_L = torch.tensor(draft.tokens + [FREE] * (length - len(draft.tokens)), device=device)
+    own = own or CanvasControl(torch.full_like(tokens_L, FREE)[None])
+    is_verified_L = torch.arange(length, device=device) < draft.num_verified
+    pinned_BL, start_BL = tokens_L.where(is_verified_L, own.pinned_BL), tokens_L[None]
+    return replace(own, pinned_BL=pinned_BL, start_BL=start_BL if settings.diffusion.mask_id is None else None)
 
 
 def verify(
@@ -83,21 +51,21 @@ def verify(
 ) -> list[Verification | None]:
     """The verification of each sequence's draft, by its hidden states [L, D]; None where logits are not finite.
 
-    The draft is the end of the sequence's token_ids; `last_hidden_D` is the hidden state of the token before it.
+    The draft is what is `proposed` at the end of the sequence's token_ids; `last_hidden_D` is the hidden state of the
+    token before it. Tokens are drawn by their places in the response.
     """
-    length, mask_id = settings.canvas_length, settings.diffusion.mask_id
+    mask_id = settings.diffusion.mask_id
     hidden, shapes, draws, controls, counts = list[Tensor](), [], list[Tensor](), list[CanvasControl | None](), []
     for sequence, hidden_LD in drafts:
-        head, drafting, number = head_of(sequence.strategy), sequence.drafting, len(sequence.steps)
-        assert head is not None and drafting is not None and sequence.last_hidden_D is not None
-        end = length + (number + 1 < sequence.canvases)  # the token after the canvas is the first of the next one
-        first, count = number * length + drafting.given, end - drafting.given
-        hidden.append(torch.cat([sequence.last_hidden_D[None], hidden_LD])[drafting.given : end])
-        shapes += [head.shape(0, 1)] * count
-        places = torch.arange(first, first + count, device=model.device)
-        draws.append(uniform(sequence.seed, Stream.SAMPLE, (places, 0), 1))
-        controls += head_controls(sequence, drafting.given, count)
-        counts.append(count)
+        head, draft = head_of(sequence.strategy), sequence.draft
+        assert head is not None and draft is not None and sequence.last_hidden_D is not None
+        first = len(sequence.tokens) + draft.num_verified
+        end = min(len(sequence.tokens) + len(hidden_LD) + 1, sequence.max_tokens)  # the last one follows the draft
+        hidden.append(torch.cat([sequence.last_hidden_D[None], hidden_LD])[draft.num_verified :][: end - first])
+        shapes += [head.shape(0, 1)] * (end - first)
+        draws.append(uniform(sequence.seed, Stream.SAMPLE, (torch.arange(first, end, device=model.device), 0), 1))
+        controls += head_controls(sequence, draft.num_verified, end - first)
+        counts.append(end - first)
     inputs = StepInputs(
         hidden_BLD=torch.cat(hidden)[:, None],
         tokens_BL=torch.full((len(shapes), 1), mask_id or 0, device=model.device),
@@ -111,25 +79,25 @@ def verify(
     return [_compared(sequence, *part.T.tolist()) for (sequence, _), part in zip(drafts, found, strict=True)]
 
 
-def head_controls(sequence: Sequence, given: int, count: int) -> abc.Sequence[CanvasControl | None]:
-    """The control of `count` tokens from the place `given` of the draft on, as next-token sampling has it.
+def head_controls(sequence: Sequence, first: int, count: int) -> abc.Sequence[CanvasControl | None]:
+    """The control of `count` tokens from the place `first` of the draft on, as next-token sampling has it.
 
     One None stands for each token of a sequence without control.
     """
     control = sequence.control
     if control is None or control.classes is None:
         return [None] * count
-    return [control.next_tokens(len(sequence.steps), sequence.draft, given, count, sequence.seed)]
+    return [control.next_tokens(sequence.proposed, first, count, sequence.seed)]
 
 
 def _compared(sequence: Sequence, likeliest: list[int], drawn: list[int], is_finite: list[int]) -> Verification | None:
     """A draft beside the head's tokens in the places that did not stand before, and perhaps in the one after it."""
-    head, drafting, draft = head_of(sequence.strategy), sequence.drafting, sequence.draft
-    assert head is not None and drafting is not None
-    own, fresh = drawn if head.temperature else likeliest, draft[drafting.given :]
+    head, draft, proposed = head_of(sequence.strategy), sequence.draft, sequence.proposed
+    assert head is not None and draft is not None
+    own, fresh = drawn if head.temperature else likeliest, proposed[draft.num_verified :]
     agreed = next((n for n, token in enumerate(fresh) if token != own[n]), len(fresh))
     if not all(is_finite[: agreed + 1]):
         return None
     following = own[agreed] if agreed < len(own) else None
-    number, given = len(sequence.steps), drafting.given
-    return Verification(sequence.id, number, drafting.step, draft, given, given + agreed, following)
+    number, given = len(sequence.steps), draft.num_verified
+    return Verification(sequence.id, number, draft.last_step, proposed, given, given + agreed, following)

@@ -39,7 +39,6 @@ class Answers:
     def __init__(self, *answers: Any, positions: int = 10**6):
         self.tokenizer, self.generation = chat_tokenizer(), Generation(max_steps=8)
         self.settings, self.positions, self.pages = self, positions, None
-        self.reasoning_format, self.call_format = (None, None, ""), None
         self.model = checkpoint.init("sudoku4", tokenizer=self.tokenizer, device="cpu")
         self.answers, self.asked = list(answers), []
 

@@ -110,8 +110,8 @@ def test_what_holds_canvases_reads_nothing_and_brings_nothing_from_the_host(aske
     uniform_BL, hidden_BLD = torch.zeros(2, L, device=device), torch.zeros(2, L, D, device=device)
     noise = DiffusionSettings() if mask_id is None else DiffusionSettings(corruption="mask", mask_id=mask_id)
     settings = settings_of(model, tokenizer, Generation(eos_ids=(1,), pad_id=0), noise)
-    control = control_of(Request(0, tokens=[3], **asked), [3], settings, canvases=2, max_steps=4, device=device)
-    [held] = grouped([control.begin(0, n) for n in range(2)])
+    control = control_of(Request(0, tokens=[3], **asked), [3], settings, max_tokens=2 * L, max_steps=4, device=device)
+    [held] = grouped([control.begin(n) for n in range(2)])
     fixed = held.in_buffers({}, most=4, count=2)
     inputs = StepInputs(hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B)
     with NothingFromTheHost():

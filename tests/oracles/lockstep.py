@@ -72,14 +72,14 @@ def _settings(each: Sequence) -> tuple[int, int, str, int, float]:
     """The settings that the rows of a batch have in common."""
     control = each.control
     starts = (0, 0.0) if control is None else (len(control.start), control.noise)
-    return each.canvases, each.max_steps, repr(each.strategy), *starts
+    return each.max_tokens, each.max_steps, repr(each.strategy), *starts
 
 
 def _answer(model: BlockDiffusionModel, settings: SamplingSettings, batch: list[Sequence]) -> None:
     """Fill in the responses of a batch: canvas after canvas, until an eos or the last canvas."""
     eos_ids = settings.generation.eos_ids
     prefix = _encode_prompts(model, settings, batch)
-    for number in range(batch[0].canvases):
+    for number in range(batch[0].max_tokens // model.canvas_length):
         canvas_BL, steps = _denoise(model, settings, prefix, batch, number)
         for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
             if each.error is None:
@@ -127,10 +127,10 @@ def _denoise(
     live = list(range(len(batch)))
     steps_B, unchanged_B = torch.full_like(seed_B, max_steps), torch.zeros_like(seed_B)
     standing_BL = kept_BL = stats = None
-    controls = [each.control.begin(number, each.seed) if each.control else None for each in batch]
+    controls = [each.control.begin(each.seed) if each.control else None for each in batch]
     start_BL = given_tokens([None if control is None else control.start_BL for control in controls])
     pinned_BL = given_tokens([None if control is None else control.pinned_BL for control in controls])
-    first_step = next((each.control.first_step(number) for each in batch if each.control is not None), 0)
+    first_step = next((each.control.first_step for each in batch if each.control is not None), 0)
     for step in range(first_step, max_steps):
         shape = strategy.shape(step, max_steps)
         uniform_BL, canvas_BL = draws.of_step(step)

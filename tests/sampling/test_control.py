@@ -59,7 +59,7 @@ def answering(tokenizer, length: int = L, mask_id: int | None = None) -> Samplin
 def control(canvases: int = 3, mask_id: int | None = None, tokenizer=TOKENIZER, **options) -> Control | None:
     request = asked(**options)
     request.check()
-    return control_of(request, [3], answering(tokenizer, mask_id=mask_id), canvases=canvases, max_steps=5)
+    return control_of(request, [3], answering(tokenizer, mask_id=mask_id), max_tokens=canvases * L, max_steps=5)
 
 
 def spell(text: str) -> list[int]:
@@ -169,7 +169,7 @@ def test_statistics_under_a_constraint_are_those_of_all_canvases_that_satisfy_it
     """Best canvas, marginal entropies, probabilities of samples and their frequencies, against an enumeration."""
     length, n = 3, 6_000
     regex = "(?:a|bc|[cd]{3})+"
-    held = control_of(asked(regex=regex), [3], answering(TOKENIZER, length), canvases=1, max_steps=5)
+    held = control_of(asked(regex=regex), [3], answering(TOKENIZER, length), max_tokens=length, max_steps=5)
     z = torch.randn(length, V, generator=torch.Generator().manual_seed(0)) * 1.5
     canvases, weights = [], []
     for tokens in itertools.product(range(V), repeat=length):
@@ -184,7 +184,7 @@ def test_statistics_under_a_constraint_are_those_of_all_canvases_that_satisfy_it
         marginal[torch.arange(length), list(tokens)] += weight
 
     model = ScriptedModel(lambda *_: z, length, V)
-    controls = [held.begin(0, seed) for seed in range(n)]
+    controls = [held.begin(seed) for seed in range(n)]
     uniform = torch.rand(n, length, generator=torch.Generator().manual_seed(1))
     canvas = torch.zeros(n, length, dtype=torch.int64)
     together = grouped(controls)
@@ -222,7 +222,7 @@ def test_a_template_that_spells_a_control_token_keeps_it_as_text():
     tokenizer = chat_tokenizer()
     request = Request(0, tokens=[9], template="<eos>a<?1>")
     of_chats = replace(answering(tokenizer, 16), vocab_size=len(tokenizer))
-    held = control_of(request, [9], of_chats, canvases=1, max_steps=5)
+    held = control_of(request, [9], of_chats, max_tokens=of_chats.canvas_length, max_steps=5)
     assert held is not None and held.pins is not None
     assert tokenizer.decode(held.pins[:6]) == "<eos>a" and held.pins[6:] == [FREE, *[EOS] * 9]
 

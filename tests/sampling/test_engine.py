@@ -177,7 +177,9 @@ def test_a_row_that_is_preempted_is_resumed_with_the_same_answer(model):
 
 def test_what_can_never_fit_into_memory_is_refused(model):
     engine = Engine(model, None, LIVELY, page_tokens=8, capacity=64)
-    with pytest.raises(RequestError, match="41 tokens and its 3 canvases need 65 tokens of memory, and there are 64"):
+    with pytest.raises(
+        RequestError, match="41 tokens and a response of 24 need memory for 65 tokens, and there is room for 64"
+    ):
         engine.submit(Request("a", tokens=[20] * 41))
     engine.submit(Request("b", tokens=[20] * 40))
     assert finished(engine)["b"].error is None

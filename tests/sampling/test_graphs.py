@@ -159,7 +159,7 @@ def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
         engine = Engine(model, None, LIVELY, page_tokens=8, buckets=BUCKETS, graphs=graphs)
         for request in requests_of(2, max_steps=10):
             [asked] = sequences_of(request, engine.settings)
-            asked.control = Control(L, 2, 10, model.device, start=[30, 40] * L, noise=0.25)
+            asked.control = Control(L, 2 * L, 10, model.device, start=[30, 40] * L, noise=0.25)
             engine.enter([asked])
         while engine.step():
             pass

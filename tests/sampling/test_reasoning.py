@@ -13,9 +13,8 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
-from blockdiff.sampling.response import ResponseParser, parse, reasoning_format
+from blockdiff.sampling.response import ResponseParser, parse
 from blockdiff.sampling.sequence import sequences_of
-from blockdiff.sampling.tool_calls import call_format
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -27,8 +26,7 @@ CHAT = [{"role": "user", "content": "6*7?"}]
 
 
 def split(tokens, tokenizer, prompt=""):
-    formats = dict(reasoning_format=reasoning_format(tokenizer), call_format=call_format(tokenizer))
-    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode, **formats)
+    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode)
     found = parse(tokens, Request(0), settings, prompt)
     parser = ResponseParser(Request(0), settings, prompt)
     for token in tokens:  # one by one, they are the same response

@@ -297,7 +297,7 @@ def test_what_needs_more_positions_than_the_model_has_is_refused():
     sampler.settings = replace(sampler.settings, positions=5 * L)
     fits, too_long = streamed(sampler, [Request(1, tokens=[5] * 2 * L), Request(2, tokens=[5] * (2 * L + 1))])
     assert fits.finish_reason == "length" and too_long.finish_reason == "error"
-    assert "17 tokens" in too_long.error and "40 positions leave room for 16 before 3 canvases" in too_long.error
+    assert "17 tokens" in too_long.error and "40 positions leave room for 16 before a response of 24" in too_long.error
     with pytest.raises(RequestError, match="max_new_tokens 1000000000 leaves no room"):
         sampler.generate([Request(1, tokens=[5])], max_new_tokens=10**9)
 

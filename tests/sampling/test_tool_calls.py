@@ -11,10 +11,9 @@ from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import check_row
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.sampling import Generation, Request
-from blockdiff.sampling.response import ResponseParser, parse, reasoning_format
+from blockdiff.sampling.response import ResponseParser, parse
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import settings_of
-from blockdiff.sampling.tool_calls import call_format
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -40,8 +39,7 @@ def ids(tokenizer, text):
 
 
 def read(tokenizer, text, tools=()):
-    formats = dict(reasoning_format=reasoning_format(tokenizer), call_format=call_format(tokenizer))
-    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode, **formats)
+    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode)
     request = Request(0, tools=tools)
     found, parser, said = parse(ids(tokenizer, text), request, settings), ResponseParser(request, settings, ""), ""
     for token in ids(tokenizer, text):  # one by one, they are the same response, and what was said once stays
@@ -61,7 +59,7 @@ def test_a_call_that_training_teaches_is_read_back_and_stands_apart(tokenizer):
     response = example.tokens[slice(*example.responses[0])]
     model = init(tiny_config(canvas_length=32, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
     tokenizer.chat_template = encoder.template
-    settings = settings_of(model, tokenizer, Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,)))
+    settings = settings_of(model, tokenizer, Generation(max_steps=1, max_new_tokens=320, eos_ids=(1,)))
     [answer] = sequences_of(Request("a", messages=[asked]), settings)
     answer.commit([*response, 1], 3, (1,))
     result = answer.result(settings)
