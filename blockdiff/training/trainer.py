@@ -265,6 +265,8 @@ class Trainer:
                 precision=self.built.precision,
                 encoder=data.encoder,
             )
+        if self.step == self.built.step:  # no optimiser step has run here, so nobody knows what memory one takes
+            self.sampler.release()
         if self.ranks.is_main:
             texts = MetricsLog(self.directory / SAMPLES)
             texts.cut(step - 1)  # a run that was killed here has written some already
