@@ -33,3 +33,7 @@ class Full(BlockdiffError):
 
 class EngineError(BlockdiffError):
     """An engine failed, was closed or was called by two threads at once; no request is to blame."""
+
+
+class Closed(EngineError):
+    """An engine was closed, or is about to be; another one has to be asked."""

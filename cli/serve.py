@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import signal
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from blockdiff.cli import options
 from blockdiff.cli.model import ModelOptions, with_groups
 from blockdiff.errors import BlockdiffError
-
-if TYPE_CHECKING:
-    from blockdiff.serving.settings import ServeSettings
 
 SERVER = "Server"  # the group of options in --help
 
@@ -55,9 +50,9 @@ def serve(
     exits with 0. docs/serving.md lists the fields and the limits.
     """
     try:
-        import uvicorn
         from sse_starlette.sse import AppStatus
 
+        from blockdiff.serving.process import Process, listener, log_to_stderr
         from blockdiff.serving.settings import MODEL_KEYS, read_settings
     except ImportError as error:
         raise BlockdiffError(
@@ -72,7 +67,7 @@ def serve(
             f"{settings.host} lets other machines ask; give --api-key-file FILE, or --no-key if they may",
             param_hint="--host",
         )
-    listener = _listener(settings)  # before the weights are read
+    listening = listener(settings.host, settings.port)  # before the weights are read
     from blockdiff.serving import app
     from blockdiff.terminal import quiet
 
@@ -80,42 +75,13 @@ def serve(
     sampler = replace(opened, **settings.model_options()).open(strategy)
     if sampler.tokenizer is not None and not sampler.tokenizer.chat_template:
         print("blockdiff: the tokenizer has no chat template, so only /v1/completions is answered", file=sys.stderr)
-    names = tuple(dict.fromkeys((settings.name or Path(opened.model).resolve().name, opened.model)))
+    names = settings.names(opened.model)
     asgi = app(sampler, names=names, limits=settings.limits, access=access, **settings.engine_options())
-    _log_to_stderr()
-    server = uvicorn.Server(
-        uvicorn.Config(
-            asgi, log_level="warning", access_log=False, timeout_graceful_shutdown=settings.drain_seconds, lifespan="on"
-        )
-    )
+    log_to_stderr()
     address = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"blockdiff: serving {names[0]} on http://{address}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
+    port = listening.getsockname()[1]
+    print(f"blockdiff: serving {names[0]} on http://{address}:{port}", file=sys.stderr, flush=True)
     AppStatus.disable_automatic_graceful_drain()  # streams go on to their end
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when everything has ended
         signal.signal(number, lambda *_: None)
-    server.run(sockets=[listener])
-
-
-def _listener(settings: ServeSettings) -> socket.socket:
-    """A socket bound to the address; BlockdiffError where that is taken, or is none of this machine's."""
-    place = f"{settings.host}:{settings.port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[
-            0
-        ]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise BlockdiffError(
-            f"{place}: cannot be listened on ({error.strerror}); choose another --port or --host"
-        ) from None
-    return listener
-
-
-def _log_to_stderr() -> None:
-    handler: Any = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    log = logging.getLogger("blockdiff.serving")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    Process(asgi, asgi.state.server.engine, settings.drain_seconds).run(sockets=[listening])

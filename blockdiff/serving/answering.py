@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from blockdiff import __version__
-from blockdiff.errors import BlockdiffError, Full, RequestError
+from blockdiff.errors import BlockdiffError
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from blockdiff.serving.answers import Answer, CachedTokens, Choice, Chunk, ReasoningTokens, Usage
@@ -28,6 +28,7 @@ from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
 from blockdiff.serving.protocol import GenerationBody
+from blockdiff.serving.refusals import Refused, error_body
 
 LOG = logging.getLogger("blockdiff.serving")
 FINGERPRINT = f"blockdiff-{__version__}"
@@ -46,30 +47,10 @@ class Server:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
-        """Raise NoModelError for a model that is not served here."""
+        """Raise Refused for a model that is not served here."""
         if name is not None and name not in self.names:
-            raise NoModelError(f"the model {name!r:.80} is not served here; this is {self.names[0]!r}")
-
-    @contextmanager
-    def measured(self, path: str) -> Any:
-        """The measures of a request; their outcome is that of the error that ends it, if one does."""
-        measures = CallMetrics(self.metrics, path)
-        try:
-            yield measures
-        except BlockdiffError as error:
-            measures.outcome = {RequestError: "refused", NoModelError: "refused", Full: "full"}.get(
-                type(error), "error"
-            )
-            raise
-        except Exception:
-            measures.outcome = "error"
-            raise
-        finally:
-            measures.close()
-
-
-class NoModelError(RequestError):
-    """A request names a model that is not served."""
+            words = f"the model {name!r:.80} is not served here; this is {self.names[0]!r}"
+            raise Refused(words, 404, "model_not_found", "model")
 
 
 class AnswerFormat(Protocol):
@@ -102,15 +83,17 @@ async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
     head = dict(
         id=call.format.prefix + uuid.uuid4().hex, created=int(time.time()), model=name, system_fingerprint=FINGERPRINT
     )
+    measures: CallMetrics = http.state.measures
+    measures.answers, measures.outcome = call.body.n, "left"
     if not call.body.stream:
-        found = await unless_left(http, _whole(server, call, head))
+        found = await unless_left(http, _whole(server, call, measures, head))
         return Response(status_code=LEFT) if found is None else JSONResponse(found)
-    chunks = _chunks(server, call, head)
+    chunks = _chunks(server, call, measures, head)
     first = await unless_left(http, anext(chunks))  # what is refused is refused with a status
     if first is None:
         await chunks.aclose()
         return Response(status_code=LEFT)
-    return _Stream(chunks, _events(first, chunks), send_timeout=server.limits.read_seconds, sep="\n")
+    return _Stream(chunks, _events(first, chunks, measures), send_timeout=server.limits.read_seconds, sep="\n")
 
 
 class _Stream(EventSourceResponse):
@@ -129,43 +112,45 @@ class _Stream(EventSourceResponse):
             await self._chunks.aclose()
 
 
-async def _whole(server: Server, call: ApiCall, head: dict[str, Any]) -> dict[str, Any]:
+async def _whole(server: Server, call: ApiCall, measures: CallMetrics, head: dict[str, Any]) -> dict[str, Any]:
     ends: dict[int, Delta] = {}
-    with server.measured(call.path) as measures:
-        async with aclosing(_merged([_deltas(server, call, stream, measures) for stream in call.streams])) as deltas:
-            async for index, each in deltas:
-                if each.result is not None:
-                    ends[index] = each
-        measures.outcome = ends[0].finish
+    async with aclosing(_merged([_deltas(server, call, stream, measures) for stream in call.streams])) as deltas:
+        async for index, each in deltas:
+            if each.result is not None:
+                ends[index] = each
+    measures.outcome = ends[0].finish
     choices = [call.format.choice(stream, ends[stream.index]) for stream in call.streams]
     usage = usage_of(call, [ends[stream.index].result for stream in call.streams])
     return _written(Answer(object=call.format.object, choices=choices, usage=usage, **head))
 
 
-async def _chunks(server: Server, call: ApiCall, head: dict[str, Any]) -> AsyncGenerator[str, None]:
+async def _chunks(
+    server: Server, call: ApiCall, measures: CallMetrics, head: dict[str, Any]
+) -> AsyncGenerator[str, None]:
     """The chunks of a stream as JSON."""
     head = dict(head, object=call.format.chunk_object)
-    results: dict[int, Result] = {}
+    ends: dict[int, Delta] = {}
     has_begun = set[int]()
-    with server.measured(call.path) as measures:
-        async with aclosing(_merged([_deltas(server, call, stream, measures) for stream in call.streams])) as deltas:
-            async for index, each in deltas:
-                if each.frame is not None:
-                    yield _dumped(Chunk(choices=[], frame=each.frame, **head))
-                    continue
-                delta = call.format.delta(call.streams[index], each, index not in has_begun)
-                if delta is not None:
-                    has_begun.add(index)
-                    yield _dumped(Chunk(choices=[delta], **head))
-                if each.result is not None:
-                    results[index] = each.result
-                    measures.outcome = each.finish
+    async with aclosing(_merged([_deltas(server, call, stream, measures) for stream in call.streams])) as deltas:
+        async for index, each in deltas:
+            if each.frame is not None:
+                yield _dumped(Chunk(choices=[], frame=each.frame, **head))
+                continue
+            delta = call.format.delta(call.streams[index], each, index not in has_begun)
+            if delta is not None:
+                has_begun.add(index)
+                yield _dumped(Chunk(choices=[delta], **head))
+            if each.result is not None:
+                ends[index] = each
+    measures.outcome = ends[0].finish
     if call.body.stream_options is not None and call.body.stream_options.include_usage:
-        usage = usage_of(call, [results[stream.index] for stream in call.streams])
+        usage = usage_of(call, [ends[stream.index].result for stream in call.streams])
         yield _dumped(Chunk(choices=[], usage=usage, **head))
 
 
-async def _events(first: str, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[dict[str, str], None]:
+async def _events(
+    first: str, chunks: AsyncGenerator[str, None], measures: CallMetrics
+) -> AsyncGenerator[dict[str, str], None]:
     """Server-sent events; an error under way is one, too."""
     yield {"data": first}
     try:
@@ -173,8 +158,10 @@ async def _events(first: str, chunks: AsyncGenerator[str, None]) -> AsyncGenerat
             yield {"data": chunk}
     except Exception as error:
         if not isinstance(error, BlockdiffError):
-            LOG.exception("a stream failed")
-        yield {"data": json.dumps(error_body(error)[1])}
+            LOG.exception("%s failed", measures.id)
+        status, body = error_body(error, measures.id)
+        measures.failed(status, body)
+        yield {"data": json.dumps(body)}
         return
     yield {"data": "[DONE]"}
 
@@ -183,7 +170,6 @@ async def _deltas(
     server: Server, call: ApiCall, stream: AnswerStream, measures: CallMetrics
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of one answer."""
-    measures.answers = call.body.n
     async with aclosing(server.engine.generate(stream.request, watch=call.body.stream_frames)) as events:
         async for event in events:
             if isinstance(event, Step):
@@ -266,19 +252,6 @@ def usage_of(call: ApiCall, results: Sequence[Result | None]) -> Usage:
         denoising_steps=sum(sum(each.steps) for each in found),
         forwards=sum(each.forwards.total for each in found),
     )
-
-
-def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and the body of an error, in OpenAI's form."""
-    status, kind, code, param = 500, "server_error", None, getattr(error, "param", None)
-    if isinstance(error, NoModelError):
-        status, kind, code, param = 404, "invalid_request_error", "model_not_found", "model"
-    elif isinstance(error, RequestError):
-        status, kind = 400, "invalid_request_error"
-    elif isinstance(error, Full):
-        status, kind, code = 429, "rate_limit_error", "too_many_requests"
-    message = str(error) if isinstance(error, BlockdiffError | ValueError) else "the server failed; its log says why"
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _written(answer: Answer) -> dict[str, Any]:

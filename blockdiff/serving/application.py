@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,12 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from blockdiff import __version__
-from blockdiff.errors import BlockdiffError, Full
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.serving import chat, completions, operations, page, reads
-from blockdiff.serving.answering import Server, error_body
+from blockdiff.serving.answering import Server
 from blockdiff.serving.async_engine import AsyncEngine
 from blockdiff.serving.limits import Access, Limits
+from blockdiff.serving.refusals import error_body, error_response
 from blockdiff.serving.security import Guard
 
 if TYPE_CHECKING:
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
 
     from blockdiff.models.family import BlockDiffusionModel
 
-LOG = logging.getLogger("blockdiff.serving")
 # A file each; each takes the Server.
 ROUTERS = (chat.router, completions.router, reads.router, operations.router, page.router)
-RETRY_SECONDS = "1"
 
 
 def app(
@@ -62,33 +59,21 @@ def app(
 
     found = FastAPI(title="blockdiff", version=__version__, lifespan=running, docs_url=None, redoc_url=None)
     found.state.server = server
-    found.add_middleware(Guard, access=access, limits=limits)
+    found.add_middleware(Guard, access=access, limits=limits, metrics=server.metrics)
     if access.origins:  # whose pages may read the answers, too
         found.add_middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"])
-    found.add_exception_handler(BlockdiffError, failed)
     found.add_exception_handler(HTTPException, _unknown)
-    found.add_exception_handler(Exception, failed)
     for router in ROUTERS:
         found.include_router(router(server))
     return found
 
 
-async def failed(_: HttpRequest, error: Exception) -> JSONResponse:
-    """The answer to a request that ended with an exception."""
-    if not isinstance(error, BlockdiffError):
-        LOG.error("a request failed", exc_info=error)
-    status, body = error_body(error)
-    return JSONResponse(body, status, headers={"retry-after": RETRY_SECONDS} if isinstance(error, Full) else None)
-
-
 async def _unknown(http: HttpRequest, error: Exception) -> JSONResponse:
+    """The answer for a path or method that there is not."""
     assert isinstance(error, HTTPException)
-    message = f"{http.method} {http.url.path}: {error.detail}"
+    error.detail = f"{http.method} {http.url.path}: {error.detail}"
     if http.url.path.startswith("/v1/responses"):
-        message = "/v1/responses is not served; use /v1/chat/completions (docs/serving.md says why)"
-    return _refused(message, None, error.status_code, error.headers)
-
-
-def _refused(message: str, param: str | None = None, status: int = 400, headers: Any = None) -> JSONResponse:
-    body = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
-    return JSONResponse({"error": body}, status, headers=headers)
+        error.detail = "/v1/responses is not served; use /v1/chat/completions (docs/serving.md says why)"
+    status, body = error_body(error)
+    http.state.measures.failed(status, body)
+    return error_response(error, http.state.measures.id)

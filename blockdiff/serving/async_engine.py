@@ -18,7 +18,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from blockdiff.errors import EngineError, Full, RequestError
+from blockdiff.errors import Closed, EngineError, Full, RequestError
 from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS, compile_limit
 from blockdiff.sampling.engine import Engine, Event
 from blockdiff.sampling.read import Choices, Read, Reading
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("blockdiff.serving")
 MOST_FRAMES = 64  # steps that wait for a slow reader; later ones are left out until it has read some
 PREPARING_THREADS = 2
+DRAIN_LOOKS = 0.05  # seconds between two looks at whether all is answered
 T = TypeVar("T")
 
 
@@ -92,6 +93,7 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
         self._unanswered = 0
+        self.is_draining = False  # what runs may end, and nothing new is taken
         self._is_closed = False
 
     def start(self) -> AsyncEngine:
@@ -104,12 +106,19 @@ class AsyncEngine:
         return self
 
     async def close(self) -> None:
-        """End the requests that run with EngineError, and the thread after its step."""
-        self._is_closed = True
+        """End the requests that run with Closed, and the thread after its step."""
+        self.is_draining = self._is_closed = True
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    async def drain(self, seconds: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Take no more requests, let those that are unanswered end for so long, or until it is urgent, and close."""
+        self.is_draining, end = True, time.monotonic() + seconds
+        while self._unanswered and time.monotonic() < end and not is_urgent():
+            await asyncio.sleep(DRAIN_LOOKS)
+        await self.close()
 
     async def __aenter__(self) -> AsyncEngine:
         return self.start()
@@ -149,8 +158,8 @@ class AsyncEngine:
 
     async def _events(self, prepare: Callable[[], list[Sequence]], watch: bool = False) -> AsyncGenerator[Event, None]:
         """The events of the draws that `prepare` makes in a thread of its own."""
-        if self._is_closed:
-            raise EngineError("the engine is closed; ask another one")
+        if self.is_draining:
+            raise Closed("the engine is closed, or will be soon; ask another one")
         if self._unanswered >= self.max_unanswered:
             raise Full(f"{self._unanswered} requests are unanswered, and no more may wait; ask later")
         self.start()
@@ -161,7 +170,7 @@ class AsyncEngine:
         try:
             draws = await loop.run_in_executor(self._preparing, self._prepare, prepare)
             if self._is_closed:  # meanwhile; nobody takes commands any more
-                raise EngineError("the engine was closed; ask another one")
+                raise Closed("the engine was closed; ask another one")
             self._commands.put(partial(self._enter, stream, draws, watch))
             while not isinstance(event, Result):
                 event = await stream.events.get()
@@ -196,7 +205,7 @@ class AsyncEngine:
                 future.set_exception(error)
 
         if self._is_closed:
-            raise EngineError("the engine is closed; ask another one")
+            raise Closed("the engine is closed; ask another one")
         self.start()
         self._commands.put(answer)
         return await asyncio.wrap_future(future)
@@ -236,7 +245,7 @@ class AsyncEngine:
             self._step_began = None
             if has_failed:
                 self._start_anew()
-        self._fail_all("the engine was closed; ask another one")
+        self._fail_all(Closed("the engine was closed; ask another one"))
         self._engine = None
         while not self._commands.empty():  # requests that came meanwhile are told, too
             if (command := self._commands.get()) is not None:
@@ -302,16 +311,16 @@ class AsyncEngine:
     def _start_anew(self) -> None:
         """Fail the requests that ran, with words that tell nothing of one another, and make a new engine."""
         self._engine = None
-        self._fail_all("the engine failed, and its log says why; ask again")
+        self._fail_all(EngineError("the engine failed, and its log says why; ask again"))
         try:
             self._engine = self._make()
         except Exception:
             LOG.exception("no new engine could be made; restart the program")
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, error: EngineError) -> None:
         streams, self._streams = {*self._streams.values()}, {}
         for stream in streams:
-            self._post(stream, EngineError(reason))
+            self._post(stream, error)
 
     def _working(self) -> Engine:
         if self._engine is None:

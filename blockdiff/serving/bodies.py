@@ -10,40 +10,32 @@ from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
 from pydantic import ValidationError
 
-from blockdiff.errors import RequestError
 from blockdiff.serving.protocol import Body
+from blockdiff.serving.refusals import Refused
 
 LARGE_BYTES = 1 << 16  # of a body that another thread reads
 NO_OBJECT = "the body is not a JSON object; send one with the header Content-Type: application/json"
 B = TypeVar("B", bound=Body)
 
 
-class BadBody(RequestError):
-    """A body is none of the protocol's; `param` is the field where it first is not."""
-
-    def __init__(self, message: str, param: str | None = None):
-        super().__init__(message)
-        self.param = param
-
-
 async def read_body(http: HttpRequest, kind: type[B]) -> B:
-    """The body of a request; BadBody says what is wrong first."""
+    """The body of a request; Refused says what is wrong first."""
     content, media_type = await http.body(), http.headers.get("content-type", "").partition(";")[0].strip()
     if media_type != "application/json" and not media_type.endswith("+json"):
-        raise BadBody(NO_OBJECT)
+        raise Refused(NO_OBJECT)
     if len(content) < LARGE_BYTES:
         return parsed_body(content, kind, http.url.path)
     return await run_in_threadpool(parsed_body, content, kind, http.url.path)
 
 
 def parsed_body(content: bytes, kind: type[B], path: str) -> B:
-    """The object that the JSON says; BadBody says what is wrong first, and quotes little of it."""
+    """The object that the JSON says; Refused says what is wrong first, and quotes little of it."""
     try:
         given = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        raise BadBody(NO_OBJECT) from None
+        raise Refused(NO_OBJECT) from None
     if not isinstance(given, dict):
-        raise BadBody(NO_OBJECT)
+        raise Refused(NO_OBJECT)
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -57,7 +49,7 @@ def parsed_body(content: bytes, kind: type[B], path: str) -> B:
         place = place.rstrip(":")
     else:
         words = f"{words[:1].lower()}{words[1:]}"
-    raise BadBody(f"{place}: {words}" if place else words, place or None)
+    raise Refused(f"{place}: {words}" if place else words, param=place or None)
 
 
 def _place(location: Sequence[Any], value: Any, is_missing: bool) -> str:

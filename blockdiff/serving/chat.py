@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
 
+from blockdiff.data.messages import BadRow, checked_tools
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT
 from blockdiff.sampling.constraints.json_schema import regex_of_schema
@@ -34,6 +35,7 @@ from blockdiff.serving.content import served_messages
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
 from blockdiff.serving.protocol import ChatRequest, NamedChoice
+from blockdiff.serving.refusals import Refused
 
 PATH = "/v1/chat/completions"
 
@@ -101,6 +103,10 @@ def api_call(body: ChatRequest, server: Server) -> ApiCall:
     settings, limits = server.engine.settings, server.limits
     check_size("n", body.n, limits.answers)
     check_size("the characters of tools", len(json.dumps(body.tools)), limits.form_characters)
+    try:
+        declared = checked_tools(body.tools) or ()
+    except BadRow as error:
+        raise Refused(str(error), param="tools") from None
     max_tokens = body.max_completion_tokens or body.max_tokens
     fields = common_fields(body, settings, limits, max_tokens) | template_fields(body.chat_template_kwargs)
     forced = None
@@ -111,13 +117,13 @@ def api_call(body: ChatRequest, server: Server) -> ApiCall:
     if body.tool_choice not in ("none", "auto"):
         forced = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else ""
         with compile_limit(limits.prepare_seconds):
-            set_form(fields, regex=regex_of_call(body.tools, forced))
+            set_form(fields, regex=regex_of_call(declared, forced))
         fields["stop"] = ()  # which would cut the call
     has_form = any(fields.get(name) is not None for name in FORMS)
     request = Request(
         uuid.uuid4().hex,
         messages=served_messages(body.messages, limits),
-        tools=body.tools if body.tools and body.tool_choice != "none" else None,
+        tools=declared if declared and body.tool_choice != "none" else None,
         scores=body.logprobs,
         top_logprobs=body.top_logprobs,
         **fields,
@@ -152,9 +158,9 @@ def set_form(fields: dict[str, Any], **form: Any) -> None:
     fields |= form
 
 
-def regex_of_call(tools: list[dict[str, Any]], name: str) -> str:
+def regex_of_call(tools: Sequence[Mapping[str, Any]], name: str) -> str:
     """The expression of a forced call: the arguments of the named function, or an object that names one, too."""
-    functions = {each.get("function", each).get("name"): each.get("function", each) for each in tools}
+    functions = {each["function"]["name"]: each["function"] for each in tools}
     if name and name not in functions:
         raise RequestError(f"tool_choice names {name!r:.80}, which tools does not declare")
     if name:
@@ -171,7 +177,7 @@ def _arguments(function: Mapping[str, Any]) -> str:
     schema = function.get("parameters") or {}
     if not schema.get("properties") and not schema.get("additionalProperties"):
         return r"\{\}"
-    return regex_of_schema({"type": "object", **schema})
+    return regex_of_schema(schema)
 
 
 def _call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:
@@ -200,5 +206,4 @@ def _logprobs(stream: AnswerStream, delta: Delta) -> ChatLogprobs | None:
 
 
 def _scored(stream: AnswerStream, token: int, value: float) -> dict[str, Any]:
-    text = stream.text_of(token)
-    return {"token": text, "bytes": list(text.encode()), "logprob": value}
+    return {"token": stream.name_of(token), "bytes": list(stream.bytes_of(token)), "logprob": value}

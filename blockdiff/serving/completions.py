@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -16,6 +18,7 @@ from blockdiff.serving.bodies import read_body
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
 from blockdiff.serving.protocol import CompletionRequest
+from blockdiff.serving.refusals import Refused
 
 PATH = "/v1/completions"
 
@@ -67,7 +70,9 @@ def api_call(body: CompletionRequest, server: Server) -> ApiCall:
     """The requests of a body: `n` for each prompt."""
     settings, limits = server.engine.settings, server.limits
     prompt = body.prompt
-    prompts: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
+    if isinstance(prompt, list) and not prompt:
+        raise Refused("prompt: is an empty list; give a text, tokens, or a list of either", param="prompt")
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else [*prompt]
     check_size("n, for all prompts together", body.n * len(prompts), limits.answers)
     fields = common_fields(body, settings, limits, body.max_tokens)
     fields["scores"] = body.logprobs is not None
@@ -88,11 +93,19 @@ def _logprobs(stream: AnswerStream, delta: Delta) -> CompletionLogprobs | None:
     result = delta.result
     if result is None or result.logprobs is None or not stream.request.scores:
         return None
-    texts = [stream.text_of(token) for token in result.tokens]
-    offsets = [0]
-    for text in texts[:-1]:
-        offsets.append(offsets[-1] + len(text))
-    top = [{stream.text_of(token): value for token, value in each} for each in result.top_logprobs or ()]
+    ends = itertools.accumulate((len(stream.text_of(token)) for token in result.tokens), initial=0)
     return CompletionLogprobs(
-        tokens=texts, token_logprobs=result.logprobs, top_logprobs=top or None, text_offset=offsets[: len(texts)]
+        tokens=[stream.name_of(token) for token in result.tokens],
+        token_logprobs=result.logprobs,
+        top_logprobs=[_by_name(stream, each) for each in result.top_logprobs or ()] or None,
+        text_offset=[*ends][:-1],
     )
+
+
+def _by_name(stream: AnswerStream, best: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Log-probabilities by the names of tokens; of two with one name the less likely is called by its id."""
+    found: dict[str, float] = {}
+    for token, value in best:
+        name = stream.name_of(token)
+        found[f"token_id:{token}" if name in found else name] = value
+    return found

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from blockdiff.errors import EngineError
+from blockdiff.errors import EngineError, RequestError
+from blockdiff.sampling.constraints.tokens import token_bytes
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.response import ParsedResponse, ResponseParser, parse
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from blockdiff.serving.answers import FinishReason, Frame
+from blockdiff.serving.mapping import FORMS
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ class AnswerStream:
         if self.most_calls is not None and result.tool_calls:
             result = replace(result, tool_calls=result.tool_calls[: self.most_calls])
         delta = self._delta(ParsedResponse(result.text, result.reasoning, result.tool_calls))
-        finish: FinishReason = "length" if is_cut or result.finish_reason == "length" else "stop"
+        has_form = any(getattr(self.request, name) is not None for name in FORMS)  # which is whole at any length
+        is_out = result.finish_reason == "length" and not has_form
+        finish: FinishReason = "length" if is_cut or is_out else "stop"
         if result.tool_calls:
             finish = "tool_calls"
         return replace(delta, finish=finish, result=result)
@@ -126,6 +130,22 @@ class AnswerStream:
         """The text of one token, control tokens as they are written."""
         tokenizer = self.settings.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode([token]))
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one token, which may be a part of a character; those of its text where it is a control token."""
+        try:
+            found = token_bytes(self.settings.tokenizer)[token] if self.settings.tokenizer is not None else b""
+        except (RequestError, IndexError):  # a decoder that does more than joining tokens, or no token of it
+            found = b""
+        return found or self.text_of(token).encode()
+
+    def name_of(self, token: int) -> str:
+        """The text of one token, or its bytes where it has a part of a character: "bytes:\\xe2\\x82"."""
+        found = self.bytes_of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def _delta(self, parts: ParsedResponse) -> Delta:
         calls, said = parts.tool_calls or [], self.said.tool_calls or []

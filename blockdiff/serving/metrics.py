@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -25,6 +27,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("blockdiff_requests", "Requests by outcome", ["outcome"], registry=registry)
+        self.refused = Counter(
+            "blockdiff_refused", "Requests without an answer by reason", ["reason"], registry=registry
+        )
         self.seconds = Histogram(
             "blockdiff_request_seconds",
             "Seconds from a request to the end of its answer",
@@ -79,15 +84,20 @@ def _load(engine: Engine) -> Load:
 
 @dataclass
 class CallMetrics:
-    """The costs of a request so far; `close` counts it and writes its line."""
+    """The costs of an HTTP request so far; `close` counts it and writes its line, where it asked the model something.
+
+    outcome: how it ended (None: it asked the model nothing); reason: of a refusal, the code of its error.
+    """
 
     metrics: Metrics
     path: str
+    id: str
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
     results: list[Result] = field(default_factory=list)
     answers: int = 1  # to each prompt
-    outcome: str = "left"  # the reader went away, unless another is said
+    outcome: str | None = None
+    reason: str | None = None
 
     def canvas(self) -> None:
         """Note that a canvas was committed."""
@@ -95,10 +105,21 @@ class CallMetrics:
             self.first = time.monotonic() - self.began
             self.metrics.first_canvas.observe(self.first)
 
+    def failed(self, status: int, body: Mapping[str, Any]) -> None:
+        """Note that the request ended with an error."""
+        self.reason = body["error"]["code"]
+        self.outcome = "full" if status == 429 else "error" if status >= 500 else "refused"
+
     def close(self) -> None:
         """Count the request, and write its line."""
+        if self.outcome is None:
+            return
         seconds, results = time.monotonic() - self.began, self.results
         self.metrics.requests.labels(self.outcome).inc()
+        if self.reason is not None:
+            self.metrics.refused.labels(self.reason).inc()
+            LOG.info("%s %s %s: %s, %.3f s", self.id, self.path, self.outcome, self.reason, seconds)
+            return
         self.metrics.seconds.observe(seconds)
         for result in results:
             self.metrics.answered(result)
@@ -107,16 +128,8 @@ class CallMetrics:
         self.metrics.tokens.labels("prompt").inc(prompt)
         self.metrics.tokens.labels("cached").inc(cached)
         tokens, forwards = sum(len(each.tokens) for each in results), sum(each.forwards.total for each in results)
+        canvases = sum(len(each.steps) for each in results)
         LOG.info(
-            "%s %s: prompt %d tokens (%d cached), answered %d tokens in %d canvases and %d forwards, %.3f s",
-            *(
-                self.path,
-                self.outcome,
-                prompt,
-                cached,
-                tokens,
-                sum(len(each.steps) for each in results),
-                forwards,
-                seconds,
-            ),
+            "%s %s %s: prompt %d tokens (%d cached), answered %d tokens in %d canvases and %d forwards, %.3f s",
+            *(self.id, self.path, self.outcome, prompt, cached, tokens, canvases, forwards, seconds),
         )

@@ -8,16 +8,18 @@ from fastapi.responses import JSONResponse
 from blockdiff.serving.answering import Server
 from blockdiff.serving.answers import Model, Models
 
+LOOKS = ["GET", "HEAD"]
+
 
 def router(server: Server) -> APIRouter:
     """The routes."""
     routes = APIRouter()
 
-    @routes.get("/health")
+    @routes.api_route("/health", methods=LOOKS)
     async def health() -> dict[str, str]:
         return {"status": "alive"}
 
-    @routes.get("/ready")
+    @routes.api_route("/ready", methods=LOOKS)
     async def ready() -> Response:
         reason = obstacle(server)
         found = {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
@@ -44,6 +46,8 @@ def obstacle(server: Server) -> str | None:
     engine = server.engine
     if not engine.is_working:
         return "the engine has stopped"
+    if engine.is_draining:
+        return "the server drains: it takes no more requests"
     if engine.step_seconds > server.limits.stall_seconds:
         return f"a step has run for {engine.step_seconds:.0f} s"
     return None

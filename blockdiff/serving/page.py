@@ -27,7 +27,7 @@ def router(server: Server) -> APIRouter:
     text, policy = page_of(server.names[0], is_chat=getattr(tokenizer, "chat_template", None) is not None)
     headers = {"content-security-policy": policy, "referrer-policy": "no-referrer", "x-content-type-options": "nosniff"}
 
-    @routes.get("/")
+    @routes.api_route("/", methods=["GET", "HEAD"])
     async def page() -> HTMLResponse:
         return HTMLResponse(text, headers=headers)
 

@@ -5,6 +5,7 @@ an error.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 
 from ray import exceptions, serve
@@ -16,6 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 from blockdiff.errors import BlockdiffError, EngineError, Full
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.serving import Access, application, operations
+from blockdiff.serving.metrics import Metrics
+from blockdiff.serving.process import log_to_stderr
+from blockdiff.serving.refusals import error_body
 from blockdiff.serving.security import Guard
 from blockdiff.serving.settings import ServeSettings
 
@@ -35,7 +39,8 @@ class Replica:
 
     def __init__(self, given: Settings):
         sampler = Sampler.from_pretrained(given.model, **given.model_options())
-        options = dict(names=(given.name or "blockdiff",), limits=given.limits, **given.engine_options())
+        options = dict(names=given.names(given.model), limits=given.limits, **given.engine_options())
+        log_to_stderr()
         self._app = application.app(sampler, access=Access(hosts=None), **options)  # the front checks who asks
 
     def check_health(self) -> None:
@@ -68,12 +73,12 @@ class Front:
         self._given, self._replicas = given, replicas.options(stream=True)
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return Starlette(routes=[Mount("/", Guard(self._pass_on, self._given.access(), self._given.limits))])
+        log_to_stderr()
+        return Starlette(routes=[Mount("/", Guard(self._pass_on, self._given.access(), self._given.limits, Metrics()))])
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the messages of a replica, the first of them with the first part of the body: until then it may die."""
-        body, has_begun = await (request := Request(scope, receive)).body(), False
-        failure = await application.failed(request, EngineError("the replica that answered died; ask again"))
+        body, has_begun = await Request(scope, receive).body(), False
         for _ in range(TRIES):
             held = list[Message]()
             try:
@@ -87,12 +92,13 @@ class Front:
                 if has_begun:
                     break
             except serve.exceptions.BackPressureError:
-                failure = await application.failed(request, Full("too many requests wait for a replica; ask later"))
-                break
+                raise Full("too many requests wait for a replica; ask later") from None
+        died = EngineError("the replica that answered died; ask again")
         if not has_begun:
-            await failure(scope, receive, send)
-        elif message.get("more_body"):
-            await send({"type": "http.response.body", "body": b"data: %s\n\n" % failure.body})
+            raise died
+        if message.get("more_body"):
+            told = json.dumps(error_body(died, scope["state"]["measures"].id)[1]).encode()
+            await send({"type": "http.response.body", "body": b"data: %s\n\n" % told})
 
 
 def build(given: Settings) -> serve.Application:

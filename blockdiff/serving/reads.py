@@ -67,12 +67,12 @@ def router(server: Server) -> APIRouter:
             seed=body.seed,
             **template_fields(body.chat_template_kwargs),
         )
-        with server.measured(PATH) as measures:
-            work = server.engine.read(request, body.template, body.choices, body.steps, body.draws)
-            found = await unless_left(http, work)
-            if found is None:
-                return Response(status_code=LEFT)
-            measures.outcome = "read"
+        http.state.measures.outcome = "left"
+        work = server.engine.read(request, body.template, body.choices, body.steps, body.draws)
+        found = await unless_left(http, work)
+        if found is None:
+            return Response(status_code=LEFT)
+        http.state.measures.outcome = "read"
         holes = {
             name: {"probabilities": found.probabilities[name], "spread": found.spread[name]}
             for name in found.probabilities

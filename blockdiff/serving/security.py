@@ -1,26 +1,40 @@
-"""The check of who may ask, and how large a body may be: checked before anything of a request is read."""
+"""The guard that every request passes first: its id, who may ask, and how large a body may be."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
+import logging
+import re
+import uuid
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from starlette.datastructures import MutableHeaders
+
+from blockdiff.errors import BlockdiffError
 from blockdiff.serving.limits import Access, Limits
+from blockdiff.serving.metrics import CallMetrics, Metrics
+from blockdiff.serving.refusals import Refused, error_body, error_response
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+LOG = logging.getLogger("blockdiff.serving")
 OPEN_PATHS = ("/", "/health", "/ready")  # what needs no key: it says nothing about anybody's requests
+ID_HEADER = "x-request-id"
+IDS = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
 
 class Guard:
-    """ASGI middleware: refuses other hosts and sites (DNS rebinding), asks for a key, and bounds bodies."""
+    """ASGI middleware: refuses other hosts and sites (DNS rebinding), asks for a key, and bounds bodies.
 
-    def __init__(self, app: ASGIApp, access: Access, limits: Limits):
-        self.app, self.access, self.limits = app, access, limits
+    A request has an id, its own or a new one, which is in the header of the answer, in the log and in errors. What it
+    raises becomes an error in OpenAI's form. Its `CallMetrics` are `request.state.measures`, and are closed at its end.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, limits: Limits, metrics: Metrics):
+        self.app, self.access, self.limits, self.metrics = app, access, limits, metrics
         self._keys = [key.encode() for key in access.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,61 +43,81 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is not None:
-            await _send_error(send, *refusal)
-            return
+        id = headers.get(ID_HEADER, "")
+        if IDS.fullmatch(id) is None:
+            id = f"req-{uuid.uuid4().hex}"
+            own = [(name, value) for name, value in scope["headers"] if name.lower() != ID_HEADER.encode()]
+            scope["headers"] = [*own, (ID_HEADER.encode(), id.encode())]
+        measures = scope.setdefault("state", {})["measures"] = CallMetrics(self.metrics, scope["path"], id)
+        has_begun = False
+
+        async def tagged(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                MutableHeaders(scope=message)[ID_HEADER] = id
+            await send(message)
+
         try:
-            async with asyncio.timeout(self.limits.read_seconds):
+            self._check(scope["path"], headers)
+            await self.app(scope, await self._read(receive), tagged)
+        except Exception as error:
+            if not isinstance(error, BlockdiffError):
+                LOG.exception("%s failed", id)
+            status, body = error_body(error)
+            measures.failed(status, body)
+            if has_begun:  # the connection has to end
+                raise
+            await error_response(error, id)(scope, receive, tagged)
+        finally:
+            measures.close()
+
+    async def _read(self, receive: Receive) -> Receive:
+        """A function that gives the messages of the body, once they are read; Refused where they are too many or slow."""
+        seconds = self.limits.read_seconds
+        try:
+            async with asyncio.timeout(seconds):
                 read = await self._body(receive)
         except TimeoutError:
-            words = f"the body did not come within {self.limits.read_seconds:g} s"
-            await _send_error(send, 408, "body_too_slow", words)
-            return
-        if read is None:
-            await _send_error(send, *self._too_large())
-            return
+            raise Refused(f"the body did not come within {seconds:g} s", 408, "body_too_slow") from None
 
         async def replayed() -> Message:
             return read.pop(0) if read else await receive()
 
-        await self.app(scope, replayed, send)
+        return replayed
 
-    async def _body(self, receive: Receive) -> list[Message] | None:
-        """The messages of a body; None for one that is too large."""
+    async def _body(self, receive: Receive) -> list[Message]:
         read, left = [await receive()], self.limits.body_bytes
         while True:
             left -= len(read[-1].get("body", b""))
             if left < 0:
-                return None
+                raise self._too_large()
             if not read[-1].get("more_body"):
                 return read
             read.append(await receive())
 
-    def _refusal(self, path: str, headers: dict[str, str]) -> tuple[int, str, str] | None:
-        """The status, the code and the message with which a request is refused; None for one that may come in."""
+    def _check(self, path: str, headers: dict[str, str]) -> None:
+        """Raise Refused for a request that may not come in."""
         host, origin, access = headers.get("host", ""), headers.get("origin"), self.access
         if access.hosts is not None and _name(host) not in access.hosts:
-            return 403, "host_not_allowed", f"the host {host!r:.80} is not one of this server's names"
-        if origin is not None and origin not in (*access.origins, f"http://{host}", f"https://{host}"):
-            return 403, "origin_not_allowed", f"pages of {origin!r:.80} may not ask this server"
+            raise Refused(f"the host {host!r:.80} is not one of this server's names", 403, "host_not_allowed")
+        is_own = origin in (None, f"http://{host}", f"https://{host}")
+        if not is_own and not {origin, "*"} & {*access.origins}:
+            raise Refused(f"pages of {origin!r:.80} may not ask this server", 403, "origin_not_allowed")
         if self._keys and path not in OPEN_PATHS:
             kind, _, given = headers.get("authorization", "").partition(" ")
             is_known = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
             if kind.lower() != "bearer" or not any(is_known):
                 asks = "this server asks for an API key: Authorization: Bearer KEY"
-                return 401, "invalid_api_key", f"{asks}; the one that came is none of its keys" if given else asks
+                words = f"{asks}; the one that came is none of its keys" if given else asks
+                raise Refused(words, 401, "invalid_api_key")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self.limits.body_bytes:
-            return self._too_large()
-        return None
+            raise self._too_large()
 
-    def _too_large(self) -> tuple[int, str, str]:
-        return (
-            413,
-            "body_too_large",
-            f"the body has more than the {self.limits.body_bytes} bytes that this server takes",
-        )
+    def _too_large(self) -> Refused:
+        most = self.limits.body_bytes
+        return Refused(f"the body has more than the {most} bytes that this server takes", 413, "body_too_large")
 
 
 def _name(host: str) -> str:
@@ -92,12 +126,3 @@ def _name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-async def _send_error(send: Send, status: int, code: str, message: str) -> None:
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
-    error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    headers = [(b"content-type", b"application/json")]
-    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(error).encode()})

@@ -19,7 +19,8 @@ class ServeSettings(BaseModel):
     """The keys of serve.yaml; what is not said is as here.
 
     name: what the model is called (None: its directory's name); hosts: further names that the Host header may have
-    (`"*"`: any); origins: sites whose pages may ask; max_rows, max_waiting, tokens_per_step: of the engine; limits: of
+    (`"*"`, and none where `host` is an address that other machines reach: any); origins: sites whose pages may ask
+    (`"*"`: any); max_rows, max_waiting, tokens_per_step: of the engine; limits: of
     a request; drain_seconds: how long answers may go on after SIGTERM.
     """
 
@@ -47,9 +48,13 @@ class ServeSettings(BaseModel):
 
     def access(self) -> Access:
         """The keys of the file, and the names under which the server may be asked; BlockdiffError for a bad file."""
-        names = (*LOOPBACK, *self.hosts)
-        hosts = names if self.is_local and "*" not in self.hosts else None
+        is_any = "*" in self.hosts or not (self.is_local or self.hosts)
+        hosts = None if is_any else (*LOOPBACK, self.host, *self.hosts)
         return Access(self._keys(), hosts, tuple(self.origins))
+
+    def names(self, model: str) -> tuple[str, ...]:
+        """The names that a model may be called by, its own name first."""
+        return tuple(dict.fromkeys((self.name or Path(model).resolve().name, model)))
 
     def model_options(self) -> dict[str, Any]:
         """The options of `Sampler.from_pretrained` that the file may say."""

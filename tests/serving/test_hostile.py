@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 from benchmarks.hostile_requests import failures
-from blockdiff.serving.bodies import BadBody, parsed_body
+from blockdiff.serving.bodies import parsed_body
 from blockdiff.serving.completions import PATH as COMPLETIONS
 from blockdiff.serving.protocol import ChatRequest, CompletionRequest
 from blockdiff.serving.reads import ReadRequest
+from blockdiff.serving.refusals import Refused
 from tests.asking import served
 
 pytestmark = pytest.mark.quick
@@ -81,7 +82,7 @@ def test_no_message_makes_the_server_open_a_file_or_tell_whether_there_is_one(ch
 def test_the_first_error_of_a_body_is_one_short_line_however_many_it_has(kind, body):
     import pydantic_core
 
-    with pytest.raises(BadBody) as refused:
+    with pytest.raises(Refused) as refused:
         parsed_body(json.dumps(body).encode(), kind, "/v1")
     assert len(str(refused.value)) < 200 and "\n" not in str(refused.value)
     cause = refused.value.__context__

@@ -214,6 +214,29 @@ def test_a_stream_never_says_what_a_stop_text_or_half_a_character_takes_back():
     assert whole.finish_reason == "stop" and not any("\ufffd" in (c.choices[0].delta.content or "") for c in chunks)
 
 
+def test_a_form_that_fills_all_its_tokens_has_stopped_and_was_not_cut(chatty):
+    async def use(asking):
+        options = {**ASKED, "max_tokens": 16, "extra_body": {"regex": "[a-z]{16}"}}
+        return await asking.openai.chat.completions.create(**options), await streamed(asking, **options)
+
+    whole, chunks = served(chatty, use)
+    assert whole.usage.completion_tokens == 16 and len(whole.choices[0].message.content) == 16
+    assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_tokens_that_are_parts_of_characters_have_their_bytes_and_names_of_their_own(chatty):
+    async def use(asking):
+        form = {"extra_body": {"regex": "a\u20ac"}}
+        whole = await asking.openai.chat.completions.create(**ASKED, **form, logprobs=True, top_logprobs=20)
+        old = await asking.openai.completions.create(model="blockdiff", prompt="a", logprobs=5, **form)
+        return whole.choices[0].logprobs.content, old.choices[0].logprobs
+
+    new, old = served(chatty, use)
+    assert b"".join(bytes(each.bytes) for each in new[:4]) == "a\u20ac".encode()
+    assert [each.token for each in new[:4]] == old.tokens[:4] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    assert all(len(each) == 5 for each in old.top_logprobs)
+
+
 def test_an_answer_that_is_cut_has_as_many_tokens_as_were_asked_for_and_their_log_probabilities(chatty):
     async def use(asking):
         whole = await asking.openai.chat.completions.create(**ASKED, max_tokens=11, logprobs=True, top_logprobs=1)
@@ -293,6 +316,13 @@ def test_neutral_and_inert_fields_pass(chatty):
         ({"strategy": "ddim:corrections=9999"}, "corrections"),
         ({"top_logprobs": 2}, "logprobs"),
         ({"max_tokens": 10_000_000}, "max_new_tokens"),
+        ({"tools": [{"type": "function", "function": None}], "tool_choice": "required"}, "declares no function"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}], "tool_choice": "required"},
+            "parameters is a number",
+        ),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": None}}, "tool_choice"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(chatty, options, word):

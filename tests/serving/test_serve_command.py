@@ -15,6 +15,8 @@ import pytest
 
 from blockdiff.checkpoint import init, save
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import BlockdiffError
+from blockdiff.serving.process import listener
 from blockdiff.serving.settings import read_settings
 from tests.asking import chat_tokenizer
 from tests.commands import refusal
@@ -64,6 +66,8 @@ def test_other_machines_need_a_key_and_a_port_has_one_server(directory, tmp_path
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = refusal("serve", directory, "--port", taken.getsockname()[1])
     assert "cannot be listened on" in said
+    with listener("127.0.0.1", 0) as first, pytest.raises(BlockdiffError, match="cannot be listened on"):
+        listener(*first.getsockname())  # before either has loaded its model
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,22 @@ def test_other_machines_need_a_key_and_a_port_has_one_server(directory, tmp_path
 def test_a_bad_file_of_settings_is_one_line(tmp_path, text, word):
     (tmp_path / "serve.yaml").write_text(text)
     assert word in refusal("serve", "model", "--config", tmp_path / "serve.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("{}", {"127.0.0.1", "localhost", "::1"}),
+        ("hosts: [a.example]", {"127.0.0.1", "localhost", "::1", "a.example"}),
+        ("{host: 0.0.0.0, hosts: [a.example]}", {"127.0.0.1", "localhost", "::1", "0.0.0.0", "a.example"}),
+        ("host: 0.0.0.0", None),
+        ("{hosts: ['*']}", None),
+    ],
+)
+def test_the_hosts_of_a_file_count_whatever_the_address(tmp_path, text, names):
+    (tmp_path / "serve.yaml").write_text(text)
+    found = read_settings(tmp_path / "serve.yaml", {}).access().hosts
+    assert (None if found is None else {*found}) == names
 
 
 def test_the_command_line_goes_over_the_file(tmp_path):

@@ -25,6 +25,15 @@ async def eventually(is_so, seconds: float = 30.0) -> None:
             await asyncio.sleep(0.01)
 
 
+async def runs(asking) -> None:
+    """Wait until a canvas is denoised."""
+
+    async def is_denoised():
+        return (await asking.server.engine.call(lambda inner: inner.denoised_canvases)) > 0
+
+    await eventually(is_denoised)
+
+
 async def idle(asking) -> bool:
     """True once the engine has nothing to do and no page in use."""
     engine = asking.server.engine
@@ -55,7 +64,8 @@ def test_other_hosts_and_the_pages_of_other_sites_may_not_ask(chatty, headers, s
     assert found.status_code == status and (code is None or found.json()["error"]["code"] == code)
 
 
-def test_a_page_of_an_allowed_site_may_ask_and_read_the_answer(chatty):
+@pytest.mark.parametrize("origins", [("https://page.example",), ("*",)])
+def test_a_page_of_an_allowed_site_may_ask_and_read_the_answer(chatty, origins):
     site = {"origin": "https://page.example"}
     preflight = {**site, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
 
@@ -63,9 +73,9 @@ def test_a_page_of_an_allowed_site_may_ask_and_read_the_answer(chatty):
         asked = await asking.http.options("/v1/chat/completions", headers=preflight)
         return asked, await asking.http.get("/v1/models", headers={**site, "authorization": "Bearer k"})
 
-    found = served(chatty, use, access=Access(keys=("k",), origins=("https://page.example",)))
+    found = served(chatty, use, access=Access(keys=("k",), origins=origins))
     assert [each.status_code for each in found] == [200, 200]
-    assert all(each.headers["access-control-allow-origin"] == "https://page.example" for each in found)
+    assert all(each.headers["access-control-allow-origin"] in ("https://page.example", "*") for each in found)
 
 
 def test_a_key_is_asked_for_where_there_is_one(chatty):
@@ -187,11 +197,7 @@ def test_a_client_that_goes_away_ends_its_request_and_its_pages_are_free(chatty,
         scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "client": ("127.0.0.1", 1), "state": {}}
         asgi = asking.http._transport.app
         task = asyncio.create_task(asgi(scope, client.receive, client.send))
-
-        async def runs():
-            return (await asking.server.engine.call(lambda inner: inner.denoised_canvases)) > 0
-
-        await eventually(runs)
+        await runs(asking)
         client.left.set()
         await task
         await eventually(lambda: idle(asking))
@@ -238,6 +244,66 @@ def test_a_step_that_hangs_shows_in_ready_and_not_in_health(chatty, monkeypatch)
     before, hanging, health, closed = served(chatty, use)
     assert [each.status_code for each in (before, hanging, health, closed)] == [200, 503, 200, 503]
     assert "a step has run for 61 s" in hanging.text and "stopped" in closed.text
+
+
+def test_what_raises_is_a_500_from_within_so_that_the_connection_stays(chatty, monkeypatch, caplog):
+    monkeypatch.setattr("blockdiff.serving.completions.api_call", lambda *_: 1 / 0)
+
+    async def use(asking):
+        asking.http._transport.raise_app_exceptions = True  # as uvicorn sees it, which resets the connection
+        return await asking.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "mine-1"})
+
+    found = served(chatty, use)
+    assert found.status_code == 500 and found.headers["x-request-id"] == "mine-1"
+    assert found.json()["error"]["request_id"] == "mine-1" and "division" not in found.text
+    assert "mine-1 failed" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_refused_requests_are_counted_and_logged_with_a_reason_and_their_id(chatty, caplog):
+    caplog.set_level(logging.INFO, "blockdiff.serving")
+
+    async def use(asking):
+        http = asking.http
+        found = [await http.get("/v1/models", headers={"host": "evil.example", "x-request-id": "bad id"})]
+        texts = (r'{"prompt": []}', r'{"prompt": "a", "banned": ["\ud800"]}', '{"prompt": "a", "model": "b"}')
+        json_type = {"content-type": "application/json"}
+        found += [await http.post("/v1/completions", content=text, headers=json_type) for text in texts]
+        found.append(await http.get("/nothing"))
+        found.append(await http.head("/health"))
+        return found, (await http.get("/metrics")).text
+
+    found, metrics = served(chatty, use)
+    assert [each.status_code for each in found] == [403, 400, 400, 404, 404, 200]
+    reasons = ("host_not_allowed", "bad_request", "bad_request", "model_not_found", "not_found")
+    for answer, record, reason in zip(found, caplog.records, reasons, strict=False):
+        id = answer.headers["x-request-id"]
+        assert answer.json()["error"]["request_id"] == id and answer.json()["error"]["code"] == reason
+        assert record.getMessage().startswith(f"{id} /") and f"refused: {reason}" in record.getMessage()
+        assert f'blockdiff_refused_total{{reason="{reason}"}} {reasons.count(reason)}.0' in metrics
+    assert 'blockdiff_requests_total{outcome="refused"} 5.0' in metrics and "bad id" not in caplog.text
+
+
+def test_a_server_that_drains_takes_nothing_new_and_tells_those_who_still_wait(chatty):
+    async def use(asking):
+        create = asking.openai.chat.completions.create
+        body = {**LONG, "stream": True}
+        stream = asyncio.create_task(asking.http.post("/v1/chat/completions", json=body))
+        await runs(asking)
+        waiting = asyncio.create_task(create(**LONG))
+        await eventually(lambda: asyncio.sleep(0, asking.server.engine.unanswered == 2))
+        draining = asyncio.create_task(asking.server.engine.drain(0.3))
+        await asyncio.sleep(0.05)
+        ready, new = await asking.http.get("/ready"), await asking.http.post("/v1/chat/completions", json=ASKED)
+        with pytest.raises(openai.InternalServerError, match="closed") as told:
+            await waiting
+        await draining
+        return ready, new, told.value.status_code, (await stream).text
+
+    ready, new, told, stream = served(chatty, use, max_rows=1)
+    assert (ready.status_code, new.status_code, told) == (503, 503, 503)
+    *chunks, error = [line for line in stream.splitlines() if line]
+    assert chunks and "closed" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert "drains" in ready.text and new.headers["retry-after"]
 
 
 def test_what_happens_is_counted_and_each_request_has_a_line(chatty, caplog):

@@ -1,0 +1,56 @@
+"""The server as a process of its own: its socket, its log, and its end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import uvicorn
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.serving.async_engine import AsyncEngine
+
+BACKLOG = 2048
+CLOSE_SECONDS = 5  # for what is written after the last answer
+
+
+class Process(uvicorn.Server):
+    """Answers until a signal ends it, and then goes on for as long as answers are under way, but at most for a time.
+
+    Meanwhile it listens, so that `/ready` can say that it drains.
+    """
+
+    def __init__(self, asgi: Any, engine: AsyncEngine, drain_seconds: float):
+        options: dict[str, Any] = dict(log_level="warning", access_log=False, lifespan="on")
+        super().__init__(uvicorn.Config(asgi, timeout_graceful_shutdown=CLOSE_SECONDS, **options))
+        self._engine, self._drain_seconds = engine, drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers end, and close all connections; a second Ctrl-C ends the waiting."""
+        await self._engine.drain(self._drain_seconds, lambda: self.force_exit)
+        await super().shutdown(sockets)
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """A socket that listens; BlockdiffError where the address is taken, or is none of this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(BACKLOG)  # now: two sockets may be bound to one address, but only one of them can listen
+    except OSError as error:
+        words = f"cannot be listened on ({error.strerror}); choose another --port or --host"
+        raise BlockdiffError(f"{host}:{port}: {words}") from None
+    return found
+
+
+def log_to_stderr() -> None:
+    """Write the server's log lines on stderr, once."""
+    log = logging.getLogger("blockdiff.serving")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)

@@ -1,0 +1,55 @@
+"""The errors of the server in OpenAI's form: the status and the body of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from blockdiff.errors import BlockdiffError, Closed, Full, RequestError
+
+RETRY_SECONDS = "1"
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class Refused(RequestError):
+    """A request that is refused with this status and code; `param` is the field that is the reason."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+def error_body(error: Exception, id: str | None = None) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error; id: the request's."""
+    message = str(error) if isinstance(error, BlockdiffError) else "the server failed; its log says why"
+    status, code = 500, "server_error"
+    if isinstance(error, Refused):
+        status, code = error.status, error.code or "bad_request"
+    elif isinstance(error, RequestError):
+        status, code = 400, "bad_request"
+    elif isinstance(error, Full):
+        status, code = 429, "too_many_requests"
+    elif isinstance(error, Closed):
+        status, code = 503, "closing"
+    elif isinstance(error, HTTPException):
+        status, code, message = (
+            error.status_code,
+            "not_found" if error.status_code == 404 else "bad_request",
+            error.detail,
+        )
+    kind = "server_error" if status >= 500 else KINDS.get(status, "invalid_request_error")
+    found = {"message": message, "type": kind, "param": getattr(error, "param", None), "code": code}
+    return status, {"error": found | ({} if id is None else {"request_id": id})}
+
+
+def error_response(error: Exception, id: str | None = None) -> JSONResponse:
+    """The answer to a request that ended with an exception."""
+    status, body = error_body(error, id)
+    headers = dict(getattr(error, "headers", None) or {})
+    if status in (429, 503):
+        headers["retry-after"] = RETRY_SECONDS
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(body, status, headers=headers)
