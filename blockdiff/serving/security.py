@@ -73,7 +73,7 @@ class Guard:
             measures.close()
 
     async def _read(self, receive: Receive) -> Receive:
-        """A function that gives the messages of the body, once it is read; Refused for one that is too large or slow."""
+        """A function that gives the messages of the body once it is read; Refused for one that is too large or slow."""
         seconds = self.limits.read_seconds
         try:
             async with asyncio.timeout(seconds):
