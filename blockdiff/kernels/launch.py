@@ -37,6 +37,10 @@ class Unserved(BlockdiffError):
         return f'{self.reason}; kernels="torch" has no such limit'
 
 
+class TooLarge(Unserved):
+    """A launch that asks for more shared memory, say, than the device has; where another form answers, that is told."""
+
+
 def cached_by_sizes(function: Callable[P, R]) -> Callable[P, R]:
     """Call a function once for the same arguments: sizes, dtypes and devices, and never tensors.
 
@@ -58,14 +62,15 @@ class Launch:
     """A Triton kernel with a grid and the values of its constants: called with its arguments, it is launched.
 
     It runs on the device of its first tensor, whatever device is current; for an empty grid nothing is launched.
-    Tensors without numbers, those of torch's meta device and its fake ones, are left as they are.
+    Tensors without numbers, those of torch's meta device and its fake ones, are left as they are. A launch that is too
+    large for the device raises TooLarge, and from then on without asking Triton.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any):
         self.kernel, self.grid, self.constants = kernel, grid, constants
-        from blockdiff.kernels.relaunch import starter  # needs Triton, which is there where something is launched
+        from blockdiff.kernels import relaunch  # needs Triton, which is there where something is launched
 
-        self._start = starter(kernel, grid, constants)
+        self._start, self._errors = relaunch.starter(kernel, grid, constants), relaunch.OutOfResources
         self._is_empty = 0 in grid
 
     def __call__(self, *arguments: Any) -> None:
@@ -76,11 +81,20 @@ class Launch:
             x = _first_tensor(arguments)
         if self._is_empty or x.is_meta or isinstance(x, FakeTensor):
             return
-        if x.is_cuda and x.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
+        try:
+            if x.is_cuda and x.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    self._start(*arguments)
+            else:
                 self._start(*arguments)
-        else:
-            self._start(*arguments)
+        except self._errors as error:
+            asked, there = error.required, error.limit
+            self._refusal = f"{self.kernel.__name__} asks for {asked:,} of {error.name}, and the device has {there:,}"
+            self._start = self._refuse
+            self._refuse()
+
+    def _refuse(self, *_: Any) -> None:
+        raise TooLarge(self._refusal)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

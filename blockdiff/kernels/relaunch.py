@@ -2,7 +2,8 @@
 
 A kernel's first launch of a kind goes through Triton, which gives back what it compiled; later ones of the same kind
 call that. Launches are of a kind where Triton cannot tell them apart when it compiles: on the same device and with the
-same constants, tensors of the same dtypes, whose addresses are alike multiples of 16 or not, and equal whole numbers.
+same constants, tensors of the same dtypes, whose addresses are alike multiples of 16 or not, and equal whole numbers,
+or any of 31 bits where the kernel is not compiled for them (`do_not_specialize`).
 What Triton is told to do otherwise between two launches (`triton.knobs`) counts for what was not launched before.
 With BLOCKDIFF_RELAUNCH=0 in the environment every launch goes through Triton, and so it does, with one warning, where a
 compiled kernel cannot be called as the Triton versions are that this was written for.
@@ -19,7 +20,10 @@ from typing import Any
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
+
+__all__ = ["OutOfResources", "Relaunch", "launch_kind", "starter"]
 
 IS_ON = os.environ.get("BLOCKDIFF_RELAUNCH", "1") != "0"
 MOST_KINDS = 64  # of launches of a kernel with a grid and constants; those after them go through Triton
@@ -38,6 +42,7 @@ class Relaunch:
     def __init__(self, kernel: JITFunction[Any], grid: tuple[int, ...], constants: dict[str, Any]):
         self.kernel, self.grid, self.constants = kernel, grid, constants
         self.through_triton = functools.partial(kernel[grid], **constants)
+        self.free = frozenset(n for n, parameter in enumerate(kernel.params) if parameter.do_not_specialize)
         self.compiled: dict[Any, Callable[..., Any]] = {}
         self.is_new = True
 
@@ -46,7 +51,7 @@ class Relaunch:
             self.is_new = False
             self.through_triton(*arguments)
             return
-        kind = driver.active.get_current_device(), launch_kind(arguments)
+        kind = driver.active.get_current_device(), launch_kind(arguments, self.free)
         run = self.compiled.get(kind)
         try:
             if run is not None:
@@ -86,15 +91,18 @@ def _say(error: Exception) -> None:
         )
 
 
-def launch_kind(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that Triton asks of arguments when it looks for what it has compiled for such, and more."""
+def launch_kind(arguments: tuple[Any, ...], free: frozenset[int] = frozenset()) -> tuple[Any, ...]:
+    """All that Triton asks of arguments when it looks for what it has compiled for such, and more.
+
+    free: the places of those for whose values it does not compile.
+    """
     kind: list[Any] = [type(arguments)]  # the names of a NamedTuple count
-    for x in arguments:
+    for n, x in enumerate(arguments):
         if isinstance(x, Tensor):
             kind.append(x.dtype)
             kind.append(x.data_ptr() % 16)
         elif type(x) is int or x is None:
-            kind.append(x)
+            kind.append(x >> 31 if x is not None and n in free else x)
         elif isinstance(x, tuple):
             kind.append(launch_kind(x))
         else:

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from blockdiff.kernels import relaunch
-from blockdiff.kernels.launch import Launch
+from blockdiff.kernels.launch import Launch, TooLarge
 
 
 def scaled(x, pair, plan, other, n, eps, flag, D: tl.constexpr, BY: tl.constexpr):
@@ -157,6 +157,30 @@ def test_each_device_launches_what_was_compiled_for_it(gpu, kernel, through_trit
             functions.append((gpu.launched[-1][3], gpu.launched[-1][4]))
     assert functions[2:] == functions[:2] * 2 and functions[0] != functions[1]
     assert len(through_triton) == 3  # the first of all is not remembered
+
+
+def test_numbers_that_a_kernel_is_not_compiled_for_are_of_one_kind(gpu, through_triton):
+    """Those of 31 bits; longer ones are other numbers to Triton, too."""
+    kernel, (x, *rest) = JITFunction(scaled, do_not_specialize=["n"]), argument_lists()[0]
+    launch, numbers = Launch(kernel, (1,), D=16, BY=2), (1, 16, 47, 48, 1 << 40)
+    functions = []
+    for n in (48, *numbers, *numbers):
+        launch(x, *rest[:3], n, *rest[4:])
+        functions.append(gpu.launched[-1][4])
+    assert len(through_triton) == 3  # the first of all, and the first of each kind
+    assert functions[1:6] == functions[6:] and len(set(functions[:5])) == 1 and functions[5] != functions[0]
+    kernel.device_caches.clear()
+    gc.collect()
+
+
+@pytest.mark.quick
+def test_a_launch_that_is_too_large_is_refused_and_triton_asked_once(gpu, kernel, through_triton, monkeypatch):
+    monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda device: -1)
+    launch = Launch(kernel, (1,), D=16, BY=2)
+    for _ in range(3):
+        with pytest.raises(TooLarge, match="scaled asks for 0 of shared memory, and the device has -1"):
+            launch(*argument_lists()[0])
+    assert len(through_triton) == 1 and not gpu.launched
 
 
 @pytest.mark.quick

@@ -96,22 +96,23 @@ def _load_step(pointers, strides, in_block, place, sees, IS_RUN: tl.constexpr, C
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "T", "block_keys", "own_keys", "pages"])
 def block_sparse_forward(
-    q, q_strides, k, k_strides, v, v_strides, ids, visible, first, own, table, out, lse, B, T, keys, pages, scale,
+    q, q_strides, k, k_strides, v, v_strides, ids, visible, first, own, table, out, lse, B, T, block_keys, own_keys,
+    pages, scale,
     K: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    TOPK: tl.constexpr, CHOICES: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    TOPK: tl.constexpr, CHOICES: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Output [SPLITS, B, T, h, D] and log-sum-exp [SPLITS, B, T, h] of each split's part of a query's walk.
+    """Output [splits, B, T, h, D] and log-sum-exp [splits, B, T, h] of each split's part of a query's walk.
 
-    k, v, their strides and `keys`, how many there are: pairs of the blocks' and the own. ids: [B, T, H, TOPK];
-    visible, first: [B, T]; own: [B, T, 2]; table: [B, pages].
+    k, v and their strides: pairs of the blocks' and the own; block_keys, own_keys: how many there are.
+    ids: [B, T, H, TOPK]; visible, first: [B, T]; own: [B, T, 2]; table: [B, pages].
     """
     STEPS: tl.constexpr = (BLOCK + COLUMNS - 1) // COLUMNS
     TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     IS_RUN: tl.constexpr = PAGE == 0 or (first is None and PAGE % BLOCK == 0 and BLOCK % COLUMNS == 0)
-    t, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    t, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     part, b = tl.program_id(1) // TILES % PARTS, (tl.program_id(1) // (TILES * PARTS)).to(tl.int64)
     g = tl.program_id(1) % TILES * ROWS + tl.arange(0, ROWS)
     is_row, head = g < GROUP, part * GROUP + g
@@ -133,8 +134,8 @@ def block_sparse_forward(
     sum_M = tl.zeros([ROWS], tl.float32)
     acc_MD = tl.zeros([ROWS, D], tl.float32)
     scale *= LOG2E
-    for i in range(split * tiles // SPLITS, (split + 1) * tiles // SPLITS):
-        in_block, start, sees, page = _step(i, choices, query, keys, CHOICES, BLOCK, STEPS, COLUMNS)
+    for i in range(split * tiles // splits, (split + 1) * tiles // splits):
+        in_block, start, sees, page = _step(i, choices, query, (block_keys, own_keys), CHOICES, BLOCK, STEPS, COLUMNS)
         place = _place(table, page, in_block, start, sees, PAGE, IS_RUN, COLUMNS)
         k_ND = _load_step(k, k_strides, in_block, place, sees, IS_RUN, COLUMNS, D)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
@@ -156,7 +157,7 @@ def block_sparse_forward(
     tl.store(out + at[:, None] * D + column, out_MD, mask=is_row[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "queries", "keys"])
 def block_sparse_forward_keys(
     q, q_strides, k, k_strides, v, v_strides, starts, entries, intervals, visible, first, out, lse,
     begin, queries, keys, scale,

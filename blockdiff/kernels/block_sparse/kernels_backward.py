@@ -14,9 +14,10 @@ from blockdiff.kernels.span_attention.kernels import LOG2E, _head, _load_keys
 from blockdiff.kernels.span_attention.kernels_backward import _awaited, _load_row_numbers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "block_keys", "own_keys"])
 def block_sparse_backward_queries(
-    q, q_strides, k, k_strides, v, v_strides, ids, visible, first, own, lse, delta, grad_out, grad_q, T, keys, scale,
+    q, q_strides, k, k_strides, v, v_strides, ids, visible, first, own, lse, delta, grad_out, grad_q, T, block_keys,
+    own_keys, scale,
     K: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, CHOICES: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +45,7 @@ def block_sparse_backward_queries(
 
     acc_MD = tl.zeros([ROWS, D], tl.float32)
     for i in range(tiles):
-        in_block, start, sees, _ = _step(i, choices, query, keys, CHOICES, BLOCK, STEPS, COLUMNS)
+        in_block, start, sees, _ = _step(i, choices, query, (block_keys, own_keys), CHOICES, BLOCK, STEPS, COLUMNS)
         k_ND = _load_step(k, k_strides, in_block, start, sees, True, COLUMNS, D)
         v_ND = _load_step(v, v_strides, in_block, start, sees, True, COLUMNS, D)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * LOG2E)
@@ -56,7 +57,7 @@ def block_sparse_backward_queries(
     tl.store(grad_q + at[:, None] * D + column, acc_MD, mask=is_row[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "keys"])
 def block_sparse_backward_keys(
     q, q_strides, k, k_strides, v, v_strides, starts, entries, intervals, visible, first, lse, delta, grad_out,
     grad_k, grad_v, T, keys, scale,

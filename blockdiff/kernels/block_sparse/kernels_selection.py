@@ -13,10 +13,10 @@ FORCED = tl.constexpr(1 << 31)  # more than the order of any score
 FAR = tl.constexpr(2**31 - 1)  # after the first key of every document
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "N", "pages"])
 def block_sparse_scores(
     q, q_strides, k, k_strides, visible, first, table, out, T, S, N, pages, scale,
-    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     USES_SUM: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The score [B, T, H, N] of every block of which a query sees a key: the maximum or log-sum-exp of the seen ones.
@@ -27,7 +27,7 @@ def block_sparse_scores(
     STEPS: tl.constexpr = (BLOCK + COLUMNS - 1) // COLUMNS
     IS_RUN: tl.constexpr = PAGE == 0 or (first is None and PAGE % COLUMNS == 0 and BLOCK % COLUMNS == 0)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal row's last tiles are the longest: they go first
-    b, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    b, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     t, _, is_row = _rows(tile, T, H, ROWS)
     visible_M = tl.load(visible + b * T + t, mask=is_row, other=0)
     first_M = tl.zeros([ROWS], tl.int32)
@@ -46,7 +46,7 @@ def block_sparse_scores(
         blocks = tl.cdiv(hull, BLOCK)
         peak_M = tl.full([ROWS], -INF, tl.float32)
         sum_M = tl.zeros([ROWS], tl.float32)
-        for i in range(split * blocks // SPLITS * STEPS, (split + 1) * blocks // SPLITS * STEPS):
+        for i in range(split * blocks // splits * STEPS, (split + 1) * blocks // splits * STEPS):
             block, step = i // STEPS, i % STEPS
             place = block * BLOCK + step * COLUMNS
             column = place + tl.arange(0, COLUMNS)
@@ -72,7 +72,7 @@ def block_sparse_scores(
         start = tl.min(tl.where((visible_M > 0) & (first_M > start), first_M, FAR), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "N", "LOCAL", "INIT"])
 def block_sparse_choose(
     scores, visible, ids, R, N, LOCAL, INIT, BLOCK: tl.constexpr, H: tl.constexpr, TOPK: tl.constexpr,
     CHOICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -104,12 +104,12 @@ def _forward(
     own_k, own_v = (_dense_heads(x) for x in sources[2:])
     of_keys = (k, own_k), _strides(k, own_k), (v, own_v), _strides(v, own_v)
     tensors = q, q.stride()[:3], *of_keys, ids.contiguous(), *sees, table, parts, part_lse
-    arguments = *tensors, B, T, (columns, own_k.shape[1]), 0 if table is None else table.shape[1], scale
-    constants |= dict(CHOICES=power_of_2(constants["TOPK"]), PAGE=page, SPLITS=splits, **tile.options)
+    arguments = *tensors, B, T, columns, own_k.shape[1], 0 if table is None else table.shape[1], scale
+    constants |= dict(CHOICES=power_of_2(constants["TOPK"]), PAGE=page, **tile.options)
     launch(kernels.block_sparse_forward, (T, B * programs, splits), *arguments, **constants)
     if splits > 1:
         tensors, tile = (parts, part_lse, out, lse), elementwise(d)
-        launch(span_attention_combine, tile.grid(B * T * h), *tensors, B * T * h, SPLITS=splits, **tile.options)
+        launch(span_attention_combine, tile.grid(B * T * h), *tensors, B * T * h, splits, **tile.options)
 
 
 def goes_by_block(q: Tensor, S: int, constants: dict[str, Any]) -> bool:
@@ -146,7 +146,7 @@ def _forward_by_block(
             arguments = *of_row, *of_choices, visible, first, parts, part_lse, begin, here.stop - begin, S, scale
             launch(kernels.block_sparse_forward_keys, grid, *arguments, **constants)
             rows, merged = (here.stop - begin) * h, (parts, part_lse, out[here], lse[here])
-            launch(span_attention_combine, merging.grid(rows), *merged, rows, SPLITS=topk, **merging.options)
+            launch(span_attention_combine, merging.grid(rows), *merged, rows, topk, **merging.options)
 
 
 @registered("block_sparse_attention_backward")
@@ -169,7 +169,7 @@ def _attention_backward(
         grid = T, B * constants["PARTS"] * tile.grid(constants["GROUP"])[0]
         of_keys = (k, own_k), _strides(k, own_k), (v, own_v), _strides(v, own_v)
         tensors = q, q.stride()[:3], *of_keys, ids, visible, first, own, lse, delta, grad_out, grads[0]
-        arguments = *tensors, T, (k.shape[1], own_k.shape[1]), scale
+        arguments = *tensors, T, k.shape[1], own_k.shape[1], scale
         options = dict(CHOICES=power_of_2(constants["TOPK"]), **tile.options)
         launch(backward.block_sparse_backward_queries, grid, *arguments, **constants, **options)
     if needs[1] or needs[2]:

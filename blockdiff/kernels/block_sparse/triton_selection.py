@@ -51,14 +51,14 @@ def _scores(
     (B, T, H, d), N = q.shape, -(-columns // block)
     out = empty(q, B, T, H, N, dtype=torch.float32)
     yield out
-    tile = _tile("scores", q, block, T * H)
+    tile = tile_of("block_sparse_scores", q, d).fitted(columns=block)
     row_tiles, _ = tile.grid(T * H)
     if not splits:
         splits = splits_of(row_tiles * B, N * -(-block // tile.columns), _multiprocessors(q.device))
     q, (k,), page = _dense_heads(q), *_sources(B, table, k)
     tensors = q, q.stride()[:3], k, k.stride()[:3], visible, first, table, out
     arguments = *tensors, T, columns, N, 0 if table is None else table.shape[1], scale
-    constants = dict(H=H, D=d, BLOCK=block, PAGE=page, SPLITS=splits, USES_SUM=uses_sum, PRECISION=_precision(q))
+    constants = dict(H=H, D=d, BLOCK=block, PAGE=page, USES_SUM=uses_sum, PRECISION=_precision(q))
     launch(kernels.block_sparse_scores, (row_tiles, B, splits), *arguments, **constants, **tile.options)
 
 

@@ -18,24 +18,24 @@ def _chosen(index, slot, S, E):
     return tl.where(expert < E, expert, -1)
 
 
-@triton.jit
-def expert_mlp_count_slots(index, counts, S, E, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr):
-    """counts[program, expert] of the program's CHUNK slots; EXPERTS is E rounded up to a power of two."""
+@triton.jit(do_not_specialize=["S", "E", "chunk"])
+def expert_mlp_count_slots(index, counts, S, E, chunk, PART: tl.constexpr, EXPERTS: tl.constexpr):
+    """counts[program, expert] of the program's `chunk` slots; EXPERTS is E rounded up to a power of two."""
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros([EXPERTS], tl.int32)
-    for first in range(0, CHUNK, PART):
-        chosen = _chosen(index, program * CHUNK + first + tl.arange(0, PART), S, E)
+    for first in range(0, chunk, PART):
+        chosen = _chosen(index, program * chunk + first + tl.arange(0, PART), S, E)
         count += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
     tl.store(counts + program * EXPERTS + expert, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "E", "tiles", "programs", "rows", "chunk"])
 def expert_mlp_sort_slots(
-    index, counts, plan, S, E, tiles, programs,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """Fill the plan; counts: those of every program, None where each counts all slots itself."""
+    index, counts, plan, S, E, tiles, programs, rows, chunk, PART: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """Fill the plan of tiles of so many rows; counts: those of every program, None where each counts all slots
+    itself."""
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros([EXPERTS], tl.int32)
@@ -46,7 +46,7 @@ def expert_mlp_sort_slots(
             chosen = _chosen(index, slot, S, E)
             some = tl.maximum(chosen, 0)
             count += tl.histogram(some, EXPERTS, mask=chosen >= 0)
-            before += tl.histogram(some, EXPERTS, mask=(chosen >= 0) & (slot < program * CHUNK))
+            before += tl.histogram(some, EXPERTS, mask=(chosen >= 0) & (slot < program * chunk))
     else:
         for first in range(0, programs, 32):
             other = first + tl.arange(0, 32)
@@ -60,26 +60,26 @@ def expert_mlp_sort_slots(
         tl.store(plan.starts + E, tl.sum(count, 0))
 
     free = start + before  # the next row of each expert
-    for first in range(0, CHUNK, PART):
-        slot = program * CHUNK + first + tl.arange(0, PART)
+    for first in range(0, chunk, PART):
+        slot = program * chunk + first + tl.arange(0, PART)
         chosen = _chosen(index, slot, S, E)
         is_chosen = (chosen[:, None] == expert[None, :]).to(tl.int32)
         row = tl.sum(is_chosen * (free[None, :] + tl.cumsum(is_chosen, 0) - 1), 1)
         tl.store(plan.order + row, slot, mask=chosen >= 0)
         free += tl.sum(is_chosen, 0)
 
-    needed = tl.cdiv(count, ROWS)
+    needed = tl.cdiv(count, rows)
     last = tl.cumsum(needed, 0)
     for first in range(program * PART, tiles, programs * PART):
         tile = first + tl.arange(0, PART)
         owner = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
         is_owner = expert[None, :] == owner[:, None]
-        row = tl.sum(tl.where(is_owner, start[None, :] + (tile[:, None] - (last - needed)[None, :]) * ROWS, 0), 1)
+        row = tl.sum(tl.where(is_owner, start[None, :] + (tile[:, None] - (last - needed)[None, :]) * rows, 0), 1)
         tl.store(plan.tile_expert + tile, tl.minimum(owner, E), mask=tile < tiles)
         tl.store(plan.tile_row + tile, row, mask=tile < tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "E"])
 def expert_mlp_sum_slots(
     y, index, out, tokens, E, D: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

@@ -87,21 +87,22 @@ def _plan(x: Tensor, lengths: tuple[int, ...]) -> Plan:
 def _sort(index: Tensor, experts: int, rows: int, plan: Plan) -> None:
     """Fill the plan: each program places its part of the slots, after all are counted."""
     slots, counts = index.numel(), None
-    count, sort, tiles, programs = _sorting_of(slots, experts, rows)
+    count, sort, tiles, programs, chunk = _sorting_of(slots, experts, rows)
     if slots > FEW_SLOTS:
         counts = empty(plan.order, programs, count.constants["EXPERTS"])
-        count(index, counts, slots, experts)
-    sort(index, counts, plan, slots, experts, tiles, programs)
+        count(index, counts, slots, experts, chunk)
+    sort(index, counts, plan, slots, experts, tiles, programs, rows, chunk)
 
 
 @cached_by_sizes
-def _sorting_of(slots: int, experts: int, rows: int) -> tuple[Launch, Launch, int, int]:
-    """The launches that count and sort so many slots, the row tiles of the plan, and the programs of a launch."""
+def _sorting_of(slots: int, experts: int, rows: int) -> tuple[Launch, Launch, int, int, int]:
+    """The launches that count and sort so many slots, the row tiles of the plan, the programs of a launch, and the
+    slots of each."""
     chunk = min(LONGEST_CHUNK, max(PART, power_of_2(slots) // 128))
-    sizes, programs = dict(CHUNK=chunk, PART=PART, EXPERTS=max(LEAST, power_of_2(experts))), -(-slots // chunk)
+    sizes, programs = dict(PART=PART, EXPERTS=max(LEAST, power_of_2(experts))), -(-slots // chunk)
     count = Launch(slot_kernels.expert_mlp_count_slots, (programs,), **sizes)
-    sort = Launch(slot_kernels.expert_mlp_sort_slots, (programs,), ROWS=rows, **sizes)
-    return count, sort, plan_lengths(slots, experts, rows)[-1], programs
+    sort = Launch(slot_kernels.expert_mlp_sort_slots, (programs,), **sizes)
+    return count, sort, plan_lengths(slots, experts, rows)[-1], programs, chunk
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -74,7 +74,7 @@ def _rounded(y, HARDWARE: tl.constexpr):
         return code.to(tl.int8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def fp8_round_rows(
     x, codes, scale, N, K: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -91,7 +91,7 @@ def fp8_round_rows(
     tl.store(codes + at, made, mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def fp8_product(
     x, of_rows, codes, scale, out, N,
     K: tl.constexpr, F: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
@@ -119,7 +119,7 @@ def fp8_product(
     tl.store(out + row.to(tl.int64)[:, None] * F + column[None, :], total.to(out.dtype.element_ty), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["F"])
 def fp8_decode(
     codes, scale, out, F, K: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

@@ -72,7 +72,7 @@ def _fp8_linear(
         torch.mm(x, _decoded(codes, scale, x).t(), out=out)
         return
     left = x.contiguous() if of_x is None else of_x
-    tile = tile_of("fp8_product", left, N).fitted(rows=N, columns=F, inner=K)
+    tile = tile_of("fp8_product", left, N).fitted(columns=F, inner=K)
     precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
     constants = dict(K=K, F=F, HARDWARE=decodes_fp8(x), PRECISION=precision, **tile.options)
     launch(kernels.fp8_product, tile.grid(N, F), left, of_rows, codes, scale, out, N, **constants)

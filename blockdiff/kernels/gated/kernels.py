@@ -9,7 +9,7 @@ from blockdiff.kernels.expert_mlp.kernels import _activation
 from blockdiff.kernels.fp8.kernels import decoded, factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def gated_product(
     x, gate_weight, up_weight, gate_scale, up_scale, out, N,
     D: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,

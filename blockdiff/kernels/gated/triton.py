@@ -36,7 +36,7 @@ def _gated_product_of(
     N: int, D: int, F: int, activation: str, hardware: bool, dtype: torch.dtype, device: torch.device
 ) -> Launch:
     activation_named(activation)  # raises where there is none
-    tile = tile_for("expert_mlp_gate_up", dtype, device, N / 4).fitted(rows=N, columns=F, inner=D)
+    tile = tile_for("expert_mlp_gate_up", dtype, device, N / 4).fitted(columns=F, inner=D)
     constants = dict(D=D, F=F, ACTIVATION=activation, HARDWARE=hardware, PRECISION=_precision(dtype), **tile.options)
     return Launch(kernels.gated_product, tile.grid(N, F), **constants)
 

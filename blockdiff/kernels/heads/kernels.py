@@ -28,7 +28,7 @@ def _normed_part(
     return tl.where(is_value, of_value, normed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def attention_heads(
     tensors, strides, outs, places, q_weight, k_weight, cos, sin, N, eps,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,

@@ -48,7 +48,7 @@ def _scalar_of(scalar, step, row, N):
     return tl.load(scalar + row * step, mask=row < N, other=0.0).to(tl.float32)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def rms_norms_forward(x, weights, outs, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """One norm of x under each weight (None: no weight)."""
     _, at, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
@@ -61,7 +61,7 @@ def rms_norms_forward(x, weights, outs, N, eps, D: tl.constexpr, ROWS: tl.conste
             tl.store(outs[i] + at, normed * _weight(weights[i], D, COLUMNS), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def rms_norms_backward(
     x, weights, grads, grad_x, partials, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -93,7 +93,7 @@ def rms_norms_backward(
             _store_partial(partials[i], program, sums[i], D, D, COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def add_rms_norm_forward(
     x, y, w, scalar, step, out, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -106,7 +106,7 @@ def add_rms_norm_forward(
     tl.store(out + at, total, mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def add_rms_norm_backward(
     y, w, scalar, step, grad_out, grad_x, grad_y, partial, N, eps,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -149,7 +149,7 @@ def _load_halves(pointer, at, is_there, D: tl.constexpr):
     return _load(pointer, at, is_there), _load(pointer, at + D // 2, is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def norm_rope_forward(
     x, w, cos, sin, out, N, eps, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -166,7 +166,7 @@ def norm_rope_forward(
     tl.store(out + at + HALF, second * cos2 + first * sin2, mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def norm_rope_backward(
     x, w, cos, sin, grad_out, grad_x, partial, N, eps,
     HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -199,7 +199,7 @@ def norm_rope_backward(
     _store_partial(partial + HALF, program, sum2, D, HALF, COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def residual_norms(
     x, y, weight, weights, out, outs, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -218,7 +218,7 @@ def residual_norms(
             tl.store(outs[i] + at, normed * _weight(weights[i], D, COLUMNS), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "E"])
 def layer_end(
     x, dense, slots, index, dense_weight, slots_weight, weight, scalar, step, out, N, E, eps,
     TOP_K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

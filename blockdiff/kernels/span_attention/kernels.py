@@ -139,19 +139,21 @@ def _where_seen(values, otherwise, in_prefix, start, bounds, t, is_row, keys, CO
     return tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), values, otherwise)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "T", "prefix_keys", "own_keys", "pages"])
 def span_attention_forward(
-    q, q_strides, k, k_strides, v, v_strides, bounds, table, out, lse, B, T, keys, pages, scale,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_strides, k, k_strides, v, v_strides, bounds, table, out, lse, B, T, prefix_keys, own_keys, pages, scale,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Output [SPLITS, B, T, h, D] and log-sum-exp [SPLITS, B, T, h] over each split's part of the hull.
+    """Output [splits, B, T, h, D] and log-sum-exp [splits, B, T, h] over each split's part of the hull.
 
-    k, v, their strides and `keys`, how many there are: pairs of the prefix's and the own. table [B, pages]: where the
-    prefix stands in pages of PAGE tokens that all rows share, its pages (None where PAGE is 0).
+    k, v and their strides: pairs of the prefix's and the own; prefix_keys, own_keys: how many there are.
+    table [B, pages]: where the prefix stands in pages of PAGE tokens that all rows share, its pages (None where PAGE is
+    0).
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal row's last tiles are the longest: they go first
     b, kh, split = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K, tl.program_id(2)
+    splits, keys = tl.num_programs(2), (prefix_keys, own_keys)
     t, g, is_row = _rows(tile, T, G, ROWS)
     bounds += b * T * 4
     prefix, own, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
@@ -166,7 +168,7 @@ def span_attention_forward(
     sum_M = tl.zeros([ROWS], tl.float32)
     acc_MD = tl.zeros([ROWS, D], tl.float32)
     scale *= LOG2E
-    for i in range(split * tiles // SPLITS, (split + 1) * tiles // SPLITS):
+    for i in range(split * tiles // splits, (split + 1) * tiles // splits):
         in_prefix, start, is_near, is_full = _step(i, prefix, own, COLUMNS)
         place = _place(table, in_prefix, start, is_near, COLUMNS, PAGE)
         k_ND = _load_step(k, k_strides, in_prefix, place, is_near, COLUMNS, D, PAGE)
@@ -191,21 +193,19 @@ def span_attention_forward(
     tl.store(out + at[:, None] * D + tl.arange(0, D)[None, :], out_MD, mask=is_row[:, None])
 
 
-@triton.jit
-def span_attention_combine(
-    parts, part_lse, out, lse, R, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Outputs [SPLITS, R, D = COLUMNS] of parts of the keys, each weighted with its share exp(lse) of the whole."""
+@triton.jit(do_not_specialize=["R", "splits"])
+def span_attention_combine(parts, part_lse, out, lse, R, splits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Outputs [splits, R, D = COLUMNS] of parts of the keys, each weighted with its share exp(lse) of the whole."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < R
     peak_M = tl.full([ROWS], -INF, tl.float32)
-    for split in range(SPLITS):
+    for split in range(splits):
         peak_M = tl.maximum(peak_M, tl.load(part_lse + split * R + row, mask=is_row, other=-INF))
     shift_M = tl.where(peak_M == -INF, 0.0, peak_M)
     sum_M = tl.zeros([ROWS], tl.float32)
     acc_MD = tl.zeros([ROWS, COLUMNS], tl.float32)
     at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    for split in range(SPLITS):
+    for split in range(splits):
         share_M = tl.exp(tl.load(part_lse + split * R + row, mask=is_row, other=-INF) - shift_M)
         is_there = is_row & (share_M > 0.0)  # what has no share may hold anything
         part_MD = tl.load(parts + at + split * R * COLUMNS, mask=is_there[:, None], other=0.0)

@@ -26,7 +26,7 @@ from blockdiff.kernels.span_attention.kernels import (
 SCAN = tl.constexpr(1024)  # queries that the search for a key tile's interval looks at together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def span_attention_backward_delta(out, grad_out, lse, grad_lse, delta, R, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """delta = sum(out * grad_out) - grad_lse of every row [R]: what the gradient of a row's scores is measured from.
 
@@ -63,9 +63,10 @@ def _load_row_numbers(lse, delta, at, is_row):
     return tl.where(lse_M == -INF, INF, lse_M * LOG2E), tl.load(delta + at, mask=is_row, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "prefix_keys", "own_keys"])
 def span_attention_backward_queries(
-    q, q_strides, k, k_strides, v, v_strides, bounds, lse, delta, grad_out, grad_q, T, keys, scale,
+    q, q_strides, k, k_strides, v, v_strides, bounds, lse, delta, grad_out, grad_q, T, prefix_keys, own_keys,
+    scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, AWAITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -74,6 +75,7 @@ def span_attention_backward_queries(
     b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     t, g, is_row = _rows(tile, T, G, ROWS)
     bounds += b * T * 4
+    keys = prefix_keys, own_keys
     prefix, own, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
     q_MD = _load_rows(_head(q, q_strides, b, kh * G), tile, T, q_strides[1], q_strides[2], G, ROWS, D)
     grad_MD = _load_rows(grad_out + (b * T * K + kh) * G * D, tile, T, K * G * D, D, G, ROWS, D)
@@ -103,7 +105,7 @@ def span_attention_backward_queries(
     tl.store(grad_q + at[:, None] * D + tl.arange(0, D)[None, :], acc_MD, mask=is_row[:, None])
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "T", "keys", "tiles"])
 def span_attention_backward_intervals(bounds, first, interval, T, keys, tiles, COLUMNS: tl.constexpr):
     """Of every key tile the queries [begin, end) between the first and the last that see one of its keys, and those
     that see all of them, [full_begin, full_end), if these are neighbours (else none): int32 [B, tiles, 4].
@@ -131,7 +133,7 @@ def span_attention_backward_intervals(bounds, first, interval, T, keys, tiles, C
     tl.store(at + 3, tl.where(full == full_end - full_begin, full_end, full_begin))
 
 
-@triton.jit(do_not_specialize=["first"])  # one compilation for both sources
+@triton.jit(do_not_specialize=["first", "T", "keys"])
 def span_attention_backward_keys(
     q, q_strides, k, k_strides, v, v_strides, bounds, first, lse, delta, grad_out, interval, grad_k, grad_v,
     T, keys, scale,

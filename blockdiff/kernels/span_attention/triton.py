@@ -158,10 +158,10 @@ def _forward(
             (pk, of_pk), (pv, of_pv) = _with_strides(pk.contiguous()), _with_strides(pv.contiguous())
         of_pk, of_pv = (0, of_pk[1], of_pk[2]), (0, of_pv[1], of_pv[2])  # every row's prefix begins with the first page
     keys, values, bounds = ((pk, ok), (of_pk, of_ok)), ((pv, ov), (of_pv, of_ov)), bounds.contiguous()
-    numbers = B, T, (columns, own), pages, scale
+    numbers = B, T, columns, own, pages, scale
     forward(q, of_q, *keys, *values, bounds, table, parts, part_lse, *numbers)
     if splits > 1:
-        combine(parts, part_lse, out, lse, B * T * h)
+        combine(parts, part_lse, out, lse, B * T * h, splits)
 
 
 @cached_by_sizes
@@ -170,15 +170,15 @@ def _forward_of(
     device: torch.device,
 ) -> tuple[int, Launch, Launch]:  # fmt: skip
     """The number of splits, the launch of the forward, and that of what combines the splits."""
-    tile = tile_for("span_attention_forward", dtype, device, d).fitted(rows=T * h // K)
+    tile = tile_for("span_attention_forward", dtype, device, d)
     row_tiles, _ = tile.grid(T * h // K)
     if not splits:
         key_tiles = sum(-(-count // tile.columns) for count in keys)
         splits = splits_of(row_tiles * B * K, key_tiles, _multiprocessors(device))
-    constants = dict(SPLITS=splits, PAGE=page, **_heads(h, K, d, dtype), **tile.options)
+    constants = dict(PAGE=page, **_heads(h, K, d, dtype), **tile.options)
     forward = Launch(kernels.span_attention_forward, (row_tiles, B * K, splits), **constants)
     tile = elementwise(d)
-    combine = Launch(kernels.span_attention_combine, tile.grid(B * T * h), SPLITS=splits, **tile.options)
+    combine = Launch(kernels.span_attention_combine, tile.grid(B * T * h), **tile.options)
     return splits, forward, combine
 
 
@@ -200,7 +200,7 @@ def _span_attention_backward(
         tile = tiles.queries.fitted(rows=T * h // K)
         grid = tile.grid(T * h // K)[0], B * K
         tensors = q, *_strides(q), *_keys(*sources), bounds, lse, delta, grad_out, grads[0]
-        arguments = *tensors, T, (pk.shape[1], ok.shape[1]), scale
+        arguments = *tensors, T, pk.shape[1], ok.shape[1], scale
         constants = _backward_constants(q, K, tile)
         launch(backward.span_attention_backward_queries, grid, *arguments, **constants)
     _, *grads_kv = only_needed(grads, needs)

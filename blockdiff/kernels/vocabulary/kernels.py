@@ -68,7 +68,7 @@ def _finite(peak):
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 
-@triton.jit(do_not_specialize=["place"])
+@triton.jit(do_not_specialize=["N", "first", "place", "count"])
 def vocabulary_tiles(x, how, target, tiles, N, width, first, place, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write what each tile of some rows leaves in `tiles` [N, count], from `place` on; the tile that holds the target
     writes its z."""
@@ -92,7 +92,7 @@ def vocabulary_tiles(x, how, target, tiles, N, width, first, place, count, ROWS:
         tl.store(tiles.of_target + row, tl.sum(tl.where(is_target, z, 0.0), 1), mask=is_row & is_ours)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "count"])
 def vocabulary_rows(tiles, uniform, is_ignored, out, N, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Merge the tiles of every row: into `out` go peak and sum, argmax, cross-entropy (0 where ignored), entropy, and
     the tile that the sample lies in with the part of the sum up to the sample there."""
@@ -129,7 +129,7 @@ def vocabulary_rows(tiles, uniform, is_ignored, out, N, count, ROWS: tl.constexp
         tl.store(out.rest + row, threshold - before, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "first"])
 def vocabulary_tokens(
     x, how, given, merged, sample, log_probability, N, width, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -232,7 +232,7 @@ def _penalised(x, how, penalty, row, is_row, column, width):
     return z
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "classes"])
 def vocabulary_classes(
     x, how, penalty, token, end, uniform, out, N, width, classes, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -290,7 +290,7 @@ def vocabulary_classes(
     tl.store(out.log_probability + at, log_probability.to(tl.float64), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "first"])
 def vocabulary_probabilities(x, how, merged, N, width, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """softmax(z), in place of the raw products."""
     row, is_row = _rows(N, ROWS)
@@ -302,7 +302,7 @@ def vocabulary_probabilities(x, how, merged, N, width, first, ROWS: tl.constexpr
     tl.store(x + row[:, None] * width + column, p.to(x.dtype.element_ty), mask=is_row[:, None] & (column < width))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "first"])
 def vocabulary_gradients(x, how, target, factor, merged, N, width, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """factor * (softmax(z) - [token = target]) * slope of the soft-cap, in place of the raw products."""
     row, is_row = _rows(N, ROWS)

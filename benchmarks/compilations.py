@@ -1,0 +1,117 @@
+"""What Triton compiles while rows come and go: `python -m benchmarks.compilations`, on any machine.
+
+Prompts are encoded, canvases denoised, drawn, committed and verified in batches of several sizes, of two layers of the
+released model (one of each kind) on torch's meta device. Triton tells launches apart as on an H100 with its 132
+multiprocessors; what it would compile is counted by kernel, and nothing is compiled. Needs triton, not
+TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.compiled import Driver
+from benchmarks.launches import config_of
+from blockdiff.kernels import Kernels, tiles
+from blockdiff.kernels import launch as launching
+from blockdiff.kernels.span_attention import triton as attention
+from blockdiff.kernels.vocabulary import Shaping
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.pages import Pages
+
+ROWS = (1, 2, 3, 4, 8, 16, 32)
+LONGEST = (5, 130, 700, 2100)  # tokens of the longest prompt of a batch
+LAYERS = ["sliding_attention", "full_attention"]
+MULTIPROCESSORS = 132
+
+
+@contextmanager
+def compilations() -> Iterator[dict[str, set[str]]]:
+    """Within it a launch compiles nothing and runs nothing: the keys of what Triton would compile, by kernel."""
+    found: dict[str, set[str]] = defaultdict(set)
+
+    def note(kernel: JITFunction, key: str, *rest: Any) -> Any:
+        found[kernel.__name__].add(key)
+        return kernel.device_caches[90][0].setdefault(key, SimpleNamespace())
+
+    def launch(self: launching.Launch, *arguments: Any) -> None:
+        if 0 not in self.grid:
+            self.kernel.run(*arguments, grid=self.grid, warmup=True, **self.constants)
+
+    with (
+        patch.object(driver, "_active", Driver(90)),
+        patch.object(JITFunction, "_do_compile", note),
+        patch.object(launching.Launch, "__call__", launch),
+        patch.object(launching, "asks_torch", lambda: False),
+        patch.object(tiles, "architecture", lambda device: 90),
+        patch.object(attention, "_multiprocessors", lambda device: MULTIPROCESSORS),
+    ):
+        launching.forget_sizes()
+        yield found
+    launching.forget_sizes()
+
+
+@torch.no_grad()
+def model_and_pages() -> tuple[DiffusionGemma, Pages]:
+    """Two layers of the released model, and pages whose memory is there."""
+    with torch.device("meta"):
+        model = DiffusionGemma(config_of("diffusiongemma-26b-a4b", LAYERS), kernels=Kernels("triton"))
+    pages = Pages(model.to(torch.bfloat16).eval(), capacity=1 << 18)
+    pages.make_pools()  # by a call of one token without pages, which compiles kernels of its own
+    return model, pages
+
+
+@torch.no_grad()
+def walk(model: DiffusionGemma, pages: Pages) -> None:
+    """Every op of an encoding, a step, a commit and a verification, for several numbers of rows and lengths."""
+    L = model.canvas_length
+    for count in ROWS:
+        for longest in LONGEST:
+            lengths = [max(1, longest - 7 * n) for n in range(count)]
+            rows = [pages.open() for _ in lengths]
+            pages.encode(rows, torch.zeros(count, longest, dtype=torch.int64), lengths)
+            canvas, soft = torch.zeros(count, L, device="meta").long(), None
+            for shaping in (None, Shaping(top_p=0.9), Shaping(top_k=40, top_p=0.9)):
+                hidden = pages.denoise(rows, canvas, soft)
+                soft = draw(model, hidden, shaping)
+            hidden = pages.encode(rows, torch.zeros(count, L, dtype=torch.int64), [L] * count)
+            draw(model, hidden.flatten(0, 1)[:, None][3:], None)  # the head at the places of drafts that do not stand
+            for row in rows:
+                pages.release(row)
+
+
+def draw(model: DiffusionGemma, hidden: torch.Tensor, shaping: Shaping | None) -> torch.Tensor:
+    """The soft embedding, and all other statistics of the logits beside it."""
+    uniform, temperature = hidden[..., 0].float(), hidden[:, 0, 0].float()
+    return model.vocabulary.stats(hidden, temperature, uniform, None, None, shaping).soft_embedding
+
+
+def main() -> None:
+    """Prints a table, or one JSON object of compilations by kernel."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compilations", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one object")
+    options = parser.parse_args()
+    model, pages = model_and_pages()
+    with compilations() as found:
+        walk(model, pages)
+    counts = {name: len(keys) for name, keys in sorted(found.items())}
+    if options.json:
+        print(json.dumps(counts))
+        return
+    print("| kernel | compilations |\n|---|---|")
+    print("\n".join(f"| {name} | {count} |" for name, count in (*counts.items(), ("all", sum(counts.values())))))
+
+
+if __name__ == "__main__":
+    main()
