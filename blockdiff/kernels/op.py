@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 
 import torch
 
-from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.launch import TooLarge, Unserved
 
 if TYPE_CHECKING:
     from blockdiff.kernels import Kernels
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_TOO_LARGE = "{name} runs in other kernels or torch from now on, which is slower: {reason}"
 
 
 class Op(Generic[P, R]):
@@ -78,9 +79,10 @@ class Op(Generic[P, R]):
             try:
                 return function(*args, **named)
             except Unserved as obstacle:
-                if warning is not None and obstacle.reason not in told:
+                words = _TOO_LARGE if isinstance(obstacle, TooLarge) else warning
+                if words is not None and obstacle.reason not in told:
                     told.add(obstacle.reason)
-                    warnings.warn(warning.format(name=self.name, reason=obstacle.reason), stacklevel=2)
+                    warnings.warn(words.format(name=self.name, reason=obstacle.reason), stacklevel=2)
             return in_torch(*args, **named)
 
         return first
@@ -89,8 +91,8 @@ class Op(Generic[P, R]):
 class Composition(Op[P, R]):
     """An op whose function in torch is composed of others: a function of `Kernels` and its own arguments.
 
-    Where its function in Triton does not serve a call, those ops do that it is composed of, so nothing is refused or
-    told.
+    Where its function in Triton does not serve a call, those ops do that it is composed of, so nothing is refused, and
+    nothing told but that a launch is too large for the device.
     """
 
     in_torch: Callable[..., R]

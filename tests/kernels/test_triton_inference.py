@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from benchmarks.launches import Commit, DenoisingStep, copied_bytes, counted, python_calls
 from blockdiff.kernels import IN_TORCH, Kernels, launch, resolve
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.heads import HeadNorms
+from blockdiff.kernels.routing import triton as routing
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.norm import CastRMSNorm, RMSNorm, ZeroCentredRMSNorm
 from blockdiff.layers.rope import angles, default_frequencies
@@ -188,6 +190,29 @@ def test_tokens_are_routed_in_one(in_triton, N, E, k, D):
     )
     assert torch.equal(index, truth) and index.dtype == torch.int64
     assert_close([of_expert], [of_truth])
+
+
+def test_a_launch_that_is_too_large_leaves_the_call_to_the_single_ops_with_one_warning(monkeypatch):
+    """Compositions too, which are silent about all else."""
+
+    class TooLargeKernel:
+        __name__ = "routed_tokens"
+
+        def __getitem__(self, grid: Any) -> Any:
+            def refuse(*arguments: Any, **constants: Any) -> None:
+                raise OutOfResources(274_432, 232_448, "shared memory")
+
+            return refuse
+
+    monkeypatch.setattr(routing.kernels, "routed_tokens", TooLargeKernel())
+    launch.forget_sizes()
+    inputs = draw(5, 16), draw(16), 0.25, draw(6, 16, seed=1), torch.ones(6, device=DEVICE), 2
+    sets = resolve("triton"), Kernels("shapes")
+    with pytest.warns(UserWarning, match="routed_tokens asks for 274,432 of shared memory, and.* 232,448$") as said:
+        outs = [kernels.routed_tokens(*inputs) for kernels in sets for _ in range(3)]
+    launch.forget_sizes()
+    assert len(said) == 2  # of each set of ops
+    assert all(torch.equal(index, IN_TORCH.routed_tokens(*inputs)[0]) for index, _ in outs)
 
 
 def test_equal_scores_choose_every_expert_once_and_not_finite_ones_an_expert_that_is_there(in_triton):

@@ -8,7 +8,7 @@ import triton.language as tl
 NO_EXPERT = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def routed_tokens(
     x, scale, root, weight, expert_scale, index, of_expert, N,
     E: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, PRECISION: tl.constexpr,

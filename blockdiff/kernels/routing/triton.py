@@ -10,9 +10,7 @@ from torch import Tensor
 from blockdiff.kernels.expert_mlp.triton import _precision
 from blockdiff.kernels.launch import Launch, cached_by_sizes, check_dtypes, check_without_gradient, registered
 from blockdiff.kernels.routing import kernels
-from blockdiff.kernels.tiles import LEAST, Tile, power_of_2
-
-ROUTER = Tile(16, LEAST, 128, 4, 3)  # few tokens a program: there are never many of them
+from blockdiff.kernels.tiles import power_of_2, tile_for, tile_of
 
 
 @registered("routed_tokens")
@@ -24,13 +22,13 @@ def _routed_tokens(
     N = x.numel() // D
     index, of_expert = x.new_empty(N, k, dtype=torch.int64), x.new_empty(N, k, dtype=torch.float32)
     yield index, of_expert
-    launched = _routed_tokens_of(N, E, D, k, x.dtype)
+    launched = _routed_tokens_of(N, E, D, k, x.dtype, x.device)
     launched(x.contiguous(), scale, root, weight.contiguous(), expert_scale, index, of_expert, N)
 
 
 @cached_by_sizes
-def _routed_tokens_of(N: int, E: int, D: int, k: int, dtype: torch.dtype) -> Launch:
-    tile = Tile(ROUTER.rows, max(LEAST, power_of_2(E)), ROUTER.inner, ROUTER.warps, ROUTER.stages).fitted(inner=D)
+def _routed_tokens_of(N: int, E: int, D: int, k: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    tile = tile_for("routed_tokens", dtype, device, E).fitted(columns=E, inner=D)
     constants = dict(E=E, D=D, TOP_K=k, CHOICES=power_of_2(k), PRECISION=_precision(dtype), **tile.options)
     return Launch(kernels.routed_tokens, tile.grid(N)[:1], **constants)
 
@@ -38,8 +36,9 @@ def _routed_tokens_of(N: int, E: int, D: int, k: int, dtype: torch.dtype) -> Lau
 def routed_tokens(
     x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """As in torch.py; Unserved where a gradient is needed."""
+    """As in torch.py; Unserved where a gradient is needed, and for more experts than the table of tiles has."""
     check_without_gradient("routed_tokens", x)
     check_dtypes("routed_tokens", x, weight_ED)
+    tile_of("routed_tokens", x, len(weight_ED))
     index_Nk, weight_Nk = _routed_tokens(x, scale_D, root, weight_ED, expert_scale_E, k)
     return index_Nk, weight_Nk
