@@ -1,4 +1,4 @@
-"""What Triton compiles while rows come and go: `python -m benchmarks.compilations`, on any machine.
+"""The kernels that Triton compiles while rows come and go: `python -m benchmarks.compilations`, on any machine.
 
 Prompts are encoded, canvases denoised, drawn, committed and verified in batches of several sizes, of two layers of the
 released model (one of each kind) on torch's meta device. Triton tells launches apart as on an H100 with its 132
