@@ -30,7 +30,7 @@ from benchmarks import machine
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import BlockdiffError
 from blockdiff.recipes import small_talk
-from blockdiff.sampling import Engine, Reading, Request, Result, Sampler
+from blockdiff.sampling import Engine, Request, Result, RunningRead, Sampler
 
 STEPS, DRAWS, BINS = (1, 2, 4), (1, 2, 4), 10
 NUMBERS = tuple(map(str, range(19)))
@@ -107,7 +107,7 @@ def lines_of(task: str, sampler: Sampler, questions: Sequence[Question]) -> Iter
         readings = []
         for each in questions:
             given = each.request, each.template, each.choices, sampler.model, sampler.settings
-            readings.append(Reading.of(*given, steps=steps, draws=max(DRAWS)))
+            readings.append(RunningRead.prepare(*given, steps=steps, draws=max(DRAWS)))
             engine.submit(each.request, draws=readings[-1].sequences)
         while engine.step():
             pass
@@ -135,7 +135,7 @@ def calibration_error(top_N: Tensor, is_right_N: Tensor) -> float:
 
 
 def _scored(
-    question: Question, name: str, reading: Reading, draws: int, sampled: Sequence[int]
+    question: Question, name: str, reading: RunningRead, draws: int, sampled: Sequence[int]
 ) -> tuple[float, float, float]:
     """The probability of the likeliest choice, whether it is right, and whether it is what full sampling says."""
     mean_X = torch.stack([reading.distributions[n][name] for n in range(draws)]).mean(0)

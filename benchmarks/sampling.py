@@ -36,7 +36,7 @@ from benchmarks.sampling_peer import Peer, addressed_draws
 from benchmarks.timing import peak_memory
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.sampling import Generation, Request, Result, Sampler, step
-from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.strategies import Composed, released
 from blockdiff.sampling.strategy import Canvases
 from blockdiff.seeding import child_seed
@@ -86,7 +86,7 @@ class Workload:
     def lockstep(self, limit: int) -> list[Result]:
         """The answers of the loop in which rows wait for each other."""
         sampler = self.sampler()
-        asked = [sequence for request in self.requests for sequence in sequences_of(request, sampler.settings)]
+        asked = [sequence for request in self.requests for sequence in prepare_sequences(request, sampler.settings)]
         generate_in_lockstep(sampler.model, sampler.settings, asked, limit)
         return [each.result(sampler.settings) for each in asked]
 

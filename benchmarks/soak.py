@@ -25,8 +25,8 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Request, Result
-from blockdiff.sampling.sequence import sequences_of
-from blockdiff.sampling.settings import settings_of
+from blockdiff.sampling.sequence import prepare_sequences
+from blockdiff.sampling.settings import sampling_settings
 from tests.oracles.lockstep import generate_in_lockstep
 
 STRATEGIES = (None, None, "quota", "confident:threshold=0.1", "entropy_bound:top_k=20")
@@ -60,7 +60,7 @@ def soak(model: BlockDiffusionModel, count: int, seed: int = 0, **options: Any) 
     few = Generation(
         max_steps=5, max_new_tokens=3 * L, stability=0, confidence=0.8, entropy_bound=1.0, eos_ids=tuple(range(1, 8))
     )
-    settings = settings_of(model, None, few)
+    settings = sampling_settings(model, None, few)
     options = {"max_rows": 6, "page_tokens": 8, "chunk_tokens": 24, "capacity": 28 * L, **options}
     engine = Engine(model, settings=settings, max_waiting=40, **options)
     heads = [[chance.randrange(10, vocabulary) for _ in range(chance.randrange(8, 60))] for _ in range(HEADS)]
@@ -78,7 +78,7 @@ def soak(model: BlockDiffusionModel, count: int, seed: int = 0, **options: Any) 
     wrong, needed = list[str | int](), 0
     for id, request in requests.items():
         if request.best_of == 1 and id not in cancelled:
-            asked = sequences_of(request, settings)
+            asked = prepare_sequences(request, settings)
             generate_in_lockstep(model, settings, asked)
             answer = results[id]
             needed += sum(answer.steps)

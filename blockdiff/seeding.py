@@ -41,7 +41,7 @@ class Stream(IntEnum):
     WINDOW = 14
     DECIDE = 15
     CONSTRAINT = 16
-    DRAFT = 17
+    START = 17
     ROLLOUT = 19
 
 

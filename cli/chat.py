@@ -216,7 +216,7 @@ class Chat:
         """Put an image into the next message; DataError where it cannot be read."""
         from blockdiff.data.tokenise import NO_IMAGES
 
-        reader = self.sampler.settings.reader
+        reader = self.sampler.settings.image_reader
         if reader is None:
             raise DataError(NO_IMAGES)
         if not image:

@@ -177,14 +177,14 @@ def _report(
 ) -> dict[str, Any]:
     """The report of one model, whose weights are gone afterwards; RequestError where it answers no row."""
     from blockdiff.evals.run import evaluate as answer
-    from blockdiff.evals.settings import settings_of
+    from blockdiff.evals.settings import settings_record
 
     sampler = opened.open(strategy, mesh=mesh)
     numbers = answer(sampler, rows, find_task(task), **settings)
     failed = _failures(numbers)
     if len(failed) == numbers["count"]:
         raise RequestError(f"{opened.place}: no row could be answered: {failed[0]}")
-    return {"model": opened.place, "data": data, "settings": settings_of(sampler), **numbers}
+    return {"model": opened.place, "data": data, "settings": settings_record(sampler), **numbers}
 
 
 def _failures(report: dict[str, Any]) -> list[str]:
@@ -231,7 +231,7 @@ def _by_harness(
         if error.name not in ("lm_eval", "blockdiff.evals.lm_eval"):
             raise
         raise BlockdiffError("lm-evaluation-harness is not there; pip install 'lm_eval>=0.4.13'") from None
-    from blockdiff.evals.settings import settings_of
+    from blockdiff.evals.settings import settings_record
     from blockdiff.evals.summary import cost_lines
     from blockdiff.terminal import quiet
 
@@ -248,7 +248,7 @@ def _by_harness(
     if costs is not None:
         say("\n".join(cost_lines({**costs, "max_steps": asked["steps"] or sampler.generation.max_steps})))
     say(f"time  {seconds:.1f} s")
-    settings = settings_of(sampler)
+    settings = settings_record(sampler)
     settings["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
     kept: dict[str, Any] = {name: found.get(name) for name in ("results", "costs", "samples", "configs", "n-shot")}
     about = {"model": opened.place, "task": task, "data": directory, "settings": settings, "seconds": seconds}

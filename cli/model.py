@@ -119,7 +119,7 @@ class SamplingOptions:
             return None
         from blockdiff.checkpoint import read_config
         from blockdiff.models.family import family_of
-        from blockdiff.sampling.strategies import Verified, adjusted, as_strategy, head_of
+        from blockdiff.sampling.strategies import Verified, adjusted, as_strategy, next_token_head
 
         config = read_config(model.files.weights)
         try:
@@ -130,7 +130,7 @@ class SamplingOptions:
             raise typer.BadParameter(str(error)) from None
         if model.draft_model is not None and not isinstance(chosen, Verified):
             raise typer.BadParameter("a draft model drafts for --strategy verified alone", param_hint="--draft-model")
-        head = head_of(chosen)
+        head = next_token_head(chosen)
         if self.top_p is not None and head is not None and not head.temperature:
             raise typer.BadParameter(
                 "this model takes the likeliest token at each place; give a --temperature above 0, too",

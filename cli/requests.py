@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result
 
 
-def requests_of(
+def asked_requests(
     prompt: str | None, chat: str | None, prompts: Path | None, images: Sequence[str] = ()
 ) -> list[Request | Result]:
     """The requests: one from the command line, or those of a file with the failures of its bad lines."""

@@ -16,7 +16,7 @@ import typer
 from blockdiff.cli import options, together
 from blockdiff.cli.answers import Answers, fingerprint
 from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
-from blockdiff.cli.requests import drawn, requests_of, with_options, with_system
+from blockdiff.cli.requests import asked_requests, drawn, with_options, with_system
 from blockdiff.cli.tally import AnsweredSoFar, Tally
 from blockdiff.errors import RequestError
 from blockdiff.terminal import shown
@@ -124,7 +124,7 @@ def sample(
     mesh = together.join(tensor_parallel, opened.device, model)
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request
-    from blockdiff.sampling.constraints.regex import of_regex
+    from blockdiff.sampling.constraints.regex import regex_automaton
     from blockdiff.sampling.template import parse_template
     from blockdiff.terminal import quiet
 
@@ -138,10 +138,10 @@ def sample(
         if template is not None:
             parse_template(template)
         if regex is not None:
-            of_regex(regex)  # it is kept, so it is not compiled again
+            regex_automaton(regex)  # it is kept, so it is not compiled again
     except RequestError as error:
         raise typer.BadParameter(str(error)) from None
-    entries = requests_of(prompt, chat, prompts, image or ())
+    entries = asked_requests(prompt, chat, prompts, image or ())
     entries = [with_options(entry, **asked, **controls) for entry in entries]
     if system is not None:
         entries = [with_system(entry, system) for entry in entries]
@@ -214,7 +214,7 @@ def sample(
     if trace is not None and recorder is not None:
         _write_trace(trace, recorder.traces, sampler, entries)
     if ranks.row_world > 1:
-        tally = tally.with_those_of(ranks)
+        tally = tally.summed_over(ranks)
         if ranks.is_main:
             answers.merge()
         ranks.barrier()

@@ -37,7 +37,7 @@ class Tally:
         self.counts["forwards"] += result.forwards.total
         self.first_error, self.last = self.first_error or result.error, result
 
-    def with_those_of(self, ranks: Ranks) -> Tally:
+    def summed_over(self, ranks: Ranks) -> Tally:
         """This tally and those of all other ranks, added up; every rank calls this."""
         errors = ranks.gather(self.first_error)
         counts = sum(map(Counter, ranks.gather(self.counts)), Counter[str]())

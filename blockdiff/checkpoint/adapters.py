@@ -68,12 +68,12 @@ def save_adapter(
     *,
     tokenizer: Any = None,
     generation: Generation | None = None,
-    choices: Any = None,
+    diffusion: Any = None,
     overwrite: bool = False,
 ) -> Path:
     """Write the adapters of a model in PEFT's format; the directory appears complete or not at all.
 
-    base: the checkpoint or Hub id that the adapter belongs to; tokenizer, generation, choices: what is to lie beside
+    base: the checkpoint or Hub id that the adapter belongs to; tokenizer, generation, diffusion: what is to lie beside
     it, as in `save`. Of a sharded model all ranks call this together, and rank 0 writes. Raises CheckpointError for a
     model without adapters and where something else stands.
     """
@@ -97,8 +97,8 @@ def save_adapter(
                     tokenizer.save_pretrained(fresh)
                 if generation is not None:
                     write_text(fresh / GENERATION, json.dumps(generation.to_dict(), indent=2, sort_keys=True) + "\n")
-                if choices is not None:
-                    choices.save(fresh)
+                if diffusion is not None:
+                    diffusion.save(fresh)
         except (OSError, SafetensorError) as error:
             bytes_to_write = sum(source.nbytes for source in sources.values())
             raise CheckpointError(

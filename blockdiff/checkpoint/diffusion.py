@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from blockdiff.checkpoint.files import CHOICES, read_json
+from blockdiff.checkpoint.files import DIFFUSION, read_json
 from blockdiff.errors import CheckpointError
 from blockdiff.files import write_text
 
@@ -52,12 +52,12 @@ class DiffusionSettings:
 
     def save(self, directory: str | Path) -> None:
         """Write `blockdiff.json` into a checkpoint directory, whole or not at all."""
-        write_text(Path(directory) / CHOICES, json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
+        write_text(Path(directory) / DIFFUSION, json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> DiffusionSettings:
         """The settings of a checkpoint directory; without the file, the defaults. CheckpointError if unusable."""
-        file = Path(directory) / CHOICES
+        file = Path(directory) / DIFFUSION
         if not file.is_file():
             return cls()
         values = read_json(file)

@@ -28,7 +28,7 @@ CHECKPOINTS = "checkpoints"  # and those that it goes on from
 ADAPTER_CONFIG = "adapter_config.json"
 GENERATION = "generation_config.json"
 ADDED = "blockdiff.safetensors"  # what a tweaked model class adds (`added.py`)
-CHOICES = "blockdiff.json"  # what the model was trained for (`checkpoint.diffusion`)
+DIFFUSION = "blockdiff.json"  # what the model was trained for (`checkpoint.diffusion`)
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model")  # a directory with neither holds no tokenizer
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 # What lies beside config and weights, and is carried from the checkpoint loaded to the one saved.
-SIDE_FILES = (GENERATION, CHOICES, *TOKENIZER_FILES, *PROCESSORS)
+SIDE_FILES = (GENERATION, DIFFUSION, *TOKENIZER_FILES, *PROCESSORS)
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

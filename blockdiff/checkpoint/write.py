@@ -38,7 +38,7 @@ def save(
     tokenizer: Any = None,
     *,
     generation: Generation | Mapping[str, Any] | None = None,
-    choices: Any = None,
+    diffusion: Any = None,
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -48,12 +48,12 @@ def save(
 
     tokenizer: anything with `save_pretrained`, saved with the image processor that lies beside it; None carries the
     files of the checkpoint the model came from. generation: the settings, or the content of generation_config.json;
-    None carries the old ones or writes the defaults. choices: the `DiffusionSettings` that go beside them. dtype: cast
-    the text tensors (None: as they are; those in fp8 stay so); image tensors are written as they were read. overwrite:
-    replace a checkpoint that stands there. weights: what is written in place of the model's own tensors, by the same
-    names, read one by one. What a tweaked model class adds is written to `blockdiff.safetensors`. Tensors are written
-    one after the other. Of a sharded model all ranks call this together: each tensor is gathered, and rank 0 writes.
-    Raises CheckpointError.
+    None carries the old ones or writes the defaults. diffusion: the `DiffusionSettings` that go beside them. dtype:
+    cast the text tensors (None: as they are; those in fp8 stay so); image tensors are written as they were read.
+    overwrite: replace a checkpoint that stands there. weights: what is written in place of the model's own tensors, by
+    the same names, read one by one. What a tweaked model class adds is written to `blockdiff.safetensors`. Tensors are
+    written one after the other. Of a sharded model all ranks call this together: each tensor is gathered, and rank 0
+    writes. Raises CheckpointError.
     """
     if not isinstance(model, BlockDiffusionModel):
         kind = type(model).__name__
@@ -83,8 +83,8 @@ def save(
         try:
             with whole_directory(target) as fresh:
                 _write(model, fresh, files, index, carried, tokenizer, generation, cast)
-                if choices is not None:
-                    choices.save(fresh)
+                if diffusion is not None:
+                    diffusion.save(fresh)
         except (OSError, SafetensorError) as error:
             bytes_to_write = sum(source.nbytes for sources in files.values() for source in sources.values())
             kept = "what stood there is as it was" if target.exists() else "nothing is left of it"

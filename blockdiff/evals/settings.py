@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "transformers", "tokenizers")
 
 
-def settings_of(sampler: Sampler) -> dict[str, Any]:
+def settings_record(sampler: Sampler) -> dict[str, Any]:
     """The sampler's settings as JSON values: model, strategy, generation, device and the versions of what computes.
 
     What differs between calls (seed, steps, limits) is in the report of `evaluate`.
@@ -29,8 +29,8 @@ def settings_of(sampler: Sampler) -> dict[str, Any]:
         "device": str(model.device),
         "generation": {**generation, "eos_ids": list(generation["eos_ids"])},
         "strategy": repr(sampler.strategy),
-        "prediction": sampler.choices.prediction,
-        "corruption": sampler.choices.corruption,
+        "prediction": sampler.diffusion.prediction,
+        "corruption": sampler.diffusion.corruption,
         "versions": {
             "python": platform.python_version(),
             "blockdiff": blockdiff.__version__,

@@ -57,7 +57,7 @@ class StepBuffers:
         Steps of equally many rows launch the same on the same memory when the key is the same.
         """
         pools = self.pages.make_pools()
-        stamps, widths = [row.stamp for row in rows], {name: width_of(rows, pool) for name, pool in pools.items()}
+        stamps, widths = [row.stamp for row in rows], {name: table_width(rows, pool) for name, pool in pools.items()}
         is_known = widths == self._widths
         fresh = [n for n, row in enumerate(rows) if not (is_known and self._stamps[n : n + 1] == [row.stamp])]
         if set(self.rows).isdisjoint(rows):
@@ -104,7 +104,7 @@ class StepBuffers:
             self._set(to, spans.shifted(first_B).bounds_BT4, name, "bounds")
             self._set(to, (start_B - first_B).int(), name, "lengths")
             width = self._widths[name]
-            self._set(to, table_of(rows, pool, width, model.device), name, "table", str(width))
+            self._set(to, block_tables(rows, pool, width, model.device), name, "table", str(width))
 
     def _set(self, to: slice | Tensor, x: Tensor, *name: str) -> None:
         if name not in self._buffers:
@@ -150,12 +150,12 @@ class StepBuffers:
             each.kept.open_B = None
 
 
-def width_of(rows: Sequence[PagedRow], pool: Pool) -> int:
+def table_width(rows: Sequence[PagedRow], pool: Pool) -> int:
     """The width of the block tables of rows: the next power of two of the widest, LEAST_PAGES at least."""
     return 1 << (max(LEAST_PAGES, *(len(row.tables[pool.kind.name]) for row in rows)) - 1).bit_length()
 
 
-def table_of(rows: Sequence[PagedRow], pool: Pool, width: int, device: torch.device) -> Tensor:
+def block_tables(rows: Sequence[PagedRow], pool: Pool, width: int, device: torch.device) -> Tensor:
     """The block tables of rows, int32 [B, width]; zeros after a row's last page."""
     tables = [row.tables[pool.kind.name] for row in rows]
     return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32, device=device)

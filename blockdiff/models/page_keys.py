@@ -28,11 +28,11 @@ def is_in_run(identities: Sequence[int], column: int) -> bool:
     return identities[column - 1] < 0 and (column == len(identities) or identities[column] < 0)
 
 
-def key_of(identities: Sequence[int]) -> bytes:
+def packed_identities(identities: Sequence[int]) -> bytes:
     """Identities as bytes, a key of published links."""
     return array("q", identities).tobytes()
 
 
-def identities_of(key: bytes) -> list[int]:
-    """The identities of `key_of`."""
+def unpacked_identities(key: bytes) -> list[int]:
+    """The identities of `packed_identities`."""
     return array("q", key).tolist()

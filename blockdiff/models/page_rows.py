@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.models.page_keys import identities_of, is_in_run, key_of
+from blockdiff.models.page_keys import is_in_run, packed_identities, unpacked_identities
 from blockdiff.models.page_pool import SPILL, ZEROS, Link, Pool, Published
 
 
@@ -93,7 +93,7 @@ class PagedRows:
         link = row.links[-1] if row.links else row.root
         self._asked += 0 if row.length else len(tokens)
         for first in range(row.length, len(tokens) - size + 1, size):
-            following = self._links.get((link, key_of(tokens[first : first + size])))
+            following = self._links.get((link, packed_identities(tokens[first : first + size])))
             if following is None:
                 break
             found.append(link := following)
@@ -140,7 +140,7 @@ class PagedRows:
         row.accepted = max(row.accepted, row.length if tokens is None else min(tokens, row.length))
         for _ in range(row.accepted // self.page_tokens - len(row.links)):
             page_of_tokens, row.tail = row.tail[: self.page_tokens], row.tail[self.page_tokens :]
-            key = row.links[-1] if row.links else row.root, key_of(page_of_tokens)
+            key = row.links[-1] if row.links else row.root, packed_identities(page_of_tokens)
             link = self._links.setdefault(key, Link(*key))
             for name, pool in self.pools.items():
                 pool.publish(row.tables[name][len(row.links) - row.first[name]], link)
@@ -164,7 +164,7 @@ class PagedRows:
         for pool in self.pools.values():
             self._cut(row, pool, -(-length // size))
         if length // size < len(row.links):
-            row.tail = identities_of(row.links[length // size].tokens)
+            row.tail = unpacked_identities(row.links[length // size].tokens)
             del row.links[length // size :]
         del row.tail[length - len(row.links) * size :]
         row.length, row.accepted, row.stamp = length, min(row.accepted, length), next(self._stamps)

@@ -20,11 +20,11 @@ from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.attention import Past
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.image_features import ImageFeatures
-from blockdiff.models.page_buffers import StepBuffers, first_columns, table_of, width_of
+from blockdiff.models.page_buffers import StepBuffers, block_tables, first_columns, table_width
 from blockdiff.models.page_keys import identities
 from blockdiff.models.page_pool import SPILL, Pool, Published
 from blockdiff.models.page_rows import PagedRow, PagedRows
-from blockdiff.models.weights import version_of
+from blockdiff.models.weights import weights_version
 
 PAGE_TOKENS = 128
 SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.8}  # that pages may take: torch on a CPU gathers live rows a second time
@@ -56,15 +56,15 @@ class Pages(PagedRows):
         super().__init__(pools, links, page_tokens, identity)
         self.model = model
         self.images = ImageFeatures(model)
-        self._version = version_of(model)
+        self._version = weights_version(model)
         self._buffers: StepBuffers | None = None  # of `denoise`
 
     def follow_weights(self) -> None:
-        """Forget all that other weights have encoded, if they changed since the last call, see `weights.version_of`.
+        """Forget all that other weights have encoded, if they changed since the last call: see `weights_version`.
 
         Who opens rows calls it before the first of them: once a step.
         """
-        version = version_of(self.model)
+        version = weights_version(self.model)
         if version != self._version:
             self.forget()
             self.images.clear()
@@ -125,7 +125,7 @@ class Pages(PagedRows):
             spans[name] = spans[name].shifted(torch.tensor(first, device=device))
             # the call's own tokens are written into the pages before attention reads them there, and counted
             after = [row.length + added - column for row, added, column in zip(rows, lengths, first, strict=True)]
-            table_BM = table_of(rows, pool, width_of(rows, pool), device)
+            table_BM = block_tables(rows, pool, table_width(rows, pool), device)
             after_B = torch.tensor(after, dtype=torch.int32, device=device)
             pages = BlockTable(table_BM, after_B, pool.page_tokens, places[name], after)
             for n, layer in enumerate(pool.layers):

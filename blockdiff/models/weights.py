@@ -13,12 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from blockdiff.tensor_pieces import local_of
 
 
-def memory_of(model: nn.Module) -> Hashable:
+def weight_addresses(model: nn.Module) -> Hashable:
     """The addresses and dtypes of the weights and buffers of a model, which a captured step reads."""
     return tuple((x.data_ptr(), x.dtype) for x in _tensors(model))
 
 
-def version_of(model: nn.Module) -> Hashable:
+def weights_version(model: nn.Module) -> Hashable:
     """The memory of a model's weights and buffers, and how often they were written to; about 1 us for each of them.
 
     Every in-place operation of torch counts and every step of an optimiser of torch: `load_state_dict`, merging an

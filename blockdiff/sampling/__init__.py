@@ -4,7 +4,7 @@ from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.prompts import read_prompts
-from blockdiff.sampling.read import Read, Reading
+from blockdiff.sampling.read import Read, RunningRead
 from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.strategies import Composed, parse_strategy
@@ -21,10 +21,10 @@ __all__ = [
     "Forwards",
     "Generation",
     "Read",
-    "Reading",
     "Recorder",
     "Request",
     "Result",
+    "RunningRead",
     "Sampler",
     "Shape",
     "Step",

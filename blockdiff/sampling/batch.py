@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
-from blockdiff.models.weights import memory_of
+from blockdiff.models.weights import weight_addresses
 from blockdiff.sampling.canvas_control import CanvasControl, grouped
 from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
 from blockdiff.sampling.step import STEPS_AHEAD, CanvasState, CanvasStep, StepCall
-from blockdiff.sampling.strategy import Decision, Shape, Strategy, captured_shape, groups_of
+from blockdiff.sampling.strategy import Decision, Shape, Strategy, captured_shape, group_canvases
 from blockdiff.sampling.trace import Step, step_records
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class CanvasBatch:
         if moved:
             step.state.move(*torch.tensor(moved, device=device).unbind(1))
         if fresh:
-            begun = CanvasState.of([canvases[n] for n in fresh], self.model, self.settings)
+            begun = CanvasState.begin([canvases[n] for n in fresh], self.model, self.settings)
             step.state.write(torch.tensor(fresh, device=device), begun)
         for index, canvas in enumerate(canvases):
             canvas.index = index
@@ -120,7 +120,7 @@ class CanvasBatch:
     def _shape_to_capture(self) -> Shape | None:
         """The shape that all canvases draw from, at whatever temperatures; None if their step cannot be captured."""
         strategies = {row.strategy for row in self.sequences}
-        is_looked_at = any(row.is_watched or row.reader or row.visitor for row in self.sequences)
+        is_looked_at = any(row.is_watched or row.on_last_hidden or row.on_inputs for row in self.sequences)
         if self.graphs is None or len(strategies) > 1 or is_looked_at:
             return None
         if not all(row.may_capture for row in self.sequences):
@@ -139,7 +139,7 @@ class CanvasBatch:
         prefixes: the key of the rows' buffers. Graphs of weights that have moved are forgotten.
         """
         assert self.graphs is not None
-        if (memory := memory_of(self.model)) != self._memory:
+        if (memory := weight_addresses(self.model)) != self._memory:
             self.graphs.forget()  # captured steps read the memory where the weights were
             self._memory = memory
         padding = slice(len(self.canvases), None)  # strategies divide by the number of steps
@@ -169,13 +169,13 @@ class CanvasBatch:
             assert self.graphs is not None
             self.graphs.run(self._captured[1], lambda: step(call))
         else:
-            visitors = [canvas.sequence.visitor for canvas in self.canvases]
+            callbacks = [canvas.sequence.on_inputs for canvas in self.canvases]
             signal_BLD = step.state.soft_BLD[: len(steps)]
-            signal_BLD = signal_BLD.clone() if any(visitors) else signal_BLD  # the step writes over it
+            signal_BLD = signal_BLD.clone() if any(callbacks) else signal_BLD  # the step writes over it
             inputs, stats, decision = step(call)
-            for n, visitor in enumerate(visitors):
-                if visitor is not None:
-                    visitor(steps[n], inputs.tokens_BL[n], signal_BLD[n])
+            for n, on_inputs in enumerate(callbacks):
+                if on_inputs is not None:
+                    on_inputs(steps[n], inputs.tokens_BL[n], signal_BLD[n])
             records = self._records(steps, inputs.tokens_BL, stats, decision)
             hidden_BLD = inputs.hidden_BLD
         if not self.settings.is_next_token:
@@ -188,15 +188,15 @@ class CanvasBatch:
         may_end = is_last or step.may_stop[call.strategies]
         finished = self._finished(self._report.read(len(steps)) if may_end else None, steps)
         for canvas in finished:
-            if canvas.sequence.reader is not None and hidden_BLD is not None and canvas.index is not None:
-                canvas.sequence.reader(hidden_BLD[canvas.index])
+            if canvas.sequence.on_last_hidden is not None and hidden_BLD is not None and canvas.index is not None:
+                canvas.sequence.on_last_hidden(hidden_BLD[canvas.index])
         return finished, records
 
     def _call(self, steps: abc.Sequence[int]) -> StepCall:
         """The call of a step; steps: the step that each canvas is at."""
         canvases, padding = self.canvases, self._padding(len(self.canvases))
         shapes, controls = [self._shape(n, step) for n, step in enumerate(steps)], self._canvas_controls
-        groups = groups_of([canvas.sequence.strategy for canvas in canvases], self.model.device)
+        groups = group_canvases([canvas.sequence.strategy for canvas in canvases], self.model.device)
         # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
         has_signal = self.graphs is not None or any(canvas.has_begun for canvas in canvases)
         ids = [canvas.sequence.id for canvas in canvases]

@@ -1,7 +1,8 @@
 """The control of one response: what its request asks to stand in it, and the state of that after the committed tokens.
 
-The fields of `Request` say what is asked; `control_of` makes of them tokens, classes of tokens and an automaton, and
-`Control.begin` the tensors of a canvas. Tensors: L positions of a canvas, N of the whole response, S states, V tokens.
+The fields of `Request` say what is asked; `compile_control` makes of them tokens, classes of tokens and an automaton,
+and `Control.begin` the tensors of a canvas. Tensors: L positions of a canvas, N of the whole response, S states, V
+tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from blockdiff.kernels.vocabulary import Classes
 from blockdiff.sampling.canvas_control import FREE, CanvasControl
 from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, without
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT, any_object
-from blockdiff.sampling.constraints.json_schema import regex_of_schema
+from blockdiff.sampling.constraints.json_schema import schema_regex
 from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, completable_pins, forced
-from blockdiff.sampling.constraints.regex import of_regex
-from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, of_bytes
-from blockdiff.sampling.constraints.tokens import tokens_of
+from blockdiff.sampling.constraints.regex import regex_automaton
+from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, token_automaton
+from blockdiff.sampling.constraints.tokens import token_texts
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.template import parse_template
 from blockdiff.seeding import Stream, signed, uniform
@@ -74,7 +75,7 @@ class Control:
         start = self.start[self.num_taken : self.num_taken + L]
         if not start:
             return own
-        is_kept_L = uniform(seed, Stream.DRAFT, (self.num_taken // L,), L) >= self.noise
+        is_kept_L = uniform(seed, Stream.START, (self.num_taken // L,), L) >= self.noise
         return replace(own, start_BL=torch.tensor(start).where(is_kept_L, FREE)[None].to(self.device))
 
     @property
@@ -162,7 +163,7 @@ class Control:
 
 
 @compile_limit()
-def control_of(
+def compile_control(
     request: Request,
     prompt_tokens: Sequence[int],
     settings: SamplingSettings,
@@ -289,7 +290,7 @@ def _languages(request: Request, settings: SamplingSettings) -> tuple[ByteAutoma
         if request.json_schema == ANY_OBJECT:
             found.append(any_object())
         else:
-            found.append(of_regex(request.regex or regex_of_schema(request.json_schema or "")))
+            found.append(regex_automaton(request.regex or schema_regex(request.json_schema or "")))
     for id in request.banned:
         if not isinstance(id, str) and not 0 <= id < settings.vocab_size:
             raise RequestError(f"banned token {id!r} is not one of the model's {settings.vocab_size} ids")
@@ -310,10 +311,10 @@ def _automaton(
     is_text: bool,
 ) -> TokenAutomaton:
     """The automaton over tokens of all languages at once, made once for each set of them and tokenizer."""
-    tokens = tokens_of(tokenizer, vocab_size)
+    tokens = token_texts(tokenizer, vocab_size)
     language = functools.reduce(ByteAutomaton.both, languages)
     fill = pad_id if pad_id is not None and pad_id < vocab_size and not tokens.texts[pad_id] else None
-    return of_bytes(language, tokens, eos_ids, fill, forbidden, allows_special=not is_text)
+    return token_automaton(language, tokens, eos_ids, fill, forbidden, allows_special=not is_text)
 
 
 @functools.lru_cache(maxsize=32)

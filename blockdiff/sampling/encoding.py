@@ -40,7 +40,9 @@ class Encoding:
                 for (sequence, count), start in zip(call, starts, strict=True)
             ]
             rows = [sequence.paged for sequence, _ in call if sequence.paged is not None]
-            images = [sequence.images_of(start, count) for (sequence, count), start in zip(call, starts, strict=True)]
+            images = [
+                sequence.placed_images(start, count) for (sequence, count), start in zip(call, starts, strict=True)
+            ]
             hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts, images=images)
             self.tokens += width * len(call)
             for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
@@ -69,7 +71,7 @@ class Encoding:
 
         Where the model has no image tensors, that is the error of all sequences with an image.
         """
-        images = [placed.image for each, count in chunks for placed in each.images_of(each.num_computed, count)]
+        images = [placed.image for each, count in chunks for placed in each.placed_images(each.num_computed, count)]
         if not images:
             return chunks
         try:

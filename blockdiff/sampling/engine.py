@@ -23,12 +23,12 @@ from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.encoding import Encoding
-from blockdiff.sampling.graphs import Graphs, capture_of
+from blockdiff.sampling.graphs import Graphs, step_capture
 from blockdiff.sampling.request import Request, Result, require_seed
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
-from blockdiff.sampling.sequence import NOT_FINITE, Draft, RunningCanvas, Sequence, sequences_of
-from blockdiff.sampling.settings import SamplingSettings, settings_of
+from blockdiff.sampling.sequence import NOT_FINITE, Draft, RunningCanvas, Sequence, prepare_sequences
+from blockdiff.sampling.settings import SamplingSettings, sampling_settings
 from blockdiff.sampling.strategies import Verified
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
@@ -84,8 +84,8 @@ def one_caller(call: abc.Callable[Concatenate[Engine, P], T]) -> abc.Callable[Co
 class Engine:
     """Answers requests as they come. `submit` them, call `step` until it is False, and read `events` in between.
 
-    `settings_of` says which of tokenizer, generation, choices and strategy may be left out, and what then takes their
-    place; `settings` stands for all four. `seed` is what the seeds of requests that bring none follow from.
+    `sampling_settings` says which of tokenizer, generation, diffusion and strategy may be left out, and what then takes
+    their place; `settings` stands for all four. `seed` is what the seeds of requests that bring none follow from.
 
     max_rows: requests that run at the same time; max_waiting: requests that may wait for it; tokens_per_step: the most
     tokens that a step encodes and denoises, as far as prompts can wait (None: twice the canvases of `max_rows` rows);
@@ -102,7 +102,7 @@ class Engine:
         model: BlockDiffusionModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: Generation | None = None,
-        choices: DiffusionSettings | None = None,
+        diffusion: DiffusionSettings | None = None,
         strategy: Strategy | str | None = None,
         *,
         settings: SamplingSettings | None = None,
@@ -124,7 +124,7 @@ class Engine:
         require_seed(seed)
         self.model = model
         self.caller, self.is_closed = threading.RLock(), False
-        self.settings = settings or settings_of(model, tokenizer, generation, choices, strategy)
+        self.settings = settings or sampling_settings(model, tokenizer, generation, diffusion, strategy)
         self.seed = seed
         self.pages = pages or Pages(model, page_tokens, capacity)
         self._scheduler = Scheduler(
@@ -133,7 +133,7 @@ class Engine:
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
         can_capture = graphs is not False and not self.settings.is_next_token
-        self._buckets, self._capture = buckets, capture_of(self._denoiser) if can_capture else None
+        self._buckets, self._capture = buckets, step_capture(self._denoiser) if can_capture else None
         if graphs and self._capture is None:
             raise ValueError(UNCAPTURED)
         self._encoding = Encoding(model, self.pages)
@@ -161,15 +161,15 @@ class Engine:
     def submit(self, request: Request, watch: bool = False, draws: list[Sequence] | None = None) -> str | int:
         """Take a request, and return its id; with `watch` each of its steps is an event, and costs a copy to the host.
 
-        draws: what `sequences_of` has made of the request, perhaps in another thread (None: it is made here). Raises
-        RequestError for one that cannot be answered, and Full where too many wait already.
+        draws: what `prepare_sequences` has made of the request, perhaps in another thread (None: it is made here).
+        Raises RequestError for one that cannot be answered, and Full where too many wait already.
         """
         if not isinstance(request, Request):
             kind = type(request).__name__
             raise RequestError(f"submit takes a Request, got a {kind}; Request('first', prompt=...) makes one of text")
         if request.id in self._sequences:
             raise RequestError(f"a request with the id {request.id!r} is being answered; give each its own")
-        sequences = draws or sequences_of(request, self.settings, self.seed, self.model.device)
+        sequences = draws or prepare_sequences(request, self.settings, self.seed, self.model.device)
         self.enter(sequences, watch)
         self._sequences[request.id] = sequences[0]
         return request.id

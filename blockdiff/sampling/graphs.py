@@ -66,7 +66,7 @@ class CudaCapture:
         return graph.replay
 
 
-def capture_of(model: BlockDiffusionModel) -> Capture | None:
+def step_capture(model: BlockDiffusionModel) -> Capture | None:
     """The way in which steps of a model can be captured; None off CUDA, and where a step does more than launch.
 
     That is where ranks exchange something within it, where layers keep what they select in the first one, and where

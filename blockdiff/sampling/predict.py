@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepInputs:
+class PredictInputs:
     """The inputs of the statistics of a step over B canvases.
 
     hidden_BLD: the model's hidden states; tokens_BL: the tokens that the step saw; temperature: one number or one per
@@ -38,10 +38,10 @@ class StepInputs:
     uniform_BL: Tensor
     step_B: Tensor | None = None
 
-    def of(self, rows: Sequence[int]) -> StepInputs:
+    def select(self, rows: Sequence[int]) -> PredictInputs:
         """The inputs of some canvases."""
         chosen = torch.tensor(rows, device=self.tokens_BL.device)
-        return StepInputs(
+        return PredictInputs(
             hidden_BLD=self.hidden_BLD[chosen],
             tokens_BL=self.tokens_BL[chosen],
             temperature=self.temperature[chosen] if isinstance(self.temperature, Tensor) else self.temperature,
@@ -52,7 +52,7 @@ class StepInputs:
 
 def predict(
     model: BlockDiffusionModel,
-    inputs: StepInputs,
+    inputs: PredictInputs,
     controls: Sequence[CanvasControl] = (),
     shapes: Sequence[Shape] | None = None,
     mask_id: int | None = None,
@@ -70,11 +70,11 @@ def predict(
         return _free(model, inputs, shapes, mask_id, prediction)
     if controls[0].rows is None:
         return controlled_stats(model, inputs, controls[0], mask_id)
-    parts = [controlled_stats(model, inputs.of(each.rows or ()), each, mask_id) for each in controls]
+    parts = [controlled_stats(model, inputs.select(each.rows or ()), each, mask_id) for each in controls]
     order = [row for each in controls for row in each.rows or ()]
     if free := sorted(set(range(len(inputs.tokens_BL))).difference(order)):
         of_rows = None if shapes is None else [shapes[row] for row in free]
-        parts.append(_free(model, inputs.of(free), of_rows, mask_id, prediction))
+        parts.append(_free(model, inputs.select(free), of_rows, mask_id, prediction))
     return _in_order(parts, order + free)
 
 
@@ -88,7 +88,7 @@ def _in_order(parts: Sequence[Stats], order: Sequence[int]) -> Stats:
 
 def _free(
     model: BlockDiffusionModel,
-    inputs: StepInputs,
+    inputs: PredictInputs,
     shapes: Sequence[Shape] | None,
     mask_id: int | None,
     prediction: str,
@@ -101,13 +101,15 @@ def _free(
         rows_of.setdefault(replace(shape, temperature=1.0), []).append(row)
     parts = []
     for shape, rows in rows_of.items():
-        some = inputs if len(rows_of) == 1 else inputs.of(rows)
+        some = inputs if len(rows_of) == 1 else inputs.select(rows)
         shaping = _shaping(shape, some, model.vocab_size, mask_id, prediction)
         parts.append(_alike(model, some, mask_id, shaping, some.tokens_BL if shape.is_of_seen else None))
     return _in_order(parts, [row for rows in rows_of.values() for row in rows])
 
 
-def _shaping(shape: Shape, inputs: StepInputs, vocab_size: int, mask_id: int | None, prediction: str) -> Shaping | None:
+def _shaping(
+    shape: Shape, inputs: PredictInputs, vocab_size: int, mask_id: int | None, prediction: str
+) -> Shaping | None:
     """The changes that a shape makes to the distributions; None for none."""
     shaping, tokens_BL = Shaping(shape.top_k, shape.top_p, shape.min_p), inputs.tokens_BL
     if shape.alpha is not None and shape.corrects(prediction, mask_id):
@@ -119,7 +121,7 @@ def _shaping(shape: Shape, inputs: StepInputs, vocab_size: int, mask_id: int | N
 
 def _alike(
     model: BlockDiffusionModel,
-    inputs: StepInputs,
+    inputs: PredictInputs,
     mask_id: int | None,
     shaping: Shaping | None = None,
     given_BL: Tensor | None = None,
@@ -157,7 +159,7 @@ def _all_but(token: int, vocab_size: int, device: torch.device) -> Tensor:
 
 
 def controlled_stats(
-    model: BlockDiffusionModel, inputs: StepInputs, control: CanvasControl, mask_id: int | None = None
+    model: BlockDiffusionModel, inputs: PredictInputs, control: CanvasControl, mask_id: int | None = None
 ) -> Stats:
     """The statistics of canvases under a control; nothing here waits for the device.
 

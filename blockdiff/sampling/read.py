@@ -18,7 +18,7 @@ from blockdiff.errors import RequestError
 from blockdiff.sampling.canvas_control import FREE
 from blockdiff.sampling.control import require_tokenizer
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.sequence import Sequence, drawn_again, sequences_of
+from blockdiff.sampling.sequence import Sequence, another_draw, prepare_sequences
 from blockdiff.sampling.template import Hole, parse_template
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Read:
 
 
 @dataclass(eq=False)
-class Reading:
+class RunningRead:
     """A read of one prompt under way: its draws are `sequences` for an engine, and `answer` is for when they are done.
 
     holes: by name, the positions in the canvas and the tokens of each choice (None: a free hole's position).
@@ -67,7 +67,7 @@ class Reading:
     distributions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def prepare(
         cls,
         request: Request,
         template: str,
@@ -77,7 +77,7 @@ class Reading:
         steps: int = 1,
         draws: int = 4,
         seed: int = 0,
-    ) -> Reading:
+    ) -> RunningRead:
         """The read of a request's prompt; RequestError says what of it cannot be.
 
         steps: denoising steps before the distributions are read; draws: of the noise, by seeds that follow from the
@@ -109,7 +109,7 @@ class Reading:
         if (count := sum(size for size, found in named.values() if found is None)) > MOST_FREE:
             raise RequestError(f"the free holes have {count} tokens together, and a read takes {MOST_FREE} at most")
         asked = replace(request, template=text, max_steps=steps, max_new_tokens=settings.canvas_length)
-        [first] = sequences_of(asked, settings, seed, model.device)
+        [first] = prepare_sequences(asked, settings, seed, model.device)
         if first.draft is not None:
             raise RequestError(
                 "a read looks at a canvas that is denoised, not at verified tokens; take another strategy"
@@ -128,9 +128,9 @@ class Reading:
                 reading.holes[name] = places, of_choices
             else:
                 reading.holes |= {f"{name}[{n}]": ([place], None) for n, place in enumerate(places)}
-        first.draws.extend(drawn_again(first, n) for n in range(1, draws))
+        first.draws.extend(another_draw(first, n) for n in range(1, draws))
         for n, sequence in enumerate(first.draws):
-            sequence.reader = reading._reader(n)
+            sequence.on_last_hidden = reading._reader(n)
         reading.sequences = first.draws
         return reading
 

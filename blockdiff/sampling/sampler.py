@@ -18,10 +18,10 @@ from blockdiff.checkpoint.opening import model_files
 from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
 from blockdiff.sampling.engine import UNCAPTURED, Engine, Event
-from blockdiff.sampling.read import Choices, Read, Reading
+from blockdiff.sampling.read import Choices, Read, RunningRead
 from blockdiff.sampling.request import Prompt, Request, Result, as_request, require_seed
-from blockdiff.sampling.sequence import Sequence, sequences_of
-from blockdiff.sampling.settings import settings_of
+from blockdiff.sampling.sequence import Sequence, prepare_sequences
+from blockdiff.sampling.settings import sampling_settings
 from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
@@ -39,7 +39,7 @@ OnStep = Callable[[Any], object]
 
 
 class Sampler:
-    """Answers prompts with a model; what may be left out is said at `settings_of`.
+    """Answers prompts with a model; what may be left out is said at `sampling_settings`.
 
     A sampler makes one engine, with its first call, and goes on with it: captured steps and the memory of pages are
     there for the next call (`release` gives them back). Weights may change in place between calls; where they have
@@ -57,7 +57,7 @@ class Sampler:
         model: BlockDiffusionModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: Generation | None = None,
-        choices: DiffusionSettings | None = None,
+        diffusion: DiffusionSettings | None = None,
         strategy: Strategy | str | None = None,
         pages: Pages | None = None,
     ):
@@ -67,7 +67,7 @@ class Sampler:
         self._state: object = None  # of the sampler and the model for which the engine was made
         self._tokens = 0  # that the largest call so far asked pages for
         self._rows: dict[int, int] = {}  # of the calls under way
-        self.settings = settings_of(model, tokenizer, generation, choices, strategy)
+        self.settings = sampling_settings(model, tokenizer, generation, diffusion, strategy)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -80,8 +80,8 @@ class Sampler:
         return self.settings.generation
 
     @property
-    def choices(self) -> DiffusionSettings:
-        """The choices that the model was trained for."""
+    def diffusion(self) -> DiffusionSettings:
+        """The settings of diffusion that the model was trained for."""
         return self.settings.diffusion
 
     @property
@@ -208,7 +208,7 @@ class Sampler:
                 continue
             try:
                 request = _with_defaults(as_request(prompt, place), settings)
-                entries.append(sequences_of(request, self.settings, seed, self.model.device))
+                entries.append(prepare_sequences(request, self.settings, seed, self.model.device))
             except RequestError as error:
                 if is_strict:
                     raise _named(error, place, prompts) from None
@@ -237,7 +237,9 @@ class Sampler:
         for place, prompt in enumerate(prompts):
             try:
                 request = as_request(prompt, place)
-                readings.append(Reading.of(request, template, choices, self.model, self.settings, steps, draws, seed))
+                readings.append(
+                    RunningRead.prepare(request, template, choices, self.model, self.settings, steps, draws, seed)
+                )
             except RequestError as error:
                 raise _named(error, place, prompts) from None
         for _, result in self._answers([each.sequences for each in readings], batch_size, None, None, None):

@@ -13,11 +13,11 @@ from torch import Tensor
 from blockdiff.errors import RequestError
 from blockdiff.images import PlacedImage, images_between
 from blockdiff.models.page_keys import identities
-from blockdiff.sampling.control import Control, control_of
+from blockdiff.sampling.control import Control, compile_control
 from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.response import parse
 from blockdiff.sampling.settings import ONLY_VERIFIED
-from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, head_of
+from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, next_token_head
 from blockdiff.sampling.strategy import require_shapes
 from blockdiff.seeding import child_seed
 
@@ -90,7 +90,7 @@ class Draft:
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer to a request; `sequences_of` makes it, the engine extends it, and `result` gives the end of it.
+    """One answer to a request; `prepare_sequences` makes it, the engine extends it, and `result` gives the end of it.
 
     prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it; seed: that of its
     draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas; control: what may
@@ -107,9 +107,9 @@ class Sequence:
     hidden state of the last encoded token, from which the next one is scored, drawn or verified; shared_tokens: the
     number of token_ids that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
     steps are recorded; recorded: the last recorded step of each canvas; may_capture: whether its steps may be captured;
-    reader: called with the hidden states [L, D] of the last step of a canvas; visitor: called with the number of every
-    step of a canvas, the tokens that it saw [L] and the self-conditioning signal [L, D]; events: the caller's list,
-    which gets pairs of the sequence and an event.
+    on_last_hidden: called with the hidden states [L, D] of the last step of a canvas; on_inputs: called with the number
+    of every step of a canvas, the tokens that it saw [L] and the self-conditioning signal [L, D]; events: the caller's
+    list, which gets pairs of the sequence and an event.
     """
 
     request: Request
@@ -129,8 +129,8 @@ class Sequence:
     is_watched: bool = False
     may_capture: bool = True
     draft: Draft | None = None
-    reader: abc.Callable[[Tensor], object] | None = None
-    visitor: abc.Callable[[int, Tensor, Tensor], object] | None = None
+    on_last_hidden: abc.Callable[[Tensor], object] | None = None
+    on_inputs: abc.Callable[[int, Tensor, Tensor], object] | None = None
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Sequence:
         """The identities of the token_ids, by which pages are shared."""
         return [*self._prompt_identities, *self.token_ids[len(self.prompt_tokens) :]] if self.images else self.token_ids
 
-    def images_of(self, start: int, count: int) -> list[PlacedImage]:
+    def placed_images(self, start: int, count: int) -> list[PlacedImage]:
         """The images in so many token_ids from `start` on, with columns counted from there."""
         return images_between(self.images, start, start + count) if self.images else []
 
@@ -179,7 +179,7 @@ class Sequence:
     @property
     def is_headed(self) -> bool:
         """True where next tokens are drawn or verified, for which the last token's hidden state is needed."""
-        return head_of(self.strategy) is not None
+        return next_token_head(self.strategy) is not None
 
     @property
     def proposed(self) -> list[int]:
@@ -279,7 +279,7 @@ class Sequence:
         )
 
 
-def sequences_of(
+def prepare_sequences(
     request: Request, settings: SamplingSettings, seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[Sequence]:
     """The answers to a request that are to be drawn: one, or `best_of`; RequestError says why it cannot be answered.
@@ -287,7 +287,7 @@ def sequences_of(
     seed: what the request's own seed follows from where it brings none; device: the model's. Answers after the first
     are called "ID draw N" in the records of steps and canvases, and their seeds follow from the first one's.
     """
-    prompt, tokens, images = request.as_tokens(settings.tokenizer, settings.vocab_size, settings.reader)
+    prompt, tokens, images = request.as_tokens(settings.tokenizer, settings.vocab_size, settings.image_reader)
     max_tokens = settings.max_tokens(request.max_new_tokens or settings.generation.max_new_tokens)
     max_steps = request.max_steps or settings.generation.max_steps
     strategy = settings.strategy
@@ -314,12 +314,12 @@ def sequences_of(
         max_steps = 1
     if request.stop and settings.tokenizer is None:
         raise RequestError("stop has texts, which need a tokenizer, and there is none")
-    control = control_of(request, tokens, settings, max_tokens=max_tokens, max_steps=max_steps, device=device)
+    control = compile_control(request, tokens, settings, max_tokens=max_tokens, max_steps=max_steps, device=device)
     if control is not None:
         max_tokens = settings.max_tokens(control.max_tokens)
         if control.classes is not None:
             _require_plain(strategy, max_steps, settings)
-            _require_plain(head_of(strategy) or strategy, max_steps, settings)
+            _require_plain(next_token_head(strategy) or strategy, max_steps, settings)
     positions = settings.positions
     if positions is not None and len(tokens) > (room := positions - max_tokens):
         raise RequestError(
@@ -345,11 +345,11 @@ def sequences_of(
     draws = first.draws
     draws.append(first)
     for n in range(1, request.best_of):
-        draws.append(drawn_again(first, n))
+        draws.append(another_draw(first, n))
     return draws
 
 
-def drawn_again(first: Sequence, draw: int) -> Sequence:
+def another_draw(first: Sequence, draw: int) -> Sequence:
     """Another answer to the request of `first`, before it has begun, with a seed that follows from its own."""
     own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
     own["draft"] = None if first.draft is None else Draft()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdiff.checkpoint.diffusion import DiffusionSettings
-from blockdiff.checkpoint.files import CHOICES
+from blockdiff.checkpoint.files import DIFFUSION
 from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.checkpoint.tokenizer import mismatch
 from blockdiff.data.images import PROCESSORS, ImageReader
@@ -30,12 +30,12 @@ ONLY_VERIFIED = "a draft model drafts for verified canvases alone; give the stra
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The settings by which requests are answered where they do not bring their own; `settings_of` makes them.
+    """The settings by which requests are answered where they do not bring their own; `sampling_settings` makes them.
 
     generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
     denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;
     positions: the most tokens that the model can see (None: no bound); is_drafted: whether another model
-    drafts; reader: of images in prompts (None: the model takes none).
+    drafts; image_reader: of images in prompts (None: the model takes none).
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -46,7 +46,7 @@ class SamplingSettings:
     vocab_size: int
     positions: int | None = None
     is_drafted: bool = False
-    reader: ImageReader | None = None
+    image_reader: ImageReader | None = None
     _warned: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
@@ -68,7 +68,7 @@ class SamplingSettings:
         """The number of tokens that a request's prompt is too long for the positions; 0 or less where it fits."""
         if self.positions is None:
             return 0
-        tokens = request.as_tokens(self.tokenizer, self.vocab_size, self.reader).tokens
+        tokens = request.as_tokens(self.tokenizer, self.vocab_size, self.image_reader).tokens
         return len(tokens) + self.max_tokens(request.max_new_tokens or self.generation.max_new_tokens) - self.positions
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -88,7 +88,7 @@ class SamplingSettings:
         return str(self.tokenizer.decode(tokens[: -1 if has_end else None], skip_special_tokens=True))
 
 
-def settings_of(
+def sampling_settings(
     model: BlockDiffusionModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     generation: Generation | None = None,
@@ -121,7 +121,7 @@ def settings_of(
             diffusion = replace(_diffusion(_origin(model.drafter)), objective=diffusion.objective)
     if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
         raise CheckpointError(
-            f"{CHOICES}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"
+            f"{DIFFUSION}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"
         )
     doubt = None if tokenizer is None else mismatch(tokenizer, model.vocab_size)
     if doubt is not None:
@@ -138,16 +138,16 @@ def settings_of(
         vocab_size=model.vocab_size,
         positions=None if config is None else min(family_of(each).outline(each).positions for each in configs),
         is_drafted=is_drafted,
-        reader=None if is_drafted else _reader(model),
+        image_reader=None if is_drafted else _image_reader(model),
     )
 
 
 def _diffusion(origin: Path | None) -> DiffusionSettings:
-    """The choices that the model of a checkpoint was trained for; without one, those of uniform noise."""
+    """The settings of diffusion beside a checkpoint; without one, those of uniform noise."""
     return DiffusionSettings.from_pretrained(origin) if origin else DiffusionSettings()
 
 
-def _reader(model: BlockDiffusionModel) -> ImageReader | None:
+def _image_reader(model: BlockDiffusionModel) -> ImageReader | None:
     """The reader of images for a model that takes them; the files that it carries say how they are cut."""
     config, carried = getattr(model, "config", None), getattr(model, "carried", None)
     tokens = None if config is None else family_of(config).image_tokens(config)

@@ -16,10 +16,10 @@ from torch import Tensor
 from blockdiff.kernels.vocabulary import Stats
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.canvas_control import CanvasControl
-from blockdiff.sampling.predict import StepInputs, predict
+from blockdiff.sampling.predict import PredictInputs, predict
 from blockdiff.sampling.sequence import RunningCanvas
 from blockdiff.sampling.settings import SamplingSettings
-from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, decided
+from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, decide_groups
 from blockdiff.seeding import Stream, signed, to_integers, to_uniform, uniform, words
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class CanvasState:
     soft_BLD: Tensor
 
     @classmethod
-    def of(
+    def begin(
         cls, canvases: Sequence[RunningCanvas], model: BlockDiffusionModel, settings: SamplingSettings
     ) -> CanvasState:
         """The state of canvases before their first steps."""
@@ -228,7 +228,7 @@ class CanvasStep:
             if given_BL is not None:
                 buffer_BL[place] = given_BL[0]
 
-    def __call__(self, call: StepCall) -> tuple[StepInputs, Stats, Decision]:
+    def __call__(self, call: StepCall) -> tuple[PredictInputs, Stats, Decision]:
         """Denoise every canvas once and decide what stays."""
         of, padded, mask_id = slice(call.count), slice(call.padded), self.settings.diffusion.mask_id
         state, every_B = self.state.part(padded), self._every_B[padded]
@@ -241,12 +241,12 @@ class CanvasStep:
         if hidden_BLD is None:
             hidden_BLD = self.prefixes.denoise(tokens_BL, state.soft_BLD if call.has_signal else None)[of]
         state, tokens_BL, step_B = self.state.part(of), tokens_BL[of], step_B[of]
-        inputs = StepInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[of], step_B)
+        inputs = PredictInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[of], step_B)
         prediction = self.settings.diffusion.prediction
         stats = predict(self.model, inputs, call.controls, call.shapes, mask_id, prediction)
         pinned_BL = self.pinned_BL[of]
         canvases = state.canvases(self.settings, call.ids, step_B, temperature_B, tokens_BL, stats, pinned_BL)
-        decision = decided(canvases, call.groups)
+        decision = decide_groups(canvases, call.groups)
         next_state = replace(
             state,
             unchanged_B=canvases.unchanged_B,

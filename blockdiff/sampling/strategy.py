@@ -59,7 +59,7 @@ class Shape:
 class Canvases:
     """B canvases that a strategy decides for, after a step has seen them.
 
-    Every row is decided on its own: what shares the step changes nothing. Tensors lie on the model's device, and
+    Every row is decide_groups on its own: what shares the step changes nothing. Tensors lie on the model's device, and
     reading one on the host makes that wait. Steps that follow write over them: clone what `decide` keeps for itself.
     """
 
@@ -109,7 +109,7 @@ class Decision:
 
 
 class Strategy(Protocol):
-    """A frozen dataclass: canvases of equal strategies are decided together.
+    """A frozen dataclass: canvases of equal strategies are decide_groups together.
 
     A class with `is_capturable = True` (or a property) says that its steps can be captured in a CUDA graph: `decide`
     computes with the tensors of canvases alone, without reading one on the host, and never looks at `ids`. A class
@@ -132,14 +132,14 @@ class Key:
 
     It annotates the field, whose type says which words are values. meaning: its purpose, in the help; settings: the
     field of `Generation` that has the value of a text without the key (None: the default of the field); name: the key
-    (None: the field's name); choices: by word, the classes of rules that can stand there, whose own keys stand beside
+    (None: the field's name); rules: by word, the classes of rules that can stand there, whose own keys stand beside
     this one, and of which the first is the default.
     """
 
     meaning: str
     settings: str | None = None
     name: str | None = None
-    choices: Mapping[str, Callable[..., Any]] | None = None
+    rules: Mapping[str, Callable[..., Any]] | None = None
 
 
 TopK = Annotated[int | None, Key("draw from so many likeliest tokens")]
@@ -157,7 +157,7 @@ def require_filters(top_k: int | None, top_p: float, min_p: float) -> None:
         raise ValueError(f"min_p must be at least 0 and at most 1, got {min_p}")
 
 
-def decision_of(strategy: Strategy, canvases: Canvases) -> Decision:
+def checked_decision(strategy: Strategy, canvases: Canvases) -> Decision:
     """The decision of a strategy; RequestError where that is no decision about these canvases."""
     decision = strategy.decide(canvases)
     if not isinstance(decision, Decision):
@@ -228,7 +228,7 @@ def captured_shape(
     return shape if shape == Shape(1.0, shape.top_k, shape.top_p, shape.min_p) else None
 
 
-def groups_of(strategies: Sequence[Strategy], device: torch.device) -> tuple[tuple[Strategy, Tensor | None], ...]:
+def group_canvases(strategies: Sequence[Strategy], device: torch.device) -> tuple[tuple[Strategy, Tensor | None], ...]:
     """The pairs of each strategy and the canvases that have it (None: all have it)."""
     places: dict[Strategy, list[int]] = {}
     for place, strategy in enumerate(strategies):
@@ -238,17 +238,17 @@ def groups_of(strategies: Sequence[Strategy], device: torch.device) -> tuple[tup
     return tuple((strategy, torch.tensor(of_it, device=device)) for strategy, of_it in places.items())
 
 
-def decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]) -> Decision:
+def decide_groups(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]) -> Decision:
     """The decision about all canvases, made of the decisions of each strategy about its own."""
     strategy, places = groups[0]
     if places is None:
-        return decision_of(strategy, canvases)
+        return checked_decision(strategy, canvases)
     keep_BL = torch.zeros_like(canvases.kept_BL)
     stay_BL, stop_B = torch.zeros_like(keep_BL), torch.zeros_like(keep_BL[:, 0])
     final_BL: Tensor | None = None
     for strategy, places in groups:
         assert places is not None
-        decision = decision_of(strategy, _some(canvases, places))
+        decision = checked_decision(strategy, _some(canvases, places))
         keep_BL[places] = decision.keep_BL
         if decision.stay_BL is not None:
             stay_BL[places] = decision.stay_BL

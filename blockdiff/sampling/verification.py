@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.sampling.canvas_control import FREE, CanvasControl, grouped
-from blockdiff.sampling.predict import StepInputs, predict
-from blockdiff.sampling.strategies import head_of
+from blockdiff.sampling.predict import PredictInputs, predict
+from blockdiff.sampling.strategies import next_token_head
 from blockdiff.sampling.trace import Verification
 from blockdiff.seeding import Stream, uniform
 
@@ -57,7 +57,7 @@ def verify(
     mask_id = settings.diffusion.mask_id
     hidden, shapes, draws, controls, counts = list[Tensor](), [], list[Tensor](), list[CanvasControl | None](), []
     for sequence, hidden_LD in drafts:
-        head, draft = head_of(sequence.strategy), sequence.draft
+        head, draft = next_token_head(sequence.strategy), sequence.draft
         assert head is not None and draft is not None and sequence.last_hidden_D is not None
         first = len(sequence.tokens) + draft.num_verified
         end = min(len(sequence.tokens) + len(hidden_LD) + 1, sequence.max_tokens)  # the last one follows the draft
@@ -66,7 +66,7 @@ def verify(
         draws.append(uniform(sequence.seed, Stream.SAMPLE, (torch.arange(first, end, device=model.device), 0), 1))
         controls += head_controls(sequence, draft.num_verified, end - first)
         counts.append(end - first)
-    inputs = StepInputs(
+    inputs = PredictInputs(
         hidden_BLD=torch.cat(hidden)[:, None],
         tokens_BL=torch.full((len(shapes), 1), mask_id or 0, device=model.device),
         temperature=torch.tensor([shape.temperature for shape in shapes], device=model.device),
@@ -92,7 +92,7 @@ def head_controls(sequence: Sequence, first: int, count: int) -> abc.Sequence[Ca
 
 def _compared(sequence: Sequence, likeliest: list[int], drawn: list[int], is_finite: list[int]) -> Verification | None:
     """A draft beside the head's tokens in the places that did not stand before, and perhaps in the one after it."""
-    head, draft, proposed = head_of(sequence.strategy), sequence.draft, sequence.proposed
+    head, draft, proposed = next_token_head(sequence.strategy), sequence.draft, sequence.proposed
     assert head is not None and draft is not None
     own, fresh = drawn if head.temperature else likeliest, proposed[draft.num_verified :]
     agreed = next((n for n, token in enumerate(fresh) if token != own[n]), len(fresh))

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from blockdiff.errors import Closed, EngineError, Full, RequestError
 from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS, compile_limit
 from blockdiff.sampling.engine import Engine, Event
-from blockdiff.sampling.read import Choices, Read, Reading
+from blockdiff.sampling.read import Choices, Read, RunningRead
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.sequence import Sequence, sequences_of
-from blockdiff.sampling.settings import SamplingSettings, settings_of
+from blockdiff.sampling.sequence import Sequence, prepare_sequences
+from blockdiff.sampling.settings import SamplingSettings, sampling_settings
 from blockdiff.sampling.trace import Step
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class AsyncEngine:
             settings = settings or model.settings
             model = model.model
         self.model = model
-        self.settings = settings or settings_of(model, tokenizer)
+        self.settings = settings or sampling_settings(model, tokenizer)
         self._make = partial(Engine, model, settings=self.settings, max_waiting=sys.maxsize, **options)
         self._engine: Engine | None = (engine := self._make())
         self.max_prompt_tokens, self.prepare_seconds = max_prompt_tokens, prepare_seconds
@@ -134,7 +134,7 @@ class AsyncEngine:
         Raises RequestError for a request that cannot be answered, Full where too many wait, and EngineError where the
         engine fails. Closing the generator ends the request within one step.
         """
-        prepare = partial(sequences_of, request, self.settings, self.seed, self.model.device)
+        prepare = partial(prepare_sequences, request, self.settings, self.seed, self.model.device)
         async with aclosing(self._events(prepare, watch)) as events:
             async for event in events:
                 yield event
@@ -143,11 +143,11 @@ class AsyncEngine:
         self, request: Request, template: str, choices: Choices | None = None, steps: int = 1, draws: int = 4
     ) -> Read:
         """The distributions of a template's holes for a prompt, as in `Sampler.read`, with the errors of `generate`."""
-        readings: list[Reading] = []
+        readings: list[RunningRead] = []
 
         def prepare() -> list[Sequence]:
             given = request, template, choices, self.model, self.settings
-            readings.append(Reading.of(*given, steps=steps, draws=draws, seed=self.seed))
+            readings.append(RunningRead.prepare(*given, steps=steps, draws=draws, seed=self.seed))
             return readings[0].sequences
 
         async with aclosing(self._events(prepare)) as events:

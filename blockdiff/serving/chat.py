@@ -16,7 +16,7 @@ from fastapi.concurrency import run_in_threadpool
 from blockdiff.data.messages import BadRow, checked_tools
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT
-from blockdiff.sampling.constraints.json_schema import regex_of_schema
+from blockdiff.sampling.constraints.json_schema import schema_regex
 from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.request import Request
 from blockdiff.serving.answering import ApiCall, Server, respond
@@ -177,7 +177,7 @@ def _arguments(function: Mapping[str, Any]) -> str:
     schema = function.get("parameters") or {}
     if not schema.get("properties") and not schema.get("additionalProperties"):
         return r"\{\}"
-    return regex_of_schema(schema)
+    return schema_regex(schema)
 
 
 def _call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:

@@ -7,7 +7,7 @@ from typing import Any
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling.settings import SamplingSettings
-from blockdiff.sampling.strategies import adjusted, as_strategy, head_of
+from blockdiff.sampling.strategies import adjusted, as_strategy, next_token_head
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.seeding import child_seed
 from blockdiff.serving.limits import Limits
@@ -47,7 +47,7 @@ def strategy_of(body: GenerationBody, settings: SamplingSettings) -> Strategy | 
     """
     strategy = None if body.strategy is None else as_strategy(body.strategy, settings.generation)
     check_size("the strategy's corrections", getattr(strategy, "corrections", 0), MOST_CORRECTIONS)
-    has_head = head_of(strategy or settings.strategy) is not None
+    has_head = next_token_head(strategy or settings.strategy) is not None
     temperature = body.temperature or (0.0 if has_head and body.temperature is not None else None)
     if temperature is None and body.top_p in (None, 1):
         return strategy

@@ -52,7 +52,7 @@ class Built:
     learning_rate: Callable[[int], float]
     average: Ema | None
     distil: Distil | None
-    choices: DiffusionSettings
+    diffusion: DiffusionSettings
     facts: dict[str, Any]  # what must be the same for the run to be resumed
     steps: int  # the length of the run
     step: int  # the optimiser step of the checkpoint that was restored, 0 = none was
@@ -127,7 +127,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
             key = "steps" if recipe.train.epochs is None else "epochs"
             length = f"{getattr(recipe.train, key):g}"
             raise RunError(f"{saved}: already at step {step}, past train.{key} = {length}; raise train.{key} to go on")
-    choices = DiffusionSettings.of(objective, objective_record(recipe, objective))
+    diffusion = DiffusionSettings.of(objective, objective_record(recipe, objective))
     return Built(
         base=base,
         data=data,
@@ -139,8 +139,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         optimiser=optimiser,
         learning_rate=learning_rate,
         average=average,
-        distil=make_distil(recipe, base, model, choices, precision),
-        choices=choices,
+        distil=make_distil(recipe, base, model, diffusion, precision),
+        diffusion=diffusion,
         facts=facts,
         steps=data.steps,
         step=step,

@@ -30,7 +30,7 @@ from blockdiff.models.pages import PAGE_TOKENS
 from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Engine, Generation, Request, Sampler
-from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.trace import CommittedCanvas
 from blockdiff.seeding import Stream, to_uniform, words
 from blockdiff.training.recipe import Recipe
@@ -114,10 +114,10 @@ class Distil:
         for number, rollout in enumerate(rollouts):
             request = Request(number, tokens=rollout.prompt, seed=rollout.seed, max_new_tokens=settings.canvas_length)
             try:
-                [answer] = sequences_of(request, settings, device=model.device)
+                [answer] = prepare_sequences(request, settings, device=model.device)
             except RequestError as error:
                 raise DataError(f"objective.distil: a canvas of data.train cannot be rolled out: {error}") from None
-            answer.visitor = rollout.visit if is_visited else None
+            answer.on_inputs = rollout.visit if is_visited else None
             answers.append(answer)
         if not answers:
             return
@@ -165,7 +165,7 @@ class Distil:
 
 
 def make_distil(
-    recipe: Recipe, base: StartingModel, model: Any, choices: DiffusionSettings, precision: str | None
+    recipe: Recipe, base: StartingModel, model: Any, diffusion: DiffusionSettings, precision: str | None
 ) -> Distil | None:
     """The step distillation that a recipe asks for; RecipeError for a teacher of other tokens or canvases."""
     asked = recipe.objective.distil
@@ -190,7 +190,7 @@ def make_distil(
     # Without tokenizers nobody decodes the canvases.
     generation = replace(Generation.from_pretrained(directory), eos_ids=base.generation.eos_ids)
     teacher = Sampler(frozen, None, generation, DiffusionSettings.from_pretrained(directory))
-    return Distil(Sampler(model, None, base.generation, choices), teacher, recipe.seed, precision)
+    return Distil(Sampler(model, None, base.generation, diffusion), teacher, recipe.seed, precision)
 
 
 def below_adapters(model: Any, recipe: Recipe, base: StartingModel) -> Any:

@@ -77,7 +77,7 @@ def write_model(trainer: Trainer) -> str:
         which = f"the weights of step {step}, best {trainer.recipe.evaluation.best} {value:.4g}"
     if built.average is not None:
         which += " (averaged)"
-    base, beside = built.base, {"tokenizer": built.base.tokenizer, "choices": built.choices, "overwrite": True}
+    base, beside = built.base, {"tokenizer": built.base.tokenizer, "diffusion": built.diffusion, "overwrite": True}
     name = ADAPTER if trainer.recipe.lora.trains else MODEL
     with trainer.averaged(), _refused(trainer):
         if name == ADAPTER:
@@ -153,8 +153,8 @@ def consolidate(
     typical = family_of(found.config).model_class.typical
     kept = weights[typical if typical in weights else next(iter(weights))].dtype
     objective = without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
-    model, choices = objective.model, DiffusionSettings.of(objective, objective_record(recipe, objective))
-    beside = {"tokenizer": found.tokenizer, "generation": found.generation, "choices": choices}
+    model, diffusion = objective.model, DiffusionSettings.of(objective, objective_record(recipe, objective))
+    beside = {"tokenizer": found.tokenizer, "generation": found.generation, "diffusion": diffusion}
 
     def read(name: str, target: torch.dtype | None = None) -> Tensor:
         is_averaged = tensors.has(AVERAGE) and f"model.{name}" in tensors.tensors(AVERAGE)

@@ -253,8 +253,8 @@ class Trainer:
         base, data = self.built.base, self.built.data
         if self.sampler is None:  # one for all evaluations: it keeps what it captured, and weights change in place
             strategy = self.recipe.evaluation.strategy
-            self.sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.choices, strategy)
-            self.sampler.settings = replace(self.sampler.settings, reader=data.encoder.reader)
+            self.sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.diffusion, strategy)
+            self.sampler.settings = replace(self.sampler.settings, image_reader=data.encoder.reader)
         with self.averaged():
             sampled = sample_prompts(
                 self.sampler,

@@ -103,7 +103,7 @@ def test_a_run_samples_its_prompts_by_the_strategy_of_its_recipe(model, monkeypa
     given = Sampler.from_pretrained(model, dtype="float32")
     base = SimpleNamespace(tokenizer=given.tokenizer, generation=given.generation)
     data = SimpleNamespace(prompts=[], encoder=SimpleNamespace(reader=None))
-    built = SimpleNamespace(model=given.model, choices=given.choices, base=base, data=data, precision=None)
+    built = SimpleNamespace(model=given.model, diffusion=given.diffusion, base=base, data=data, precision=None)
     recipe = SimpleNamespace(seed=0, train=SimpleNamespace(autocast=None))
     recipe.evaluation = SimpleNamespace(strategy=TEXT, task="exact")
     alone = SimpleNamespace(is_main=False)

@@ -16,8 +16,8 @@ from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Engine, Generation, Request, Result, graphs
-from blockdiff.sampling.sequence import sequences_of
-from blockdiff.sampling.settings import settings_of
+from blockdiff.sampling.sequence import prepare_sequences
+from blockdiff.sampling.settings import sampling_settings
 from tests.families import CONFIGS, m3_config, small_model
 from tests.oracles.lockstep import generate_in_lockstep
 
@@ -159,9 +159,9 @@ def test_rows_in_pages_keep_their_own_selection_whoever_comes_and_goes():
 def test_the_engine_answers_with_kept_selections_as_the_loop_does(selection):
     model, settings = selecting(selection, True), Generation(max_new_tokens=24, max_steps=5, eos_ids=(2,), pad_id=0)
     requests = [Request(n, tokens=tokens(length, seed=n).tolist(), seed=n) for n, length in enumerate((30, 9, 41, 30))]
-    found, truth = settings_of(model, None, settings), {}
+    found, truth = sampling_settings(model, None, settings), {}
     for request in requests:
-        asked = sequences_of(request, found)
+        asked = prepare_sequences(request, found)
         generate_in_lockstep(model, found, asked)
         truth[request.id] = asked[0].tokens
     engine = Engine(model, generation=settings, page_tokens=8, max_rows=2)
@@ -180,7 +180,7 @@ def test_steps_that_keep_a_selection_are_not_captured(monkeypatch):
     monkeypatch.setattr(BlockDiffusionModel, "device", torch.device("cuda"))
     for model in models:
         model.kernels = SimpleNamespace(is_capturable=True)
-    assert [graphs.capture_of(model) for model in models] == ["captured", None]
+    assert [graphs.step_capture(model) for model in models] == ["captured", None]
 
 
 def test_a_config_says_how_canvases_select_and_files_keep_it(tmp_path):

@@ -86,7 +86,9 @@ def test_tokens_are_compared_and_not_only_their_hashes(model, monkeypatch):
             return 1
 
     monkeypatch.setattr(Link, "__hash__", lambda link: 0)
-    monkeypatch.setattr("blockdiff.models.page_rows.key_of", lambda values: Same(array("q", values).tobytes()))
+    monkeypatch.setattr(
+        "blockdiff.models.page_rows.packed_identities", lambda values: Same(array("q", values).tobytes())
+    )
     pages = Pages(model, 4)
     opened(pages, [tokens(8)])
     assert pages.reuse(pages.open(), tokens(8).tolist()) == 8

@@ -21,10 +21,10 @@ from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling.canvas_control import grouped
-from blockdiff.sampling.control import control_of
+from blockdiff.sampling.control import compile_control
 from blockdiff.sampling.predict import StepInputs, controlled_stats
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.settings import settings_of
+from blockdiff.sampling.settings import sampling_settings
 from blockdiff.sampling.step import CanvasStep, StepCall
 from blockdiff.sampling.strategy import captured_shape
 from tests.oracle import tiny_config
@@ -66,7 +66,7 @@ def step_of(
     model: DiffusionGemma, pages: Pages, rows: list[PagedRow], strategy: str | None = None
 ) -> Callable[[], Any]:
     """The step of canvases after these rows, by the default strategy or another, as a graph would hold it."""
-    settings, B = settings_of(model, None, Generation(), strategy=strategy), len(rows)
+    settings, B = sampling_settings(model, None, Generation(), strategy=strategy), len(rows)
     step = CanvasStep(model, settings, pages, B, keeps=False)
     shape = captured_shape(settings.strategy, 8)
     assert shape is not None
@@ -109,8 +109,10 @@ def test_what_holds_canvases_reads_nothing_and_brings_nothing_from_the_host(aske
     tokens_BL, step_B = torch.zeros(2, L, dtype=torch.int64, device=device), torch.zeros(2, device=device).long()
     uniform_BL, hidden_BLD = torch.zeros(2, L, device=device), torch.zeros(2, L, D, device=device)
     noise = DiffusionSettings() if mask_id is None else DiffusionSettings(corruption="mask", mask_id=mask_id)
-    settings = settings_of(model, tokenizer, Generation(eos_ids=(1,), pad_id=0), noise)
-    control = control_of(Request(0, tokens=[3], **asked), [3], settings, max_tokens=2 * L, max_steps=4, device=device)
+    settings = sampling_settings(model, tokenizer, Generation(eos_ids=(1,), pad_id=0), noise)
+    control = compile_control(
+        Request(0, tokens=[3], **asked), [3], settings, max_tokens=2 * L, max_steps=4, device=device
+    )
     [held] = grouped([control.begin(n) for n in range(2)])
     fixed = held.in_buffers({}, most=4, count=2)
     inputs = StepInputs(hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from blockdiff.models.pages import Pages
-from blockdiff.models.weights import memory_of, version_of
+from blockdiff.models.weights import weight_addresses, weights_version
 from tests.families import small_model
 
 pytestmark = pytest.mark.quick
@@ -64,12 +64,12 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_whoever_changes_weights_makes_another_version(change):
     model = small_model("llama", dtype=torch.float32)
-    before, memory = version_of(model), memory_of(model)
+    before, memory = weights_version(model), weight_addresses(model)
     model(torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)[None], spans_of(model))
-    assert version_of(model) == before
+    assert weights_version(model) == before
     CHANGES[change](model)
-    assert version_of(model) != before
-    assert (memory_of(model) != memory) == (change in ("assign", "moved", "dtype", "a module more", "a buffer"))
+    assert weights_version(model) != before
+    assert (weight_addresses(model) != memory) == (change in ("assign", "moved", "dtype", "a module more", "a buffer"))
 
 
 def spans_of(model: Any) -> dict[str, Any]:

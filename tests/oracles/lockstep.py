@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from blockdiff.sampling.canvas_control import grouped
-from blockdiff.sampling.predict import StepInputs, predict
+from blockdiff.sampling.predict import PredictInputs, predict
 from blockdiff.sampling.sequence import NOT_FINITE, Sequence
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.step import STEPS_AHEAD, draw_ahead, second_draws
-from blockdiff.sampling.strategy import Canvases, decision_of
+from blockdiff.sampling.strategy import Canvases, checked_decision
 from blockdiff.seeding import signed
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _denoise(
         hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
         held = grouped(controls)
         step_B = torch.full_like(steps_B, step)
-        inputs = StepInputs(hidden_BLD, canvas_BL, shape.temperature, uniform_BL, step_B)
+        inputs = PredictInputs(hidden_BLD, canvas_BL, shape.temperature, uniform_BL, step_B)
         stats = predict(model, inputs, held, [shape] * len(live), mask_id, settings.diffusion.prediction)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
@@ -165,7 +165,7 @@ def _denoise(
             noise_probability=1 / model.vocab_size if mask_id is None else 0.0,
             draw=partial(draws.second, step),
         )
-        decision = decision_of(strategy, canvases)
+        decision = checked_decision(strategy, canvases)
         kept_BL, standing_BL = decision.kept_BL, decision.standing(canvases)
         is_last = step + 1 == max_steps
         if decision.stop_B is None and not is_last:

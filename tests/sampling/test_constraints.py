@@ -18,11 +18,11 @@ from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints import compile_child, json_schema, outlines
 from blockdiff.sampling.constraints import regex as expressions
 from blockdiff.sampling.constraints.byte_automaton import without
-from blockdiff.sampling.constraints.json_schema import FORMATS, NumberRange, regex_of_schema
+from blockdiff.sampling.constraints.json_schema import FORMATS, NumberRange, schema_regex
 from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, forced, paths
-from blockdiff.sampling.constraints.regex import of_regex
-from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, of_bytes
+from blockdiff.sampling.constraints.regex import regex_automaton
+from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, token_automaton
 from blockdiff.sampling.constraints.tokens import Tokens, token_bytes
 from tests.chat_tokenizer import chat_tokenizer
 from tests.random_regex import random_regex
@@ -34,7 +34,7 @@ V = len(TEXTS)
 
 
 def automaton_of(regex: str, eos=(EOS, EOS_2), pad: int | None = PAD, **options) -> TokenAutomaton:
-    return of_bytes(of_regex(regex), Tokens([text.encode() for text in TEXTS], V), eos, pad, **options)
+    return token_automaton(regex_automaton(regex), Tokens([text.encode() for text in TEXTS], V), eos, pad, **options)
 
 
 def said(tokens) -> str | None:
@@ -58,7 +58,7 @@ def fits(regex: str, tokens) -> bool:
     ["a|ab", "a*?", "a+b?", "(a|b)*abb", "^a$", r"a\$", "(|a)b", "a{0}", "[^a]b?", "é|e", "(?:ab|a)(?:bc|c)?", "a??"],
 )
 def test_an_automaton_holds_the_texts_that_the_expression_matches_as_a_whole(regex):
-    automaton = of_regex(regex)
+    automaton = regex_automaton(regex)
     for length in range(5):
         for letters in itertools.product("abcé$", repeat=length):
             text = "".join(letters)
@@ -71,13 +71,13 @@ def test_automata_of_random_expressions_agree_with_python(monkeypatch):
     words = ["".join(letters) for length in range(6) for letters in itertools.product("ab", repeat=length)]
     for _ in range(150):
         regex = random_regex(generator, "ab")
-        automaton, compiled = of_regex(regex), re.compile(regex)
+        automaton, compiled = regex_automaton(regex), re.compile(regex)
         for word in words:
             assert automaton.accepts(word.encode()) == bool(compiled.fullmatch(word)), (regex, word)
 
 
 def test_words_that_must_not_occur():
-    automaton, both = without((b"ab", b"bca")), of_regex("[abc]*c").both(without((b"ab", b"bca")))
+    automaton, both = without((b"ab", b"bca")), regex_automaton("[abc]*c").both(without((b"ab", b"bca")))
     for length in range(6):
         for letters in itertools.product("abc", repeat=length):
             text = "".join(letters)
@@ -105,13 +105,13 @@ def test_words_that_must_not_occur():
 )
 def test_what_is_no_usable_expression_is_refused_in_one_line(regex, message):
     with pytest.raises(RequestError, match=message) as caught:
-        of_regex(regex)
+        regex_automaton(regex)
     assert "\n" not in str(caught.value)
 
 
 def test_languages_without_a_common_text_are_refused():
     with pytest.raises(RequestError, match="no text satisfies the constraint"):
-        of_regex("a+").both(of_regex("b+"))
+        regex_automaton("a+").both(regex_automaton("b+"))
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_automata_over_tokens_are_those_of_outlines_core_but_for_the_end():
     regex = r'\{"name":[ ]?"[^"\\]{0,6}",[ ]?"age":[ ]?[0-9]{1,3}\}'
     index = Index(regex, Vocabulary(1, of_text))
     theirs, finals = index.get_transitions(), index.get_final_states()
-    mine = of_bytes(of_regex(regex), Tokens(texts, len(texts)), [1], None)
+    mine = token_automaton(regex_automaton(regex), Tokens(texts, len(texts)), [1], None)
     same = {index.get_initial_state(): 0}
     todo = list(same)
     for state in todo:
@@ -217,7 +217,7 @@ def test_the_empty_text_is_an_eos_and_without_one_it_cannot_be():
 def test_an_expression_of_long_texts_is_refused_before_anything_is_compiled(regex, monkeypatch):
     monkeypatch.setattr(expressions, "call_outlines", None)
     with pytest.raises(RequestError, match="shorten its counted repetitions"):
-        of_regex(regex)
+        regex_automaton(regex)
 
 
 def test_an_expression_of_too_many_states_is_refused():
@@ -227,32 +227,32 @@ def test_an_expression_of_too_many_states_is_refused():
 
 
 def test_compiling_ends_when_its_time_or_memory_does(monkeypatch):
-    automaton, tokens = of_regex("a+b?"), Tokens([text.encode() for text in TEXTS], V)
+    automaton, tokens = regex_automaton("a+b?"), Tokens([text.encode() for text in TEXTS], V)
     huge = "(a|b)*a(a|b){40}"  # 2 ** 41 states
     with (
         compile_limit(0.2),
         compile_limit(100),
         pytest.raises(RequestError, match=r"more than 0\.2 seconds"),
     ):
-        of_regex(huge)
-    for part in (lambda: automaton.both(automaton), lambda: of_bytes(automaton, tokens, (EOS,), None)):
+        regex_automaton(huge)
+    for part in (lambda: automaton.both(automaton), lambda: token_automaton(automaton, tokens, (EOS,), None)):
         with compile_limit(0.0), pytest.raises(RequestError, match="more than 0 seconds"):
             part()
     monkeypatch.setattr(outlines, "COMPILE_BYTES", 64 << 20)
     with pytest.raises(RequestError, match="more than 64 MiB to compile"):
-        of_regex(huge)
+        regex_automaton(huge)
 
 
 def test_a_compiler_that_fails_otherwise_is_not_said_to_lack_memory(monkeypatch, tmp_path):
     (tmp_path / "child.py").write_text("raise SystemError('it broke')")
     monkeypatch.setattr(compile_child, "__file__", str(tmp_path / "child.py"))
     with pytest.raises(RequestError, match="cannot be compiled: outlines-core ended with SystemError: it broke"):
-        of_regex("a[0-6]{3}b")
+        regex_automaton("a[0-6]{3}b")
 
 
 def test_texts_that_an_automaton_reads_alike_are_followed_once():
     words = [f"{a}{b}" for a in "abcdefgh" for b in "abcdefgh"]
-    tree = Tokens([word.encode() for word in [*words, "a-", "-a", "a"]], 67).read_by(of_regex("[a-z]{0,300}"))
+    tree = Tokens([word.encode() for word in [*words, "a-", "-a", "a"]], 67).read_by(regex_automaton("[a-z]{0,300}"))
     assert [len(byte) for _, byte in tree.levels] == [1, 1] and tree.leaf_N.unique().tolist() == [0, 1, 2]
 
 
@@ -384,7 +384,7 @@ SCHEMAS = [
 
 def random_documents(schema, generator: random.Random, tries: int) -> set[str]:
     """Texts that the automaton of a schema accepts, by random ways that soon end strings, arrays and objects."""
-    automaton, texts = of_regex(regex_of_schema(schema)), set()
+    automaton, texts = regex_automaton(schema_regex(schema)), set()
     for _ in range(tries):
         state, text = 0, bytearray()
         while not (bool(automaton.is_accepting_S[state]) and generator.random() < 0.5):
@@ -473,7 +473,7 @@ def test_patterns_are_those_of_a_json_schema(pattern, held, left_out):
         "properties": {"a": {"type": ["string", "null"], "pattern": pattern}},
         "required": ["a"],
     }
-    automaton = of_regex(regex_of_schema(schema))
+    automaton = regex_automaton(schema_regex(schema))
     assert automaton.accepts(b'{"a":null}')
     for text in (*held, *left_out):
         written = json.dumps({"a": text}, ensure_ascii=False).encode()
@@ -509,12 +509,12 @@ def test_patterns_are_those_of_a_json_schema(pattern, held, left_out):
     ],
 )
 def test_a_format_holds_its_texts_and_no_others(name, held, left_out):
-    automaton = of_regex(regex_of_schema({"type": "string", "format": name}))
+    automaton = regex_automaton(schema_regex({"type": "string", "format": name}))
     assert [text for text in held + left_out if automaton.accepts(f'"{text}"'.encode())] == held
 
 
 def test_the_dates_are_those_of_the_calendar():
-    expression = re.compile(regex_of_schema({"type": "string", "format": "date"}))
+    expression = re.compile(schema_regex({"type": "string", "format": "date"}))
     for year in (*range(1, 10), 99, 100, 400, *range(1896, 1910), *range(1995, 2030), 2100, 2400, 9996, 9999):
         for month in range(14):
             for day in range(33):
@@ -565,7 +565,7 @@ def test_the_dates_are_those_of_the_calendar():
 )
 def test_what_an_expression_would_not_hold_of_a_schema_is_refused_by_name(schema, message):
     with pytest.raises(RequestError, match=message) as caught:
-        regex_of_schema(schema)
+        schema_regex(schema)
     assert "\n" not in str(caught.value)
 
 

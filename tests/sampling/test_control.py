@@ -15,9 +15,9 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import DiffusionSettings, Recorder, Request, Sampler, canvas_control
 from blockdiff.sampling.canvas_control import FREE, grouped
-from blockdiff.sampling.control import Control, control_of
-from blockdiff.sampling.predict import StepInputs, predict
-from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.control import Control, compile_control
+from blockdiff.sampling.predict import PredictInputs, predict
+from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import Composed
 from blockdiff.sampling.template import Hole, parse_template
@@ -42,9 +42,9 @@ def settings(canvases: int = 3, **changes) -> Generation:
     return Generation(max_steps=5, max_new_tokens=canvases * L, eos_ids=(EOS,), pad_id=PAD, **changes)
 
 
-def sampler(canvases: int = 3, choices: DiffusionSettings | None = None, script=None, tokenizer=TOKENIZER) -> Sampler:
+def sampler(canvases: int = 3, diffusion: DiffusionSettings | None = None, script=None, tokenizer=TOKENIZER) -> Sampler:
     model = ScriptedModel(script or random_script(L, V, {}, {}), L, V)
-    return sampler_for(model, tokenizer, settings(canvases), choices)
+    return sampler_for(model, tokenizer, settings(canvases), diffusion)
 
 
 def asked(**options) -> Request:
@@ -59,7 +59,7 @@ def answering(tokenizer, length: int = L, mask_id: int | None = None) -> Samplin
 def control(canvases: int = 3, mask_id: int | None = None, tokenizer=TOKENIZER, **options) -> Control | None:
     request = asked(**options)
     request.check()
-    return control_of(request, [3], answering(tokenizer, mask_id=mask_id), max_tokens=canvases * L, max_steps=5)
+    return compile_control(request, [3], answering(tokenizer, mask_id=mask_id), max_tokens=canvases * L, max_steps=5)
 
 
 def spell(text: str) -> list[int]:
@@ -100,10 +100,10 @@ def test_a_hole_that_no_model_can_fill_is_refused():
         parse_template("a<?999999999>")
 
 
-@pytest.mark.parametrize("choices", [None, MASKED], ids=["uniform noise", "mask noise"])
-def test_a_template_stands_as_written_over_any_number_of_canvases(choices):
+@pytest.mark.parametrize("diffusion", [None, MASKED], ids=["uniform noise", "mask noise"])
+def test_a_template_stands_as_written_over_any_number_of_canvases(diffusion):
     template, recorder = "ab<?4>c<?1>dd<?5>a", Recorder()
-    (result,) = sampler(1, choices).generate([asked(template=template)], on_step=recorder.step)
+    (result,) = sampler(1, diffusion).generate([asked(template=template)], on_step=recorder.step)
     assert re.fullmatch("ab[a-d]{4}c[a-d]dd[a-d]{5}a", result.text) and result.finish_reason == "eos"
     assert len(result.steps) == 3 and result.tokens == [*spell(result.text), EOS]
     pins = [*spell("ab"), *[FREE] * 4, *spell("c"), FREE, *spell("dd"), *[FREE] * 5, *spell("a"), EOS, EOS]
@@ -133,13 +133,13 @@ def test_holes_are_filled_with_text_alone_however_likely_other_tokens_are():
 # -- constraints ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choices", [None, MASKED], ids=["uniform noise", "mask noise"])
-def test_committed_texts_satisfy_random_expressions_whatever_the_logits_are(choices):
+@pytest.mark.parametrize("diffusion", [None, MASKED], ids=["uniform noise", "mask noise"])
+def test_committed_texts_satisfy_random_expressions_whatever_the_logits_are(diffusion):
     generator, requests = random.Random(3), []
     for number in range(30):
         regex = random_regex(generator, LETTERS)
         requests.append(Request(number, tokens=[number % V], regex=regex, seed=number))
-    results = streamed(sampler(3, choices), requests)
+    results = streamed(sampler(3, diffusion), requests)
     answered = 0
     for request, result in zip(requests, results, strict=True):
         if result.error is None:
@@ -151,11 +151,11 @@ def test_committed_texts_satisfy_random_expressions_whatever_the_logits_are(choi
     assert {len(result.steps) for result in results if not result.error} == {1, 2, 3}, "some take several canvases"
 
 
-@pytest.mark.parametrize("choices", [None, MASKED], ids=["uniform noise", "mask noise"])
-def test_a_template_and_an_expression_hold_together(choices):
+@pytest.mark.parametrize("diffusion", [None, MASKED], ids=["uniform noise", "mask noise"])
+def test_a_template_and_an_expression_hold_together(diffusion):
     forms = {"a<?5>b<?3>": "(a|bb)*c?", "<?4>c<?8>": "(?:abc?|dc)+", "<?6>": "a*d"}
     requests = [Request(n, tokens=[3], template=each, regex=forms[each]) for n, each in enumerate(forms)]
-    for request, result in zip(requests, sampler(1, choices).generate(requests), strict=True):
+    for request, result in zip(requests, sampler(1, diffusion).generate(requests), strict=True):
         assert result.error is None and re.fullmatch(request.regex, result.text)
         assert re.fullmatch(re.sub(r"<\?(\d+)>", r".{\1}", request.template), result.text)
 
@@ -169,7 +169,7 @@ def test_statistics_under_a_constraint_are_those_of_all_canvases_that_satisfy_it
     """Best canvas, marginal entropies, probabilities of samples and their frequencies, against an enumeration."""
     length, n = 3, 6_000
     regex = "(?:a|bc|[cd]{3})+"
-    held = control_of(asked(regex=regex), [3], answering(TOKENIZER, length), max_tokens=length, max_steps=5)
+    held = compile_control(asked(regex=regex), [3], answering(TOKENIZER, length), max_tokens=length, max_steps=5)
     z = torch.randn(length, V, generator=torch.Generator().manual_seed(0)) * 1.5
     canvases, weights = [], []
     for tokens in itertools.product(range(V), repeat=length):
@@ -188,7 +188,7 @@ def test_statistics_under_a_constraint_are_those_of_all_canvases_that_satisfy_it
     uniform = torch.rand(n, length, generator=torch.Generator().manual_seed(1))
     canvas = torch.zeros(n, length, dtype=torch.int64)
     together = grouped(controls)
-    inputs = StepInputs(z.expand(n, -1, -1), canvas, 0.7, uniform, step_B=torch.zeros(n).long())
+    inputs = PredictInputs(z.expand(n, -1, -1), canvas, 0.7, uniform, step_B=torch.zeros(n).long())
     stats = predict(model, inputs, together)
     assert stats.argmax[0].tolist() == list(canvases[int(truth.argmax())])
     torch.testing.assert_close(stats.entropy[0], torch.special.entr(marginal).sum(-1).float(), atol=1e-4, rtol=1e-4)
@@ -222,7 +222,7 @@ def test_a_template_that_spells_a_control_token_keeps_it_as_text():
     tokenizer = chat_tokenizer()
     request = Request(0, tokens=[9], template="<eos>a<?1>")
     of_chats = replace(answering(tokenizer, 16), vocab_size=len(tokenizer))
-    held = control_of(request, [9], of_chats, max_tokens=of_chats.canvas_length, max_steps=5)
+    held = compile_control(request, [9], of_chats, max_tokens=of_chats.canvas_length, max_steps=5)
     assert held is not None and held.pins is not None
     assert tokenizer.decode(held.pins[:6]) == "<eos>a" and held.pins[6:] == [FREE, *[EOS] * 9]
 
@@ -272,12 +272,12 @@ def test_a_draft_that_is_all_noise_is_no_draft():
     assert [(result.tokens, result.steps) for result in plain] == [(result.tokens, result.steps) for result in drafted]
 
 
-@pytest.mark.parametrize("choices", [None, MASKED], ids=["uniform noise", "mask noise"])
+@pytest.mark.parametrize("diffusion", [None, MASKED], ids=["uniform noise", "mask noise"])
 @pytest.mark.parametrize("noise,first_step", [(0.0, 4), (0.4, 3), (1.0, 0)])
-def test_a_draft_enters_the_schedule_at_the_step_of_its_noise(noise, first_step, choices):
+def test_a_draft_enters_the_schedule_at_the_step_of_its_noise(noise, first_step, diffusion):
     recorder = Recorder()
     draft = "abcdabcda"
-    (result,) = sampler(3, choices).generate([asked(draft=draft, noise=noise)], on_step=recorder.step)
+    (result,) = sampler(3, diffusion).generate([asked(draft=draft, noise=noise)], on_step=recorder.step)
     of_canvas = [recorder.traces[0].steps_of(canvas) for canvas in range(len(result.steps))]
     assert {steps[0].step for steps in of_canvas[:2]} == {first_step}
     assert result.steps == [len(steps) for steps in of_canvas]
@@ -285,7 +285,7 @@ def test_a_draft_enters_the_schedule_at_the_step_of_its_noise(noise, first_step,
         assert of_canvas[2][0].step == 0, "the draft has two canvases; the third begins as noise"
     clean = [*spell(draft), EOS, EOS, EOS]
     noise_L = Draws(torch.tensor([recorder_seed()]), 0, L, V).of_step(first_step)[1][0].tolist()
-    filled = [MASK] * L if choices else noise_L
+    filled = [MASK] * L if diffusion else noise_L
     seen = of_canvas[0][0].tokens
     assert all(token in (mine, other) for token, mine, other in zip(seen, clean, filled, strict=False))
     if noise == 0.0:
@@ -332,7 +332,7 @@ def test_the_engine_answers_as_the_loop_in_lockstep_does_and_groups_of_rows_chan
     requests = [Request(n, tokens=[3 + n % 4], max_steps=20, **options[n % 8]) for n in range(24)]
     engine = sampler()
     results = engine.generate(requests)
-    asked = [sequence for request in requests for sequence in sequences_of(request, engine.settings)]
+    asked = [sequence for request in requests for sequence in prepare_sequences(request, engine.settings)]
     generate_in_lockstep(engine.model, engine.settings, asked)
     assert results == [each.result(engine.settings) for each in asked]
     monkeypatch.setattr(canvas_control, "NUMBERS", 1)

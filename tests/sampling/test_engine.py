@@ -18,8 +18,8 @@ from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.sequence import sequences_of
-from blockdiff.sampling.settings import settings_of
+from blockdiff.sampling.sequence import prepare_sequences
+from blockdiff.sampling.settings import sampling_settings
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from tests.families import small_model
 from tests.oracle import oracle, ours, tiny_config
@@ -56,10 +56,10 @@ def requests_of(count: int, longest: int = 60, seed: int = 5, vocabulary: int = 
 
 def alone(model, requests: list[Request], generation: Generation = LIVELY) -> dict[str | int, Result]:
     """The answers of the loop in lockstep, each request by itself."""
-    settings = settings_of(model, None, generation)
+    settings = sampling_settings(model, None, generation)
     results = {}
     for request in requests:
-        [asked] = sequences_of(request, settings)
+        [asked] = prepare_sequences(request, settings)
         generate_in_lockstep(model, settings, [asked])
         results[request.id] = asked.result(settings)
     return results

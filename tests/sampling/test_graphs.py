@@ -21,7 +21,7 @@ from blockdiff.sampling.control import Control
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.graphs import CudaCapture, Graphs, HostCopy
 from blockdiff.sampling.request import Request, Result
-from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound, Never, Sticky
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, captured_shape
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
@@ -54,7 +54,7 @@ def model() -> Any:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Steps are recorded, and attention reads block tables, as on a GPU."""
     recorder = Recorder()
-    monkeypatch.setattr(engines, "capture_of", lambda model: recorder)
+    monkeypatch.setattr(engines, "step_capture", lambda model: recorder)
     monkeypatch.setattr("blockdiff.kernels.span_attention.torch.SMALL_SCORES", -1)  # which looks for empty rows
     return recorder
 
@@ -121,10 +121,10 @@ HOLDS = {
 
 
 @pytest.mark.parametrize(
-    "choices", [None, DiffusionSettings(corruption="mask", mask_id=13)], ids=["uniform noise", "mask noise"]
+    "diffusion", [None, DiffusionSettings(corruption="mask", mask_id=13)], ids=["uniform noise", "mask noise"]
 )
 @pytest.mark.parametrize("kind", HOLDS)
-def test_rows_that_are_held_alike_are_replayed_with_what_holds_each(model, recorder, kind, choices):
+def test_rows_that_are_held_alike_are_replayed_with_what_holds_each(model, recorder, kind, diffusion):
     tokenizer = character_tokenizer("abcd")
     requests = [
         replace(each, max_steps=6 - n % 2, max_new_tokens=4 * L, **HOLDS[kind][n // 2 % 2])
@@ -137,7 +137,7 @@ def test_rows_that_are_held_alike_are_replayed_with_what_holds_each(model, recor
         recorder,
         tokenizer=tokenizer,
         generation=settings,
-        choices=choices,
+        diffusion=diffusion,
         strategy="quota:stopping=never",
     )
     assert len({tuple(result.tokens) for result in found.values()}) == 5
@@ -150,7 +150,7 @@ def test_rows_that_are_held_by_several_things_run_as_they_are(model, recorder):
 
 
 def test_masks_are_replayed(model, recorder):
-    same_answers(model, requests_of(2), recorder, choices=DiffusionSettings(corruption="mask", mask_id=7))
+    same_answers(model, requests_of(2), recorder, diffusion=DiffusionSettings(corruption="mask", mask_id=7))
 
 
 def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
@@ -158,7 +158,7 @@ def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
     for graphs in (False, True):
         engine = Engine(model, None, LIVELY, page_tokens=8, buckets=BUCKETS, graphs=graphs)
         for request in requests_of(2, max_steps=10):
-            [asked] = sequences_of(request, engine.settings)
+            [asked] = prepare_sequences(request, engine.settings)
             asked.control = Control(L, 2 * L, 10, model.device, start=[30, 40] * L, noise=0.25)
             engine.enter([asked])
         while engine.step():
@@ -288,7 +288,7 @@ class Broken(Recorder):
 def test_what_turns_out_not_to_be_capturable_runs_as_it_is_with_one_warning(model, recorder, monkeypatch):
     requests, broken = requests_of(3), Broken()
     expected = answers(model, requests, False)
-    monkeypatch.setattr(engines, "capture_of", lambda model: broken)
+    monkeypatch.setattr(engines, "step_capture", lambda model: broken)
     with pytest.warns(UserWarning, match="without CUDA graphs: operation not permitted when .* capturing;") as all_:
         assert answers(model, requests, True) == expected
     assert broken.captures == 1 and broken.runs > 10

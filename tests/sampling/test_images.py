@@ -17,7 +17,7 @@ from blockdiff.errors import RequestError
 from blockdiff.images import PlacedImage
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Engine, Request, Result, Sampler
-from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.sequence import prepare_sequences
 from tests.families import m3_config, small_model
 from tests.pictures import Row, gemma_config, image_row, minimax_config, pair, picture
 from tests.sampling.test_parity import SameDraws, their_config
@@ -162,8 +162,8 @@ def test_a_long_stream_holds_the_pictures_of_a_part_of_its_prompts(gemma, rows, 
     taken = []
     monkeypatch.setattr("blockdiff.sampling.sampler.TOGETHER", 2)
     monkeypatch.setattr(
-        "blockdiff.sampling.sampler.sequences_of",
-        lambda request, *others: taken.append(request.id) or sequences_of(request, *others),
+        "blockdiff.sampling.sampler.prepare_sequences",
+        lambda request, *others: taken.append(request.id) or prepare_sequences(request, *others),
     )
     stream = Sampler(gemma, None, LIVELY).stream([asked(n, rows[n % 6], max_steps=1) for n in range(36)], batch_size=1)
     first = next(stream)
@@ -205,5 +205,5 @@ def test_a_samplers_pictures_are_cut_as_the_models_family_says(tmp_path):
     values = {"image_processor_type": "MiniMaxM3VLImageProcessorFast", **sizes}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
     sampler = Sampler(blockdiff.load(tmp_path, device="cpu"), generation=replace(LIVELY, max_new_tokens=4))
-    tokens = [5, *[config.image_token_index] * sampler.settings.reader.read(png()).tokens, 6]
+    tokens = [5, *[config.image_token_index] * sampler.settings.image_reader.read(png()).tokens, 6]
     assert len(sampler.generate([Request("a", tokens=tokens, images=[png()])])[0].tokens) == 4

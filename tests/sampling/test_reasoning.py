@@ -14,7 +14,7 @@ from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
 from blockdiff.sampling.response import ResponseParser, parse
-from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.sequence import prepare_sequences
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -86,7 +86,7 @@ def test_a_result_has_its_reasoning_apart():
     model = init(tiny_config(canvas_length=32, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
     sampler = Sampler(model, TOKENIZER, Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,)))
     said = TOKENIZER(f"{OPENED}6 * 7{CLOSED}42", add_special_tokens=False)["input_ids"]
-    [asked] = sequences_of(Request("a", messages=CHAT, thinking=True), sampler.settings)
+    [asked] = prepare_sequences(Request("a", messages=CHAT, thinking=True), sampler.settings)
     asked.commit([*said, 1], 3, (1,))
     result = asked.result(sampler.settings)
     assert (result.reasoning, result.text, result.tokens) == ("6 * 7", "42", [*said, 1])

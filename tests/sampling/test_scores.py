@@ -92,8 +92,8 @@ def test_a_canvas_is_scored_from_its_own_encode_and_the_token_before_it(model):
     assert found == pytest.approx(score(model, [context], [first + second])[0].logprobs, abs=1e-5)
 
 
-def sampler_of(model, **choices) -> Sampler:
-    return Sampler(model, LETTERS, SETTINGS, DiffusionSettings(**choices))
+def sampler_of(model, **diffusion) -> Sampler:
+    return Sampler(model, LETTERS, SETTINGS, DiffusionSettings(**diffusion))
 
 
 def test_a_result_has_the_log_probability_of_every_token_of_it_where_asked_for(model):

@@ -12,7 +12,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.sampling import DiffusionSettings
-from blockdiff.sampling.predict import StepInputs, predict
+from blockdiff.sampling.predict import PredictInputs, predict
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.strategies import Ancestral, Composed, Never
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
@@ -35,10 +35,10 @@ def test_rows_of_unlike_shapes_are_shaped_each_in_its_own_way():
     temperature = torch.linspace(0.5, 1.5, 6)
     shapes = [Shape(0.5), Shape(0.7, top_k=2), Shape(0.9), Shape(1.1, top_p=0.3), Shape(1.3, top_k=2), Shape(1.5)]
     shapes[5] = Shape(1.5, alpha=0.5, is_of_others=True, is_of_seen=True)
-    inputs = StepInputs(hidden, canvas, temperature, uniform)
+    inputs = PredictInputs(hidden, canvas, temperature, uniform)
     together = predict(model, inputs, shapes=shapes, prediction="posterior")
     for row, shape in enumerate(shapes):
-        own = StepInputs(hidden[row, None], canvas[row, None], temperature[row, None], uniform[row, None])
+        own = PredictInputs(hidden[row, None], canvas[row, None], temperature[row, None], uniform[row, None])
         alone = predict(model, own, shapes=[shape])
         assert all(torch.equal(a[row : row + 1], b) for a, b in zip(together, alone, strict=True))
     log_p = (hidden[1] / temperature[1]).topk(2).values.log_softmax(-1)
@@ -53,7 +53,7 @@ def test_rows_of_unlike_shapes_are_shaped_each_in_its_own_way():
 def test_what_a_seen_token_says_of_itself_is_added_or_taken_away(prediction, is_of_others, sign):
     model, hidden, canvas, uniform = model_and_inputs()
     alpha, shape = 0.75, Shape(0.8, alpha=0.75, is_of_others=is_of_others, is_of_seen=True)
-    inputs = StepInputs(hidden, canvas, 0.8, uniform)
+    inputs = PredictInputs(hidden, canvas, 0.8, uniform)
     stats = predict(model, inputs, shapes=[shape] * 6, prediction=prediction)
     bonus = float(leave_one_out_bonus(Linear(), torch.tensor([[1 - alpha]]), V))
     z = hidden + sign * bonus * torch.nn.functional.one_hot(canvas, V)
@@ -66,7 +66,7 @@ def test_under_mask_noise_a_seen_token_is_carried_over_whatever_alpha():
     model, hidden, canvas, uniform = model_and_inputs()
     canvas[:, ::2] = 7
     shape = Shape(0.8, alpha=0.75, is_of_others=True)
-    inputs = StepInputs(hidden, canvas, 0.8, uniform)
+    inputs = PredictInputs(hidden, canvas, 0.8, uniform)
     shaped = predict(model, inputs, mask_id=7, shapes=[shape] * 6)
     plain = predict(model, inputs, mask_id=7)
     assert all(torch.equal(a, b) for a, b in zip(shaped, plain, strict=True))
@@ -107,8 +107,8 @@ def test_a_leave_one_out_model_gives_its_posterior_to_the_strategy_that_asks_for
     seen = {}
     for prediction in ("posterior", "leave_one_out"):
         watch = Watch(Ancestral(stopping=Never()), ([],))
-        choices = DiffusionSettings(prediction=prediction)
-        sampler_for(model, None, generation, choices, strategy=watch).generate([Request(0, tokens=[7])])
+        diffusion = DiffusionSettings(prediction=prediction)
+        sampler_for(model, None, generation, diffusion, strategy=watch).generate([Request(0, tokens=[7])])
         seen[prediction] = watch.seen[0]
     first, loo = (seen[prediction][0].stats for prediction in seen)
     assert torch.equal(first.entropy, loo.entropy)  # all is noise: what is seen says nothing

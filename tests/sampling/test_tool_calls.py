@@ -12,8 +12,8 @@ from blockdiff.data.rows import check_row
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.sampling import Generation, Request
 from blockdiff.sampling.response import ResponseParser, parse
-from blockdiff.sampling.sequence import sequences_of
-from blockdiff.sampling.settings import settings_of
+from blockdiff.sampling.sequence import prepare_sequences
+from blockdiff.sampling.settings import sampling_settings
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -59,8 +59,8 @@ def test_a_call_that_training_teaches_is_read_back_and_stands_apart(tokenizer):
     response = example.tokens[slice(*example.responses[0])]
     model = init(tiny_config(canvas_length=32, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
     tokenizer.chat_template = encoder.template
-    settings = settings_of(model, tokenizer, Generation(max_steps=1, max_new_tokens=320, eos_ids=(1,)))
-    [answer] = sequences_of(Request("a", messages=[asked]), settings)
+    settings = sampling_settings(model, tokenizer, Generation(max_steps=1, max_new_tokens=320, eos_ids=(1,)))
+    [answer] = prepare_sequences(Request("a", messages=[asked]), settings)
     answer.commit([*response, 1], 3, (1,))
     result = answer.result(settings)
     assert (result.tool_calls, result.text) == ([wanted, wanted], "so: ")

@@ -17,7 +17,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import BlockDiffusionModel
-from blockdiff.models.page_keys import identities_of
+from blockdiff.models.page_keys import unpacked_identities
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import (
     Canvases,
@@ -122,11 +122,11 @@ def test_company_and_preemption_change_no_token(model, options):
 
 @pytest.mark.parametrize("noise", ["uniform", "mask"])
 def test_models_of_any_noise_and_prediction_verify(model, noise):
-    choices = DiffusionSettings(corruption=noise, mask_id=7 if noise == "mask" else None, prediction="leave_one_out")
+    diffusion = DiffusionSettings(corruption=noise, mask_id=7 if noise == "mask" else None, prediction="leave_one_out")
     asked = requests(4)
-    expected = tokens_of(model, NextToken(1.2), asked, choices=choices)
+    expected = tokens_of(model, NextToken(1.2), asked, diffusion=diffusion)
     assert not any(7 in tokens for tokens in expected) or noise == "uniform"
-    assert tokens_of(model, Verified(NextToken(1.2), 2), asked, choices=choices) == expected
+    assert tokens_of(model, Verified(NextToken(1.2), 2), asked, diffusion=diffusion) == expected
 
 
 def test_captured_steps_draft_the_same(model, monkeypatch):
@@ -136,7 +136,7 @@ def test_captured_steps_draft_the_same(model, monkeypatch):
     monkeypatch.setattr("blockdiff.kernels.span_attention.torch.SMALL_SCORES", -1)
     for each, eager in zip(models, expected, strict=True):
         recorder = CapturingRecorder()
-        monkeypatch.setattr(engines, "capture_of", lambda _, recorder=recorder: recorder)
+        monkeypatch.setattr(engines, "step_capture", lambda _, recorder=recorder: recorder)
         assert answers(engine_of(each, strategy), asked) == eager
         assert recorder.replays > 0
 
@@ -197,7 +197,7 @@ def test_rejected_drafts_leave_no_trace_and_are_never_published(model):
     for link in [link for link in engine.pages._links.values() if link.parent is not None]:
         chain, at = list[int](), link
         while at.parent is not None:
-            chain, at = identities_of(at.tokens) + chain, at.parent
+            chain, at = unpacked_identities(at.tokens) + chain, at.parent
         assert any(row[: len(chain)] == chain for row in rows)
         row = fresh.open()
         fresh.encode([row], torch.tensor([chain]), [len(chain)])
@@ -278,7 +278,7 @@ def test_the_law_of_sampled_responses_is_that_of_the_head(writer, monkeypatch):
         }
     banned = [token for token in range(writer.vocab_size) if token not in free]
     sampler = Sampler(
-        writer, generation=replace(SETTINGS, max_new_tokens=4), strategy=Verified(NextToken(0.5), draft=Same())
+        writer, generation=replace(SETTINGS, max_new_tokens=4), strategy=Verified(NextToken(0.5), denoising=Same())
     )
     drawn = sampler.generate([Request(n, tokens=prompt, banned=banned) for n in range(count)], batch_size=400)
     found = Counter(tuple(result.tokens) for result in drawn)
@@ -369,9 +369,9 @@ def test_what_cannot_be_verified_is_refused_in_one_line(model, writer):
 
 
 def test_a_model_without_a_trained_head_gets_a_warning(model):
-    choices = DiffusionSettings(objective={"ar_loss": "none"})
+    diffusion = DiffusionSettings(objective={"ar_loss": "none"})
     with pytest.warns(UserWarning, match="which verify drafts, know nothing"):
-        tokens_of(model, "verified", requests(1), choices=choices)
+        tokens_of(model, "verified", requests(1), diffusion=diffusion)
 
 
 # -- a model that drafts for another ---------------------------------------------------------------------------

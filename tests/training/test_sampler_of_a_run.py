@@ -66,7 +66,7 @@ def test_evaluations_capture_once_and_sample_with_the_weights_of_their_step(reci
     texts = []
     for kind in (Counting, Anew):
         recorder = Recorder()
-        monkeypatch.setattr(engines, "capture_of", lambda model, recorder=recorder: recorder)
+        monkeypatch.setattr(engines, "step_capture", lambda model, recorder=recorder: recorder)
         trainer = kind(Recipe.model_validate(recipe), output=tmp_path / kind.__name__)
         trainer.recorder, trainer.counts, trainer.is_kept = recorder, [], []
         trainer.fit()

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.outlines import call_outlines
-from blockdiff.sampling.constraints.regex import from_ecma, of_regex, without_ends
+from blockdiff.sampling.constraints.regex import from_ecma, regex_automaton, without_ends
 
 # Keywords that say nothing of which documents are valid, or where other schemas lie.
 SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly"}
@@ -60,7 +60,7 @@ HINTS = {
 }
 
 
-def regex_of_schema(schema: str | Mapping[str, Any]) -> str:
+def schema_regex(schema: str | Mapping[str, Any]) -> str:
     """A regular expression whose matches are documents of the schema, with one space or none between their parts.
 
     Not every document of it matches: properties come in the order of the schema, and others than the named ones not at
@@ -303,8 +303,8 @@ def _allow(said: set[str], allowed: set[str], place: str) -> None:
 
 def _check_pattern(pattern: str, place: str) -> None:
     """Raise RequestError for a pattern whose matches are not what stands between the quotes of a JSON string."""
-    breaking = of_regex('(?s).*["\\\\\\x00-\\x1f].*')
-    matches = of_regex(from_ecma(pattern))
+    breaking = regex_automaton('(?s).*["\\\\\\x00-\\x1f].*')
+    matches = regex_automaton(from_ecma(pattern))
     try:
         matches.both(breaking)
     except RequestError:  # the two have no text in common

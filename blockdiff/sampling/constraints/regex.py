@@ -29,7 +29,7 @@ _SPACES = r"\t-\r\x1c-\x20\x85\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{20
 
 
 @lru_cache(maxsize=32)
-def of_regex(regex: str) -> ByteAutomaton:
+def regex_automaton(regex: str) -> ByteAutomaton:
     """The texts that match a regular expression as a whole, in the syntax of Rust's regex crate.
 
     `^` at its beginning and `$` at its end say nothing more and may stand there. RequestError for what is no regular

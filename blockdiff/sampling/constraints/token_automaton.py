@@ -62,7 +62,7 @@ def _on(automaton: TokenAutomaton, device: torch.device) -> TokenAutomaton:
     return TokenAutomaton(**moved)
 
 
-def of_bytes(
+def token_automaton(
     automaton: ByteAutomaton,
     tokens: Tokens,
     eos_ids: Sequence[int],

@@ -95,7 +95,7 @@ class TextTree:
 
 
 @functools.lru_cache(maxsize=4)
-def tokens_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tokens:
+def token_texts(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tokens:
     """The tokens of a tokenizer, and further ones without a text up to the size of the model's vocabulary."""
     return Tokens(token_bytes(tokenizer), vocab_size)
 

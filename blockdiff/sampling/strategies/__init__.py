@@ -2,7 +2,7 @@
 
 from blockdiff.sampling.strategies.composed import Ancestral, Composed, released
 from blockdiff.sampling.strategies.named import NAMES, adjusted, as_strategy, parse_strategy, strategies_table
-from blockdiff.sampling.strategies.next_token import NextToken, Verified, head_of
+from blockdiff.sampling.strategies.next_token import NextToken, Verified, next_token_head
 from blockdiff.sampling.strategies.rules import (
     AllKept,
     Confident,
@@ -34,7 +34,7 @@ __all__ = [
     "Verified",
     "adjusted",
     "as_strategy",
-    "head_of",
+    "next_token_head",
     "parse_strategy",
     "released",
     "strategies_table",

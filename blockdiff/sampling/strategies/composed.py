@@ -37,10 +37,10 @@ from blockdiff.sampling.strategy import (
 class Rules:
     """The common part of strategies: the temperature, the stopping, and filters as `Shape` has them."""
 
-    temperature: Annotated[Temperature, Key("how it goes from t_max to t_min", choices=TEMPERATURES)] = field(
+    temperature: Annotated[Temperature, Key("how it goes from t_max to t_min", rules=TEMPERATURES)] = field(
         default_factory=LinearTemperature
     )
-    stopping: Annotated[Stopping, Key("what ends a canvas before its last step", choices=STOPPINGS)] = field(
+    stopping: Annotated[Stopping, Key("what ends a canvas before its last step", rules=STOPPINGS)] = field(
         default_factory=StableAndConfident
     )
     top_k: TopK = None

@@ -44,8 +44,8 @@ class TextKey:
     @property
     def words(self) -> tuple[str, ...]:
         """The words that are values; empty where numbers are."""
-        if self.key.choices is not None:
-            return tuple(self.key.choices)
+        if self.key.rules is not None:
+            return tuple(self.key.rules)
         if self.type is bool:
             return "true", "false"
         return get_args(self.type) if get_origin(self.type) is Literal else ()
@@ -59,7 +59,7 @@ class TextKey:
 
     def unsaid(self, generation: Generation) -> Any:
         """The value of a text without the key."""
-        if self.key.choices is not None:
+        if self.key.rules is not None:
             return self.words[0]
         return self.default if self.key.settings is None else getattr(generation, self.key.settings)
 
@@ -90,9 +90,9 @@ class Named:
     @property
     def keys(self) -> dict[str, TextKey]:
         """The keys that its text may give."""
-        own = {} if self.part is None else keys_of(self.part)
+        own = {} if self.part is None else text_keys(self.part)
         sticky = {"sticky": STICKY} if hasattr(self.part, "accept") else {}
-        return {**own, **sticky, **keys_of(self.strategy)}
+        return {**own, **sticky, **text_keys(self.strategy)}
 
     @property
     def has_rules(self) -> bool:
@@ -115,13 +115,13 @@ NAMES: Mapping[str, Named] = {
 STICKY = TextKey("", bool, False, Key("what is kept is kept for good"))  # of the names that keep samples
 
 
-def keys_of(maker: Callable[..., Any]) -> dict[str, TextKey]:
+def text_keys(maker: Callable[..., Any]) -> dict[str, TextKey]:
     """The keys of a dataclass, or of a `partial` of one, and of the rules that can stand in it."""
     found: dict[str, TextKey] = {}
     for name, key in _own_keys(maker).items():
         found[name] = key
-        for rule in (key.key.choices or {}).values():
-            for each, its in keys_of(rule).items():
+        for rule in (key.key.rules or {}).values():
+            for each, its in text_keys(rule).items():
                 found.setdefault(each, its)
     return found
 
@@ -144,7 +144,7 @@ def _made(maker: Callable[..., Any], values: Mapping[str, Any], *given: Any) -> 
     """The object whose fields have these values, and which is given its first ones."""
     own = {}
     for name, key in _own_keys(maker).items():
-        chosen = key.key.choices and key.key.choices[values[name]]
+        chosen = key.key.rules and key.key.rules[values[name]]
         own[key.field] = _made(chosen, values) if chosen else values[name]
     return maker(*given, **own)
 
@@ -182,7 +182,7 @@ def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
         strategy: Strategy = _made(named.strategy, values, *part)
     except ValueError as error:
         raise RequestError(f"strategy {name}: {error}") from None
-    return replace(strategy, draft=released(generation)) if isinstance(strategy, Verified) else strategy
+    return replace(strategy, denoising=released(generation)) if isinstance(strategy, Verified) else strategy
 
 
 def as_strategy(given: Strategy | str | None, generation: Generation, denoises: bool = True) -> Strategy:
@@ -207,7 +207,7 @@ def as_strategy(given: Strategy | str | None, generation: Generation, denoises: 
 
 def strategies_table() -> str:
     """Every name with its keys, their defaults and what they are for, as lines of text."""
-    common, lines = keys_of(Rules), list[str]()
+    common, lines = text_keys(Rules), list[str]()
     for name, named in NAMES.items():
         own = {key: its for key, its in named.keys.items() if not named.has_rules or key not in common}
         lines += [f"{name}: {named.meaning}", *_lines(own)]

@@ -73,7 +73,7 @@ class NextToken:
 
 @dataclass(frozen=True)
 class Verified:
-    """Rounds of at most `steps` denoising steps by the strategy `draft`, each followed by a verification.
+    """Rounds of at most `steps` denoising steps by the strategy `denoising`, each followed by a verification.
 
     head: the next-token sampling whose tokens the response has. Step numbers go on through the rounds of a canvas:
     those of round r begin at r `steps`.
@@ -81,7 +81,7 @@ class Verified:
 
     head: NextToken = field(default_factory=NextToken)
     steps: Annotated[int, Key("denoising steps of a draft, at most")] = 1
-    draft: Strategy = field(default_factory=Composed)
+    denoising: Strategy = field(default_factory=Composed)
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or not 1 <= self.steps <= MOST_STEPS:
@@ -90,23 +90,23 @@ class Verified:
     @property
     def is_capturable(self) -> bool:
         """True where the steps of the draft are; a verification is not captured."""
-        return declares_capturable(self.draft)
+        return declares_capturable(self.denoising)
 
     def shape(self, step: int, steps: int) -> Shape:
         """The draft's distribution in this step of its round."""
-        return self.draft.shape(step % self.steps, self.steps)
+        return self.denoising.shape(step % self.steps, self.steps)
 
     def decide(self, canvases: Canvases) -> Decision:
         """The draft's decision; a canvas is finished, and verified, after the last step of a round at the latest."""
         step_B = canvases.step_B % self.steps
-        decision = self.draft.decide(
+        decision = self.denoising.decide(
             replace(canvases, step_B=step_B, steps_B=torch.full_like(canvases.steps_B, self.steps))
         )
         is_last_B = step_B == self.steps - 1
         return replace(decision, stop_B=is_last_B if decision.stop_B is None else decision.stop_B | is_last_B)
 
 
-def head_of(strategy: Strategy) -> NextToken | None:
+def next_token_head(strategy: Strategy) -> NextToken | None:
     """The next-token sampling that decides every token of a response; None where canvases are committed as they are."""
     if isinstance(strategy, Verified):
         return strategy.head

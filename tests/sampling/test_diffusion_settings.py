@@ -1,4 +1,4 @@
-"""The choices that a model was trained for, in sampling, and the file that keeps them."""
+"""The settings of diffusion that a model was trained for, in sampling, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def scripted(targets=None, calm=None) -> ScriptedModel:
     return ScriptedModel(random_script(L, V, targets or {}, calm or {}), L, V)
 
 
-def steps_of(choices: DiffusionSettings | None, script=None, **settings) -> tuple[Recorder, list]:
+def steps_of(diffusion: DiffusionSettings | None, script=None, **settings) -> tuple[Recorder, list]:
     recorder = Recorder()
     model = ScriptedModel(script, L, V) if script else scripted(calm={9: 4})
     generation = Generation(max_steps=12, max_new_tokens=2 * L, **settings)
-    sampler = sampler_for(model, None, generation, choices)
+    sampler = sampler_for(model, None, generation, diffusion)
     requests = [Request(n, tokens=[n]) for n in (9, 10, 11)]
     return recorder, sampler.generate(requests, on_step=recorder.step, on_canvas=recorder.canvas)
 
@@ -82,7 +82,7 @@ def test_the_mask_token_is_never_predicted_however_likely_the_model_says_it_is()
 
 def test_uniform_models_sample_as_they_did():
     """From uniform noise, and the last token of the vocabulary is as good as any other."""
-    default, plain = (steps_of(choices) for choices in (None, DiffusionSettings()))
+    default, plain = (steps_of(diffusion) for diffusion in (None, DiffusionSettings()))
     assert default[1] == plain[1]
     starts = [step.tokens for trace in plain[0].traces for step in trace.steps if step.step == 0]
     assert all(len(set(start)) > 2 for start in starts)
@@ -98,9 +98,9 @@ def test_a_mask_model_draws_for_each_request_alone():
 def test_a_real_model_fills_masks():
     model = checkpoint.init(tiny_config(canvas_length=L), seed=0, device="cpu", kernels="torch")
     mask_id = 100
-    choices = DiffusionSettings(corruption="mask", mask_id=mask_id)
+    diffusion = DiffusionSettings(corruption="mask", mask_id=mask_id)
     recorder = Recorder()
-    sampler = Sampler(model, None, Generation(max_steps=8, max_new_tokens=L), choices)
+    sampler = Sampler(model, None, Generation(max_steps=8, max_new_tokens=L), diffusion)
     [result] = sampler.generate([Request(0, tokens=[5, 6, 7])], on_step=recorder.step, on_canvas=recorder.canvas)
     counts = [step.tokens.count(mask_id) for step in recorder.traces[0].steps]
     assert counts[0] == L and counts == sorted(counts, reverse=True) and mask_id not in result.tokens
@@ -176,8 +176,8 @@ def test_without_choices_those_beside_the_weights_decide(tmp_path):
     MASKED.save(tmp_path)
     model = scripted()
     model.carried = Carried(side_files=(tmp_path / "tokenizer.json", tmp_path / "blockdiff.json"))
-    assert Sampler(model, None, GENERATION).choices == MASKED
-    assert Sampler(model, None, GENERATION, DiffusionSettings()).choices == DiffusionSettings()
+    assert Sampler(model, None, GENERATION).diffusion == MASKED
+    assert Sampler(model, None, GENERATION, DiffusionSettings()).diffusion == DiffusionSettings()
 
 
 def test_choices_travel_with_a_checkpoint(tmp_path):
@@ -186,6 +186,6 @@ def test_choices_travel_with_a_checkpoint(tmp_path):
     checkpoint.save(model, first)
     DiffusionSettings(corruption="mask", mask_id=100).save(first)
     loaded = checkpoint.load(first, dtype="float32", device="cpu", kernels="torch")
-    assert Sampler(loaded, None, GENERATION).choices.mask_id == 100
+    assert Sampler(loaded, None, GENERATION).diffusion.mask_id == 100
     checkpoint.save(loaded, second)
     assert DiffusionSettings.from_pretrained(second).mask_id == 100
