@@ -69,7 +69,7 @@ class ToyTrainer(Trainer):
         is_stopping = watch.pop("is_stopping", None)
         self.ranks = ranks if is_stopping is None else replace(ranks, is_stopping=is_stopping)
         self.options, self.batches, self.lr, self.watch = o, batches, lr, watch
-        self.show = SimpleNamespace(step=lambda step: self.call("on_step"))
+        self.show = SimpleNamespace(line=lambda _: None, step=lambda step: self.call("on_step"))
         built: Any = SimpleNamespace(
             objective=objective,
             module=replicate(objective, Mesh(ranks)),

@@ -23,6 +23,7 @@ from blockdiff.parallel.shard import exchange_others, exchanging, loss_factor, r
 from blockdiff.training.optimiser import fill_gradients, gradient_norm
 
 MOST_SKIPS = 20  # more steps in a row without a finite gradient end a run that skips them
+MOST_UNSCORED = 20  # optimiser steps in a row in which nothing is scored end a run
 NAMED_SAMPLES = 64
 
 
@@ -100,6 +101,36 @@ def _as_many(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
     count = max(ranks.gather(len(batches))) - len(batches)
     empty = lay_out([PADDING_ROW], batches[0].canvas_BCL.shape[-1], pad_id=0) if count else None
     return [*batches, *([] if empty is None else [empty] * count)]
+
+
+class UnscoredSteps:
+    """Optimiser steps in a row in which nothing is scored, so that nothing is learnt."""
+
+    def __init__(self, steps: int, is_distilled: bool) -> None:
+        self.most, self.is_distilled = min(MOST_UNSCORED, steps), is_distilled
+        self.in_a_row = 0
+        self.was_said = False
+
+    def note(self, step: int, counts: Counts) -> str | None:
+        """What to tell the user where this is the first such step of a run. Raises RunError when it is one too many.
+
+        The counts are those of all ranks, so all come to the same.
+        """
+        if counts.canvas or (counts.ar and not self.is_distilled):
+            self.in_a_row = 0
+            return None
+        self.in_a_row += 1
+        why, remedy = "nothing is scored", "see in `blockdiff inspect RECIPE` what is scored of each row"
+        if self.is_distilled:
+            why = "no canvas is scored: the teacher has settled on none within its denoising steps"
+            remedy = (
+                "raise max_denoising_steps or confidence_threshold in the teacher's generation_config.json, "
+                "or choose a teacher that was trained longer"
+            )
+        if self.in_a_row >= self.most:
+            raise RunError(f"step {step}: {why}, in {self.in_a_row} steps in a row, so nothing is learnt; {remedy}")
+        said, self.was_said = self.was_said, True
+        return None if said else f"step {step}: {why}, so this step learns nothing; {self.most} in a row end the run"
 
 
 class SkippedSteps:

@@ -44,7 +44,7 @@ from blockdiff.training.recipe_files import AnyRecipe, settled
 from blockdiff.training.run import Run, best_saved, best_step, evaluations_since_best, hold_run, prune
 from blockdiff.training.samples import TEXTS, sample_prompts
 from blockdiff.training.starting_model import with_objective_of_base
-from blockdiff.training.step import Counts, Gradient, SkippedSteps, backpropagate
+from blockdiff.training.step import Counts, Gradient, SkippedSteps, UnscoredSteps, backpropagate
 from blockdiff.training.trackers import Trackers
 
 
@@ -133,7 +133,7 @@ class Trainer:
         """The micro-batches of the next optimiser step, and the counts over those of all ranks.
 
         Saves and raises, on all ranks together, Stopped when a signal asks for it and DataError when any rank cannot
-        read its micro-batches.
+        read its micro-batches. Says so where nothing is scored in them, and raises RunError where that goes on.
         """
         self.doing = f"step {self.step + 1}"
         batches: Sequence[Batch] = []
@@ -147,7 +147,10 @@ class Trainer:
             self.stop()
         if is_refused:
             self.refuse_data(refusal)
-        return batches, Counts.over_ranks(batches, self.ranks)
+        counts = Counts.over_ranks(batches, self.ranks)
+        if line := self.unscored.note(self.step + 1, counts):
+            self.show.line(f"note      {line}")
+        return batches, counts
 
     def backpropagate(self, batches: Sequence[Batch], counts: Counts) -> Gradient:
         """Fill the gradients of the parameters that train with those of the global batch."""
@@ -420,6 +423,7 @@ class Trainer:
         self.steps = self.show.steps = built.steps
         self.saver = CheckpointWriter(self.directory, self.ranks, self.recipe.train.save_async)
         self.weights = list(trainable(built.objective).values())
+        self.unscored = UnscoredSteps(self.steps, is_distilled=built.distil is not None)
         skipped = [record["step"] for record in of_kind(records, "skipped")]
         self.skipped = SkippedSteps(self.recipe.train.non_finite, self.ranks.agree(skipped))
         seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +18,17 @@ from blockdiff.canvas import Batch, joined
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.errors import DataError, RecipeError
+from blockdiff.errors import DataError, RecipeError, RunError
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import Generation, Recorder, Request, Sampler
 from blockdiff.sampling.trace import Trace
 from blockdiff.seeding import Stream, words
+from blockdiff.training import step
 from blockdiff.training.distil import Distil
 from blockdiff.training.recipe_checks import refuse
+from blockdiff.training.step import Counts, UnscoredSteps
 from tests.closeness import relative_error
 from tests.distil_ranks import COLLATOR, EXAMPLES, GENERATION, SEED, L, everything, sampler
 from tests.forked import run_ranks
@@ -136,6 +140,30 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(inputs, tmp_path, lora
     changed = {name for name in base if not torch.equal(base[name], keeping.weights.get(name, base[name]))}
     assert bool(changed) == (lora == "none")
     assert (lora == "none") or all("lora" in name for name in one)
+
+
+def test_a_run_whose_teacher_settles_on_nothing_says_so_at_once_and_ends(inputs, tmp_path, capsys, monkeypatch):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(inputs["model"]["path"], teacher)
+    settings = json.loads((teacher / "generation_config.json").read_text())
+    (teacher / "generation_config.json").write_text(json.dumps(settings | {"confidence_threshold": 1e-9}))
+    asked = inputs | {"objective": {"distil": {"teacher": str(teacher)}}}
+    monkeypatch.setattr(step, "MOST_UNSCORED", 2)
+    with pytest.raises(RunError, match=r"step 2: no canvas is scored: .* 2 steps in a row.* raise max_denoising_steps"):
+        blockdiff.train(asked, ["train.steps=4"], tmp_path / "run")
+    said = [line for line in capsys.readouterr().out.splitlines() if "learns nothing" in line]
+    assert len(said) == 1 and said[0].startswith("note      step 1: no canvas is scored")
+
+
+def test_steps_in_which_nothing_is_scored_end_a_run_of_any_objective_when_there_are_many_in_a_row():
+    nothing, something = Counts(0.0, 0.0, torch.zeros(2)), Counts(0.0, 3.0, torch.ones(2))
+    unscored = UnscoredSteps(steps=100, is_distilled=False)
+    said = [unscored.note(number, nothing) for number in range(1, 20)] + [unscored.note(20, something)]
+    assert said[0].startswith("step 1: nothing is scored") and said[1:] == [None] * 19
+    for number in range(21, 40):
+        unscored.note(number, nothing)
+    with pytest.raises(RunError, match="step 40: nothing is scored, in 20 steps in a row"):
+        unscored.note(40, nothing)
 
 
 DISTIL = {"objective": {"distil": {}}, "model": {"path": "a", "preset": None}, "lora": {}}

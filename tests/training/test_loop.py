@@ -211,7 +211,7 @@ def test_the_learning_rate_is_that_of_the_step():
 
 def test_a_step_with_nothing_to_score_has_a_zero_gradient():
     objective = ToyObjective()
-    record = run(objective, lambda step: [toy_batch([], canvases=False)])[0]
+    record = run(objective, lambda step: [toy_batch([1] if step == 1 else [], canvases=step == 1)], steps=2)[1]
     assert (record["loss"], record["grad_norm"]) == (0.0, 0.0)
     assert all(not gradient.any() for gradient in gradients(objective).values())
 
