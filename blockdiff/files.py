@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
@@ -19,7 +20,7 @@ from typing import Any
 
 PIECE = 1 << 22  # bytes of a large file that are hashed apart
 _READ = 1 << 20  # bytes that are read at a time
-_WORKERS = min(8, os.cpu_count() or 1)
+WORKERS = min(8, os.cpu_count() or 1)  # threads that hash
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATTERN = re.compile(r"[*?\[]")
 # A name that ends like this is that of a file, even where it could be the id of a repository.
@@ -65,6 +66,7 @@ def write_text(path: str | Path, text: str) -> None:
 def whole_directory(target: Path) -> Iterator[Path]:
     """A new directory to write into, which is synced and renamed to `target` when the block ends without an error.
 
+    Then `target` has the files that were written, of the same sizes, or another process writes there, too: an OSError.
     What stood at `target` is removed, or still stands there after an error. A kill can leave hidden directories
     beside it, which `remove_leftovers` removes. Raises OSError with a filename.
     """
@@ -73,7 +75,10 @@ def whole_directory(target: Path) -> Iterator[Path]:
         yield fresh
         for path in fresh.rglob("*"):
             sync(path)
+        written = _sizes(fresh)
         publish(fresh, target)
+        if _sizes(target) != written:
+            raise OSError(errno.EBUSY, "another process writes there", str(target))
     except OSError as error:
         raise error if error.filename else OSError(error.errno, error.strerror or str(error), str(target)) from error
     finally:
@@ -125,7 +130,7 @@ class PiecewiseDigest:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_WORKERS)
+        self._pool = ThreadPoolExecutor(WORKERS)
         self._whole = hashlib.blake2b()
         self._waiting: deque[Future[bytes]] = deque()
         self._lent: list[Future[bytes]] = []  # of pieces that lie in the caller's memory
@@ -151,7 +156,7 @@ class PiecewiseDigest:
 
     def submit(self, work: Callable[..., bytes], *arguments: Any) -> Future[bytes]:
         """Let a thread hash the next piece; waits where many are waiting already."""
-        if len(self._waiting) > 2 * _WORKERS:
+        if len(self._waiting) > 2 * WORKERS:
             self._whole.update(self._waiting.popleft().result())
         self._waiting.append(self._pool.submit(work, *arguments))
         return self._waiting[-1]
@@ -227,6 +232,12 @@ def remove_leftovers(directory: Path, name: str = "*", seconds: float = 0.0) -> 
             written = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
             if not seconds or time.time() - written > seconds:
                 _remove(left)
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """The sizes of the files of a directory, by their paths in it."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
 def _remove(path: Path) -> None:

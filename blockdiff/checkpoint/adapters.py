@@ -26,6 +26,7 @@ from blockdiff.checkpoint.adapter_names import (
     parts_in,
     peft_names,
 )
+from blockdiff.checkpoint.digests import write_digests
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, read_json
 from blockdiff.checkpoint.fp8 import FORM, fp8_form
@@ -92,7 +93,8 @@ def save_adapter(
                 config = json.dumps(peft_config(model, base), indent=2, sort_keys=True)
                 (fresh / CONFIG).write_text(config + "\n", encoding="utf-8")
                 form, said = fp8_form(model), {"format": "pt", BASE: base_record(model)}
-                write_stream(fresh / WEIGHTS, sources, said | ({} if form is None else {FORM: form}))
+                said |= {} if form is None else {FORM: form}
+                write_digests(fresh, {WEIGHTS: write_stream(fresh / WEIGHTS, sources, said)})
                 if tokenizer is not None:
                     tokenizer.save_pretrained(fresh)
                 if generation is not None:

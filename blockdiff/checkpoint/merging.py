@@ -15,6 +15,7 @@ from blockdiff.checkpoint.adapter_names import Part, adapts_images
 from blockdiff.checkpoint.adapters import adapted_checkpoint, check_parts, load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
+from blockdiff.checkpoint.digests import read_back
 from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below, rounds_inputs
 from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.opening import model_files
@@ -43,7 +44,7 @@ def export(
     device: str = "cpu",
     quantize: str | None = None,
 ) -> Path:
-    """Write a run's model, or a model with an adapter, to `directory`; returns it.
+    """Write a run's model, or a model with an adapter, to `directory`, and read it back; returns the directory.
 
     The adapters are added to the weights in fp32 at least, which are then rounded once to their dtype, and the result
     is a checkpoint like any other. The host holds one tensor of it (of experts that a file has one by one, two).
@@ -72,7 +73,8 @@ def export(
             put_in_fp8(model, chosen_layers(model, weights, below), rounds_inputs(model.config, below))
         load_adapter(model, beside)
         model.carried = carried_by(weights, model)
-        return save_adapter(model, directory, base or (adapted_checkpoint(beside) if adapter is None else str(source)))
+        adapted = base or (adapted_checkpoint(beside) if adapter is None else str(source))
+        return read_back(save_adapter(model, directory, adapted))
     stored = stored_weights(model, weights)
     kept = stored["vocabulary.table"].dtype if dtype == "auto" else resolve_dtype(dtype)
     model.to(kept)
@@ -85,7 +87,7 @@ def export(
         rounded_below = {} if below is None else _rounded(model, weights, below)
         sums = _sums(empty(model.config, "torch"), stored | rounded_below, beside, kept, resolve_device(device))
     written = _written(model, weights, stored | sums, sums, kept, quantize or below, keeps_sums=quantize is None)
-    return save(model, directory, weights=written)
+    return read_back(save(model, directory, weights=written))
 
 
 def _written(

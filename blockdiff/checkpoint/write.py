@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from blockdiff.checkpoint.added import added_metadata, added_to, check_whole, is_own_class
 from blockdiff.checkpoint.assembled import file_tensors, fused_in_files
+from blockdiff.checkpoint.digests import write_digests
 from blockdiff.checkpoint.files import ADDED, CONFIG, GENERATION, INDEX, TOKENIZER_FILES, Carried
 from blockdiff.checkpoint.fp8 import described, fp8_sources
 from blockdiff.checkpoint.gathering import Gathering
@@ -135,8 +136,8 @@ def _write(
         _write_json(fresh / GENERATION, given.to_dict() if isinstance(given, Generation) else given)
     if index is not None:
         _write_json(fresh / INDEX, index)
-    for name, sources in files.items():
-        write_stream(fresh / name, sources, {"format": "pt"} | (added_metadata(model) if name == ADDED else {}))
+    metadata = {name: {"format": "pt"} | (added_metadata(model) if name == ADDED else {}) for name in files}
+    write_digests(fresh, {name: write_stream(fresh / name, files[name], metadata[name]) for name in files})
     config = copy.deepcopy(model.config)
     config.architectures = [family_of(model.config).architecture]
     config.dtype = cast or model.kept_dtype

@@ -17,6 +17,7 @@ from blockdiff.data.formats import Skip
 from blockdiff.data.order import BLOCK, mixture_block, mixture_counts
 from blockdiff.data.sources import TRAIN, Files, Source, open_source, titles
 from blockdiff.data.statistics import Statistics
+from blockdiff.files import piecewise_digest, seal
 from blockdiff.seeding import Stream, permutation
 
 WINDOWS = 2  # kept, for a global batch may reach over the edge of one
@@ -52,11 +53,17 @@ class StreamedExamples:
         """The options that examples are made with, by which a run to resume is known.
 
         Of the sources: weights, columns, subsets, splits, and the ids of those on the hub. Neither where files lie
-        nor what is in them: a row that ended a run may be corrected before it goes on, and reading all takes long. So
-        nobody notices other rows behind the same options.
+        nor what is in them (`content`): a row that ended a run may be corrected before it goes on.
         """
         text = "\n".join([self.encoder.fingerprint, *(each.options for each in self._passes)])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def content(self) -> list[str]:
+        """A digest of the rows of each source: of the bytes of its files, or of its rows in memory.
+
+        Of a data set on the hub it is that of the name and version.
+        """
+        return [each.content() for each in self._passes]
 
     @cached_property
     def has_conversations(self) -> bool:
@@ -118,6 +125,12 @@ class _Pass:
         source = self.source
         name = None if isinstance(self.opened, Files) else source.path
         return repr((name, source.subset, source.split, sorted((source.columns or {}).items()), source.weight))
+
+    def content(self) -> str:
+        """A digest of its rows, wherever they lie."""
+        if isinstance(self.opened, Files):
+            return seal([piecewise_digest(path) for path in self.opened.paths])
+        return self.opened.fingerprint()
 
     def restart(self) -> None:
         """Begin again with the first row."""

@@ -124,6 +124,14 @@ class Ranks:
             self._wait_for(doing, turns=1)
             yield
 
+    def from_main(self, doing: str, work: Callable[[], Any]) -> Any:
+        """Rank 0's result of `work` (what JSON can say), on all ranks; otherwise as `main_first`."""
+        found = None
+        with self.main_first(doing):
+            if self.is_main:
+                found = work()
+        return self.agree(found)
+
     @contextmanager
     def node_first(self, doing: str) -> Iterator[None]:
         """Rank 0 runs the body, then the first rank of every other node, then the others: filling a cache.

@@ -29,6 +29,7 @@ from blockdiff.training.checkpoint_content import (
     FORMAT,
     MODEL,
     OPTIMISER,
+    STREAMED,
     TRAINER,
     Facts,
     require_like,
@@ -83,6 +84,12 @@ def restore(
                 warnings.warn(
                     f"{written}: was removed or edited since step {trainer['step']} was saved{rest}", stacklevel=2
                 )
+    if was.get(STREAMED) != now.get(STREAMED) and ranks.is_main:
+        warnings.warn(
+            f"{checkpoint}: the rows of data.train, which are streamed, have changed since the run began; it goes on "
+            "after as many rows as it had",
+            stacklevel=2,
+        )
     changed = [
         f"saved with {key} {json.dumps(was.get(key))}, resumed with {json.dumps(now.get(key))}"
         for key in ROUNDING
@@ -172,7 +179,7 @@ def _words(is_sharded: bool) -> str:
 
 
 def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
-    names = [name for name in sorted({*was, *now} - {*ROUNDING}) if was.get(name) != now.get(name)]
+    names = [name for name in sorted({*was, *now} - {*ROUNDING, STREAMED}) if was.get(name) != now.get(name)]
     if "model.tokenizer" in names:  # which makes other tokens of the same rows
         names = [name for name in names if name not in ("data.train", "data.heldout")]
     differing = [

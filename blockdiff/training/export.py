@@ -20,6 +20,7 @@ from torch import Tensor
 from blockdiff import checkpoint
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.diffusion import DiffusionSettings
+from blockdiff.checkpoint.digests import read_back
 from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find
 from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
@@ -78,7 +79,7 @@ def write_model(trainer: Trainer) -> str:
     if built.average is not None:
         which += " (averaged)"
     base, beside = built.base, {"tokenizer": built.base.tokenizer, "diffusion": built.diffusion, "overwrite": True}
-    name = ADAPTER if trainer.recipe.lora.trains else MODEL
+    name = _exported(trainer.recipe)
     with trainer.averaged(), _refused(trainer):
         if name == ADAPTER:
             checkpoint.save_adapter(
@@ -91,6 +92,11 @@ def write_model(trainer: Trainer) -> str:
     return f"{directory / name}: {which}"
 
 
+def _exported(recipe: Recipe) -> str:
+    """The directory of a run that has what it trained."""
+    return ADAPTER if recipe.lora.trains else MODEL
+
+
 @contextmanager
 def _refused(trainer: Trainer) -> Iterator[None]:
     """Turns a CheckpointError inside into a RunError that says which step is saved."""
@@ -101,7 +107,10 @@ def _refused(trainer: Trainer) -> Iterator[None]:
 
 
 def write_results(trainer: Trainer, which: str) -> None:
-    """Write the curves and the report, and say in one line what the run was; which: what `write_model` wrote."""
+    """Write the curves and the report, read back the model, and say in one line what the run was.
+
+    which: what `write_model` wrote. Raises RunError where it is not what is there.
+    """
     directory, recipe, data = trainer.directory, trainer.recipe, trainer.built.data
     trainer.prune()  # a kill in the last save may have left what it was about to remove
     draw_curves(directory / FILE_NAME, directory / CURVES, title=directory.name)
@@ -116,6 +125,8 @@ def write_results(trainer: Trainer, which: str) -> None:
         wall_seconds=time.perf_counter() - trainer.began,
     )
     write_text(directory / REPORT, json.dumps(report, indent=1) + "\n")
+    with _refused(trainer):
+        read_back(directory / _exported(recipe))
     end = "" if trainer.step == trainer.steps else f", ended early at step {trainer.step}"
     trainer.show.line(f"done      {which}{end}; curves.png, report.json")
     trainer.show.line(f"report    {report_line(report)}")
@@ -167,7 +178,7 @@ def consolidate(
         for name in adapter_tensors(model):
             fill(model, name, read(name))
         if peft:
-            return checkpoint.save_adapter(model, directory, base or path, **beside)
+            return read_back(checkpoint.save_adapter(model, directory, base or path, **beside))
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save_adapter(model, folder, path, **beside)
             return checkpoint.export(path, directory, folder, dtype=dtype, quantize=quantize)
@@ -185,4 +196,4 @@ def consolidate(
     else:
         images = {} if model.image_side is not None else drawn_images(model.config, recipe.seed, kept)
         model.carried = Carried(tensors=images)
-    return checkpoint.save(model, directory, dtype=cast, weights=sources, **beside)
+    return read_back(checkpoint.save(model, directory, dtype=cast, weights=sources, **beside))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, replace
 from typing import Any
 
-from blockdiff.checkpoint.files import find, fingerprint
+from blockdiff.checkpoint.digests import weights_digest
+from blockdiff.checkpoint.files import find
+from blockdiff.data.stream import StreamedExamples
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.training.checkpoint_content import STREAMED
 from blockdiff.training.data import Data
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_choices import described
@@ -41,26 +46,34 @@ def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
     return record | {key: described(getattr(objective, key)) for key in live}
 
 
-def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any) -> dict[str, Any]:
+def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any, ranks: Ranks) -> dict[str, Any]:
     """The values that a resumed run must share with the run that was saved, by recipe key.
 
-    Model, tokenizer, rows and prompts are compared by their content, wherever they lie.
+    Model, tokenizer, rows and prompts are compared by their content, wherever they lie. Rank 0 reads what is long to
+    read: the weights that stand still, and the files of streamed rows.
     """
+
+    @functools.cache  # a teacher may be the base
+    def digest_of(name: str) -> str:
+        return str(ranks.from_main(f"reading {name}", lambda: weights_digest(find(name))))
+
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
     del sections["parallel"]  # a run may go on with another number of processes, and spread otherwise
     sections["objective"]["sweep"] = recipe.sweeps
     if (distil := recipe.objective.distil) is not None:
-        sections["objective"]["distil"] = {"teacher": fingerprint(find(distil.teacher or str(recipe.model.path)))}
+        sections["objective"]["distil"] = {"teacher": digest_of(distil.teacher or str(recipe.model.path))}
     facts: dict[str, Any] = {}
     for name, section in sections.items():
         keys = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else {}
         facts |= {key: value for key, value in (keys or {name: section}).items() if key not in FREE}
     facts["model"] = _hash(base.config.to_dict())
     if recipe.lora.trains:  # a checkpoint of the run has the adapters alone
-        facts["model.path"] = fingerprint(find(str(recipe.model.path)))
+        facts["model.path"] = digest_of(str(recipe.model.path))
     facts["model.tokenizer"] = data.encoder.tokenizer_fingerprint
     facts["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
     facts["data.train"] = data.train.fingerprint
+    if isinstance(data.train, StreamedExamples):
+        facts[STREAMED] = ranks.from_main("reading the streamed rows", data.train.content)
     facts["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint
     return facts
 

@@ -112,7 +112,7 @@ class UnscoredSteps:
         self.was_said = False
 
     def note(self, step: int, counts: Counts) -> str | None:
-        """What to tell the user where this is the first such step of a run. Raises RunError when it is one too many.
+        """The line for the user where this is the first such step of a run. Raises RunError when it is one too many.
 
         The counts are those of all ranks, so all come to the same.
         """

@@ -22,6 +22,7 @@ from blockdiff.checkpoint import (
     read_config,
     save,
 )
+from blockdiff.checkpoint.digests import DIGESTS
 from blockdiff.checkpoint.files import INDEX, WEIGHTS, stored_tensors
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import CheckpointError
@@ -259,7 +260,7 @@ def test_a_tokenizer_given_replaces_every_file_of_the_old_one(damaged, tmp_path)
     (damaged / "chat_template.jinja").write_text("old")
     (damaged / "processor_config.json").write_text("{}")
     out = save(load(damaged, "auto", "cpu"), tmp_path / "out", tokenizer=Tokenizer())
-    carried_on = {"config.json", "generation_config.json", "processor_config.json", WEIGHTS}
+    carried_on = {"config.json", "generation_config.json", "processor_config.json", WEIGHTS, DIGESTS}
     assert {file.name for file in out.iterdir()} == {*carried_on, "tokenizer.json"}
     assert (out / "tokenizer.json").read_text() == "new"
 

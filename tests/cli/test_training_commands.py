@@ -45,6 +45,15 @@ def test_a_run_directory_is_complete(workshop: Path) -> None:
     assert checkpoint.load(folder / "model", dtype="auto").canvas_length == 9
 
 
+def test_inspect_says_whether_an_exported_model_is_as_it_was_written(workshop: Path, tmp_path: Path) -> None:
+    shutil.copytree(workshop / "run" / "model", model := tmp_path / "model")
+    assert "the weights are as they were written" in works("inspect", model)
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-1000] ^= 1
+    (model / "model.safetensors").write_bytes(content)
+    assert "model.safetensors: is not as it was written" in refusal("inspect", model)
+
+
 def test_the_metrics_that_can_decide_are_those_that_are_measured(workshop: Path) -> None:
     records = metrics(workshop / "run")
     measured = {key for record in records if record["kind"] == "heldout" for key in record}
@@ -250,7 +259,8 @@ def test_an_export_is_uploaded_whole_and_kept_where_the_hub_does_not_answer(tmp_
     assert "no hub id; give OWNER/NAME" in refusal(*words, tmp_path / "a", "--push", "./somewhere")
     assert not (tmp_path / "a").exists()
     assert works(*words, tmp_path / "a", "--push", "we/model").endswith("https://huggingface.co/we/model\n")
-    assert Hub.calls == [("we/model", ["config.json", "generation_config.json", "model.safetensors"])]
+    files = ["config.json", "digests.json", "generation_config.json", "model.safetensors"]
+    assert Hub.calls == [("we/model", files)]
     said = refusal(*words, tmp_path / "b", "--push", "we/refused")
     assert "not uploaded to we/refused (no route to host); the directory is whole, try again: `hf upload" in said
     assert (tmp_path / "b" / "config.json").is_file()

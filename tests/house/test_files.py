@@ -143,6 +143,16 @@ def test_a_kill_at_any_moment_leaves_no_half_directory(tmp_path, stands):
     assert all(len(each) < 2 for each in found) and ({"old"} in found) == stands
 
 
+def test_a_directory_that_another_process_takes_away_is_not_said_to_be_written(tmp_path, monkeypatch):
+    def taken_away(fresh, target):
+        fresh.rename(target)
+        next(path for path in target.iterdir() if path.is_file()).unlink()
+
+    monkeypatch.setattr(files, "publish", taken_away)
+    with pytest.raises(OSError, match="another process writes there"):
+        fill(tmp_path / "model", "new")
+
+
 def test_a_removal_that_is_killed_leaves_nothing_of_that_name(tmp_path):
     target = tmp_path / "model"
     fill(target, "old")

@@ -133,7 +133,7 @@ def test_resuming_with_other_weights_below_the_adapters_is_refused(inputs, tmp_p
     blockdiff.train(inputs, ["train.steps=2"], tmp_path / "run")
     model = checkpoint.load(inputs["model"]["path"], dtype="auto")
     with torch.no_grad():
-        model.layers[0].mlp.up_proj.weight.add_(1)
+        model.layers[0].experts.gate_up_proj[0, 0, 0] += 1  # one number of one expert
     checkpoint.save(model, tmp_path / "other")
     with pytest.raises(RunError, match=r"model\.path"):
         blockdiff.train(inputs, [f"model.path={tmp_path / 'other'}"], tmp_path / "run", resume=True)

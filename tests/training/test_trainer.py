@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,6 +184,20 @@ def test_a_disk_without_room_for_the_model_is_a_line_with_what_is_saved_and_the_
 
 
 @pytest.mark.quick
+def test_a_model_that_is_not_what_the_run_wrote_at_its_end_is_one_line_and_no_done(
+    inputs, tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "run" / "model" / "model.safetensors"
+    for spoil, said in (
+        (lambda *_, **__: file.write_bytes(file.read_bytes()[:-1] + b"\0"), "is not as it was written"),
+        (lambda *_, **__: file.unlink(), "cannot be read"),
+    ):
+        monkeypatch.setattr(export, "draw_curves", spoil)
+        with pytest.raises(RunError, match=rf"model\.safetensors: {said}.*; the run is saved at step 2, go on with"):
+            blockdiff.train(inputs, ["train.steps=2", "train.eval_every=0"], tmp_path / "run", resume=True)
+    assert "done" not in capsys.readouterr().out
+
+
 def test_epochs_say_how_long_a_run_is(inputs, plain, tmp_path, capsys):
     # 24 examples in batches of 6: four steps are an epoch
     run = blockdiff.train(inputs, ("train.epochs=1",), tmp_path / "run")
@@ -216,6 +232,24 @@ def test_a_run_is_not_resumed_with_other_rows_and_the_refusal_has_words_and_no_h
     data = {**inputs["data"], "train": inputs["data"]["train"][1:]}
     with pytest.raises(RunError, match=r"started with other training rows \(data\.train\), or rows that .* way; keep"):
         blockdiff.train({**inputs, "data": data}, ("train.steps=5",), plain.directory, resume=True)
+
+
+def test_a_streamed_run_goes_on_with_rows_that_have_changed_and_says_so(inputs, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in inputs["data"]["train"]))
+    streamed = inputs | {"data": {"train": str(file), "streaming": {"shuffle_buffer": 8}}}
+    streamed["train"] = {**inputs["train"], "eval_every": 0}
+
+    def go_on(steps: int) -> None:
+        blockdiff.train(streamed, [f"train.steps={steps}"], tmp_path / "run", resume=True)
+
+    go_on(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go_on(2)
+    file.write_text(file.read_text().replace("1", "2", 1))
+    with pytest.warns(UserWarning, match=r"the rows of data\.train, which are streamed, have changed"):
+        go_on(3)
 
 
 def test_a_run_is_replaced_when_that_is_asked_for_and_the_new_one_can_begin(inputs, tmp_path):

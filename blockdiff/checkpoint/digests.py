@@ -1,0 +1,75 @@
+"""Digests of weights: those of any checkpoint, and `digests.json` beside the files of one that was exported.
+
+The latter are made of what was to be written, so they also tell what a disk has lost on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.checkpoint.files import ADDED, read_json, read_tensors, stored_tensors, tensors_in
+from blockdiff.errors import CheckpointError
+from blockdiff.files import WORKERS, piecewise_digest, seal
+
+DIGESTS = "digests.json"
+
+
+def write_digests(directory: Path, digests: Mapping[str, str]) -> None:
+    """Write the digests of the files of a directory that have tensors, by their names."""
+    (directory / DIGESTS).write_text(json.dumps(dict(digests), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def has_digests(directory: Path) -> bool:
+    """True for a directory whose files can be compared with what was written."""
+    return (directory / DIGESTS).is_file()
+
+
+def read_back(directory: Path) -> Path:
+    """Read what was written to a directory and compare it with its digests; returns the directory.
+
+    Raises CheckpointError naming a file that is missing or not as it was written.
+    """
+    for name, digest in read_json(directory / DIGESTS).items():
+        try:
+            is_same = piecewise_digest(directory / name) == digest
+        except OSError as error:
+            raise CheckpointError(f"{directory / name}: cannot be read ({error.strerror}); write it again") from error
+        if not is_same:
+            raise CheckpointError(
+                f"{directory / name}: is not as it was written ({DIGESTS}); write it again, "
+                f"or remove {DIGESTS} if it was changed on purpose"
+            )
+    return directory
+
+
+def weights_digest(directory: Path) -> str:
+    """A digest of the weights of a checkpoint: shape, dtype and every number of all tensors, whichever files have them.
+
+    Several threads hash one tensor each. All files are read once; loading then finds them in the system's cache.
+    Raises CheckpointError.
+    """
+    stored = stored_tensors(directory) | (tensors_in(directory / ADDED) if (directory / ADDED).is_file() else {})
+    digests: dict[str, str] = {}
+    waiting: deque[tuple[str, Future[str]]] = deque()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for name, tensor in read_tensors(stored, stored):
+            if len(waiting) == 2 * WORKERS:
+                first, hashed = waiting.popleft()
+                digests[first] = hashed.result()
+            waiting.append((name, pool.submit(_digest, tensor)))
+        digests |= {name: hashed.result() for name, hashed in waiting}
+    return seal([[name, stored[name].shape, stored[name].dtype, digests[name]] for name in sorted(stored)])
+
+
+def _digest(tensor: Tensor) -> str:
+    numbers: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(numbers).hexdigest()
