@@ -18,7 +18,7 @@ from benchmarks.result import Agreement, Result, table
 from benchmarks.settings import Settings
 from benchmarks.timing import Times, contenders, interleaved, peak_memory, probe
 from benchmarks.training_step import Case
-from tests.house.test_imports import LIGHT_DATA
+from tests.project.test_imports import LIGHT_DATA
 
 CPU = torch.device("cpu")
 FOLDER = Path(command.__file__).parent
