@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,6 +29,33 @@ def total_bytes(device: Any) -> int | None:
     if place.type == "cuda":
         return int(torch.cuda.mem_get_info(place)[1])
     return _host_bytes(Path("/"), is_whole=True) if place.type == "cpu" else None
+
+
+_MOST: dict[Any, int] = {}  # the most bytes of a device that were allocated before `peak_of` began to count anew
+
+
+def most_allocated(device: Any) -> int:
+    """The most bytes that tensors of this process had on a CUDA device so far."""
+    import torch
+
+    place = torch.device(device)
+    return max(_MOST.get(place, 0), torch.cuda.max_memory_allocated(place))
+
+
+def peak_of(work: Callable[[], object], device: Any) -> int:
+    """The bytes that work takes for a while on a CUDA device, beyond those that were allocated before it.
+
+    torch's own count of the peak begins anew with it.
+    """
+    import torch
+
+    place = torch.device(device)
+    torch.cuda.synchronize(place)
+    _MOST[place], before = most_allocated(place), torch.cuda.memory_allocated(place)
+    torch.cuda.reset_peak_memory_stats(place)
+    work()
+    torch.cuda.synchronize(place)
+    return torch.cuda.max_memory_allocated(place) - before
 
 
 def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | None = None) -> None:

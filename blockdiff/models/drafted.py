@@ -42,11 +42,6 @@ class Drafted(BlockDiffusionModel):
             *(_of("drafter", name) for name in drafter.layer_kinds),
         )
 
-    @property
-    def cached_bytes(self) -> int:
-        """The bytes that a prefix holds of one token, in both models."""
-        return self.target.cached_bytes + self.drafter.cached_bytes
-
     def rope(self, positions_BT: Tensor) -> dict[str, Rope]:
         """cos and sin of every kind of layer of both models."""
         of_target = {_of("target", name): x for name, x in self.target.rope(positions_BT).items()}

@@ -340,11 +340,6 @@ class BlockDiffusionModel(nn.Module):
         parameter: nn.Parameter = attrgetter(self.typical)(self)
         return parameter
 
-    @property
-    def cached_bytes(self) -> int:
-        """The bytes that a prefix holds of one token."""
-        return family_of(self.config).outline(self.config).cached_per_token * self.dtype.itemsize
-
     def parameters_of(self, part: str) -> list[nn.Parameter]:
         """The parameters of one of the family's parts."""
         family = family_of(self.config)

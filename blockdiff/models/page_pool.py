@@ -37,7 +37,8 @@ class Pool:
     """The pages of all layers of one kind; a page number stands for that page of each of them.
 
     A page in use has references; one that has none is free, or cached while it is published: its tokens can be
-    shared until the page is needed. most: the most pages there may be; grows: whether memory is taken as needed;
+    shared until the page is needed. most: the most pages there may be; row_pages: how many of them a row holds at the
+    same time, however long it is (None: as many as its tokens fill); grows: whether memory is taken as needed;
     published: all links by the link before and the tokens, which the pools share.
     """
 
@@ -46,6 +47,7 @@ class Pool:
     ):
         self.kind, self.layers, self.page_tokens, self.most, self.grows = kind, layers, page_tokens, most, grows
         self.published = published
+        self.row_pages: int | None = None
         self.tensors: list[Tensor] = []  # as a layer's kv, each [layers, pages, P, ...]; none before `make`
         self.references = [0, 0]  # of every page; the first two are ZEROS and SPILL
         self.versions = [0, 0]  # of what stands in every page; each write makes another one
@@ -67,6 +69,10 @@ class Pool:
     def first_kept(self, length: int) -> int:
         """The first column that a row of so many tokens still needs."""
         return 0 if self.kind.window is None else max(0, length - self.kind.window + 1)
+
+    def window_pages(self, added: int) -> int | None:
+        """The most pages that a row holds while a call adds so many tokens to it; None for layers without a window."""
+        return None if self.kind.window is None else -(-(self.kind.window - 2 + added) // self.page_tokens) + 1
 
     def take(self) -> int:
         """A page to write to, with one reference."""

@@ -19,6 +19,8 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.models.page_keys import is_in_run, packed_identities, unpacked_identities
 from blockdiff.models.page_pool import SPILL, ZEROS, Link, Pool, Published
 
+NO_LIMIT = 1 << 40  # pages, where no device says how much memory it has
+
 
 @dataclass(eq=False)
 class PagedRow:
@@ -135,6 +137,25 @@ class PagedRows:
             table += [pool.take() for _ in range(missing)]
         return True
 
+    def has_room(self, row: PagedRow, tokens: int) -> bool:
+        """True where there is memory for so many more tokens of a row, which may come in several calls."""
+        pages = -(-(row.length + tokens) // self.page_tokens)
+        for name, pool in self.pools.items():
+            table, wanted = row.tables[name], pages - row.first[name]
+            if pool.row_pages is not None:
+                wanted = min(wanted, pool.row_pages)
+            if wanted - len(table) > pool.available:
+                return False
+        return True
+
+    def holds(self, tokens: int, added: int) -> bool:
+        """True where a row of so many tokens can be held, of which a call adds at most `added`."""
+        for pool in self.pools.values():
+            pages, within = -(-tokens // self.page_tokens), pool.window_pages(added)
+            if pool.most < (pages if within is None else min(pages, within)):
+                return False
+        return True
+
     def accept(self, row: PagedRow, tokens: int | None = None) -> None:
         """Let a row's first so many tokens stand (None: all): publish their full pages, leave what windows left."""
         row.accepted = max(row.accepted, row.length if tokens is None else min(tokens, row.length))
@@ -187,13 +208,18 @@ class PagedRows:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def free_tokens(self) -> int:
-        """The number of tokens that can still be reserved, in whole pages."""
-        return min(pool.available for pool in self.pools.values()) * self.page_tokens
+        """The number of tokens that a new row could have, in whole pages."""
+        return self._tokens({name: pool.available for name, pool in self.pools.items()})
 
     @property
     def capacity(self) -> int:
         """The number of tokens that can be held at most, in whole pages."""
-        return min(pool.most for pool in self.pools.values()) * self.page_tokens
+        return self._tokens({name: pool.most for name, pool in self.pools.items()})
+
+    def _tokens(self, pages: dict[str, int]) -> int:
+        """The most tokens of a row in so many pages; layers that hold a part of any row set no limit."""
+        most = [pages[n] for n, pool in self.pools.items() if pool.row_pages is None or pages[n] < pool.row_pages]
+        return min(most, default=NO_LIMIT) * self.page_tokens
 
     @property
     def statistics(self) -> PageStatistics:

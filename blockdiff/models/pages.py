@@ -6,8 +6,9 @@ denoised over them.
 
 from __future__ import annotations
 
+import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,13 +18,13 @@ from blockdiff import memory
 from blockdiff.errors import BlockdiffError
 from blockdiff.images import PlacedImage, RowImages
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
-from blockdiff.layers.attention import Past
+from blockdiff.layers.attention import KV, Past
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.image_features import ImageFeatures
 from blockdiff.models.page_buffers import StepBuffers, block_tables, first_columns, table_width
 from blockdiff.models.page_keys import identities
-from blockdiff.models.page_pool import SPILL, Pool, Published
-from blockdiff.models.page_rows import PagedRow, PagedRows
+from blockdiff.models.page_pool import SPILL, Link, Pool, Published
+from blockdiff.models.page_rows import NO_LIMIT, PagedRow, PagedRows
 from blockdiff.models.weights import weights_version
 
 PAGE_TOKENS = 128
@@ -46,9 +47,8 @@ class Pages(PagedRows):
         capacity: int | None = None,
         identity: str = "",
     ):
-        most = (_capacity(model) if capacity is None else capacity) // page_tokens
         by_kind = {name: [n for n, each in enumerate(model.layer_kinds) if each == name] for name in model.kinds}
-        grows = model.device.type == "cpu"
+        most, grows = (capacity or 0) // page_tokens, model.device.type == "cpu"
         links: Published = {}
         pools = {
             name: Pool(model.kinds[name], layers, page_tokens, most, grows, links) for name, layers in by_kind.items()
@@ -56,8 +56,11 @@ class Pages(PagedRows):
         super().__init__(pools, links, page_tokens, identity)
         self.model = model
         self.images = ImageFeatures(model)
+        self.kept_free: int | None = None  # bytes left to the calls; None: they are unknown, and get a share
         self._version = weights_version(model)
         self._buffers: StepBuffers | None = None  # of `denoise`
+        if capacity is None:
+            self.grow()
 
     def follow_weights(self) -> None:
         """Forget all that other weights have encoded, if they changed since the last call: see `weights_version`.
@@ -70,25 +73,70 @@ class Pages(PagedRows):
             self.images.clear()
             self._version = version
 
-    def grow(self, capacity: int) -> None:
-        """Let so many tokens fit, or as many as the device has memory for beside what is held; never fewer than did."""
-        if capacity > self.capacity:
-            most = min(capacity, _capacity(self.model)) // self.page_tokens
-            for pool in self.pools.values():
-                pool.most = max(pool.most, most)
+    def grow(self, tokens: int | None = None, rows: int | None = None, added: int = 0) -> bool:
+        """Let so many tokens fit (None: as many as the device has memory for); no kind of layers gets fewer pages.
+
+        rows: how many hold them, so that layers with a window get pages for what they see of so many rows, and the
+        others get what is left (None: unknown, and all get equally many); added: the most tokens that a call adds to a
+        row, where this is more than a canvas. False where the device has no memory for all beside what is held.
+        """
+        wanted = NO_LIMIT if tokens is None else -(-tokens // self.page_tokens)
+        most, canvas = dict.fromkeys(self.pools, wanted), self.model.canvas_length
+        for name, pool in self.pools.items():
+            if rows is not None and (of_canvas := pool.window_pages(canvas)) is not None:
+                pool.row_pages = max(pool.row_pages or 0, pool.window_pages(max(added, canvas)) or 0)
+                most[name] = min(wanted, rows * of_canvas + pool.row_pages)
+        if all(pool.most >= most[name] for name, pool in self.pools.items()):
+            return True
+        counts = page_counts(most, self._page_bytes(), self._available())
+        for name, pool in self.pools.items():
+            pool.most = max(pool.most, counts[name])
+        return counts == most
+
+    @property
+    def grows(self) -> bool:
+        """True where memory is taken as it is needed, and not all at once."""
+        return all(pool.grows for pool in self.pools.values())
+
+    def stand_in(self, tokens: int, added: int) -> PagedRow:
+        """A row of so many tokens in pages of nobody, to which a call may add more: for what calls take, not give."""
+        row = PagedRow(Link(None, b""), {}, {}, tokens, tokens, stamp=next(self._stamps))
+        for name, pool in self.pools.items():
+            row.first[name] = pool.first_kept(tokens) // self.page_tokens
+            row.tables[name] = [SPILL] * (-(-(tokens + added) // self.page_tokens) - row.first[name])
+        return row
 
     def make_pools(self) -> dict[str, Pool]:
         """Make the pools' tensors, with room for every page, where that is not done yet; returns the pools."""
         if not all(pool.tensors for pool in self.pools.values()):
-            model = self.model
-            nothing_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-            spans = {name: kind.encode_spans(nothing_11) for name, kind in model.kinds.items()}
-            _, kv = model(nothing_11, nothing_11, spans)  # says what tensors layers keep of a token
             for pool in self.pools.values():
-                pool.make([kv[layer] for layer in pool.layers])
+                pool.make([self._token_kv[layer] for layer in pool.layers])
         for pool in self.pools.values():
             pool.hold_all()
         return self.pools
+
+    @functools.cached_property
+    def _token_kv(self) -> list[KV]:
+        """The tensors that layers keep of a token."""
+        model = self.model
+        nothing_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        spans = {name: kind.encode_spans(nothing_11) for name, kind in model.kinds.items()}
+        with torch.no_grad():
+            return model(nothing_11, nothing_11, spans)[1]
+
+    def _page_bytes(self) -> dict[str, int]:
+        """The bytes of a page of each kind of layers."""
+        kv, size = self._token_kv, self.page_tokens
+        return {name: size * sum(x.nbytes for n in pool.layers for x in kv[n]) for name, pool in self.pools.items()}
+
+    def _available(self) -> int | None:
+        """The bytes that pages may take of the device's memory; None where that is not known."""
+        available, device = memory.available_bytes(self.model.device), self.model.device.type
+        if available is None:
+            return None
+        if self.kept_free is not None:
+            return max(0, available - self.kept_free)
+        return int(available * SHARE_OF_MEMORY.get(device, 0.4))
 
     # -- passes ------------------------------------------------------------------------------------------------
 
@@ -171,9 +219,16 @@ class Pages(PagedRows):
         return torch.frombuffer(places, dtype=torch.int64).to(self.model.device)
 
 
-def _capacity(model: BlockDiffusionModel) -> int:
-    """The number of tokens that fit into the share of the device's memory that pages may take."""
-    available = memory.available_bytes(model.device)
+def page_counts(wanted: Mapping[str, int], page_bytes: Mapping[str, int], available: int | None) -> dict[str, int]:
+    """The numbers of pages, by kind of layers, that fit into so many bytes; no kind gets more than is wanted of it.
+
+    All get equally many, but for those that want fewer: what these leave goes to the others.
+    """
     if available is None:
-        return 1 << 40
-    return int(available * SHARE_OF_MEMORY.get(model.device.type, 0.4)) // model.cached_bytes
+        return dict(wanted)
+    counts, left = dict[str, int](), available
+    for name in sorted(wanted, key=lambda name: wanted[name]):
+        each = sum(bytes_of for other, bytes_of in page_bytes.items() if other not in counts)
+        counts[name] = min(wanted[name], left // each)
+        left -= counts[name] * page_bytes[name]
+    return counts

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from blockdiff import memory
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.errors import EngineError, RequestError
+from blockdiff.errors import BlockdiffError, EngineError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
@@ -33,6 +34,7 @@ from blockdiff.sampling.strategies import Verified
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 from blockdiff.sampling.verification import round_control, verify
+from blockdiff.sampling.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,10 +91,11 @@ class Engine:
 
     max_rows: requests that run at the same time; max_waiting: requests that may wait for it; tokens_per_step: the most
     tokens that a step encodes and denoises, as far as prompts can wait (None: twice the canvases of `max_rows` rows);
-    page_tokens, capacity: of `Pages`; chunk_tokens: prompts are encoded in chunks of so many tokens; buckets: row
-    counts that calls are padded to (None: none but for captured steps); pages: where prefixes lie (None: pages of its
-    own); graphs: whether steps that can be are captured in CUDA graphs and replayed (None: on a GPU, where attention
-    reads pages).
+    page_tokens: of `Pages`; capacity: tokens that all rows may have together (None: as many as memory has room for when
+    the first request comes); layers with a window get pages for what they see of `max_rows` rows; chunk_tokens: prompts
+    are encoded in chunks of so many tokens; buckets: row counts that calls are padded to (None: none but for captured
+    steps); pages: where prefixes lie (None: pages of its own); graphs: whether steps that can be are captured in CUDA
+    graphs and replayed (None: on a GPU, where attention reads pages).
 
     One thread at a time may call the engine, and nobody after `close`; else EngineError is raised, and nothing is lost.
     """
@@ -126,12 +129,14 @@ class Engine:
         self.caller, self.is_closed = threading.RLock(), False
         self.settings = settings or sampling_settings(model, tokenizer, generation, diffusion, strategy)
         self.seed = seed
-        self.pages = pages or Pages(model, page_tokens, capacity)
+        self.pages = pages or Pages(model, page_tokens, capacity=0)
         self._scheduler = Scheduler(
             self.pages, max_waiting, chunk_tokens, self.settings.canvas_length, self.settings.is_next_token
         )
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
+        self._asked, self._is_sized = capacity, pages is not None
+        self._measured_rows = 0  # of the largest calls whose memory is known
         can_capture = graphs is not False and not self.settings.is_next_token
         self._buckets, self._capture = buckets, step_capture(self._denoiser) if can_capture else None
         if graphs and self._capture is None:
@@ -194,6 +199,11 @@ class Engine:
                 f"the prompt of {len(first.prompt_tokens)} tokens and a response of {first.max_tokens} need memory for "
                 f"{num_tokens} tokens, and there is room for {self.capacity}; shorten it or lower max_new_tokens"
             )
+        if not self.pages.holds(num_tokens, self._scheduler.most_added(first.longest_run)):
+            raise RequestError(
+                f"{first.longest_run} tokens of images that follow one another need more memory than there is for one "
+                "call; put text between them, or raise max_rows"
+            )
         for draw in draws:
             draw.is_watched, draw.may_capture = watch, captures
             draw.events = self._events if events is None else events
@@ -247,10 +257,60 @@ class Engine:
         self._scheduler.limit(max_rows)
 
     @one_caller
-    def grow(self, tokens: int) -> None:
-        """Let pages of so many tokens be taken, as far as the device has memory for them."""
-        self.pages.grow(tokens)
+    @torch.no_grad()
+    def warm_up(self, say: abc.Callable[[int, int], object] = lambda done, calls: None) -> None:
+        """Run what the first requests would wait for: kernels are compiled, and steps of few rows to many captured.
+
+        say: called before every call, and at the end, with the number of those that are done and of all. Raises
+        EngineError where requests are unanswered, and BlockdiffError where the device has no memory for the rows.
+        """
+        if self._unfinished:
+            raise EngineError("warm_up: requests are unanswered; call it before the first one")
+        work = WarmUp(self.pages, self._batch, self.settings, self._scheduler)
+        calls: list[abc.Callable[[], object]] = [self._size_pages, work.encode, work.verify]
+        buckets = self._batch.buckets if self.captures and self._batch.buckets else [1]
+        calls += [functools.partial(work.step, rows, times=2) for rows in buckets if rows <= self.most_rows]
+        for done, call in enumerate(calls):
+            say(done, len(calls))
+            call()
+        say(len(calls), len(calls))
+        self._has_changed = True
+
+    @one_caller
+    def grow(self, tokens: int, rows: int, run: int = 0) -> bool:
+        """Let pages of so many tokens be taken, by at most `rows` rows at once; False where memory has no room for all.
+
+        run: the tokens of the longest run of images.
+        """
+        self._is_sized = True
+        self._measure_calls()
+        fits = self.pages.grow(tokens, rows, self._scheduler.most_added(run))
         self._has_changed = True  # steps read the pages where they lie then
+        return fits
+
+    def _size_pages(self) -> None:
+        """Let the engine's own pages take what memory there is for them, or what was asked for, once."""
+        if not self._is_sized:
+            self._is_sized = True
+            self._measure_calls()
+            self.pages.grow(self._asked, self.most_rows, self._scheduler.most_added(0))
+            if self._measured_rows and not self.pages.capacity:
+                raise BlockdiffError(
+                    f"{self.model.device}: {memory.size(self.pages.kept_free or 0)} for the calls of {self.most_rows} "
+                    "rows leave no memory for pages; let fewer run together"
+                )
+
+    @torch.no_grad()
+    def _measure_calls(self) -> None:
+        """Find how much memory to leave to calls, where pages take all at once; requests under way are left alone."""
+        if self.pages.grows or self._unfinished or self._measured_rows >= self.most_rows:
+            return
+        device, rows = self.model.device, f"a step of {self.most_rows} rows"
+        try:
+            self.pages.kept_free = WarmUp(self.pages, self._batch, self.settings, self._scheduler).bytes_of_calls()
+        except torch.cuda.OutOfMemoryError:
+            raise BlockdiffError(f"{device}: there is no memory for {rows}; let fewer run together") from None
+        self._measured_rows = self.most_rows
 
     @one_caller
     def events(self) -> list[Event]:
@@ -262,6 +322,7 @@ class Engine:
     @property
     def capacity(self) -> int:
         """The number of tokens that the pages hold at most."""
+        self._size_pages()
         return self.pages.capacity
 
     @property

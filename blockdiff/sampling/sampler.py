@@ -65,7 +65,7 @@ class Sampler:
         self._turn = threading.RLock()  # who has it may call the engine
         self._engine: Engine | None = None
         self._state: object = None  # of the sampler and the model for which the engine was made
-        self._tokens = 0  # that the largest call so far asked pages for
+        self._room = 0, 0, 0  # that the largest calls so far asked pages for, as in `Engine.grow`
         self._rows: dict[int, int] = {}  # of the calls under way
         self.settings = sampling_settings(model, tokenizer, generation, diffusion, strategy)
 
@@ -263,12 +263,14 @@ class Sampler:
             return
         longest = max(len(first.prompt_tokens) + first.max_tokens for _, (first, *_) in asked)
         count = sum(len(draws) for _, draws in asked)
-        tokens = (min(2 * batch_size, count) + 1) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+        most_rows = min(2 * batch_size, count)  # that have pages at the same time
+        tokens = (most_rows + 1) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+        room = tokens, most_rows, max(first.longest_run for _, (first, *_) in asked)
         left = {id(draws[0]): (place, draws[0]) for place, draws in asked}
         events: list[tuple[Sequence, Event]] = []
         refused = list[tuple[int, Result]]()
         with self._turn:
-            engine = self._engine_for(min(batch_size, count), tokens, graphs)
+            engine = self._engine_for(min(batch_size, count), room, graphs)
             self._rows[id(events)] = min(batch_size, count)
             for place, draws in asked:
                 try:
@@ -295,35 +297,37 @@ class Sampler:
                 if not engine.is_closed:  # who stops listening leaves sequences whose pages others may need
                     engine.drop([first for _, first in left.values()])
 
-    def _engine_for(self, rows: int, tokens: int, graphs: bool | None) -> Engine:
-        """The engine, with room for a call of so many rows and tokens, or for as much of it as the device has."""
+    def _engine_for(self, rows: int, room: tuple[int, int, int], graphs: bool | None) -> Engine:
+        """The engine for a call of so many rows; room: what `Engine.grow` is asked for."""
         model, engine = self.model, self._engine
         if torch.is_autocast_enabled(model.device.type):
-            return self._made_engine(rows, tokens)
+            return self._made_engine(rows, room)
         state = self.settings, self.pages, model.device, model.dtype
         if engine is not None and state != self._state:
             if engine.unfinished:
                 raise RequestError("the model or the settings have changed while a call is under way; end that first")
             engine = None
-        elif engine is not None and self.pages is None and tokens > self._tokens:
-            engine.grow(tokens)
-            if engine.capacity < tokens and not engine.unfinished:  # beside the pages that are held there is no room
+        elif engine is not None and self.pages is None and (rows > engine.most_rows or _exceeds(room, self._room)):
+            # pages that were made at once leave too little memory to the calls of more rows
+            fits = (engine.pages.grows or rows <= engine.most_rows) and engine.grow(*room)
+            if not fits and not engine.unfinished:  # beside the pages that are held there is no room
                 engine = None
         if engine is None:
-            self._engine, self._state, self._tokens = None, state, 0  # its memory goes before the new one takes some
-            engine = self._engine = self._made_engine(rows, tokens)
-        self._tokens = max(self._tokens, tokens)
+            self._engine, self._state, self._room = None, state, (0, 0, 0)  # its memory goes before the new one's comes
+            engine = self._engine = self._made_engine(rows, room)
+        tokens, most_rows, run = (max(each) for each in zip(room, self._room, strict=True))
+        self._room = tokens, most_rows, run
         if graphs and not engine.captures:
             raise ValueError(UNCAPTURED)
         engine.limit(max(rows, *self._rows.values(), 1))
         return engine
 
-    def _made_engine(self, rows: int, tokens: int) -> Engine:
-        pages = self.pages
+    def _made_engine(self, rows: int, room: tuple[int, int, int]) -> Engine:
+        settings, pages = self.settings, self.pages
+        engine = Engine(self.model, settings=settings, max_rows=rows, max_waiting=sys.maxsize, capacity=0, pages=pages)
         if pages is None:
-            pages = Pages(self.model, capacity=0)
-            pages.grow(tokens)
-        return Engine(self.model, settings=self.settings, max_rows=rows, max_waiting=sys.maxsize, pages=pages)
+            engine.grow(*room)
+        return engine
 
     def _step(self, engine: Engine, events: list[tuple[Sequence, Event]]) -> list[tuple[Sequence, Event]]:
         """The events of a call, after a step for all calls where there are none yet."""
@@ -340,6 +344,10 @@ class Sampler:
             came = events.copy()
             events.clear()
         return came
+
+
+def _exceeds(room: tuple[int, ...], before: tuple[int, ...]) -> bool:
+    return any(asked > had for asked, had in zip(room, before, strict=True))
 
 
 def _require_batch_size(batch_size: object) -> None:

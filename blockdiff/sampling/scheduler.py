@@ -70,10 +70,15 @@ class Scheduler:
             first = self.waiting[0]
             first.paged = self.pages.open()
             self._reuse(first)
-            if self.admitted and first.num_tokens_until_commit(self.canvas_length) > self.pages.free_tokens():
+            tokens = first.num_tokens_until_commit(self.canvas_length)
+            if self.admitted and not self.pages.has_room(first.paged, tokens):
                 self._release(first)
                 return
             self.admitted.append(self.waiting.popleft())
+
+    def most_added(self, run: int) -> int:
+        """The most tokens of a sequence that go into one call, where its longest run of images has so many."""
+        return max(self.chunk_tokens, self.canvas_length) + run
 
     def leave(self, sequence: Sequence) -> None:
         """Take away a sequence's place in the queue, or among the admitted, with its pages."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
-from blockdiff.images import PlacedImage, images_between
+from blockdiff.images import PlacedImage, images_between, runs_of
 from blockdiff.models.page_keys import identities
 from blockdiff.sampling.control import Control, compile_control
 from blockdiff.sampling.request import Forwards, Request, Result
@@ -156,6 +156,11 @@ class Sequence:
     def identities(self) -> list[int]:
         """The identities of the token_ids, by which pages are shared."""
         return [*self._prompt_identities, *self.token_ids[len(self.prompt_tokens) :]] if self.images else self.token_ids
+
+    @property
+    def longest_run(self) -> int:
+        """The tokens of the longest run of images, which one call encodes."""
+        return max((end - first for first, end in runs_of(self.images)), default=0)
 
     def placed_images(self, start: int, count: int) -> list[PlacedImage]:
         """The images in so many token_ids from `start` on, with columns counted from there."""

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from blockdiff import memory
+
 
 class Clock:
     """Seconds spent on optimiser steps and the tokens they processed; evaluation and saving stand apart."""
@@ -52,6 +54,6 @@ class Clock:
 def memory_gib(device: torch.device) -> float:
     """The most memory used so far in GiB: by tensors on a CUDA device, elsewhere by the whole process."""
     if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+        return round(memory.most_allocated(device) / 2**30, 3)
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)

@@ -187,11 +187,11 @@ def test_a_turn_encodes_only_what_is_new(model: Path, monkeypatch: pytest.Monkey
     kept: list[Pages] = []
 
     class Kept(Pages):
-        def __init__(self, *words: Any, **more: Any):
-            super().__init__(*words, page_tokens=8, **more)
+        def __init__(self, model: Any, page_tokens: int, **more: Any):
+            super().__init__(model, 8, **more)
             kept.append(self)
 
-    monkeypatch.setattr("blockdiff.sampling.sampler.Pages", Kept)
+    monkeypatch.setattr("blockdiff.sampling.engine.Pages", Kept)
     said = "A message that is long enough to fill some pages.\nAnd again.\n"
     run = CliRunner().invoke(app, ["chat", str(model), *OPTIONS], input=said)
     assert run.exit_code == 0, run.output
