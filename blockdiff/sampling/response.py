@@ -7,7 +7,7 @@ their marks neither thinks nor calls.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # The tokens around the reasoning of MiniMax M3 and of Gemma 4, and the text that stands right after the first of them.
 REASONING = (("<mm:think>", "</mm:think>", ""), ("<|channel>", "<channel|>", "thought\n"))
 HALF = "\N{REPLACEMENT CHARACTER}"  # stands for a character of which tokens are missing
+CONTEXT = 16  # tokens before new ones that are decoded again with them: more than change how these are written
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,28 @@ class ParsedResponse:
     text: str = ""
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+
+
+class GrowingText:
+    """The text of tokens that are added to; only the last of those known before are decoded again.
+
+    Where their text is not the beginning of that of them and the new ones, all tokens are decoded.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]):
+        self._decode, self._tokens, self._text = decode, list[int](), ""
+
+    def read(self, tokens: list[int]) -> str:
+        """The text of these tokens, by what is known of those that they begin with."""
+        count = len(self._tokens)
+        if tokens[:count] != self._tokens:
+            self._tokens, self._text, count = [], "", 0
+        first = max(0, count - CONTEXT)
+        before, after = self._decode(tokens[first:count]), self._decode(tokens[first:])
+        text = self._text + after[len(before) :] if after.startswith(before) else self._decode(tokens)
+        if not text.endswith(HALF):
+            self._tokens, self._text = tokens, text
+        return text
 
 
 class ResponseParser:
@@ -52,6 +75,7 @@ class ResponseParser:
         self._has_reasoning = self._is_open
         self._thought: list[int] = []  # tokens of closed reasoning
         self._opened: list[int] = []  # tokens of reasoning that is still open
+        self._texts = GrowingText(settings.text), GrowingText(settings.text)  # of the answer, of the reasoning
         self._begin_answer()
 
     def _begin_answer(self) -> None:
@@ -92,7 +116,7 @@ class ResponseParser:
         rest = self._answer[self._parsed :]
         if self._calls_format and self._calls_format.opens in rest:
             rest = rest[: rest.index(self._calls_format.opens)]
-        text = self._settings.text(self._text_tokens + rest).rstrip(HALF)
+        text = self._texts[0].read(self._text_tokens + rest).rstrip(HALF)
         for stop in self._stops:
             begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
             text = text[: len(text) - begun]
@@ -105,7 +129,7 @@ class ResponseParser:
     def _reasoning(self) -> str | None:
         if not self._has_reasoning:
             return None
-        return self._settings.text(self._thought + self._opened).removeprefix(self._name).strip()
+        return self._texts[1].read(self._thought + self._opened).removeprefix(self._name).strip()
 
 
 def parse(

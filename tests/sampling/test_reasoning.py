@@ -13,7 +13,7 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
-from blockdiff.sampling.response import ResponseParser, parse
+from blockdiff.sampling.response import CONTEXT, ResponseParser, parse
 from blockdiff.sampling.sequence import prepare_sequences
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
@@ -91,3 +91,22 @@ def test_a_result_has_its_reasoning_apart():
     result = asked.result(sampler.settings)
     assert (result.reasoning, result.text, result.tokens) == ("6 * 7", "42", [*said, 1])
     assert result.to_record()["reasoning"] == "6 * 7"
+
+
+def test_what_was_said_so_far_decodes_the_last_tokens_alone():
+    """And is what all of them say, with halves of characters held back."""
+    decoded: list[int] = []
+    text = lambda tokens: decoded.append(len(tokens)) or TOKENIZER.decode(tokens)  # noqa: E731
+    settings = SimpleNamespace(tokenizer=TOKENIZER, text=text)
+    said = f"{OPENED}{'why, 漢 '.strip() * 20}{CLOSED}{'a. é 🙂 , it ' * 20}"
+    tokens = TOKENIZER(said, add_special_tokens=False)["input_ids"]
+    parser = ResponseParser(Request(0), settings, "")
+    for count in range(1, len(tokens) + 1):
+        decoded.clear()
+        parser.add(tokens[count - 1 : count])
+        so_far = parser.so_far()
+        assert sum(decoded) <= 2 * (2 * CONTEXT + 4)
+        alone = ResponseParser(Request(0), settings, "")
+        alone.add(tokens[:count])
+        assert so_far == alone.so_far()
+    assert so_far == parser.whole() and so_far.text.endswith(", it ")
