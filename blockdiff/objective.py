@@ -130,7 +130,7 @@ class Objective(nn.Module):
         if not self.model.denoises:
             ar_sum = _loss(self.model.vocabulary, _pairs(self._encode_alone(batch)[0], batch))
             return Losses(ar_sum.new_zeros(()), ar_sum)
-        batch = _complete(batch)
+        batch = complete(batch)
         vocabulary = self.model.vocabulary
         if self.sweep:
             return self._losses_of_sweep(batch)
@@ -241,8 +241,8 @@ class Objective(nn.Module):
 
     def _denoise(self, noisy: Batch, past: list[KV], soft_BTD: Tensor | None) -> Tensor:
         """Run the noisy canvases side by side against the prefix: hidden states [B, C * L, D]."""
-        spans = {name: _denoise_spans(kind, noisy) for name, kind in self.model.kinds.items()}
-        hidden_BTD, _ = self.model(noisy.canvas_BCL.flatten(1), _positions(noisy), spans, past, True, soft_BTD)
+        spans = {name: spans_of_canvases(kind, noisy) for name, kind in self.model.kinds.items()}
+        hidden_BTD, _ = self.model(noisy.canvas_BCL.flatten(1), positions(noisy), spans, past, True, soft_BTD)
         return hidden_BTD
 
     def _sweep(self, noisy: Batch, soft_BTD: Tensor | None, wants_clean: bool) -> Tensor:
@@ -254,7 +254,7 @@ class Objective(nn.Module):
         spans = {
             name: Sweep(
                 kind.encode_spans(noisy.doc_start_BS, None, noisy.images),
-                _denoise_spans(kind, noisy),
+                spans_of_canvases(kind, noisy),
                 columns,
                 self.stop_gradient,
                 wants_clean,
@@ -262,7 +262,7 @@ class Objective(nn.Module):
             for name, kind in self.model.kinds.items()
         }
         tokens_BT = torch.cat([noisy.tokens_BS, noisy.canvas_BCL.flatten(1)], 1)
-        positions_BT = torch.cat([noisy.positions_BS, _positions(noisy)], 1)
+        positions_BT = torch.cat([noisy.positions_BS, positions(noisy)], 1)
         hidden_BTD: Tensor = self.model(tokens_BT, positions_BT, spans, soft_BTD=soft_BTD, images=noisy.images)[0]
         return hidden_BTD
 
@@ -306,7 +306,7 @@ class Objective(nn.Module):
         """
         with evaluating(self):
             batch = self._with_features(batch)
-            return self._evaluate(_complete(batch) if self.model.denoises else batch)
+            return self._evaluate(complete(batch) if self.model.denoises else batch)
 
     def _evaluate(self, batch: Batch) -> Evaluation:
         vocabulary, next_BS = self.model.vocabulary, batch.tokens_BS.roll(-1, dims=1)
@@ -357,15 +357,19 @@ def _columns_seen(batch: Batch) -> int:
     return int(batch.start_BC.max())
 
 
-def _denoise_spans(kind: LayerKind, noisy: Batch) -> Spans:
+def spans_of_canvases(kind: LayerKind, noisy: Batch) -> Spans:
     """The spans of the canvases' tokens in layers of a kind."""
     return kind.denoise_spans(noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, noisy.canvas_BCL.shape[-1])
 
 
-def _positions(noisy: Batch) -> Tensor:
+def positions(noisy: Batch) -> Tensor:
     """The positions [B, C * L] of the canvases' tokens in their documents."""
-    place_L = torch.arange(noisy.canvas_BCL.shape[-1], device=noisy.start_BC.device)
-    return ((noisy.start_BC - noisy.doc_start_BC)[..., None] + place_L).flatten(1)
+    return ((noisy.start_BC - noisy.doc_start_BC)[..., None] + places(noisy)).flatten(1)
+
+
+def places(batch: Batch) -> Tensor:
+    """The places [L] of tokens in a canvas."""
+    return torch.arange(batch.canvas_BCL.shape[-1], device=batch.start_BC.device)
 
 
 def _noise(
@@ -394,7 +398,7 @@ def _noise(
     return made
 
 
-def _complete(batch: Batch) -> Batch:
+def complete(batch: Batch) -> Batch:
     """The batch, with an absent canvas per row where it has none, so that every parameter is used."""
     if batch.start_BC.numel():
         return batch

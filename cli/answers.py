@@ -26,15 +26,35 @@ def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
     return hashlib.blake2b(repr((request, sorted(settings.items()))).encode(), digest_size=8).hexdigest()
 
 
+def training_row(request: Request | Result, result: Result) -> dict[str, Any]:
+    """A row to train on: the prompt, or the messages and their tools, with the answer."""
+    messages = getattr(request, "messages", None)
+    if messages is None:
+        return {"id": result.id, "prompt": getattr(request, "prompt", ""), "response": result.text}
+    answer = {"role": "assistant", "content": result.text}
+    answer |= {key: value for key in ("reasoning", "tool_calls") if (value := getattr(result, key)) is not None}
+    tools = getattr(request, "tools", None)
+    return {"id": result.id, "messages": [*messages, answer], **({"tools": [*tools]} if tools else {})}
+
+
 class Answers:
     """Lines of answers, each written whole as it comes; when all are there they stand in the order of the requests.
 
     asked: the fingerprint of every request; where `path` has answers to these already, they are kept and not asked for
     again. Every line says in `asked` what it answers. Without a path the lines go to stdout, in order, without that.
-    rank: of several processes each writes a part beside the file, and `merge` puts them together.
+    rank: of several processes each writes a part beside the file, and `merge` puts them together. rows: the requests,
+    where lines are rows to train on; a failed one has none.
     """
 
-    def __init__(self, path: Path | None, asked: Sequence[str], rank: int = 0, is_alone: bool = True):
+    def __init__(
+        self,
+        path: Path | None,
+        asked: Sequence[str],
+        rank: int = 0,
+        is_alone: bool = True,
+        rows: Sequence[Request | Result] | None = None,
+    ):
+        self.rows = rows
         self.path, self.asked = path, list(asked)
         self.written: dict[int, bytes] = {}
         self._next = 0  # of stdout
@@ -83,7 +103,12 @@ class Answers:
 
     def write(self, place: int, result: Result) -> None:
         """Write the answer to one request, as soon as it can stand there."""
-        record = result.to_record() | ({} if self.path is None else {"asked": self.asked[place]})
+        if self.rows is not None and result.error is not None:
+            if self.path is None:
+                self.written[place] = b""
+            return
+        record = result.to_record() if self.rows is None else training_row(self.rows[place], result)
+        record |= {} if self.path is None else {"asked": self.asked[place]}
         text = json.dumps(record, ensure_ascii=False) + "\n"
         if self.path is not None:
             if self._file is None:

@@ -26,6 +26,20 @@ def init(
     canvas_length: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With --from: the number of tokens of a canvas (256).")
     ] = None,
+    drafter_for: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Make a drafter for a model, without a PRESET."),
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1, metavar="N", help="With --drafter-for: its layers.")] = 5,
+    block: Annotated[
+        int,
+        typer.Option(min=2, metavar="N", help="With --drafter-for: tokens of a block, the first of which stands."),
+    ] = 16,
+    mask_token: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="With --drafter-for: the mask token (else found)."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="The same as DIR.")] = None,
     seed: options.SeedOfData = 0,
     dtype: Annotated[
         str | None,
@@ -35,13 +49,15 @@ def init(
         str | None, typer.Option(metavar="DIR", help="A directory or hub id whose tokenizer is copied.")
     ] = None,
 ) -> None:
-    """Write a model in Hub layout: one with random weights, or a denoiser made of a causal model (`--from`)."""
+    """Write a model in Hub layout: with random weights, a denoiser made of a causal model (`--from`), or a drafter."""
     if dtype not in (None, "float32", "bfloat16"):
         raise typer.BadParameter(f"{dtype!r} is neither float32 nor bfloat16", param_hint="--dtype")
-    if source is not None and directory is None and preset is not None:
+    if directory is None and output is None and preset is not None:
         directory, preset = Path(preset), None
-    if directory is None or (preset is None) == (source is None):
-        raise typer.BadParameter("give PRESET DIR, or --from MODEL DIR", param_hint="PRESET DIR")
+    directory = directory or output
+    if directory is None or [preset, source, drafter_for].count(None) != 2:
+        usage = "give PRESET DIR, --from MODEL DIR, or --drafter-for MODEL --output DIR"
+        raise typer.BadParameter(usage, param_hint="PRESET DIR")
     if source is None and canvas_length is not None:
         raise typer.BadParameter("a preset has its own; only --from takes another", param_hint="--canvas-length")
     canvas_length = canvas_length or 256
@@ -51,14 +67,18 @@ def init(
     from blockdiff.checkpoint.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
-    if source is not None:
+    origin = preset
+    if drafter_for is not None:
+        model = checkpoint.drafter_for(drafter_for, layers, block, seed, dtype or "float32", mask_token)
+        origin = f"a drafter of {layers} layers and blocks of {block} tokens for {drafter_for}"
+    elif source is not None:
         model = checkpoint.convert(source, canvas_length, seed, dtype or "auto")
+        origin = f"from {source}, canvases of {canvas_length} tokens"
     else:
         model = checkpoint.init(str(preset), seed=seed, dtype=dtype or "float32")
     checkpoint.save(model, directory, tokenizer=loaded)
     count = sum(parameter.numel() for parameter in model.parameters())
     written = str(model.dtype).removeprefix("torch.")
-    origin = f"from {source}, canvases of {canvas_length} tokens" if source is not None else preset
     print(f"{directory}: {origin}, {count:,} parameters, {written}, seed {seed}")
-    if loaded is None and not (directory / "tokenizer_config.json").exists():
+    if loaded is None and drafter_for is None and not (directory / "tokenizer_config.json").exists():
         print("no tokenizer in it; give one with --tokenizer DIR before sampling")

@@ -80,6 +80,15 @@ def sample(
         ),
     ] = None,
     overwrite: options.Overwrite = False,
+    as_rows: Annotated[
+        bool,
+        typer.Option(
+            "--as-rows",
+            metavar="",
+            rich_help_panel=options.OUTPUT,
+            help="Write rows to train on: each prompt or conversation with its answer.",
+        ),
+    ] = False,
     stream: Annotated[
         bool,
         typer.Option(
@@ -111,7 +120,7 @@ def sample(
     error, and the others are answered.
     """
     _check_usage(prompt, chat, prompts, image, output, trace)
-    gives_lines = prompts is not None or output is not None
+    gives_lines = prompts is not None or output is not None or as_rows
     if output == options.STREAM:
         output = None
     if answers_per_prompt > 1 and best_of > 1:
@@ -161,9 +170,13 @@ def sample(
     model_name = Path(model).resolve() if Path(model).exists() else model
     identity = {**numbers, "strategy": chosen, "model": str(model_name), "dtype": opened.dtype}
     parts = {name: getattr(opened, name) for name in ("adapter", "quantize", "draft_model")}
-    identity |= {name: part for name, part in parts.items() if part}
+    identity |= {name: part for name, part in parts.items() if part} | ({"as_rows": True} if as_rows else {})
     answers = Answers(
-        output, [fingerprint(entry, identity) for entry in entries], ranks.rank, is_alone=ranks.row_world == 1
+        output,
+        [fingerprint(entry, identity) for entry in entries],
+        ranks.rank,
+        is_alone=ranks.row_world == 1,
+        rows=entries if as_rows else None,
     )
     with ranks.main_first("reading the output file"):
         answers.keep(overwrite and ranks.is_main)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import blockdiff
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, joined, lay_out
-from blockdiff.checkpoint import draw_weights, empty, init, save
+from blockdiff.checkpoint import draw_weights, empty, init, read_config, save
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.tokenizer import character_tokenizer
@@ -209,7 +209,7 @@ def all_meshes(ranks: Ranks, directory: Path, runs: dict[str, list[str]]) -> Non
 
 
 def write_recipes(directory: Path) -> None:
-    """Two recipes of two steps with all that a run may do: a little model from scratch, and adapters of one."""
+    """Recipes of two steps with all that a run may do: a model from scratch, adapters of one, a drafter for it."""
     character_tokenizer(alphabet(4)).save_pretrained(directory / "tokenizer")
     save_preset(directory / "little.json", LITTLE)
     tokenizer = load_tokenizer(directory / "tokenizer")
@@ -228,6 +228,12 @@ def write_recipes(directory: Path) -> None:
     (directory / "all.yaml").write_text(json.dumps(recipe))
     lora = {"parts": {"attention": 4, "experts": 2}, "tokens": ["1"]}
     (directory / "adapters.yaml").write_text(json.dumps({**recipe, "model": {"path": "base"}, "lora": lora}))
+    base = read_config(directory / "base")
+    config = family_of("dflash").for_target(base, 1, 4, 3, 16**0.5, 30.0)
+    save(init(config, seed=5), directory / "draft")
+    drafter = {**recipe, "model": {"path": "draft"}, "objective": {"draft_for": "base", "anchors": 3}}
+    drafter |= {"evaluation": {"best": "heldout_draft_loss"}, "generation": {}}
+    (directory / "drafter.yaml").write_text(json.dumps(drafter))
     in_fp8 = {"path": "base", "quantize": "fp8"}
     (directory / "adapters over fp8.yaml").write_text(json.dumps({**recipe, "model": in_fp8, "lora": lora}))
 

@@ -2,7 +2,7 @@
 
 from blockdiff.checkpoint.adapters import load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.config import fitted, preset_config, presets, read_config, released_preset
-from blockdiff.checkpoint.convert import convert
+from blockdiff.checkpoint.convert import convert, drafter_for
 from blockdiff.checkpoint.create import draw_weights, init
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.generation import Generation, SpecialTokens, default_generation, special_tokens
@@ -18,6 +18,7 @@ __all__ = [
     "SpecialTokens",
     "convert",
     "default_generation",
+    "drafter_for",
     "draw_weights",
     "empty",
     "empty_image_side",

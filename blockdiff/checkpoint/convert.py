@@ -1,4 +1,7 @@
-"""`convert`: a causal model becomes a block-diffusion one that computes, before it is trained, what the other did."""
+"""`convert`: a causal model becomes a block-diffusion one that computes, before it is trained, what the other did.
+
+`drafter_for`: a drafter is made for a model.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from pathlib import Path
 import torch
 
 from blockdiff.checkpoint.added import added_to, fill
-from blockdiff.checkpoint.create import drawn
-from blockdiff.checkpoint.opening import load
+from blockdiff.checkpoint.config import read_config
+from blockdiff.checkpoint.create import drawn, init
+from blockdiff.checkpoint.generation import special_tokens
+from blockdiff.checkpoint.opening import load, model_files
 from blockdiff.checkpoint.read import empty
+from blockdiff.checkpoint.tokenizer import mask_token
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.mlp import SelfConditioning
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import BlockDiffusionModel, families, family_of
 
 CANVAS_LENGTH = 256  # that of the released model
 
@@ -52,3 +58,26 @@ def convert(
             module.down_proj.weight.zero_()
     model.carried = causal.carried
     return model.eval()
+
+
+def drafter_for(
+    path_or_hub_id: str | Path,
+    layers: int = 5,
+    block: int = 16,
+    seed: int = 0,
+    dtype: str | torch.dtype = "float32",
+    mask: str | None = None,
+) -> BlockDiffusionModel:
+    """A drafter with random weights for a model, which need not be loaded: its layers are like the model's.
+
+    block: tokens of a block, the one that stands included; mask: the name of the mask token (None: as `mask_token`
+    finds it). Raises CheckpointError for a model that cannot have one.
+    """
+    files = model_files(path_or_hub_id, with_weights=False)
+    config, tokenizer = read_config(files.weights), files.tokenizer()
+    target = empty(config)
+    special = special_tokens(config, files.generation(), tokenizer)
+    mask_id = mask_token(tokenizer, target.vocab_size, mask, {*special.eos_ids, special.pad_id, tokenizer.bos_token_id})
+    for_target = next(each.for_target for each in families().values() if each.for_target is not None)
+    vocabulary = target.vocabulary
+    return init(for_target(config, layers, block, mask_id, vocabulary.root, vocabulary.softcap), seed, dtype=dtype)

@@ -23,7 +23,7 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import adapt
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import put_in_fp8
 
 
@@ -90,7 +90,9 @@ def load(
     files = model_files(path_or_hub_id, adapter)
     if draft_model is None:
         return load_files(files, dtype, device, kernels, model, quantize)
-    require_same_tokens(draft_model, files.holding(*VOCABULARY_FILES))
+    config = read_config(draft_model)
+    if family_of(config).outline(config).mask is None:  # a drafter has no tokens of its own
+        require_same_tokens(draft_model, files.holding(*VOCABULARY_FILES))
     drafter = load(draft_model, dtype, device, kernels)
     drafter.drafts_for(empty(read_config(files.weights), kernels, model))  # before the weights are read
     return Drafted(load_files(files, dtype, device, kernels, model, quantize), drafter).eval()

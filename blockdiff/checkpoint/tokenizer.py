@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,26 @@ def require_same_tokens(draft_model: str | Path, model: str | Path) -> None:
         raise CheckpointError(
             f"{draft_model}: its tokenizer has other tokens than that of {model}; a draft model needs the same"
         )
+
+
+def mask_token(tokenizer: Any, vocab_size: int, name: str | None, reserved: Collection[int | None]) -> int:
+    """The token that stands where a drafter predicts: of this name, else the mask token, else a row without a token.
+
+    Raises CheckpointError where there is none, and for one of the `reserved` special tokens.
+    """
+    remedy = "name one of its tokens that no text contains, --mask-token"
+    if name is not None:
+        token = tokenizer.get_vocab().get(name)
+    else:
+        free = rows_needed(tokenizer)
+        token = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else free if free < vocab_size else None
+    if token is None:
+        found = "the tokenizer has no mask token" if name is None else f"{name!r} is no token of the tokenizer"
+        raise CheckpointError(f"{found}; {remedy}")
+    if token in reserved or token >= vocab_size:
+        what = "is the bos, eos or pad token" if token in reserved else f"is none of the model's {vocab_size} tokens"
+        raise CheckpointError(f"{tokenizer.convert_ids_to_tokens(token)!r} {what}; {remedy}")
+    return int(token)
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:

@@ -123,7 +123,8 @@ class Collator:
     or those whose target lies in a response. Without `scores_ar` none is, and columns that no canvas sees are left out.
     `normalisation` says what the losses are means over: scored tokens (a position weighs 1) or examples (a position
     weighs 1 / scored positions of its example in this optimiser step, as in Google's recipe). `reader` reads the images
-    of examples.
+    of examples. `are_blocks`: canvases are a drafter's blocks, which begin at any token of a response but its last, and
+    of which neither that token nor the fill is scored; next tokens are not.
     """
 
     canvas_length: int
@@ -137,6 +138,7 @@ class Collator:
     normalisation: Literal["token", "example"] = "token"
     ar_scope: Literal["all", "response"] = "all"
     reader: ImageReader | None = None
+    are_blocks: bool = False
 
     def __call__(
         self,
@@ -158,7 +160,11 @@ class Collator:
     def lay_out(self, rows: Sequence[CleanRow]) -> Batch:
         """The tensors of rows, packed or not."""
         batch = lay_out(rows, self.canvas_length, self.pad_id)
-        if not self.scores_ar:
+        if self.are_blocks:
+            place_L = torch.arange(self.canvas_length)
+            is_scored_BCL = (place_L > 0) & (place_L < batch.content_BC[..., None])
+            batch = replace(batch, is_scored_BCL=is_scored_BCL)
+        if not self.scores_ar or self.are_blocks:
             batch = replace(batch, is_ar_scored_BS=torch.zeros_like(batch.is_ar_scored_BS))
         return batch
 
@@ -178,9 +184,7 @@ class Collator:
         if not examples:
             return []
         epochs = [epoch] * len(examples) if isinstance(epoch, int) else list(epoch)
-        pieces = [
-            [piece for span in example.responses for piece in cut(span, self.canvas_length)] for example in examples
-        ]
+        pieces = [[piece for span in example.responses for piece in self._cut(span)] for example in examples]
         samples = [example.sample_id for example in examples]
         chosen = self.canvases.choose([len(each) for each in pieces], self.seed, epochs, samples)
         flat = [(row, canvas, rank) for row, canvases in enumerate(chosen) for rank, canvas in enumerate(canvases)]
@@ -205,6 +209,13 @@ class Collator:
             images = [image for image in images if image.end <= len(seen)]
             result.append(CleanRow(seen, canvases, example.sample_id, ar_weights=weights, images=images))
         return result
+
+    def _cut(self, response: tuple[int, int]) -> list[tuple[int, int]]:
+        """The columns of each canvas of a response, or of each block."""
+        if not self.are_blocks:
+            return cut(response, self.canvas_length)
+        start, end = response
+        return [(column, min(column + self.canvas_length, end)) for column in range(start, end - 1)]
 
     def begin(self, examples: Sequence[Example]) -> None:
         """Begin to read the images of the examples whose rows are asked for next."""
@@ -260,7 +271,7 @@ class Collator:
 
     def canvas_tokens(self, length: int) -> int:
         """Canvas positions to expect of an example of `length` tokens: for dealing out work, not for laying out."""
-        return self.canvas_length * self.canvases.most(max(1, length // self.canvas_length))
+        return self.canvas_length * self.canvases.most(max(1, length // (1 if self.are_blocks else self.canvas_length)))
 
 
 def rank_slots(rank: int, world: int, total: int) -> range:

@@ -54,6 +54,7 @@ class Kernels:
     linears = Composition(fp8.linears)
     fp8_linears = Op(fp8.fp8_linears, "triton")
     logits = Op(vocabulary.logits)
+    divergence = Op(vocabulary.divergence)
     linear_cross_entropy = Op(vocabulary.linear_cross_entropy, "c", "triton")
     soft_embedding = Op(vocabulary.soft_embedding, "c", "triton")
     token_stats = Op(vocabulary.token_stats, "c", "triton")

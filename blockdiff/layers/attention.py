@@ -61,8 +61,9 @@ class Attention(nn.Module):
             x.view(*x.shape[:2], -1, self.head_dim) for x in products((self.k_proj, self.v_proj), x_BTD, self.kernels)
         )
         norms, into = HeadNorms(self.head_dim, self.k_norm, self.k_norm, self.norms_values, self.eps), written(past)
-        _, *kept = self.kernels.attention_heads(k, k, v, norms, rope, into)  # the keys stand for queries, which go
-        return tuple(kept) if into is None else ()
+        _, own_k, own_v = self.kernels.attention_heads(k, k, v, norms, rope, into)  # keys stand for queries, which go
+        assert own_v is not None
+        return (own_k, own_v) if into is None else ()
 
     def projected(self, x_BTD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T - first, h * d], from token `first` on, keys and values [B, T, K * d], as projections give

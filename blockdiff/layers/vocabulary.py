@@ -136,6 +136,11 @@ class Vocabulary(nn.Module):
         return self.kernels.token_scores(hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N)
 
     @as_call
+    def divergence(self, hidden_ND: Tensor, given_ND: Tensor) -> Tensor:
+        """KL of the predictions from what is given of those from hidden states, in nats [N]; weights stand still."""
+        return self.kernels.divergence(hidden_ND, given_ND, self.output_weights(), self.softcap)
+
+    @as_call
     def likeliest(self, hidden_ND: Tensor, count: int) -> list[list[tuple[int, float]]]:
         """The most probable tokens of each hidden state with their log-probabilities in nats, the likeliest first."""
         found = []

@@ -43,7 +43,8 @@ class Outline:
 
     bos, eos, pad: ids of special tokens as the config has them; experts, experts_per_token: 0 without;
     cached_per_token: numbers that a prefix holds of one token; positions: how many tokens a row may have; lines: the
-    shape of the model for a person to read; denoises: whether there are canvases (canvas_length is 1 where not).
+    shape of the model for a person to read; denoises: whether there are canvases (canvas_length is 1 where not); mask:
+    the mask token of a drafter's blocks (None: it is no drafter).
     """
 
     vocab_size: int
@@ -58,6 +59,7 @@ class Outline:
     positions: int
     lines: tuple[str, ...]
     denoises: bool = True
+    mask: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class Family:
     weights that are read, and `image_tokens(config)` says which tokens stand before an image, for each of its parts and
     after it, by id or as they are spelt (None of both: it takes no images); `image_processor(values)` is the content of
     a preprocessor_config.json for a processor that needs no torchvision, where the family's own does;
-    `with_canvases(config, canvas_length)` is the config of a causal model as a denoiser (None: its models denoise).
+    `with_canvases(config, canvas_length)` is the config of a causal model as a denoiser (None: its models denoise);
+    `for_target(config, layers, block, mask, scale, softcap)` is that of a drafter for a model of a config, whose
+    vocabulary has this scale and softcap (None: the family has no drafters).
     """
 
     model_type: str
@@ -112,6 +116,7 @@ class Family:
     image_tokens: Callable[[Any], tuple[int | str, int, int | str] | None] = lambda config: None
     image_processor: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     with_canvases: Callable[[Any, int], Any] | None = None
+    for_target: Callable[..., Any] | None = None
     tensor_parts: Mapping[str, str] = field(default_factory=dict)
     selecting_parts: tuple[str, ...] = ()
     fp8_parts: tuple[str, ...] = ()
@@ -233,6 +238,7 @@ class BlockDiffusionModel(nn.Module):
     image_side: ImageSide | None  # None until it is needed: see `checkpoint.images`
     typical = "vocabulary.table"  # the parameter whose dtype and device are the model's
     target_layers: tuple[int, ...] = ()  # of a drafter: the layers of its target whose outputs it reads
+    mask_id: int  # of a drafter: the token that stands where it drafts
     carried: Any = None  # tensors and files of the checkpoint that the model does not run
     # Of sharded weights: where they are gathered to, and in which dtype; None = where and as they are kept.
     gathered_on: torch.device | None = None

@@ -13,6 +13,7 @@ from torch import nn
 
 from blockdiff import checkpoint, evals
 from blockdiff.checkpoint.diffusion import DiffusionSettings
+from blockdiff.draft_objective import DraftObjective
 from blockdiff.errors import RunError
 from blockdiff.evals.questions import questions_of
 from blockdiff.models.adapters import draw_adapters
@@ -21,7 +22,7 @@ from blockdiff.models.fp8 import layers_in_fp8
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.shard import replicate, split
+from blockdiff.parallel.shard import load_split, replicate, split
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
@@ -87,11 +88,15 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         precision = precision if mesh.shard == "none" else None
     if recipe.model.path is not None:
         checkpoint.load_weights(model, recipe.model.path, dtype=recipe.model.dtype, device=ranks.device)
-        draw_adapters(model, recipe.seed, ranks.device, model.kept_dtype)
+        if recipe.lora.trains:
+            draw_adapters(model, recipe.seed, ranks.device, model.kept_dtype)
     else:
         dtype = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
         checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
     show.line(f"model     {recipe.model.path or f'preset {recipe.model.preset}'}, {_kept(model)}")
+    if isinstance(objective, DraftObjective):
+        objective.draft_for(load_target(recipe, mesh))
+        show.line(f"target    {recipe.objective.draft_for}, {_kept(objective.target)}")
     if mesh.is_split:
         show.line(f"mesh      {mesh}")
     show.parts(count_parts(model))
@@ -154,6 +159,14 @@ def _kept(model: BlockDiffusionModel) -> str:
     layers = layers_in_fp8(model).values()
     inputs = " with their inputs" if any(layer.rounds_inputs for layer in layers) else ""
     return f"{dtypes}, linear layers and experts in fp8{inputs}" if layers else dtypes
+
+
+def load_target(recipe: Recipe, mesh: Mesh) -> BlockDiffusionModel:
+    """The model that a drafter drafts for, spread over the ranks as the drafter is; adapters over it are not merged."""
+    dtype = recipe.train.autocast or recipe.model.dtype
+    return load_split(
+        str(recipe.objective.draft_for), mesh, dtype, recipe.model.kernels, quantize=recipe.model.quantize
+    )
 
 
 def make_mesh(recipe: Recipe, ranks: Ranks) -> Mesh:

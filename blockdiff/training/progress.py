@@ -19,6 +19,7 @@ LINE = (
     *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
     *("heldout_corrupted_loss", "heldout_corrupted_accuracy"),
     *("heldout_ar_loss", "heldout_ar_accuracy"),
+    *("heldout_accepted_length", "heldout_draft_accuracy", "heldout_draft_loss"),
     *("sample_accuracy", "sample_count", "sample_steps_per_canvas", "sample_tokens_per_forward"),
 )
 BESIDE_BAR = ("tokens_per_second", "memory_gib")

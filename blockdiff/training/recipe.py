@@ -75,7 +75,7 @@ class ModelSection(Section):
     preset: str | None = None
     tokenizer: str | None = None  # a directory or hub id; null = the one beside the weights
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    quantize: Literal["fp8", "fp8-dynamic"] | None = None  # weights that stand still, under adapters
+    quantize: Literal["fp8", "fp8-dynamic"] | None = None  # weights that stand still: under adapters, of draft_for
     kernels: Literal["auto", "triton", "torch"] = "auto"
     compile: bool = False
 
@@ -144,6 +144,10 @@ class ObjectiveSection(Section):
     coin: Share = 0.5
     ar_loss: Annotated[choices.ArLoss | None, choices.AR_LOSS] = choices.ArLoss()
     distil: Annotated[choices.StepDistillation | None, choices.DISTIL] = None  # states of the sampler, not noise
+    draft_for: str | None = None  # the model that a drafter learns to draft for; the next three are of drafters
+    anchors: Positive = 512  # blocks of an example, at random tokens of its responses
+    loss: Literal["dpace", "decay"] = "dpace"  # how the places of a block are weighted
+    targets: Literal["tokens", "distribution"] = "tokens"  # the row's tokens, or what the target predicts
     router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
     images: Literal["none", "frozen", "trained"] = "none"  # the model's image side; none: rows have no images
 
@@ -332,6 +336,11 @@ class Recipe(Section):
             super().__init__(**sections)
         except ValidationError as error:
             raise RecipeError(one_line(error, KEYS, {}, "Recipe")) from error
+
+    @property
+    def canvases(self) -> CanvasChoice:
+        """The canvases of an example that a step scores: those of `data.canvases`, or a drafter's blocks."""
+        return self.data.canvases if self.objective.draft_for is None else RandomCanvases(self.objective.anchors)
 
     @property
     def sweeps(self) -> bool:

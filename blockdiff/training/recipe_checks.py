@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from blockdiff.diffusion.schedule import Schedule
@@ -11,6 +13,19 @@ from blockdiff.metrics import METRICS
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.run import require_decisive
 from blockdiff.training.trackers import check as check_trackers
+
+OF_CANVASES = {
+    "objective": (
+        *("schedule", "time", "corruption", "weight"),
+        *("positions", "prediction", "stop_gradient", "sweep", "coin", "distil"),
+    ),
+    "data": ("canvases",),
+}
+NOT_OF_DRAFTERS = {
+    "objective": (*OF_CANVASES["objective"], "ar_loss", "router", "images"),
+    "data": ("canvases",),
+    "evaluation": ("prompts", "strategy"),
+}
 
 
 def refuse(recipe: Recipe, world: int = 1) -> None:
@@ -33,7 +48,7 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         )
     _refuse_unasked(recipe)
     _refuse_undistilled(recipe)
-    if recipe.model.quantize is not None and not recipe.lora.trains:
+    if recipe.model.quantize is not None and not recipe.lora.trains and recipe.objective.draft_for is None:
         raise RecipeError("model.quantize: weights in fp8 stand still; train adapters over them (`lora: {rank: 16}`)")
     if recipe.model.quantize is not None and recipe.parallel.shard == "full":
         raise RecipeError(
@@ -62,7 +77,7 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
 def _refuse_unasked(recipe: Recipe) -> None:
     """Raise RecipeError for a start that would train nothing or, without being asked to, everything."""
     lora, is_given = recipe.lora, "lora" in recipe.model_fields_set
-    if recipe.model.path is not None and not is_given:
+    if recipe.model.path is not None and not is_given and recipe.objective.draft_for is None:
         raise RecipeError(
             "lora: missing; say what trains of model.path: adapters (`lora: {rank: 16}`) or all weights (`lora: none`)"
         )
@@ -108,21 +123,24 @@ def refuse_of_causal(recipe: Recipe) -> None:
     """Raise RecipeError for what a recipe says of canvases where the model is causal and has none."""
     if recipe.objective.ar_loss is None:
         raise RecipeError("objective.ar_loss: none: next tokens are all that a causal model learns; leave it out")
-    of_canvases = {
-        "objective": (
-            *("schedule", "time", "corruption", "weight"),
-            *("positions", "prediction", "stop_gradient", "sweep", "coin", "distil"),
-        ),
-        "data": ("canvases",),
-    }
-    for name, keys in of_canvases.items():
+    why = "is of canvases, and the model is causal; leave it out, or give the model canvases (`blockdiff init --from`)"
+    _refuse_changed(recipe, OF_CANVASES, why)
+
+
+def refuse_of_drafter(recipe: Recipe) -> None:
+    """Raise RecipeError for what a recipe says that is nothing of a drafter's objective."""
+    _refuse_changed(recipe, NOT_OF_DRAFTERS, "a drafter learns without it (objective.draft_for); leave it out")
+    if recipe.lora.trains:
+        raise RecipeError("lora: a drafter trains whole, and is small; leave lora out")
+
+
+def _refuse_changed(recipe: Recipe, keys: Mapping[str, tuple[str, ...]], why: str) -> None:
+    """Raise RecipeError for the first of some keys that has not its default."""
+    for name, of_section in keys.items():
         section = getattr(recipe, name)
-        for key in keys:
+        for key in of_section:
             if getattr(section, key) != type(section).model_fields[key].default:
-                raise RecipeError(
-                    f"{name}.{key}: is of canvases, and the model is causal; leave it out, or give the model canvases "
-                    "(`blockdiff init --from`)"
-                )
+                raise RecipeError(f"{name}.{key}: {why}")
 
 
 def refuse_schedule(schedule: Schedule) -> None:

@@ -24,7 +24,8 @@ ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora":
 # too where a name cannot be a file's).
 FILE_KEYS: dict[Key, bool] = {
     **dict.fromkeys([*SOURCES, ("data", "images", "root")], True),
-    **dict.fromkeys([("model", "path"), ("model", "tokenizer"), ("objective", "distil", "", "teacher")], False),
+    **dict.fromkeys([("model", "path"), ("model", "tokenizer"), ("objective", "draft_for")], False),
+    ("objective", "distil", "", "teacher"): False,
 }
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 

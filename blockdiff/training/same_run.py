@@ -62,6 +62,8 @@ def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any
     sections["objective"]["sweep"] = recipe.sweeps
     if (distil := recipe.objective.distil) is not None:
         sections["objective"]["distil"] = {"teacher": digest_of(distil.teacher or str(recipe.model.path))}
+    if (target := recipe.objective.draft_for) is not None:
+        sections["objective"]["draft_for"] = digest_of(target)
     facts: dict[str, Any] = {}
     for name, section in sections.items():
         keys = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else {}

@@ -13,10 +13,12 @@ from pydantic import ValidationError
 from blockdiff import checkpoint
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.opening import model_files
 from blockdiff.checkpoint.tokenizer import load_tokenizer, mismatch, rows_needed
 from blockdiff.data.template import turn_ends
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
-from blockdiff.errors import CheckpointError, RecipeError
+from blockdiff.draft_objective import BlockMask, DraftObjective
+from blockdiff.errors import BlockdiffError, CheckpointError, RecipeError
 from blockdiff.kernels import Kernels
 from blockdiff.models.adapters import adapt, targets
 from blockdiff.models.family import BlockDiffusionModel, family_of
@@ -26,7 +28,7 @@ from blockdiff.sampling import Generation
 from blockdiff.training.checkpoint_content import require_own_names
 from blockdiff.training.freeze import freeze
 from blockdiff.training.recipe import LoraSection, ObjectiveSection, Recipe
-from blockdiff.training.recipe_checks import refuse_of_causal
+from blockdiff.training.recipe_checks import refuse_of_causal, refuse_of_drafter
 from blockdiff.training.recipe_choices import MaskToken, UniformTokens
 
 
@@ -39,6 +41,7 @@ class StartingModel:
     generation: Generation  # what generation_config.json of the trained model will say
     eos_id: int
     pad_id: int
+    target_config: Any = None  # of the model that a drafter drafts for
 
     @property
     def canvas_length(self) -> int:
@@ -51,6 +54,11 @@ class StartingModel:
         return family_of(self.config).outline(self.config).denoises
 
     @property
+    def mask_id(self) -> int | None:
+        """The mask token of a drafter's blocks; None of a model that is no drafter."""
+        return family_of(self.config).outline(self.config).mask
+
+    @property
     def vocab_size(self) -> int:
         """The size V of the model's vocabulary."""
         return family_of(self.config).outline(self.config).vocab_size
@@ -60,8 +68,8 @@ def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with the objective that `model.path` was trained with, in the keys that the recipe leaves out.
 
     The text says what was taken that is no default, and what the recipe has otherwise; empty: nothing. The order of
-    passes (`sweep`), the parts that train (`router`, `images`) and `distil` are not taken, and nothing is of a model
-    that is not there.
+    passes (`sweep`), the parts that train (`router`, `images`), `distil` and `draft_for` are not taken, and nothing is
+    of a model that is not there.
     """
     if recipe.model.path is None:
         return recipe, ""
@@ -70,7 +78,7 @@ def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
     except CheckpointError:  # `read_starting_model` says what is wrong with it
         return recipe, ""
     base = DiffusionSettings.from_pretrained(directory).objective
-    own = recipe.objective.model_dump(mode="json", exclude={"sweep", "router", "images", "distil"})
+    own = recipe.objective.model_dump(mode="json", exclude={"sweep", "router", "images", "distil", "draft_for"})
     taken: dict[str, Any] = {}
     for key in base.keys() & own.keys() - recipe.objective.model_fields_set:
         with suppress(ValidationError):  # of a part that was given from Python
@@ -87,8 +95,12 @@ def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
 def read_starting_model(recipe: Recipe) -> StartingModel:
     """Read the config, tokenizer and settings of the model that a recipe starts from, and no weights."""
     m, generation = recipe.model, None
+    if recipe.objective.draft_for is not None:
+        return _read_drafter(recipe)
     if m.path is not None:
         config = checkpoint.read_config(m.path)
+        if family_of(config).outline(config).mask is not None:
+            raise RecipeError(f"model.path: {m.path} is a drafter; say for which model, objective.draft_for")
         tokenizer = load_tokenizer(m.tokenizer or find(m.path, with_weights=False))
         generation = Generation.from_pretrained(m.path)
     elif m.tokenizer is not None:
@@ -98,7 +110,32 @@ def read_starting_model(recipe: Recipe) -> StartingModel:
         raise RecipeError(
             f"model.tokenizer: missing; the preset {m.preset} has random weights and no tokenizer, name one"
         )
-    special = checkpoint.special_tokens(config, generation, tokenizer)
+    base = _with_tokens(recipe, config, generation, tokenizer)
+    if not base.denoises:
+        refuse_of_causal(recipe)
+    return base
+
+
+def _read_drafter(recipe: Recipe) -> StartingModel:
+    """The same for a drafter, whose tokens and settings are those of its target."""
+    m = recipe.model
+    config = checkpoint.preset_config(str(m.preset)) if m.path is None else checkpoint.read_config(m.path)
+    if family_of(config).outline(config).mask is None:
+        raise RecipeError(
+            f"objective.draft_for: {m.path or m.preset} is no drafter; `blockdiff init --drafter-for` makes one"
+        )
+    refuse_of_drafter(recipe)
+    files = model_files(str(recipe.objective.draft_for), with_weights=False)
+    tokenizer = files.tokenizer() if m.tokenizer is None else load_tokenizer(m.tokenizer)
+    target = checkpoint.read_config(files.weights)
+    return _with_tokens(recipe, config, files.generation(), tokenizer, target)
+
+
+def _with_tokens(
+    recipe: Recipe, config: Any, generation: Generation | None, tokenizer: Any, target: Any = None
+) -> StartingModel:
+    """The starting model with the special tokens and the settings that its tokenizer and generation bring."""
+    special = checkpoint.special_tokens(target or config, generation, tokenizer)
     if not special.eos_ids:
         raise RecipeError("model: neither generation_config.json nor the tokenizer names an eos token; set one")
     ends = tuple(dict.fromkeys((*special.eos_ids, *turn_ends(tokenizer))))
@@ -107,9 +144,7 @@ def read_starting_model(recipe: Recipe) -> StartingModel:
         generation = replace(generation or checkpoint.default_generation(config), eos_ids=ends, **settings)
     except ValueError as error:
         raise RecipeError(f"generation: {error}") from None
-    base = StartingModel(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
-    if not base.denoises:
-        refuse_of_causal(recipe)
+    base = StartingModel(config, tokenizer, generation, special.eos_ids[0], special.pad_id, target)
     if (count := rows_needed(tokenizer)) > base.vocab_size:
         raise RecipeError(
             f"model.tokenizer: {count} tokens, but the model has {base.vocab_size}; "
@@ -128,16 +163,18 @@ def planned_model(recipe: Recipe) -> StartingModel:
     try:
         return read_starting_model(recipe)
     except CheckpointError:
-        preset = checkpoint.released_preset(str(recipe.model.path))
+        named = [name for name in (recipe.model.path, recipe.objective.draft_for) if name is not None]
+        presets = {name: checkpoint.released_preset(name) for name in named}
         is_spelt = any(isinstance(token, str) for token in recipe.lora.tokens)
-        if preset is None or is_spelt or not isinstance(recipe.objective.corruption, UniformTokens):
+        if None in presets.values() or is_spelt or not isinstance(recipe.objective.corruption, UniformTokens):
             raise
-    warnings.warn(
-        f"{recipe.model.path} is not to be had here; it is planned by its shape, the preset {preset}", stacklevel=2
-    )
-    config = checkpoint.preset_config(preset)
-    generation = checkpoint.default_generation(config)
-    base = StartingModel(config, None, generation, generation.eos_ids[0], generation.pad_id or 0)
+    for name, preset in presets.items():
+        warnings.warn(f"{name} is not to be had here; it is planned by its shape, the preset {preset}", stacklevel=2)
+    shapes = {name: checkpoint.preset_config(str(preset)) for name, preset in presets.items()}
+    config = shapes.get(recipe.model.path) or checkpoint.preset_config(str(recipe.model.preset))
+    target = shapes.get(recipe.objective.draft_for)
+    generation = checkpoint.default_generation(target or config)
+    base = StartingModel(config, None, generation, generation.eos_ids[0], generation.pad_id or 0, target)
     if not base.denoises:
         refuse_of_causal(recipe)
     return base
@@ -150,8 +187,10 @@ def without_weights(
 
     kernels: replace the recipe's; dtype: of the weights (None: they get it when they are filled).
     """
-    corruption = make_corruption(recipe, base)
     model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
+    if base.target_config is not None:
+        return _draft_objective(model, recipe, base, dtype)
+    corruption = make_corruption(recipe, base)
     if recipe.objective.images != "none":
         model.image_side = checkpoint.empty_image_side(base.config)
     if recipe.model.quantize is not None:
@@ -170,6 +209,22 @@ def without_weights(
         sweep=recipe.sweeps,
     )
     require_own_names(objective)
+    choose_trained(model, recipe, base.tokenizer)
+    return objective
+
+
+def _draft_objective(model: BlockDiffusionModel, recipe: Recipe, base: StartingModel, dtype: torch.dtype | None) -> Any:
+    """The objective of a drafter, without weights, as `without_weights` makes it; its target has none either."""
+    target = checkpoint.empty(base.target_config, kernels=model.kernels)
+    if recipe.model.quantize is not None:
+        put_in_fp8(target, fp8_layers(target), recipe.model.quantize == "fp8-dynamic")
+    if dtype is not None:
+        model.to(dtype)
+        target.to(computed_in(recipe) or dtype)
+    try:
+        objective = DraftObjective(model, target, recipe.objective.loss, recipe.objective.targets)
+    except BlockdiffError as error:
+        raise RecipeError(f"objective.draft_for: {error}") from None
     choose_trained(model, recipe, base.tokenizer)
     return objective
 
@@ -204,6 +259,8 @@ def make_corruption(recipe: Recipe, base: StartingModel) -> Corruption:
 
     Raises CheckpointError where the family supports neither it nor the rest of the objective.
     """
+    if base.mask_id is not None:
+        return BlockMask(base.mask_id)
     corruption: Any = recipe.objective.corruption
     if isinstance(corruption, UniformTokens | MaskToken):
         reserved = (base.eos_id, base.pad_id, getattr(base.tokenizer, "bos_token_id", None))

@@ -22,6 +22,7 @@ from blockdiff.data.dataset import Dataset
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import Weight
+from blockdiff.draft_objective import DraftObjective
 from blockdiff.errors import RESUME, DataError, RunError
 from blockdiff.metrics import FILE_NAME, METRICS, SAMPLES, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
@@ -36,6 +37,7 @@ from blockdiff.training.callbacks import Callback, checked
 from blockdiff.training.checkpoint_writer import CheckpointWriter
 from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.heldout import heldout
+from blockdiff.training.heldout_drafts import heldout_drafts
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe_checks import refuse, without_effect
@@ -248,8 +250,11 @@ class Trainer:
         """The held-out losses and accuracies."""
         batches = self.built.data.heldout_batches(self.ranks.row_rank, self.ranks.row_world)
         levels = self.recipe.evaluation.noise_levels
+        objective: Any = self.built.objective
         with self.averaged():
-            return heldout(self.built.objective, batches, self.ranks, self.built.precision, levels)
+            if isinstance(objective, DraftObjective):
+                return heldout_drafts(objective, batches, self.ranks, self.built.precision)
+            return heldout(objective, batches, self.ranks, self.built.precision, levels)
 
     def sample(self, step: int) -> Record:
         """The figures of the sampled prompts; some of their texts go to samples.jsonl."""
@@ -431,7 +436,7 @@ class Trainer:
 
     def in_words(self) -> str:
         """The run that is about to begin, in words."""
-        t, canvases = self.recipe.train, described(self.recipe.data.canvases)
+        t, canvases = self.recipe.train, described(self.recipe.canvases)
         if isinstance(canvases, dict):  # {last: 2}
             canvases = " ".join(str(word) for item in canvases.items() for word in item)
         epochs = self.steps_per_epoch()

@@ -145,7 +145,7 @@ def test_the_layers_read_by_default_are_those_of_the_reference():
         target = CONFIGS["qwen3"]()
         target.num_hidden_layers, target.layer_types = depth, None
         for layers in (1, 2, 5):
-            config = for_target(target, layers, 8, 5, scale=1.0, softcap=None)
+            config = for_target(target, layers, 8, 5, 1.0, None)
             assert len(config.dflash_config["target_layer_ids"]) <= layers and config.num_target_layers == depth
             family_of(config).check(config)
 

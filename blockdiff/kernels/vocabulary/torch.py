@@ -11,10 +11,20 @@ from torch import Tensor
 
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty, of_logits, penalised
 from blockdiff.kernels.vocabulary.cross_entropy import linear_cross_entropy, token_scores
+from blockdiff.kernels.vocabulary.divergence import divergence
 from blockdiff.kernels.vocabulary.logits import chunk_rows, chunks, fits, logits
 from blockdiff.kernels.vocabulary.shaping import Shaping, is_left
 
-__all__ = ["class_stats", "linear_cross_entropy", "log_sums", "logits", "soft_embedding", "token_scores", "token_stats"]
+__all__ = [
+    "class_stats",
+    "divergence",
+    "linear_cross_entropy",
+    "log_sums",
+    "logits",
+    "soft_embedding",
+    "token_scores",
+    "token_stats",
+]
 
 
 class Stats(NamedTuple):

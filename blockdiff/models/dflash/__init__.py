@@ -49,6 +49,7 @@ FAMILY = Family(
     check=config.check,
     outline=config.outline,
     with_tokens=config.with_tokens,
+    for_target=config.for_target,
 )
 
 __all__ = ["FAMILY", "DFlash"]

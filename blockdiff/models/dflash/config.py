@@ -46,6 +46,11 @@ def block_size(config: Any) -> int:
     return int(value_of(config, "block_size", DEFAULT_BLOCK))
 
 
+def mask_id(config: Any) -> int:
+    """The token of the target's vocabulary that stands where the drafter predicts."""
+    return int(value_of(config, "mask_token_id"))
+
+
 def target_layer_ids(config: Any) -> tuple[int, ...]:
     """The layers of the target whose outputs a drafter reads."""
     ids = value_of(config, "target_layer_ids")
@@ -120,7 +125,11 @@ def outline(config: Any) -> Outline:
     reads = f"drafts blocks of {block_size(config)} and reads layers {ids} of a target's {config.num_target_layers}"
     first = of_layers.lines[0].removesuffix(", causal")
     return replace(
-        of_layers, canvas_length=block_size(config), denoises=True, lines=(first, reads, *of_layers.lines[1:])
+        of_layers,
+        canvas_length=block_size(config),
+        denoises=True,
+        mask=mask_id(config),
+        lines=(first, reads, *of_layers.lines[1:]),
     )
 
 
@@ -129,37 +138,33 @@ def with_tokens(config: Any, vocab_size: int, special: Mapping[str, int | None])
     return read(config.to_dict() | {"vocab_size": vocab_size, **special})
 
 
-def for_target(target: Any, layers: int, block: int, mask_id: int, *, scale: float, softcap: float | None) -> Any:
+def for_target(target: Any, layers: int, block: int, mask: int, scale: float, softcap: float | None) -> Any:
     """The config of a drafter for a target of this config, with layers like the target's.
 
     scale, softcap: of the target's embeddings and logits, as its vocabulary has them.
     """
-    text = target.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    rope = getattr(text, "rope_parameters", None) or {}
+    text = target.get_text_config().to_dict()
+    hidden, heads, depth = text["hidden_size"], text["num_attention_heads"], text["num_hidden_layers"]
+    rope = text.get("rope_parameters") or {}
     thetas = [rope.get("rope_theta"), *(each.get("rope_theta") for each in rope.values() if isinstance(each, Mapping))]
-    depth = text.num_hidden_layers
-    own: dict[str, Any] = {"mask_token_id": mask_id, "target_layer_ids": ids_for(depth, layers)}
+    own: dict[str, Any] = {"mask_token_id": mask, "target_layer_ids": ids_for(depth, layers)}
     if scale != 1.0:
         own["input_embedding_scale"] = scale
     if softcap is not None:
         own["final_logit_softcapping"] = softcap
     return read(
         {
-            "vocab_size": text.vocab_size,
-            "hidden_size": text.hidden_size,
-            "intermediate_size": max(text.intermediate_size, 3 * text.hidden_size),
+            **{name: text[name] for name in ("vocab_size", "max_position_embeddings", "rms_norm_eps")},
+            **{name: text.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+            "hidden_size": hidden,
+            "intermediate_size": max(text["intermediate_size"], 3 * hidden),
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": text.num_key_value_heads,
-            "head_dim": width,
+            "num_key_value_heads": text["num_key_value_heads"],
+            "head_dim": text.get("head_dim") or hidden // heads,
             "hidden_act": "silu",
-            "max_position_embeddings": text.max_position_embeddings,
-            "rms_norm_eps": text.rms_norm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": next(filter(None, thetas), 1e4)},
             "tie_word_embeddings": False,
-            **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
             "block_size": block,
             "num_target_layers": depth,
             "dflash_config": own,

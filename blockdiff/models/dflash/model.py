@@ -24,7 +24,7 @@ from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.dflash.config import block_size, check, target_layer_ids, value_of
+from blockdiff.models.dflash.config import block_size, check, mask_id, target_layer_ids, value_of
 from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
 from blockdiff.models.llama import ACTIVATIONS, KINDS, frequencies, layer_types
 from blockdiff.spans import Spans
@@ -112,7 +112,7 @@ class DFlash(BlockDiffusionModel):
         super().__init__(config, kernels)
         check(config)
         self.canvas_length, self.vocab_size = block_size(config), config.vocab_size
-        self.target_layers, self.mask_id = target_layer_ids(config), int(value_of(config, "mask_token_id"))
+        self.target_layers, self.mask_id = target_layer_ids(config), mask_id(config)
         self.fc = nn.Linear(len(self.target_layers) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
         self.layers = nn.ModuleList(Layer(config, self.kernels) for _ in range(config.num_hidden_layers))

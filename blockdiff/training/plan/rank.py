@@ -21,7 +21,7 @@ from blockdiff.tensor_pieces import PlannedMesh
 from blockdiff.training.optimiser import matrix_count
 from blockdiff.training.recipe import Recipe
 
-ORDER = ("weights", "masters", "adapters", "gradients", "buckets", "optimiser", "average")
+ORDER = ("target", "weights", "masters", "adapters", "gradients", "buckets", "optimiser", "average")
 
 
 def sharding_ranks(objective: Any, recipe: Recipe, ranks: int) -> dict[nn.Module, int]:
@@ -49,6 +49,10 @@ def kept_bytes(
             sharers |= {id(x): count for x in unit.parameters()}
     optim, wide = recipe.optim, torch.promote_types(stored, torch.float32)
     parts = dict.fromkeys(ORDER, 0)
+    if (target := getattr(objective, "target", None)) is not None:  # the model that a drafter drafts for
+        sharers_of_target = ranks if recipe.parallel.shard == "full" else 1
+        held = [*target.parameters(), *target.buffers()]
+        parts["target"] = sum(-(-x.nbytes // sharers_of_target) for x in held)
     for name, x in objective.named_buffers():
         has_own_dtype = not x.is_floating_point() or is_scale(name)
         parts["weights"] += x.nbytes if has_own_dtype else x.numel() * stored.itemsize

@@ -62,6 +62,8 @@ class Step:
         self.counts = {**counts, objective.model.vocabulary: 1}
         self.counted = LiveBytes(objective.model.vocabulary.table.shape[0])
         self.counted.fill(objective)
+        if (target := getattr(objective, "target", None)) is not None:
+            self.counted.fill(target)
         split = {id(x) for part in objective.modules() if isinstance(part, Experts) for x in part.parameters()}
         apart = split if experts_apart else set()
         self.there = {id(x) for x in _trained(objective) if has_gradients and id(x) not in apart}

@@ -192,8 +192,9 @@ def worst_batch(recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: i
         images = [[PlacedImage(replace(blank, digest=b"%d" % row), 0)] for row in range(rows)]
     if not model.denoises:
         return lay_out([CleanRow([0] * tokens, [], images=of_row) for of_row in images], L, pad_id=0)
-    count = max(1, (tokens - 1) // L)
-    chosen: Sequence[int] = recipe.data.canvases.choose([count], 0, [0], [0])[0]
-    start = max(1, tokens - count * L)
-    canvases = [Canvas([0] * L, start + place * L, t=0.5, coin=True, address=(0, 0, place)) for place in chosen]
+    stride = L if recipe.objective.draft_for is None else 1  # blocks of a drafter begin anywhere
+    count = max(1, (tokens - 1) // stride)
+    chosen: Sequence[int] = recipe.canvases.choose([count], 0, [0], [0])[0]
+    start = max(1, tokens - count * stride)
+    canvases = [Canvas([0] * L, start + place * stride, t=0.5, coin=True, address=(0, 0, place)) for place in chosen]
     return lay_out([CleanRow([0] * tokens, canvases, images=of_row) for of_row in images], L, pad_id=0)

@@ -1,0 +1,68 @@
+"""Word problems of a few steps with their working in sentences, made here: what a causal model learns in minutes.
+
+A problem is a chain of events that change a number of things; the answer tells each step with its sum, as the answers
+of GSM8K do. Names, things, events and numbers are drawn anew for every row.
+"""
+
+from __future__ import annotations
+
+import random
+
+NAMES = """
+Ann Ben Clara Dan Eva Finn Greta Hugo Ida Jonas Kira Leo Mia Nils Olga Paul Rosa Sam Tina Vera
+""".split()  # noqa: SIM905 (a list would take ten lines)
+THINGS = """
+apples pears books stamps marbles shells coins cards pencils stickers tickets cookies eggs beads stones flowers bottles
+candles ribbons buttons
+""".split()  # noqa: SIM905
+PLACES = (
+    *("at the market", "from a friend", "in the garden", "at school", "from an aunt", "in the attic", "at the fair"),
+    "in a shop",
+)
+GAINS = ("buys", "finds", "gets", "wins", "collects", "picks up")
+LOSSES = ("sells", "loses", "gives away", "breaks", "drops", "hands out")
+OPENINGS = (
+    "{name} has {n} {thing}.",
+    "At first there are {n} {thing} in the box of {name}.",
+    "{name} starts the week with {n} {thing}.",
+    "On Monday {name} counts {n} {thing}.",
+)
+WORKED = (
+    "{name} {verb} {k} {thing} {place}, which makes {a} {sign} {b} = {total}.",
+    "After {name} {verb} {k} of them there are {a} {sign} {b} = {total} {thing}.",
+    "Then {name} {verb} {k} {thing}, so {a} {sign} {b} = {total} are left.",
+    "Because {name} {verb} {k} {place}, we have {a} {sign} {b} = {total} {thing} now.",
+)
+TIMES = (
+    "Each of the {a} {thing} becomes {k}, that is {a} * {k} = {total}.",
+    "{name} makes {k} out of every one: {a} * {k} = {total} {thing}.",
+)
+
+
+def row(rng: random.Random) -> dict[str, str]:
+    """A row with a prompt, the problem, and a response, its working and the answer."""
+    name, thing, total = rng.choice(NAMES), rng.choice(THINGS), rng.randint(11, 60)
+    said, worked = [rng.choice(OPENINGS).format(name=name, n=total, thing=thing)], []
+    for _ in range(rng.randint(4, 5)):
+        place, kind = rng.choice(PLACES), rng.random()
+        if kind < 0.2 and total < 50:
+            k = rng.randint(2, 3)
+            said.append(f"Then every one becomes {k}.")
+            worked.append(rng.choice(TIMES).format(name=name, thing=thing, a=total, k=k, total=total * k))
+            total *= k
+            continue
+        gains = kind < 0.6 or total < 12
+        k, verb = rng.randint(2, 40 if gains else total - 2), rng.choice(GAINS if gains else LOSSES)
+        said.append(f"{name} {verb} {k} {place}.")
+        after = total + k if gains else total - k
+        filled = {"a": total, "sign": "+" if gains else "-", "b": k, "k": k, "total": after}
+        worked.append(rng.choice(WORKED).format(name=name, thing=thing, verb=verb, place=place, **filled))
+        total = after
+    prompt = f"{' '.join(said)} How many {thing} are there in the end?\n"
+    return {"prompt": prompt, "response": f"{' '.join(worked)} #### {total}"}
+
+
+def rows(count: int, seed: int) -> list[dict[str, str]]:
+    """So many rows; the same seed gives the same ones."""
+    rng = random.Random(seed)
+    return [row(rng) for _ in range(count)]
