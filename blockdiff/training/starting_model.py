@@ -171,8 +171,8 @@ def planned_model(recipe: Recipe) -> StartingModel:
     for name, preset in presets.items():
         warnings.warn(f"{name} is not to be had here; it is planned by its shape, the preset {preset}", stacklevel=2)
     shapes = {name: checkpoint.preset_config(str(preset)) for name, preset in presets.items()}
-    config = shapes.get(recipe.model.path) or checkpoint.preset_config(str(recipe.model.preset))
-    target = shapes.get(recipe.objective.draft_for)
+    config = shapes.get(str(recipe.model.path)) or checkpoint.preset_config(str(recipe.model.preset))
+    target = shapes.get(str(recipe.objective.draft_for))
     generation = checkpoint.default_generation(target or config)
     base = StartingModel(config, None, generation, generation.eos_ids[0], generation.pad_id or 0, target)
     if not base.denoises:

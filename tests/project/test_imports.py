@@ -35,6 +35,7 @@ IMPORT_ORDER = {
     "checkpoint": 4,
     "parallel": 4,
     "objective": 5,
+    "draft_objective": 5,
     "sampling": 5,
     "evals": 6,
     "plots": 6,

@@ -1,4 +1,4 @@
-"""How far predictions are from given ones, over the whole vocabulary, chunk by chunk of logits."""
+"""The divergence of predictions from given ones over the whole vocabulary, chunk by chunk of logits."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def divergence(hidden_ND: Tensor, given_ND: Tensor, table_VD: Tensor, softcap: f
 
     The table stands still, and so does what is given: a gradient flows to `hidden_ND` alone.
     """
-    loss_N: Tensor = _Divergence.apply(hidden_ND, given_ND, table_VD, softcap)  # type: ignore[no-untyped-call]
+    loss_N: Tensor = _Divergence.apply(hidden_ND, given_ND, table_VD, softcap)
     return loss_N
