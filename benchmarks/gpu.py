@@ -13,6 +13,7 @@ import datetime
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -67,10 +68,17 @@ def looked_at() -> tuple[str, list[str]]:
     return gpu, found
 
 
-def test_files() -> list[Path]:
-    """The files that have tests for a GPU; those of kernels come first."""
-    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8"))
-    return sorted(files, key=lambda path: path.parent.name != "kernels")
+def test_files() -> dict[Path, str]:
+    """The files that have tests for a GPU, and which of them: "gpu" for the marked ones, "" for all of a file that
+    chooses its DEVICE. Those of kernels come first."""
+    found = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text("utf-8")
+        if re.search(r"^DEVICE = |^from .* import .*\bDEVICE\b", text, re.MULTILINE):
+            found[path] = ""
+        elif "mark.gpu" in text:
+            found[path] = "gpu"
+    return dict(sorted(found.items(), key=lambda pair: (pair[0].parent.name != "kernels", pair[0])))
 
 
 def process(words: Sequence[str], limit: float, environment: Mapping[str, str] | None = None) -> str:
@@ -86,12 +94,12 @@ def process(words: Sequence[str], limit: float, environment: Mapping[str, str] |
     return "" if code == 0 else f"ended with code {code} {took}" if code > 0 else f"was ended by signal {-code} {took}"
 
 
-def run_tests(files: Sequence[Path], limit: float) -> dict[str, str]:
-    """Run files of tests; returns for each of them "passed", or what is wrong with it."""
+def run_tests(files: Mapping[Path, str], limit: float) -> dict[str, str]:
+    """Run those tests of files; returns for each file "passed", or what is wrong with it."""
     found = {}
-    for path in files:
+    for path, mark in files.items():
         name = str(path.relative_to(ROOT))
-        words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", name]
+        words = ["-m", "pytest", "-q", "-m", mark, "-p", "no:cacheprovider", name]
         print(f"\n== {name}", flush=True)
         wrong = process(words, limit)
         if wrong and os.environ.get("BLOCKDIFF_RELAUNCH") != "0":

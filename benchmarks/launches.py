@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # so that the Triton path is there without a GPU; nothing is launched
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # the Triton path is there without a GPU; nothing is launched
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def test_a_process_that_dies_or_hangs_is_said():
 
 
 def test_a_file_that_fails_is_run_again_with_launches_by_triton(named, monkeypatch, capsys):
-    bad, runs = gpu.test_files()[1], []
+    bad, runs = list(gpu.test_files())[1], []
 
     def process(words: list[str], limit: float, environment: dict[str, str] | None = None) -> str:
         runs.append((words[-1], environment))
@@ -75,9 +76,37 @@ def test_a_file_that_fails_is_run_again_with_launches_by_triton(named, monkeypat
     assert [environment for _, environment in runs if environment] == [{"BLOCKDIFF_RELAUNCH": "0"}]
 
 
-def test_every_gpu_test_is_in_a_file_that_is_run():
-    files = {path.name for path in gpu.test_files()}
-    assert {"test_triton_span_attention.py", "test_graphs.py", "test_benchmarks.py", "test_checkpoint.py"} <= files
+NOT_ON_A_GPU = {
+    "test_launch.py": "looks at launches, of which none is made",
+    "test_relaunch.py": "stands in for the GPU's driver",
+    "test_ops.py": "says what GPU there is",
+    "test_scratch.py": "looks at memory that a layer shares, of tensors of the CPU",
+    "test_layer_launches.py": "counts launches in the interpreter",
+    "test_compiled.py": "compiles without a GPU",
+    "test_compilations.py": "compiles without a GPU",
+    "test_tiles.py": "compiles without a GPU",
+    "test_family.py": "says what a family has",
+    "test_static_steps.py": "takes the meta device",
+    "test_launches.py": "counts launches in the interpreter",
+    "test_cli.py": "asks for what there is",
+    "test_plan.py": "plans",
+}
+IN_TRITON = r"kernels=.triton|resolve\(.triton|Kernels\(.triton|[. ]triton\b|benchmarks\.(launches|compil|tile|tune)"
+
+
+def test_every_test_that_can_run_on_a_gpu_does_so_there():
+    """All tests of a file that chooses its device run, not only marked ones, and no file with kernels of Triton lacks
+    a device without a reason."""
+    found = gpu.test_files()
+    for path in {*(gpu.ROOT / "tests").rglob("test_*.py")} - {Path(__file__)}:
+        text = path.read_text("utf-8")
+        if "cuda.is_available() else" in text:
+            assert found.get(path) == "", f"{path} chooses its device in another way than DEVICE = ..."
+        if re.search(IN_TRITON, text):
+            assert path in found or path.name in NOT_ON_A_GPU, f"{path} runs no kernel on a GPU"
+    names = {path.name: mark for path, mark in found.items()}
+    assert {"test_graphs.py", "test_benchmarks.py", "test_checkpoint.py"} <= {name for name in names if names[name]}
+    assert names["test_triton_inference.py"] == names["test_triton_fp8.py"] == names["test_triton_step.py"] == ""
 
 
 def test_a_suite_that_dies_leaves_its_lines_and_those_of_the_others(named, monkeypatch, tmp_path, capsys):

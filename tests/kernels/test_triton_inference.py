@@ -1,8 +1,7 @@
-"""Compositions in one launch, without gradient, against the ops they are made of, and the launches of a layer."""
+"""Compositions in one launch, without gradient, against the ops they are made of."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.launches import Commit, DenoisingStep, copied_bytes, counted, python_calls
 from blockdiff.kernels import IN_TORCH, Kernels, launch, resolve
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.heads import HeadNorms
@@ -251,41 +249,3 @@ def test_single_ops_run_where_a_gradient_is_needed(in_triton, monkeypatch):
         out, *_ = in_triton.residual_norms(x, x, weight, (weight,), EPS)
         out.sum().backward()
     assert weight.grad is not None
-
-
-# -- what a layer launches -----------------------------------------------------------------------------------------
-
-
-def test_a_layer_of_a_denoising_step_and_of_a_commit_is_eleven_launches_and_six_operations():
-    """At batch 1 over pages, with splits; torch's own operations are its products."""
-    expected = Counter(
-        ["rms_norms_forward", "attention_heads", "span_attention_forward", "span_attention_combine", "residual_norms",
-         "routed_tokens", "expert_mlp_sort_slots", "expert_mlp_gate_up", "expert_mlp_product", "gated_product",
-         "layer_end"]
-    )  # fmt: skip
-    for kind in ("sliding", "full"):
-        for work in (DenoisingStep, Commit):
-            launched, operations = counted(kind, work)
-            assert launched == expected and sum(launched.values()) == 11
-            assert set(operations) == {"aten.mm.default"} and sum(operations.values()) <= 6, operations
-
-
-@pytest.mark.parametrize("kind", ["sliding", "full"])
-def test_a_layer_of_a_denoising_step_makes_few_calls_of_python_functions(kind):
-    """Each costs the host a tenth of a microsecond or more, whatever it does; 203 and 199 in Python 3.11."""
-    assert 100 < python_calls(kind) <= 260
-
-
-def test_a_layer_in_fp8_launches_as_much_as_one_in_bf16():
-    """One of our launches stands where torch's product does in bf16; rounding inputs adds one for each of them."""
-    (plain, products), (in_fp8, operations) = (counted("sliding", quantize=form) for form in (None, "fp8"))
-    assert sum(in_fp8.values()) + sum(operations.values()) == sum(plain.values()) + sum(products.values())
-    assert in_fp8 - plain == Counter(fp8_product=5) and not plain - in_fp8 and not operations
-    dynamic, operations = counted("sliding", quantize="fp8-dynamic")
-    assert dynamic - in_fp8 == Counter(fp8_round_rows=6, fp8_product=2)
-    assert in_fp8 - dynamic == Counter(gated_product=1)
-
-
-def test_a_layer_of_a_commit_copies_no_keys_and_values():
-    """At the released model's sizes; they are written into their pages where they are normed and turned."""
-    assert [copied_bytes(kind) for kind in ("sliding", "full")] == [0, 0]
