@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.timing import peak_memory
-from blockdiff.kernels.vocabulary import Shaping, logits, pack_allowed, shaping, triton
+from blockdiff.kernels.vocabulary import Shaping, kernels_filters, logits, pack_allowed, shaping, triton
 from blockdiff.kernels.vocabulary import torch as in_torch
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from blockdiff.kernels.vocabulary.shaping import is_left
@@ -163,6 +164,30 @@ def test_statistics_of_a_shaped_distribution_in_triton(name, allows, monkeypatch
     compare(stats, plain, expected_logits(case, how, allows), seen, uniform)
 
 
+ROW_READS = [((50, 0.9, 0.01), 4), ((300, 1.0, 0.0), 4), ((None, 0.9, 0.0), 4), ((None, 1.0, 0.1), 2)]
+
+
+@pytest.mark.parametrize("filters,most", ROW_READS, ids=str)
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+def test_triton_reads_a_row_four_times(filters, most, spread, monkeypatch):
+    """Where it is no row of nearly equal logits; rows of bf16, and so with many equal ones."""
+    logits_of, reads = kernels_filters._logits, [0]
+
+    def counted(*arguments: Any) -> Any:
+        reads[0] += 1
+        return logits_of(*arguments)
+
+    monkeypatch.setattr(kernels_filters, "_logits", counted)
+    monkeypatch.setattr(launch, "WINDOW", 2048)  # an eighth of the released vocabulary, of the window, too
+    V = 32_768
+    z = (torch.randn(1, V, generator=torch.Generator().manual_seed(3)) * spread).bfloat16().float().to(DEVICE)
+    left = launch.filtered(z, launch.Logits(None), *filters).allowed
+    expected = reference.is_left(z.cpu(), *filters)
+    assert 0 < expected.sum() < V and torch.equal(left, pack_allowed(expected).to(DEVICE))
+    if DEVICE == "cpu":  # in the interpreter, where the kernel is Python
+        assert reads[0] * launch.TILE == most * V
+
+
 @pytest.mark.parametrize("filters,tile", [((3, 1.0, 0.0), 32), ((None, 0.7, 0.05), 4096), ((500, 0.9, 1.0), 4096)])
 def test_triton_leaves_the_same_tokens(filters, tile, monkeypatch):
     monkeypatch.setattr(launch, "TILE", tile)
@@ -170,6 +195,7 @@ def test_triton_leaves_the_same_tokens(filters, tile, monkeypatch):
     is_allowed = z > -torch.inf
     z = z.masked_fill(~is_allowed, 0.0)
     how = launch.Logits(None, torch.ones(5, device=DEVICE), allowed=pack_allowed(is_allowed), words=3)
-    left = launch.filtered(z, how, *filters).allowed
     expected = pack_allowed(reference.is_left(z.masked_fill(~is_allowed, -torch.inf), *filters))
-    assert torch.equal(left, expected)
+    for window in (16384, 16):  # 16: rows of nearly equal logits are searched whole
+        monkeypatch.setattr(launch, "WINDOW", window)
+        assert torch.equal(launch.filtered(z, how, *filters).allowed, expected)

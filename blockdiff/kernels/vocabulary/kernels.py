@@ -159,67 +159,6 @@ def vocabulary_tokens(
 
 
 @triton.jit
-def _order(z):
-    """An int64 number for every z in base 2, in the same order."""
-    bits = z.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _held(x, how, row, width, peak, least, counts: tl.constexpr, COLUMNS: tl.constexpr):
-    """The number of tokens of a row (or else the sum of 2^(z - peak)) from the number `least` on, in `_order`."""
-    held = tl.zeros([1], tl.float32)
-    for start in range(0, width, COLUMNS):
-        z, _ = _logits(x, how, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
-        weight = tl.where(z == float("-inf"), 0.0, 1.0) if counts else tl.exp2(z - peak[:, None])
-        held += tl.sum(tl.where(_order(z) >= least[:, None], weight, 0.0), 1)
-    return held
-
-
-@triton.jit
-def _last_needed(x, how, row, width, peak, wanted, least, counts: tl.constexpr, COLUMNS: tl.constexpr):
-    """The largest number, at least `least`, from which on a row holds what is wanted: bit by bit from the highest."""
-    found = tl.full([1], -(2**31), tl.int64)
-    step = tl.full([1], 2**31, tl.int64)
-    for _ in range(32):
-        higher = found + step
-        held = _held(x, how, row, width, peak, tl.maximum(higher, least), counts, COLUMNS)
-        found = tl.where(held >= wanted, higher, found)
-        step = step // 2
-    return tl.maximum(found, least)
-
-
-@triton.jit
-def vocabulary_filters(
-    x, how, top_k, top_p, log_min_p, packed, width, words, has_k: tl.constexpr, has_p: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Tokens of a row that the filters leave, as bits of `packed` [N, words]: top_k, of these top_p, of these min_p.
-
-    A program takes one row and goes over it some seventy times, without writing in between.
-    """
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, ROWS)
-    peak = tl.full([1], float("-inf"), tl.float32)
-    for start in range(0, width, COLUMNS):
-        z, _ = _logits(x, how, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
-        peak = tl.maximum(peak, tl.max(z, 1))
-    peak = _finite(peak)
-    least = tl.full([1], -(2**31), tl.int64)
-    if has_k:
-        wanted = tl.zeros([1], tl.float32) + top_k
-        least = _last_needed(x, how, row, width, peak, wanted, least, True, COLUMNS)
-    if has_p:
-        wanted = _held(x, how, row, width, peak, least, False, COLUMNS) * top_p
-        least = _last_needed(x, how, row, width, peak, wanted, least, False, COLUMNS)
-    for start in range(0, width, COLUMNS):
-        z, _ = _logits(x, how, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
-        is_left = (_order(z) >= least[:, None]) & (z >= peak[:, None] + log_min_p) & (z > float("-inf"))
-        bits = tl.reshape(is_left.to(tl.int32), [COLUMNS // 32, 32]) << tl.arange(0, 32)[None, :]
-        word = start // 32 + tl.arange(0, COLUMNS // 32)
-        tl.store(packed + tl.sum(row, 0) * words + word, tl.sum(bits, 1), mask=word < words)
-
-
-@triton.jit
 def _penalised(x, how, penalty, row, is_row, column, width):
     """z at the columns [ROWS, tokens], less likely where they were seen; -1 is no column."""
     z, _ = _logits(x, how, row, is_row, column, width, 0)

@@ -12,9 +12,11 @@ from torch import Tensor
 from blockdiff.kernels.launch import empty, launch
 from blockdiff.kernels.tiles import Tile, elementwise, power_of_2
 from blockdiff.kernels.vocabulary import kernels
+from blockdiff.kernels.vocabulary.kernels_filters import vocabulary_filters
 
 CHUNK_BYTES = 256 << 20  # raw products in the table's dtype: 512 rows of 262,144 tokens in bf16
 TILE, ELEMENTS = 4096, 4096  # tokens of a tile at most, and elements of a program
+WINDOW = 16384  # tokens among which filters look for the last one to leave, without reading the row again
 
 
 class Logits(NamedTuple):
@@ -98,11 +100,12 @@ def filtered(x: Tensor, how: Logits, top_k: int | None, top_p: float, min_p: flo
     N, width = x.shape
     words = -(-width // 32)
     packed = empty(x, N, words, dtype=torch.int32)
-    tile = Tile(1, max(32, min(TILE, power_of_2(width))), warps=8)
+    tile = Tile(1, max(32, min(TILE, power_of_2(width))), warps=16)
     log_min_p = math.log2(min_p) if min_p > 0 else -math.inf
     has_k, has_p = top_k is not None and top_k < width, top_p < 1
-    arguments = x, how, float(top_k or 0), float(top_p), log_min_p, packed, width, words, has_k, has_p
-    launch(kernels.vocabulary_filters, (N,), *arguments, **tile.options)
+    candidates = empty(x, N, WINDOW, dtype=torch.float32)
+    arguments = x, how, float(top_k or 0), float(top_p), log_min_p, packed, candidates, width, words, has_k, has_p
+    launch(vocabulary_filters, (N,), *arguments, WINDOW=WINDOW, **tile.options)
     return how._replace(allowed=packed, words=words)
 
 
