@@ -19,9 +19,9 @@ COPY recipes recipes
 RUN if [ "$DEVICE" = cpu ]; then index="--extra-index-url https://download.pytorch.org/whl/cpu"; fi; \
     pip install --no-cache-dir --constraint constraints.txt $index ".[serve]"
 
-# Mount the directory with recipes and data here; runs are written below it, tokens into its cache.
+# Mount the directory with recipes and data here; runs are written below it, tokens and compiled kernels into its cache.
 WORKDIR /work
-ENV BLOCKDIFF_CACHE=/work/.cache/blockdiff
+ENV BLOCKDIFF_CACHE=/work/.cache/blockdiff TRITON_CACHE_DIR=/work/.cache/triton
 # blockdiff serve MODEL --host 0.0.0.0 --api-key-file FILE
 EXPOSE 8000
 ENTRYPOINT ["blockdiff"]

@@ -18,7 +18,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from blockdiff.errors import Closed, EngineError, Full, RequestError
+from blockdiff.errors import BlockdiffError, Closed, EngineError, Full, RequestError
 from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS, compile_limit
 from blockdiff.sampling.engine import Engine, Event
 from blockdiff.sampling.read import Choices, Read, RunningRead
@@ -60,8 +60,9 @@ class AsyncEngine:
 
     model: a model, with its tokenizer, or a `Sampler`, whose settings are taken. max_waiting: the requests that may be
     unanswered beside those that run; max_prompt_tokens: of a request (None: as many as the model sees);
-    prepare_seconds: to compile its constraint. options: those of `Engine`, such as max_rows and seed. Use it
-    with `async with`, or call `start` and `close`.
+    prepare_seconds: to compile its constraint; warms_up: whether the calls of `Engine.warm_up` are made before the
+    first request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or call `start` and
+    `close`.
 
     A request is tokenised, and its constraint compiled, in threads beside the engine's. An exception of the engine
     fails the requests that run with EngineError, and later ones are answered by a new engine.
@@ -76,6 +77,7 @@ class AsyncEngine:
         max_waiting: int = 1000,
         max_prompt_tokens: int | None = None,
         prepare_seconds: float = COMPILE_SECONDS,
+        warms_up: bool = False,
         **options: Any,
     ):
         if isinstance(model, Sampler):
@@ -93,6 +95,9 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
         self._unanswered = 0
+        self._is_warm = threading.Event()
+        if not warms_up:
+            self._is_warm.set()
         self.is_draining = False  # what runs may end, and nothing new is taken
         self._is_closed = False
 
@@ -222,6 +227,16 @@ class AsyncEngine:
         return is_running and self._engine is not None and not self._is_closed
 
     @property
+    def is_warm(self) -> bool:
+        """False while requests wait until the engine has warmed up."""
+        return self._is_warm.is_set()
+
+    def wait_until_warm(self) -> None:
+        """Start the engine's thread and wait until it has warmed up, or failed to."""
+        self.start()
+        self._is_warm.wait()
+
+    @property
     def step_seconds(self) -> float:
         """The time for which the step under way has run; 0 between steps."""
         began = self._step_began
@@ -232,6 +247,8 @@ class AsyncEngine:
     def _run(self) -> None:
         """Take commands and step, until a command is None."""
         is_open = True
+        if not self.is_warm:
+            self._warm_up()
         while is_open:
             has_failed = False
             try:
@@ -250,6 +267,24 @@ class AsyncEngine:
         while not self._commands.empty():  # requests that came meanwhile are told, too
             if (command := self._commands.get()) is not None:
                 command()
+
+    def _warm_up(self) -> None:
+        """Make the calls that the first requests would wait for; an engine that cannot make them answers nothing."""
+
+        def say(done: int, calls: int) -> None:
+            LOG.info("warming up: %d of %d calls are made", done, calls)
+            if self._is_closed:
+                raise Closed("the engine was closed while it warmed up")
+
+        try:
+            self._working().warm_up(say)
+        except BlockdiffError as error:
+            LOG.error("the engine could not warm up: %s", error)
+            self._engine = None
+        except Exception:
+            LOG.exception("the engine could not warm up")
+            self._engine = None
+        self._is_warm.set()
 
     def _step(self) -> None:
         engine = self._working()

@@ -48,6 +48,8 @@ def obstacle(server: Server) -> str | None:
         return "the engine has stopped"
     if engine.is_draining:
         return "the server drains: it takes no more requests"
+    if not engine.is_warm:
+        return "the engine warms up"
     if engine.step_seconds > server.limits.stall_seconds:
         return f"a step has run for {engine.step_seconds:.0f} s"
     return None

@@ -42,6 +42,7 @@ class Replica:
         options = dict(names=given.names(given.model), limits=given.limits, **given.engine_options())
         log_to_stderr()
         self._app = application.app(sampler, access=Access(hosts=None), **options)  # the front checks who asks
+        self._app.state.server.engine.wait_until_warm()  # Ray sends nothing before, and does not ask for its health
 
     def check_health(self) -> None:
         """Raise EngineError where requests would not be answered; Ray then starts another replica."""

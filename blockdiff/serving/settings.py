@@ -63,7 +63,7 @@ class ServeSettings(BaseModel):
     def engine_options(self) -> dict[str, Any]:
         """The options of `AsyncEngine`."""
         names = ("max_rows", "max_waiting", "tokens_per_step")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"warms_up": True}
 
     def _keys(self) -> tuple[str, ...]:
         if self.api_key_file is None:

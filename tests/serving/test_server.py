@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 
 import openai
 import pytest
 
+from blockdiff.errors import BlockdiffError
 from blockdiff.sampling import Engine, Request, Step
 from blockdiff.serving import Access, AsyncEngine, Limits
 from tests.asking import answering, served
@@ -244,6 +246,32 @@ def test_a_step_that_hangs_shows_in_ready_and_not_in_health(chatty, monkeypatch)
     before, hanging, health, closed = served(chatty, use)
     assert [each.status_code for each in (before, hanging, health, closed)] == [200, 503, 200, 503]
     assert "a step has run for 61 s" in hanging.text and "stopped" in closed.text
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_server_is_ready_once_it_is_warm_and_answers_what_came_meanwhile(chatty, monkeypatch, caplog, works):
+    warm_up, may_go_on = Engine.warm_up, threading.Event()
+
+    def slow(engine, say):
+        warm_up(engine, lambda done, calls: (say(done, calls), may_go_on.wait(60) if done else None))
+        if not works:
+            raise BlockdiffError("cuda: there is no memory for a step of 32 rows; let fewer run together")
+
+    monkeypatch.setattr(Engine, "warm_up", slow)
+    caplog.set_level(logging.INFO, "blockdiff.serving")
+
+    async def use(asking):
+        early = asyncio.ensure_future(asking.http.post("/v1/chat/completions", json=ASKED))
+        cold, health = await asking.http.get("/ready"), await asking.http.get("/health")
+        may_go_on.set()
+        answer = await early
+        return cold, health.status_code, answer.status_code, await asking.http.get("/ready")
+
+    cold, health, answered, ready = served(chatty, use, warms_up=True)
+    assert (cold.status_code, health, answered) == (503, 200, 200 if works else 500)
+    assert "warms up" in cold.text and ready.status_code == (200 if works else 503)
+    assert "warming up: 1 of 4 calls are made" in caplog.text
+    assert works or ("stopped" in ready.text and "let fewer run together" in caplog.text)
 
 
 def test_what_raises_is_a_500_from_within_so_that_the_connection_stays(chatty, monkeypatch, caplog):
