@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blockdiff.checkpoint import export, init, load, save, with_image_side
     from blockdiff.models.adapters import merge
+    from blockdiff.rl.reinforce import reinforce
     from blockdiff.sampling import Engine, Request, Sampler
     from blockdiff.training.callbacks import Callback
     from blockdiff.training.recipe import Recipe
@@ -32,6 +33,7 @@ _HOME = {
     "init": "blockdiff.checkpoint",
     "load": "blockdiff.checkpoint",
     "merge": "blockdiff.models.adapters",
+    "reinforce": "blockdiff.rl.reinforce",
     "save": "blockdiff.checkpoint",
     "train": "blockdiff.training.train",
     "with_image_side": "blockdiff.checkpoint",
@@ -49,6 +51,7 @@ __all__ = [
     "init",
     "load",
     "merge",
+    "reinforce",
     "save",
     "train",
     "with_image_side",

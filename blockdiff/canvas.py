@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ class Batch:
     images: RowImages | None = None
     visited: Visited | None = None
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same batch on another device."""
         there: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         moved = {k: x.to(device, non_blocking=non_blocking) for k, x in there.items() if x is not None}
@@ -151,6 +151,10 @@ class Batch:
     def ar_count(self) -> float:
         """The divisor of the AR loss: the weights of the scored next-token pairs, added up."""
         return float(self.ar_weight_BS[self.is_ar_scored_BS].double().sum())
+
+    def answer_count(self) -> float:
+        """The divisor of the policy loss: the answers of rollouts, of which ordinary batches have none."""
+        return 0.0
 
     def select(self, is_kept_BC: Tensor) -> tuple[Batch, Tensor]:
         """The batch with only the marked canvases, in their order.

@@ -86,11 +86,30 @@ METRICS: dict[str, Metric] = {
     "sample_errors": Metric("sample", "sampled prompts that failed", "lower", "d", "sampled prompts failed"),
     "sample_seconds": Metric("sample", "time spent on sampling prompts", "lower", ".1f", "s"),
     "rollout_steps_per_canvas": Metric("train", "steps per canvas rolled out", "lower", ".2f", "steps per canvas"),
+    "policy_loss": Metric("train", "policy loss"),
+    "reward": Metric("train", "reward", "higher", ".3f"),
+    "reward_spread": Metric("train", "standard deviation of rewards", format=".3f"),
+    "reward_failures": Metric("train", "rewards that failed", "lower", "d", "rewards failed"),
+    "groups_without_spread": Metric("train", "groups whose rewards are equal", format=".1%"),
+    "answer_tokens": Metric("train", "tokens of an answer", format=".1f", unit="tokens an answer"),
+    "ratio_clipped": Metric("train", "actions whose ratio is clipped", format=".1%", unit="clipped"),
+    "entropy": Metric("train", "entropy of an action", format=".3f"),
+    "kl": Metric("train", "divergence from the reference, per action", format=".4f"),
+    "acceptance_changed": Metric("train", "positions that would be accepted otherwise now", format=".1%"),
+    "agreement": Metric("train", "tokens on which head and canvases agree", "higher", ".1%"),
+    "rollout_seconds": Metric("train", "time spent on rollouts", "lower", ".1f", "s"),
+    "update_seconds": Metric("train", "time spent on updates", "lower", ".1f", "s"),
+    "rollout_tokens_per_second": Metric("train", "tokens rolled out per second", "higher", ",.0f", "tokens/s"),
     "rollout_settled": Metric("train", "canvases rolled out that settled", "higher", ".1%", "settled"),
     "skipped": Metric("skipped", "optimiser steps skipped", "lower", "d", "optimiser steps skipped"),
 }
 MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers depend on clocks and machines
-ABSENT_AT_0 = ("canvas_loss", "ar_loss", "skipped")  # of 0: a causal model has no canvases, or no weight in the recipe
+ABSENT_AT_0 = (
+    "canvas_loss",
+    "ar_loss",
+    "skipped",
+    "reward_failures",
+)  # of 0: a causal model has no canvases, or no weight in the recipe
 
 
 def measured(record: Mapping[str, Any], key: str) -> float | None:

@@ -33,10 +33,14 @@ ROW_FIELDS = ("tokens_BS", "positions_BS", "doc_start_BS", "is_ar_scored_BS", "a
 
 
 class Losses(NamedTuple):
-    """Sums in nats, fp32 scalars with gradient; their counts are `batch.canvas_count()` and `batch.ar_count()`."""
+    """Sums, fp32 scalars with gradient; their counts are the batch's `canvas_count()`, `ar_count()`, `answer_count()`.
+
+    Canvas and AR loss are in nats. policy_sum: that of reinforcement learning (None: there is none).
+    """
 
     canvas_sum: Tensor
     ar_sum: Tensor
+    policy_sum: Tensor | None = None
 
 
 class Evaluation(NamedTuple):

@@ -25,6 +25,7 @@ from blockdiff.cli.init import init
 from blockdiff.cli.inspect import inspect
 from blockdiff.cli.plan import plan
 from blockdiff.cli.plot import plot
+from blockdiff.cli.rl import rl
 from blockdiff.cli.sample import sample
 from blockdiff.cli.serve import serve
 from blockdiff.cli.train import train
@@ -94,6 +95,7 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 for name, command, example in (
     ("train", train, "recipes/quickstart.yaml --set optim.lr=3e-4 --output runs/a"),
+    ("rl", rl, "recipes/rl_countdown.yaml --output runs/rl"),
     ("sample", sample, "runs/a/model --prompts prompts.jsonl --output texts.jsonl --seed 1"),
     ("chat", chat, "runs/chat/model --system 'Answer in capital letters.'"),
     ("serve", serve, "runs/quickstart/model --port 8000"),

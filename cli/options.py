@@ -62,6 +62,9 @@ def _help_of_strategies(value: str | None) -> str | None:
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")]
+RunDirectory = Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="The run directory.")]
+Resume = Annotated[bool, typer.Option("--resume", metavar="", help="Go on from the last checkpoint.")]
+ReplaceRun = Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace the run that is there.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

@@ -15,9 +15,9 @@ from blockdiff.cli import options
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe (recipes/README.md lists the keys).")],
     set_: options.Overrides = None,
-    output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="The run directory.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Go on from the last checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace the run that is there.")] = False,
+    output: options.RunDirectory = None,
+    resume: options.Resume = False,
+    overwrite: options.ReplaceRun = False,
 ) -> None:
     """Train a model as a recipe says.
 
@@ -25,15 +25,24 @@ def train(
     and curves.png. Several processes: `accelerate launch -m blockdiff train
     ...`.
     """
+    run(recipe, set_, output, resume, overwrite, is_rl=False)
+
+
+def run(recipe: Path, set_: list[str] | None, output: str | None, resume: bool, overwrite: bool, is_rl: bool) -> None:
+    """Run a recipe, with a section `rl` or without one, and end as the command does."""
     if output == "":
         raise typer.BadParameter("is empty; name a directory", param_hint="--output")
     if resume and overwrite:
         raise typer.BadParameter("--resume goes on with a run and --overwrite replaces it; give one of them")
+    from blockdiff.errors import RecipeError
     from blockdiff.parallel.signals import Stopped
     from blockdiff.terminal import quiet
     from blockdiff.training.trainer import Trainer
 
     trainer = Trainer(recipe, list(set_ or []), output, resume, overwrite=overwrite)
+    if is_rl != (trainer.recipe.rl is not None):
+        said = "has no section rl; `blockdiff train` runs it" if is_rl else "has a section rl; `blockdiff rl` runs it"
+        raise RecipeError(f"{recipe}: {said}")
     quiet()
     try:
         trainer.fit()

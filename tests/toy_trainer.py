@@ -77,7 +77,7 @@ class ToyTrainer(Trainer):
             precision=o.autocast,
             optimiser=optimiser,
             average=None,
-            distil=None,
+            rollouts=None,
             step=start,
             steps=o.steps,
         )

@@ -100,6 +100,10 @@ class OpenedSource(Protocol):
         """
         ...
 
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Its rows as they stand there, all columns included, each after its place; nothing is checked."""
+        ...
+
     def fingerprint(self) -> str:
         """A hash of its content and of how columns are read, the same wherever the files lie."""
         ...
@@ -175,6 +179,12 @@ class Files:
             if is_empty and skip.left == before:
                 raise DataError(f"{path}: has no rows; write one JSON object per line")
 
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Their rows as they stand there, each after its place."""
+        for path in self.paths:
+            for place, value in values(path, Skip(), lambda names: names):
+                yield f"{path}:{place}", value
+
     def fingerprint(self) -> str:
         """A hash of the bytes of the files, in order, and of the column names."""
         return _hash(self.source, map(_digest, self.paths))
@@ -224,6 +234,10 @@ class Table:
             skip.left -= asked
         for number, value in enumerate(chain([] if first is None else [first], found), start=asked + 1):
             yield from _checked(value, f"{self.place}{number}", self.source, counts)
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Its rows as they stand there, each after its place."""
+        return ((f"{self.place}{number}", value) for number, value in enumerate(self._values(0), start=1))
 
     def _values(self, skip: int) -> Iterator[Any]:
         try:

@@ -118,15 +118,27 @@ class Vocabulary(nn.Module):
         observed_N: Tensor | None = None,
         bonus_N: Tensor | None = None,
         is_ignored_N: Tensor | None = None,
+        temperature: float = 1.0,
     ) -> Tensor:
         """Cross-entropy of every token in nats, [N] in fp32 at least; 0, without gradients, where ignored.
 
-        observed_N: int64 tokens whose soft-capped logit gets bonus_N (fp32, 0 to 40) before the softmax. A model that
-        predicts each token from the others alone learns with bonus log(1 + alpha V / (1 - alpha)) on the noisy token.
+        temperature: what the soft-capped logits are divided by. observed_N: int64 tokens whose soft-capped logit gets
+        bonus_N (fp32, 0 to 40) before the softmax. A model that predicts each token from the others alone learns with
+        bonus log(1 + alpha V / (1 - alpha)) on the noisy token.
         """
+        hidden_ND, softcap = self._tempered(hidden_ND, temperature)
         return self.kernels.linear_cross_entropy(
-            hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N, is_ignored_N
+            hidden_ND, self.output_weights(), targets_N, softcap, observed_N, bonus_N, is_ignored_N
         )
+
+    def _tempered(self, hidden_ND: Tensor, temperature: float) -> tuple[Tensor, float | None]:
+        """Hidden states and a cap whose capped logits are those of the given ones over the temperature.
+
+        cap tanh(x / cap) / T = (cap / T) tanh((x / T) / (cap / T)), to the last bit but for the rounding of x / T.
+        """
+        if temperature == 1.0:
+            return hidden_ND, self.softcap
+        return hidden_ND / temperature, None if self.softcap is None else self.softcap / temperature
 
     @as_call
     def scores(

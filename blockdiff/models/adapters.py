@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -75,6 +76,20 @@ def adapters_of(model: BlockDiffusionModel) -> dict[str, AdaptedLinear | Adapted
 def is_adapted(model: BlockDiffusionModel) -> bool:
     """True for a model that has adapters, or rows of the embedding table that train."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+@contextmanager
+def without_adapters(model: BlockDiffusionModel) -> Iterator[None]:
+    """Inside, the model computes to the bit what it does without its adapters; rows of the table that train stay."""
+    adapted = adapters_of(model).values()
+    scales = [module.low_rank for module in adapted]
+    for module in adapted:
+        module.low_rank = replace(module.low_rank, alpha=0.0)
+    try:
+        yield
+    finally:
+        for module, low_rank in zip(adapted, scales, strict=True):
+            module.low_rank = low_rank
 
 
 def is_adapter(name: str) -> bool:

@@ -79,24 +79,33 @@ class SharedVocabulary(Vocabulary):
         observed_N: Tensor | None = None,
         bonus_N: Tensor | None = None,
         is_ignored_N: Tensor | None = None,
+        temperature: float = 1.0,
     ) -> Tensor:
         """Cross-entropy of every token in nats, [N] in fp32 at least; 0, without gradients, where ignored."""
+        hidden_ND, softcap = self._tempered(hidden_ND, temperature)
         if is_ignored_N is not None:
             kept = (~is_ignored_N).nonzero().squeeze(-1)
-            of_kept = (None if x is None else x[kept] for x in (observed_N, bonus_N))
-            loss = self._loss(hidden_ND[kept], targets_N[kept], *of_kept)
+            observed, bonus = (None if x is None else x[kept] for x in (observed_N, bonus_N))
+            loss = self._loss(hidden_ND[kept], targets_N[kept], observed, bonus, softcap)
             return loss.new_zeros(len(hidden_ND)).index_copy(0, kept, loss)
-        return self._loss(hidden_ND, targets_N, observed_N, bonus_N)
+        return self._loss(hidden_ND, targets_N, observed_N, bonus_N, softcap)
 
-    def _loss(self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None, bonus_N: Tensor | None) -> Tensor:
+    def _loss(
+        self,
+        hidden_ND: Tensor,
+        targets_N: Tensor,
+        observed_N: Tensor | None,
+        bonus_N: Tensor | None,
+        softcap: float | None,
+    ) -> Tensor:
         """Log-sum-exp over all tokens less the target's logit."""
         table, hidden_ND = self.output_weights(), copied(hidden_ND, self.group)
         favoured = self._favoured(observed_N, bonus_N, table)
-        log_sum_N = self.kernels.linear_cross_entropy(hidden_ND, table, None, self.softcap, *favoured)
+        log_sum_N = self.kernels.linear_cross_entropy(hidden_ND, table, None, softcap, *favoured)
         place_N, is_here_N = self._here(targets_N, table)
         z_N = (hidden_ND * table[place_N]).sum(-1).to(log_sum_N.dtype)
-        if self.softcap is not None:
-            z_N = self.softcap * torch.tanh(z_N / self.softcap)
+        if softcap is not None:
+            z_N = softcap * torch.tanh(z_N / softcap)
         of_target_N = summed(z_N * is_here_N, self.group)
         if observed_N is not None and bonus_N is not None:
             of_target_N = of_target_N + bonus_N * (observed_N == targets_N)

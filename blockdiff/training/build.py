@@ -23,6 +23,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import load_split, replicate, split
+from blockdiff.rl.rollouts import Rollouts, make_rollouts
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
@@ -52,7 +53,7 @@ class Built:
     optimiser: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     average: Ema | None
-    distil: Distil | None
+    rollouts: Distil | Rollouts | None  # what the sampler does between optimiser steps
     diffusion: DiffusionSettings
     facts: dict[str, Any]  # what must be the same for the run to be resumed
     steps: int  # the length of the run
@@ -144,7 +145,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         optimiser=optimiser,
         learning_rate=learning_rate,
         average=average,
-        distil=make_distil(recipe, base, model, diffusion, precision),
+        rollouts=make_distil(recipe, base, model, diffusion, precision)
+        or make_rollouts(recipe, base, data, objective, diffusion, ranks, precision, show),
         diffusion=diffusion,
         facts=facts,
         steps=data.steps,

@@ -26,6 +26,7 @@ from blockdiff.data.stream import StreamedExamples
 from blockdiff.errors import DataError
 from blockdiff.models.family import family_of
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.rl.prompts import Prompts, read_prompts
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
 
@@ -38,7 +39,7 @@ class Data:
 
     recipe: Recipe
     encoder: Encoder
-    train: Dataset | StreamedExamples
+    train: Dataset | StreamedExamples | Prompts
     heldout: Dataset | None
     prompts: list[Row]
     collator: Collator
@@ -98,6 +99,8 @@ class Data:
             if line.strip()
         ]
         lines += [f"          {FILL}"] if lines and self.collator.canvas_length > 1 else []
+        if isinstance(self.train, Prompts):
+            return [f"data      {len(self.train):,} prompts", *lines]
         if not isinstance(self.train, Dataset):
             return ["data      read while training goes on", *lines]
         count, batch, pack = len(self.train), self.recipe.train.batch_size, self.recipe.data.pack
@@ -228,9 +231,12 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -
         return nullcontext() if ranks is None else ranks.node_first("reading the data")
 
     specs = sources(d.train, recipe, d.split)
-    train: Dataset | StreamedExamples
+    train: Dataset | StreamedExamples | Prompts
     order: AnyOrder
-    if d.streaming is not None:
+    if recipe.rl is not None:
+        train = read_prompts(specs, d.chat, d.system)
+        order = Order(len(train), recipe.rl.prompts, recipe.seed)
+    elif d.streaming is not None:
         train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed)
         order = StreamOrder(recipe.train.batch_size)
     else:
@@ -240,7 +246,7 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -
     if d.heldout is not None:
         specs = sources(d.heldout, recipe, d.heldout_split)
         heldout = load_dataset(specs, encode, cache=cache, first=one_first())
-    if train.has_conversations:
+    if not isinstance(train, Prompts) and train.has_conversations:
         # The model learns this format: the tokenizer saved beside it writes it.
         base.tokenizer.chat_template = encode.template
     prompts = []

@@ -14,7 +14,7 @@ from blockdiff.training.freeze import PartCounts
 
 # What a line shows of a record, in this order, where the record has it.
 LINE = (
-    *("loss", "canvas_loss", "ar_loss", "grad_norm", "lr", "rollout_steps_per_canvas", "rollout_settled"),
+    *("loss", "canvas_loss", "ar_loss", "grad_norm", "lr", "reward", "rollout_steps_per_canvas", "rollout_settled"),
     *("tokens_per_second", "scored_tokens_per_second", "memory_gib", "skipped"),
     *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
     *("heldout_corrupted_loss", "heldout_corrupted_accuracy"),
@@ -24,6 +24,7 @@ LINE = (
 )
 BESIDE_BAR = ("tokens_per_second", "memory_gib")
 REDRAW_SECONDS = 0.5  # between two pictures of the bar in a notebook
+LINE_SECONDS = 60.0  # between two lines on rollouts where there is no bar
 
 
 class Progress:
@@ -34,7 +35,7 @@ class Progress:
         self.console = console()
         self._bar: Any = None
         self._in_notebook: Any = None  # IPython's handle on the bar's place in the output
-        self._drawn = self._began = time.perf_counter()
+        self._drawn = self._began = self._said = time.perf_counter()
         self._first = 0
 
     def line(self, text: str) -> None:
@@ -90,6 +91,15 @@ class Progress:
     def step(self, step: int) -> None:
         """Move the bar to an optimiser step."""
         self._update(completed=step, left=self._left(step))
+
+    def rollouts(self, done: int, total: int, tokens_per_second: float) -> None:
+        """Show how many answers of a round are there, beside the bar; without one in a line, every minute or so."""
+        text = f"rollouts {done}/{total}  {tokens_per_second:,.0f} tokens/s"
+        if self._bar is not None:
+            self._update(rates=text)
+        elif time.perf_counter() - self._said > LINE_SECONDS:
+            self._said = time.perf_counter()
+            self.line(text)
 
     def record(self, record: Record) -> None:
         """Show a metrics record as one line, and its loss, speed and memory beside the bar."""

@@ -296,6 +296,26 @@ class GenerationSection(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
 
 
+class RlSection(Section):
+    """Reinforcement learning: who answers, what is rewarded, and how the gradient follows (docs/rl.md)."""
+
+    policy: Literal["head", "canvas"]
+    reward: str | dict[str, float] | None = None  # a task or module:function, or their weights; null = from Python
+    strategy: Annotated[str, AfterValidator(_strategy)] | None = None  # of the rollouts; null = docs/rl.md
+    group: Annotated[int, Field(ge=2)] = 8  # answers to each prompt
+    prompts: Positive = 16  # of a round of rollouts
+    epochs: Positive = 1  # passes over the answers of a round
+    clip: tuple[Share, Amount] = (0.2, 0.28)  # how far a ratio may go below and above 1
+    kl: Amount = 0.0  # weight of the divergence from the model without its adapters
+    advantage: Literal["centred", "standardised"] = "centred"
+    signal: Literal["held", "through"] = "held"  # the self-conditioning signal's path: left out, or differentiated
+    sft: Amount = 0.0  # weight of the ordinary objective on answers of above-average reward
+
+    def steps(self, batch_size: int) -> int:
+        """The optimiser steps that a round of rollouts is for."""
+        return self.prompts * self.group // batch_size * self.epochs
+
+
 def _from_python(value: Any) -> Any:
     if value is None or callable(value):
         return value
@@ -313,6 +333,7 @@ class GivenSection(Section):
     objective: OnlyFromPython = None  # called as `blockdiff.objective.Objective` is
     optimiser: OnlyFromPython = None  # makes an optimiser from the parameters that train
     trainer: OnlyFromPython = None  # the subclass of `Trainer` that trains
+    reward: OnlyFromPython = None  # of a row and the result that answers it
 
 
 class Recipe(Section):
@@ -323,6 +344,7 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     objective: ObjectiveSection = ObjectiveSection()
+    rl: RlSection | None = None
     lora: Annotated[LoraSection, BeforeValidator(_no_lora)] = LoraSection()
     optim: OptimSection = OptimSection()
     train: TrainSection
@@ -355,8 +377,9 @@ class Recipe(Section):
 def _keys_below(section: type[BaseModel], place: Key) -> Iterator[tuple[Key, list[str]]]:
     yield place, [*section.model_fields]
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _keys_below(field.annotation, (*place, name))
+        for kind in _kinds(field.annotation):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from _keys_below(kind, (*place, name))
 
 
 # The keys below each key, and the keys that choose an object.

@@ -10,7 +10,8 @@ from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import NoWeight
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import METRICS
-from blockdiff.training.recipe import Recipe
+from blockdiff.training.recipe import Recipe, RlSection
+from blockdiff.training.recipe_choices import UniformTokens
 from blockdiff.training.run import require_decisive
 from blockdiff.training.trackers import check as check_trackers
 
@@ -48,6 +49,8 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         )
     _refuse_unasked(recipe)
     _refuse_undistilled(recipe)
+    if recipe.rl is not None:
+        _refuse_unreinforced(recipe, recipe.rl)
     if recipe.model.quantize is not None and not recipe.lora.trains and recipe.objective.draft_for is None:
         raise RecipeError("model.quantize: weights in fp8 stand still; train adapters over them (`lora: {rank: 16}`)")
     if recipe.model.quantize is not None and recipe.parallel.shard == "full":
@@ -117,6 +120,46 @@ def _refuse_undistilled(recipe: Recipe) -> None:
         raise RecipeError(
             f"objective.distil: objective.{key} needs a noise level, and a state of the sampler has none; write {value}"
         )
+
+
+def _refuse_unreinforced(recipe: Recipe, rl: RlSection) -> None:
+    """Raise RecipeError for what does not go with reinforcement learning."""
+    o, t, answers = recipe.objective, recipe.train, rl.prompts * rl.group
+    if recipe.model.path is None:
+        raise RecipeError("rl: random weights earn no rewards; name a trained model with model.path")
+    if t.batch_size > answers or answers % t.batch_size:
+        raise RecipeError(
+            f"train.batch_size: {t.batch_size} does not divide the {answers} answers of a round (rl.prompts times "
+            "rl.group)"
+        )
+    if t.epochs is not None:
+        raise RecipeError("train.epochs: rounds of rollouts have no end; give train.steps instead")
+    if rl.reward is None and recipe.given.reward is None:
+        raise RecipeError("rl.reward: missing; name a task or module:function, or give reward= from Python")
+    if recipe.given.objective is not None:
+        raise RecipeError("given.objective: the objective of rollouts is the policy's; leave one of the two out")
+    others = {"distil": o.distil is not None, "draft_for": o.draft_for is not None, "images": o.images != "none"}
+    for key in (name for name, is_asked in others.items() if is_asked):
+        raise RecipeError(f"objective.{key}: goes without reinforcement learning; leave it out")
+    for key in ("pack", "streaming", "max_length"):
+        if getattr(recipe.data, key) is not None:
+            raise RecipeError(f"data.{key}: is of rows with responses, and rl answers prompts; leave it out")
+    if rl.policy == "canvas" and (not isinstance(o.corruption, UniformTokens) or o.prediction != "posterior"):
+        key, value = ("corruption", "uniform") if o.prediction == "posterior" else ("prediction", "posterior")
+        raise RecipeError(f"rl.policy: canvas: its draws are known for objective.{key}: {value} alone; choose head")
+    if rl.signal == "through" and recipe.parallel.names != ("replicate",):
+        raise RecipeError("rl.signal: through makes logits of all tokens on one device; leave parallel out")
+    if recipe.lora.dropout:
+        raise RecipeError("lora.dropout: the policy that is scored would not be the one that drew; leave it out")
+    if rl.kl and not recipe.lora.trains:
+        raise RecipeError("rl.kl: the reference is the model without its adapters; train adapters (`lora: {rank: 16}`)")
+    if rl.kl and recipe.lora.tokens:
+        raise RecipeError("rl.kl: the reference would have the rows of lora.tokens as they train; leave them out")
+    steps, e = rl.steps(t.batch_size), recipe.evaluation
+    due = {"train.save_every": t.save_every, "train.eval_every": t.eval_every, "train.steps": t.steps or 0}
+    for name, every in (due | {"evaluation.prompts_every": e.prompts_every}).items():
+        if every % steps:
+            raise RecipeError(f"{name}: {every} is within a round of rollouts; choose a multiple of its {steps} steps")
 
 
 def refuse_of_causal(recipe: Recipe) -> None:

@@ -115,7 +115,7 @@ def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Plac
         place = (*path, key)
         origins[place] = layer
         below = into.get(key)
-        if value is None and path == () and place in KEYS:
+        if value is None and path == () and place in KEYS and Recipe.model_fields[key].default is not None:
             value = {}  # all its keys are commented out
         if isinstance(value, Mapping) and place in CHOICES:
             value, below = _spelt_out(CHOICES[place], value), _spelt_out(CHOICES[place], below)

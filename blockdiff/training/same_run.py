@@ -58,6 +58,7 @@ def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any
         return str(ranks.from_main(f"reading {name}", lambda: weights_digest(find(name))))
 
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
+    sections = {name: section for name, section in sections.items() if section is not None}
     del sections["parallel"]  # a run may go on with another number of processes, and spread otherwise
     sections["objective"]["sweep"] = recipe.sweeps
     if (distil := recipe.objective.distil) is not None:

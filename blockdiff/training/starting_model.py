@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from blockdiff.models.adapters import adapt, targets
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.objective import Objective
+from blockdiff.rl.policy import PolicyObjective
+from blockdiff.rl.strategy import policy_of, rollout_strategy
 from blockdiff.sampling import Generation
 from blockdiff.training.checkpoint_content import require_own_names
 from blockdiff.training.freeze import freeze
@@ -197,7 +200,11 @@ def without_weights(
         put_in_fp8(model, fp8_layers(model), recipe.model.quantize == "fp8-dynamic")
     if dtype is not None:
         model.to(dtype)
-    objective = (recipe.given.objective or Objective)(
+    kind: Any = recipe.given.objective or Objective
+    if recipe.rl is not None:
+        strategy = rollout_strategy(recipe.rl, base.generation, base.denoises)
+        kind = partial(PolicyObjective, policy=policy_of(recipe.rl, strategy, base.generation.max_steps))
+    objective = kind(
         model,
         recipe.objective.schedule,
         corruption,

@@ -34,6 +34,7 @@ class Counts:
     canvas: float  # what the canvas loss is divided by
     ar: float  # what the AR loss is divided by
     tokens_2: Tensor  # [clean and canvas tokens but padding, canvas positions and next-token pairs scored]
+    answers: float = 0.0  # what the policy loss is divided by
 
     @classmethod
     def over_ranks(cls, batches: Sequence[Batch], ranks: Ranks) -> Counts:
@@ -41,20 +42,26 @@ class Counts:
         mine = [
             sum(batch.canvas_count() for batch in batches),
             sum(batch.ar_count() for batch in batches),
+            sum(batch.answer_count() for batch in batches),
             sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in batches),
             sum(int(batch.is_scored_BCL.sum() + batch.is_ar_scored_BS.sum()) for batch in batches),
         ]
         counts = ranks.sum_of_rows(torch.tensor(mine, dtype=torch.float64))
-        canvas, ar, *_ = counts.tolist()
-        return cls(canvas, ar, counts[2:])
+        canvas, ar, answers, *_ = counts.tolist()
+        return cls(canvas, ar, counts[3:], answers)
+
+    @property
+    def has_scored(self) -> bool:
+        """True where anything is scored; otherwise an optimiser step would be taken for nothing."""
+        return bool(self.tokens_2[1] > 0)
 
 
 @dataclass(frozen=True)
 class Gradient:
     """The gradient that the backward passes of an optimiser step left in the parameters, and its losses."""
 
-    sums: Tensor  # float64 [micro-batches of this rank, 2]: canvas and AR loss, summed
-    losses: Record  # loss, canvas_loss, ar_loss: means over all ranks
+    sums: Tensor  # float64 [micro-batches of this rank, 3]: canvas, AR and policy loss, summed
+    losses: Record  # loss, canvas_loss, ar_loss, and of rollouts policy_loss: means over all ranks
     norm: float
 
     @property
@@ -71,28 +78,37 @@ def backpropagate(
     ar_weight: float,
     precision: str | None,
     mesh: Mesh,
+    share: float = 1.0,
 ) -> Gradient:
-    """Fill the gradients of `weights` from this rank's micro-batches, averaged as one global batch."""
+    """Fill the gradients of `weights` from this rank's micro-batches, averaged as one global batch.
+
+    share: the weight of canvas and AR loss together, beside the policy loss.
+    """
     ranks, factor = mesh.ranks, loss_factor(module, mesh)
     if mesh.is_split:
         batches = _as_many(batches, ranks)
-    canvas_count, ar_count = counts.canvas or 1.0, counts.ar or 1.0
-    sums = torch.zeros(max(1, len(batches)), 2, dtype=torch.float64, device=ranks.device)
+    canvas_count, ar_count, answers = counts.canvas or 1.0, counts.ar or 1.0, counts.answers or 1.0
+    sums = torch.zeros(max(1, len(batches)), 3, dtype=torch.float64, device=ranks.device)
     for index, batch in enumerate(batches):
         with exchanging(module, now=index == len(batches) - 1):
             with autocast(ranks.device, precision):
                 losses = module(batch.to(ranks.device))
                 require_sums(losses)
             # The one place that divides; where the ranks' gradients are averaged, the factor makes a sum of it.
-            mean = losses.canvas_sum / canvas_count + ar_weight * losses.ar_sum / ar_count
+            mean = share * (losses.canvas_sum / canvas_count + ar_weight * losses.ar_sum / ar_count)
+            if losses.policy_sum is not None:
+                mean = mean + losses.policy_sum / answers
             if mean.requires_grad:
                 (factor * mean).backward()
-        sums[index] = torch.stack([losses.canvas_sum.detach(), losses.ar_sum.detach()])
+        parts = losses.canvas_sum, losses.ar_sum, losses.policy_sum
+        sums[index] = torch.stack([losses.ar_sum.new_zeros(()) if part is None else part.detach() for part in parts])
     fill_gradients(weights)
     exchange_others(module, weights, mesh)
-    canvas_sum, ar_sum = ranks.sum_of_rows(sums.sum(0)).tolist()
-    canvas_loss, ar_loss = canvas_sum / canvas_count, ar_sum / ar_count
-    values = {"loss": canvas_loss + ar_weight * ar_loss, "canvas_loss": canvas_loss, "ar_loss": ar_loss}
+    canvas_sum, ar_sum, policy_sum = ranks.sum_of_rows(sums.sum(0)).tolist()
+    canvas_loss, ar_loss, policy_loss = canvas_sum / canvas_count, ar_sum / ar_count, policy_sum / answers
+    loss = share * (canvas_loss + ar_weight * ar_loss) + policy_loss
+    values = {"loss": loss, "canvas_loss": canvas_loss, "ar_loss": ar_loss}
+    values |= {"policy_loss": policy_loss} if counts.answers else {}
     return Gradient(sums, values, gradient_norm(weights, ranks))
 
 
@@ -159,12 +175,12 @@ class SkippedSteps:
 def culprit(batches: Sequence[Batch], sums: Tensor, ranks: Ranks) -> tuple[str, list[int]]:
     """The loss, or else the gradient, that is not finite in a step, and the samples it comes from, over all ranks.
 
-    sums: [micro-batches, 2], the canvas and AR loss of each. Of a loss the samples are those of the micro-batches in
-    which it is not finite; of the gradient they are all.
+    sums: [micro-batches, 3], the canvas, AR and policy loss of each. Of a loss the samples are those of the
+    micro-batches in which it is not finite; of the gradient they are all.
     """
-    samples: dict[str, list[int]] = {"canvas loss": [], "AR loss": [], "gradient": []}
-    for batch, pair in zip(batches, sums.isfinite().tolist(), strict=False):
-        for name, is_finite in zip(samples, (*pair, False), strict=True):
+    samples: dict[str, list[int]] = {"canvas loss": [], "AR loss": [], "policy loss": [], "gradient": []}
+    for batch, of_batch in zip(batches, sums.isfinite().tolist(), strict=False):
+        for name, is_finite in zip(samples, (*of_batch, False), strict=True):
             samples[name] += [] if is_finite else sample_ids(batch)
     gathered = ranks.gather(samples)
     found = {name: sorted({sample_id for rank in gathered for sample_id in rank[name]}) for name in samples}

@@ -93,6 +93,7 @@ def numbers(record: Record) -> dict[str, float]:
         values |= {
             f"heldout_{key}/{middle:.3g}": value for key, value in level.items() if key not in ("t_from", "t_to")
         }
+    values |= {f"reward/{name}": value for name, value in record.get("rewards", {}).items()}
     return {
         key: value
         for key, value in values.items()

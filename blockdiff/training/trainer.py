@@ -30,6 +30,7 @@ from blockdiff.parallel.accelerate_config import refuse_settings
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.parallel.watch import watched
+from blockdiff.rl.rollouts import Rollouts
 from blockdiff.sampling import Sampler
 from blockdiff.training import export
 from blockdiff.training.build import Built, build
@@ -55,9 +56,9 @@ class Trainer:
 
     schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
     `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
-    such as a class of torch.optim or a `functools.partial` of one. All of these, and a subclass of `Trainer`, are
-    recorded by name and values, and resuming asks for the same. callbacks: called while the run goes on. The
-    other arguments are those of `blockdiff.train`.
+    such as a class of torch.optim or a `functools.partial` of one. reward: as `blockdiff.reinforce` has it. All of
+    these, and a subclass of `Trainer`, are recorded by name and values, and resuming asks for the same. callbacks:
+    called while the run goes on. The other arguments are those of `blockdiff.train`.
     """
 
     # While `fit()` runs, a trainer has:
@@ -85,6 +86,7 @@ class Trainer:
         weight: Weight | None = None,
         objective: Callable[..., Objective] | None = None,
         optimiser: Callable[..., torch.optim.Optimizer] | None = None,
+        reward: Callable[..., float] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         trainer = None if type(self) is Trainer else type(self)
@@ -93,7 +95,7 @@ class Trainer:
             overrides,
             output,
             objective={"schedule": schedule, "corruption": corruption, "weight": weight},
-            given={"objective": objective, "optimiser": optimiser, "trainer": trainer},
+            given={"objective": objective, "optimiser": optimiser, "trainer": trainer, "reward": reward},
         )
         self.directory = Path(str(self.recipe.output))
         self.resume, self.overwrite, self.callbacks = resume, overwrite, checked(callbacks)
@@ -113,7 +115,8 @@ class Trainer:
                 self.step += 1
                 gradient = self.backpropagate(batches, counts)
                 if gradient.is_finite:
-                    self.update(gradient)
+                    if counts.has_scored:
+                        self.update(gradient)
                     self.log(gradient)
                 else:
                     self.skip(gradient, batches)
@@ -128,8 +131,10 @@ class Trainer:
     def fetch(self, step: int) -> Sequence[Batch]:
         """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none."""
         rows = self.recipe.train.micro_batch_size
+        if isinstance(self.built.rollouts, Rollouts):
+            return self.built.rollouts(step)
         batches = self.built.data.batches(step, self.ranks.row_rank, self.ranks.row_world, rows)
-        return batches if self.built.distil is None else self.built.distil(batches)
+        return batches if self.built.rollouts is None else self.built.rollouts(batches)
 
     def next_batches(self) -> tuple[Sequence[Batch], Counts]:
         """The micro-batches of the next optimiser step, and the counts over those of all ranks.
@@ -144,22 +149,31 @@ class Trainer:
             batches = self.fetch(self.step + 1)
         except DataError as error:
             refusal = str(error)
-        is_stopping, is_refused = self.ranks.any(self.ranks.is_stopping() > 0, refusal is not None)
+        except Interrupted:  # in the middle of rollouts, on all ranks
+            self.stop()
+        is_stopping, is_refused = self.ranks.any(self.may_stop and self.ranks.is_stopping() > 0, refusal is not None)
         if is_stopping:
             self.stop()
         if is_refused:
             self.refuse_data(refusal)
         counts = Counts.over_ranks(batches, self.ranks)
-        if line := self.unscored.note(self.step + 1, counts):
+        # A round of equal rewards teaches nothing, and the next one may.
+        if self.recipe.rl is None and (line := self.unscored.note(self.step + 1, counts)):
             self.show.line(f"note      {line}")
         return batches, counts
+
+    @property
+    def may_stop(self) -> bool:
+        """True where the run can be resumed after this step: not within a round of rollouts."""
+        return self.recipe.rl is None or self.step % self.recipe.rl.steps(self.recipe.train.batch_size) == 0
 
     def backpropagate(self, batches: Sequence[Batch], counts: Counts) -> Gradient:
         """Fill the gradients of the parameters that train with those of the global batch."""
         self.built.optimiser.zero_grad(set_to_none=True)
         b, ar_loss = self.built, self.recipe.objective.ar_loss
         ar_weight = 0.0 if ar_loss is None else ar_loss.weight
-        gradient = backpropagate(b.module, self.weights, batches, counts, ar_weight, b.precision, b.mesh)
+        share = 1.0 if self.recipe.rl is None else self.recipe.rl.sft
+        gradient = backpropagate(b.module, self.weights, batches, counts, ar_weight, b.precision, b.mesh, share)
         self.clock.count(counts.tokens_2)
         return gradient
 
@@ -182,8 +196,8 @@ class Trainer:
         rates = {**self.clock.read(), "memory_gib": memory_gib(self.ranks.device)}
         record: Record = {"step": self.step, "kind": "train", **gradient.losses}
         record |= {"grad_norm": gradient.norm, "lr": self.learning_rate(self.step)}
-        if self.built.distil is not None:
-            record |= self.built.distil.read(self.ranks)
+        if self.built.rollouts is not None:
+            record |= self.built.rollouts.read(self.ranks)
         if steps_per_epoch := self.steps_per_epoch():
             record["epoch"] = round(self.step / steps_per_epoch, 4)
         self.record({**record, "skipped": len(self.skipped.steps), **rates})
@@ -428,7 +442,7 @@ class Trainer:
         self.steps = self.show.steps = built.steps
         self.saver = CheckpointWriter(self.directory, self.ranks, self.recipe.train.save_async)
         self.weights = list(trainable(built.objective).values())
-        self.unscored = UnscoredSteps(self.steps, is_distilled=built.distil is not None)
+        self.unscored = UnscoredSteps(self.steps, is_distilled=self.recipe.objective.distil is not None)
         skipped = [record["step"] for record in of_kind(records, "skipped")]
         self.skipped = SkippedSteps(self.recipe.train.non_finite, self.ranks.agree(skipped))
         seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)

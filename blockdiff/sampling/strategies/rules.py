@@ -101,10 +101,14 @@ class EntropyBound:
 
     def accept(self, canvases: Canvases) -> Decision:
         """Keep the samples of the k most certain positions; all others become noise."""
+        return Decision(self.within(canvases.stats.entropy))
+
+    def within(self, entropy_BL: Tensor) -> Tensor:
+        """The accepted positions, bool [B, L]."""
         # Stable, so that among equal entropies the first position wins whatever the batch.
-        sorted_BL, order_BL = canvases.stats.entropy.sort(dim=-1, stable=True)
+        sorted_BL, order_BL = entropy_BL.sort(dim=-1, stable=True)
         is_within_BL = sorted_BL.cumsum(-1) - sorted_BL <= self.bound
-        return Decision(torch.empty_like(is_within_BL).scatter_(-1, order_BL, is_within_BL))
+        return torch.empty_like(is_within_BL).scatter_(-1, order_BL, is_within_BL)
 
 
 @dataclass(frozen=True)

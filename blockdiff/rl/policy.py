@@ -1,0 +1,191 @@
+"""The policies as an objective: the log-probability of every action of recorded answers, and the loss over them.
+
+- head: next tokens. One encode of prompt and answer gives the log-probability of every token.
+- canvas: the sampler's trajectory. At each step the tokens of the accepted positions are drawn independently of one
+  another from that step's tempered distribution. Which positions are accepted follows from the logits, and the noise
+  elsewhere does not depend on the weights. So log p(trajectory) is the sum over steps and accepted positions, and its
+  gradient is exact wherever the accepted positions stand still.
+
+B answers, S clean columns, C canvases, K steps, L positions, N actions of a micro-batch (docs/rl.md has the formulas).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdiff.canvas import Batch
+from blockdiff.models.adapters import without_adapters
+from blockdiff.objective import Losses, Objective
+from blockdiff.sampling.strategies import EntropyBound
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The kind of policy, and the parts of the loss over its actions.
+
+    temperatures: of the head one, of canvases one for each step; acceptance: the rule of the canvases; clip: how far
+    below and above 1 a ratio may go before its gradient ends; kl: the weight of the divergence from the model without
+    its adapters; through: whether the self-conditioning signal's path is differentiated, too.
+    """
+
+    kind: Literal["head", "canvas"]
+    temperatures: Sequence[float]
+    clip: tuple[float, float] = (0.2, 0.28)
+    kl: float = 0.0
+    acceptance: EntropyBound | None = None
+    through: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch(Batch):
+    """Recorded answers, one a row, of which the clean rows have what comes before their last actions.
+
+    advantage_B: of each answer; answers: how many answers the batch stands for, those left out included. Of the head
+    the actions are the tokens of scored pairs. Of canvases seen_BCKL are the tokens that each step saw, and
+    action_BCKL those that it drew in accepted positions, -1 elsewhere; at the last step of a canvas every position is.
+    old_N: the log-probabilities of the actions under the weights that drew them (None: those are the weights now).
+    examples: the answers of above-average reward as rows of the ordinary objective (None: it is left out).
+    """
+
+    advantage_B: Tensor
+    answers: Tensor
+    seen_BCKL: Tensor
+    action_BCKL: Tensor
+    old_N: Tensor | None = None
+    examples: Batch | None = None
+
+    def canvas_count(self) -> float:
+        """The divisor of the canvas loss, which is of the examples."""
+        return 0.0 if self.examples is None else self.examples.canvas_count()
+
+    def ar_count(self) -> float:
+        """The divisor of the AR loss, which is of the examples."""
+        return 0.0 if self.examples is None else self.examples.ar_count()
+
+    def answer_count(self) -> float:
+        """The divisor of the policy loss."""
+        return float(self.answers)
+
+    def rows(self, places: Tensor) -> RolloutBatch:
+        """The batch with some of its rows."""
+        whole = ("answers", "old_N", "examples", "images", "visited")
+        there = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in whole}
+        return replace(self, **{name: x[places] for name, x in there.items() if x is not None})
+
+
+class Actions(NamedTuple):
+    """Log-probabilities of actions [N], with gradient, and the rows of the batch that they belong to [N]."""
+
+    log_p_N: Tensor
+    row_N: Tensor
+
+
+class PolicyObjective(Objective):
+    """The ordinary objective, which of a `RolloutBatch` gives the policy loss, too.
+
+    The loss of an answer is the sum over its actions of -min(r A, clip(r) A) with r = exp(log p - old log p) (PPO,
+    arXiv 1707.06347), and with `kl` of exp(d) - d - 1 with d = reference log p - log p. `measured` adds up what was
+    seen on the way, until it is taken.
+    """
+
+    def __init__(self, *parts: Any, policy: Policy, **choices: Any) -> None:
+        super().__init__(*parts, **choices)
+        self.policy = policy
+        self.measured: defaultdict[str, Tensor | float] = defaultdict(float)
+
+    def forward(self, batch: Batch) -> Losses:
+        """The sums of all losses over a batch."""
+        if not isinstance(batch, RolloutBatch):
+            return super().forward(batch)
+        log_p_N, row_N = self.actions(batch)
+        advantage_N = batch.advantage_B.to(log_p_N.dtype)[row_N]
+        old_N = log_p_N.detach() if batch.old_N is None else batch.old_N
+        ratio_N, (below, above) = (log_p_N - old_N).exp(), self.policy.clip
+        clipped_N = ratio_N.clamp(1 - below, 1 + above)
+        policy_sum = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N).sum()
+        is_clipped_N = ((ratio_N > 1 + above) & (advantage_N > 0)) | ((ratio_N < 1 - below) & (advantage_N < 0))
+        self._measure(actions=len(log_p_N), clipped=is_clipped_N.sum(), surprise=-log_p_N.detach().sum())
+        if self.policy.kl:
+            with torch.no_grad(), without_adapters(self.model):
+                reference_N = self.actions(batch, is_measured=False).log_p_N
+            more_N = reference_N - log_p_N
+            divergence = (more_N.exp() - more_N - 1).sum()
+            policy_sum = policy_sum + self.policy.kl * divergence
+            self._measure(kl=divergence.detach())
+        zero = policy_sum.new_zeros(())
+        losses = Losses(zero, zero) if batch.examples is None else super().forward(batch.examples)
+        return losses._replace(policy_sum=policy_sum)
+
+    def actions(self, batch: RolloutBatch, is_measured: bool = True) -> Actions:
+        """The log-probabilities of a batch's actions under the weights as they are."""
+        if self.policy.kind == "head":
+            return self._of_head(batch)
+        return self._of_canvases(batch, is_measured)
+
+    def _measure(self, **sums: Tensor | float) -> None:
+        for name, value in sums.items():
+            self.measured[name] = self.measured[name] + value
+
+    def _of_head(self, batch: RolloutBatch) -> Actions:
+        hidden_BSD, _ = self._encode_alone(batch)
+        is_scored_BS = batch.is_ar_scored_BS
+        target_N = batch.tokens_BS.roll(-1, dims=1)[is_scored_BS]
+        [temperature] = self.policy.temperatures
+        loss_N = self.model.vocabulary.cross_entropy(hidden_BSD[is_scored_BS], target_N, temperature=temperature)
+        return Actions(-loss_N, is_scored_BS.nonzero()[:, 0])
+
+    def _of_canvases(self, batch: RolloutBatch, is_measured: bool) -> Actions:
+        """Run the steps one after the other, each on the tokens that it saw and the signal of the one before.
+
+        A step runs the answers that still have one, but one answer at least: ranks run the model together.
+        """
+        vocabulary, steps = self.model.vocabulary, batch.action_BCKL.shape[2]
+        _, kv = self._encode_alone(batch)
+        columns = int(batch.start_BC.max())
+        past = [tuple(x[:, :columns] for x in layer) for layer in kv]
+        place_B = torch.arange(len(batch.tokens_BS), device=batch.tokens_BS.device)
+        soft_BTD: Tensor | None = None
+        log_p, rows = list[Tensor](), list[Tensor]()
+        for step in range(steps):
+            is_left_B = (batch.action_BCKL[:, :, step:] >= 0).flatten(1).any(1)
+            if not bool(is_left_B.all()):
+                is_left_B[0] |= ~is_left_B.any()
+                left = is_left_B.nonzero()[:, 0]
+                batch, place_B = batch.rows(left), place_B[left]
+                past = [tuple(x[left] for x in layer) for layer in past]
+                soft_BTD = None if soft_BTD is None else soft_BTD[left]
+            state = replace(batch, canvas_BCL=batch.seen_BCKL[:, :, step])
+            hidden_BTD = self._denoise(state, past, soft_BTD)
+            temperature, action_BT = self.policy.temperatures[step], batch.action_BCKL[:, :, step].flatten(1)
+            is_action_BT = action_BT >= 0
+            rows.append(place_B[is_action_BT.nonzero()[:, 0]])
+            if self.policy.through:
+                z_BTV = vocabulary.logits(hidden_BTD) / temperature
+                log_p_BT = z_BTV.log_softmax(-1).gather(-1, action_BT.clamp(min=0)[..., None]).squeeze(-1)
+                log_p.append(log_p_BT[is_action_BT])
+                soft_BTD = vocabulary.soft_embedding_of(z_BTV)
+                continue
+            hidden_ND, action_N = hidden_BTD[is_action_BT], action_BT[is_action_BT]
+            log_p.append(-vocabulary.cross_entropy(hidden_ND, action_N, temperature=temperature))
+            if step + 1 < steps:
+                with torch.no_grad():
+                    zeros_BT = torch.zeros(action_BT.shape, device=action_BT.device)
+                    stats = vocabulary.stats(hidden_BTD.detach(), temperature, zeros_BT)
+                    soft_BTD = stats.soft_embedding
+                if is_measured:
+                    self._compare(stats.entropy, batch, step)
+        return Actions(torch.cat(log_p), torch.cat(rows))
+
+    def _compare(self, entropy_BT: Tensor, batch: RolloutBatch, step: int) -> None:
+        """Count the positions whose acceptance would be another one now, in canvases that go on after this step."""
+        assert self.policy.acceptance is not None
+        goes_on_BC = (batch.action_BCKL[:, :, step + 1] >= 0).any(-1)
+        was_XL = (batch.action_BCKL[:, :, step] >= 0)[goes_on_BC]
+        is_XL = self.policy.acceptance.within(entropy_BT.view_as(batch.action_BCKL[:, :, step])[goes_on_BC])
+        self._measure(positions=was_XL.numel(), reaccepted=(was_XL != is_XL).sum())

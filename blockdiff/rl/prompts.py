@@ -1,0 +1,71 @@
+"""The rows that reinforcement learning answers: what is asked, and the row as its file has it, for rewards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockdiff.data.rows import Row, check_row
+from blockdiff.data.sources import Source, open_source
+from blockdiff.errors import DataError
+from blockdiff.evals.questions import Question
+
+RESPONSES = ("response", "completion", "output")  # columns of an answer that a row may bring
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row: its values by column, which rewards get, and the question in it."""
+
+    value: Mapping[str, Any]
+    question: Question
+
+
+class Prompts:
+    """The rows of all sources, one source after the other; `fingerprint` says what is in them, wherever they lie."""
+
+    def __init__(self, rows: Sequence[Prompt]) -> None:
+        self.rows = rows
+        text = json.dumps([row.value for row in rows], sort_keys=True, default=str)
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def read_prompts(sources: Sequence[Source], is_chat: bool, system: str | None) -> Prompts:
+    """Read the rows of sources. They need no response; one that is there is the reference of tasks that compare.
+
+    is_chat: prompts are a user's turns; system: put before conversations that bring no system message. Raises DataError
+    "file:line: reason; what to do" for a row that asks nothing, and for images, which are not rolled out.
+    """
+    found: list[Prompt] = []
+    for source in sources:
+        for where, value in open_source(source).values():
+            row = check_row(value, where, source.columns, is_asked=True)
+            if row.sources:
+                raise DataError(f"{where}: rows with images are not rolled out; leave the row out")
+            found.append(Prompt(value, _question(row, value, source, len(found), is_chat, system)))
+    return Prompts(found)
+
+
+def _question(
+    row: Row, value: Mapping[str, Any], source: Source, place: int, is_chat: bool, system: str | None
+) -> Question:
+    name = row.id if row.id is not None else place
+    columns = [(source.columns or {}).get("response", "response"), *RESPONSES]
+    reference = next((str(value[each]) for each in columns if value.get(each)), "")
+    if row.messages is None and not is_chat:
+        return Question(place, row.where, name, row.prompt or "", reference)
+    messages = list(row.messages or ({"role": "user", "content": row.prompt or ""},))
+    answers = []
+    while messages and messages[-1]["role"] == "assistant":
+        answers.append(messages.pop()["content"].strip())
+    if not messages:
+        raise DataError(f"{row.where}: nothing comes before the assistant's message, so nothing is asked")
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return Question(place, row.where, name, tuple(messages), "".join(answers[::-1]) or reference, tools=row.tools)

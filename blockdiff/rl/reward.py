@@ -1,0 +1,126 @@
+"""Rewards: functions of a row and the answer to it, weighted and added up, and the advantages that follow from them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from blockdiff import evals
+from blockdiff.errors import DataError, RecipeError
+from blockdiff.rl.prompts import Prompt, Prompts
+from blockdiff.sampling.request import Result
+from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
+
+Reward = Callable[[Mapping[str, Any], Result], float]
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """The reward of an answer: the weighted sum, each function's own value, and those that failed, with why."""
+
+    total: float
+    values: dict[str, float]
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class Rewards:
+    """Calls every reward function by name; one that raises, takes too long or gives no finite number counts as 0.
+
+    functions: of a prompt and a result; weights: by the same names.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[[Prompt, Result], float]], weights: Mapping[str, float]):
+        self.functions, self.weights = functions, weights
+
+    def __call__(self, prompt: Prompt, result: Result) -> Rewarded:
+        """The reward of an answer."""
+        values, failures = dict[str, float](), dict[str, str]()
+        for name, function in self.functions.items():
+            values[name] = 0.0
+            try:
+                with time_limit(TEMPLATE_SECONDS):
+                    value = float(function(prompt, result))
+                if not math.isfinite(value):
+                    raise ValueError(f"it gave {value}, which is no finite number")
+                values[name] = value
+            except Exception as error:  # whatever somebody else's function raises
+                failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        return Rewarded(sum(self.weights[name] * value for name, value in values.items()), values, failures)
+
+
+def make_rewards(asked: str | Mapping[str, float] | None, given: Reward | None, prompts: Prompts) -> Rewards:
+    """The rewards that a recipe names, each a task or "module:function", and the one that Python gives.
+
+    Raises RecipeError for a name that leads to no function, and DataError for rows that a task cannot judge.
+    """
+    weights = {asked: 1.0} if isinstance(asked, str) else dict(asked or {})
+    functions: dict[str, Callable[[Prompt, Result], float]] = {}
+    for name in weights:
+        functions[name] = _of_task(name, prompts) if name in evals.TASKS else _of_row(_imported(name))
+    if given is not None:
+        name = getattr(given, "__name__", type(given).__name__)
+        functions[name], weights[name] = _of_row(given), 1.0
+    if not functions:
+        raise RecipeError("rl.reward: missing; name a task or module:function, or give reward= from Python")
+    return Rewards(functions, weights)
+
+
+def steps_per_canvas(row: Mapping[str, Any], result: Result) -> float:
+    """The mean number of denoising steps of the answer's canvases: a price, where its weight is negative."""
+    return sum(result.steps) / max(1, len(result.steps))
+
+
+def advantages(rewards: Sequence[float], kind: Literal["centred", "standardised"]) -> list[float]:
+    """The advantages of the answers of one group.
+
+    centred: the reward less the mean of the others' (RLOO, arXiv 2402.14740), whose expected gradient is exact.
+    standardised: the reward less the mean of all, over their deviation (GRPO, arXiv 2402.03300), which is biased.
+    Where all rewards are equal all advantages are 0, whatever rounding says.
+    """
+    count, mean = len(rewards), math.fsum(rewards) / len(rewards)
+    if max(rewards) == min(rewards):
+        return [0.0] * count
+    if kind == "centred":
+        return [(reward - mean) * count / (count - 1) for reward in rewards]
+    deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1))
+    return [(reward - mean) / (deviation + 1e-4) for reward in rewards]
+
+
+def _of_row(function: Reward) -> Callable[[Prompt, Result], float]:
+    return lambda prompt, result: function(prompt.value, result)
+
+
+def _of_task(name: str, prompts: Prompts) -> Callable[[Prompt, Result], float]:
+    task = evals.task(name)
+    for prompt in prompts.rows:
+        where = prompt.question.where
+        try:
+            needs_reference = task.is_solved(prompt.question, "")
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        if needs_reference:
+            raise DataError(f"{where}: {name} compares with the row's response, and there is none; add it")
+    return lambda prompt, result: float(task.is_solved(prompt.question, result.text))
+
+
+def _imported(name: str) -> Reward:
+    """The function that "module:function" names; modules beside the caller are found, too."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        tasks = ", ".join(evals.TASKS)
+        raise RecipeError(f"rl.reward: {name!r} is neither a task ({tasks}) nor module:function")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        found = getattr(import_module(module), function)
+    except Exception as error:  # whatever the module raises when it is imported
+        raise RecipeError(f"rl.reward: {name} cannot be imported ({type(error).__name__}: {error})") from None
+    if not callable(found):
+        raise RecipeError(f"rl.reward: {name} is a {type(found).__name__}, not a function of a row and a result")
+    return found

@@ -1,0 +1,311 @@
+"""Rollouts: answers that the engine draws with the weights as they are, their rewards, and the batches made of them.
+
+A round is `rl.prompts` prompts with `rl.group` answers each. Its answers are the batches of one optimiser step, or of
+several, `rl.epochs` times over. Every answer has a seed of its own, which follows from the round, the prompt's place
+and the draw, so a round follows from weights and recipe alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from blockdiff.checkpoint.diffusion import DiffusionSettings
+from blockdiff.data.collate import Collator
+from blockdiff.data.order import AnyOrder
+from blockdiff.errors import DataError, RunError
+from blockdiff.metrics import Record
+from blockdiff.objective import Objective, evaluating
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.turns import measuring
+from blockdiff.rl.batches import Answer, Trajectory, canvas_batch, examples, head_batch
+from blockdiff.rl.policy import PolicyObjective, RolloutBatch
+from blockdiff.rl.prompts import Prompt, Prompts
+from blockdiff.rl.reward import Rewards, advantages, make_rewards
+from blockdiff.rl.strategy import rollout_strategy
+from blockdiff.sampling import Request, Result, Sampler
+from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
+from blockdiff.seeding import Stream, words
+from blockdiff.training.data import Data
+from blockdiff.training.progress import Progress
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.starting_model import StartingModel
+from blockdiff.training.step import autocast
+
+ROWS = 64  # answers that are drawn together
+NAMED = 3  # failures of rewards that a line names
+
+
+class Rollouts:
+    """The batches of every optimiser step, from 1 on: `rollouts(step)`, asked for one step after the other.
+
+    sampler: makes one of the weights as they are; rewards: of the answers. What else decides a round is the recipe's.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prompts: Prompts,
+        order: AnyOrder,
+        objective: PolicyObjective,
+        sampler: Callable[[], Sampler],
+        rewards: Rewards,
+        collator: Collator,
+        ranks: Ranks,
+        precision: str | None,
+        show: Progress,
+    ) -> None:
+        assert recipe.rl is not None
+        self.recipe, self.rl, self.prompts, self.order, self.objective = recipe, recipe.rl, prompts, order, objective
+        self.sampler, self.rewards, self.collator = sampler, rewards, collator
+        self.ranks, self.precision, self.show = ranks, precision, show
+        self._round = 0
+        self._ended: float | None = None  # when batches were handed out
+        self._updates: list[list[RolloutBatch]] = []  # of the round
+        self._counted: defaultdict[str, float] = defaultdict(float)
+
+    def __call__(self, step: int) -> list[RolloutBatch]:
+        """This rank's micro-batches of an optimiser step, on the CPU: as many on every rank, and at least one.
+
+        Raises DataError for a prompt that cannot be answered, and Interrupted when a rank is to stop meanwhile.
+        """
+        self._count_update()
+        number, within = divmod(step - 1, self.rl.steps(self.recipe.train.batch_size))
+        if number + 1 != self._round:
+            if within:
+                raise RunError(f"step {step} is within a round of rollouts, which begins anew where a run is resumed")
+            self._begin(number + 1, step)
+        self._ended = time.perf_counter()
+        return self._updates[within % len(self._updates)]
+
+    def _count_update(self) -> None:
+        """Count the time since batches were handed out, in which their gradient was computed."""
+        if self._ended is not None:
+            self._counted["updates"] += time.perf_counter() - self._ended
+        self._ended = None
+
+    def read(self, ranks: Ranks) -> Record:
+        """The metrics of all rounds and updates since the last call, over all ranks."""
+        self._count_update()
+        mine = self.objective.measured
+        names = ("actions", "clipped", "surprise", "kl", "positions", "reaccepted")
+        device = self.ranks.device
+        sums = ranks.sum_of_rows(torch.stack([torch.as_tensor(mine[name], device=device).double() for name in names]))
+        seen, counted = dict(zip(names, sums.tolist(), strict=True)), self._counted
+        self.objective.measured.clear()
+        actions = max(1.0, seen["actions"])
+        record: Record = {"ratio_clipped": seen["clipped"] / actions, "entropy": seen["surprise"] / actions}
+        if self.rl.kl:
+            record["kl"] = seen["kl"] / actions
+        if seen["positions"]:
+            record["acceptance_changed"] = seen["reaccepted"] / seen["positions"]
+        if answers := counted["answers"]:  # a round has begun
+            mean = counted["reward"] / answers
+            record |= {
+                "reward": mean,
+                "reward_spread": max(0.0, counted["reward squared"] / answers - mean**2) ** 0.5,
+                "rewards": {name: counted[f"reward {name}"] / answers for name in self.rewards.functions},
+                "reward_failures": int(counted["failures"]),
+                "groups_without_spread": counted["even groups"] / counted["groups"],
+                "answer_tokens": counted["tokens"] / answers,
+            }
+        if counted["canvases"]:
+            record["rollout_steps_per_canvas"] = counted["steps"] / counted["canvases"]
+        if counted["drafted"]:
+            record["agreement"] = counted["stood"] / counted["drafted"]
+        record |= {"rollout_seconds": counted["seconds"], "update_seconds": counted["updates"]}
+        record["rollout_tokens_per_second"] = counted["tokens"] / max(1e-9, counted["seconds"])
+        counted.clear()
+        return record
+
+    def _begin(self, number: int, step: int) -> None:
+        """Draw the answers of a round, and lay out the batches of its optimiser steps."""
+        began, group, size = time.perf_counter(), self.rl.group, self.recipe.train.batch_size
+        answers = self._answers(number)
+        for first in range(0, len(answers), group):
+            of_group = answers[first : first + group]
+            for answer, advantage in zip(
+                of_group, advantages([each.reward for each in of_group], self.rl.advantage), strict=True
+            ):
+                answer.advantage = advantage
+            self._counted["even groups"] += all(answer.advantage == 0 for answer in of_group)
+        self._count(answers)
+        self._counted["seconds"] += time.perf_counter() - began
+        starts = range(0, len(answers), size)
+        self._updates = [self._batches(answers[first : first + size], number, step) for first in starts]
+        if len(self._updates) * self.rl.epochs > 1:
+            self._updates = [[self._with_old(batch) for batch in update] for update in self._updates]
+        self._round = number
+
+    def _answers(self, number: int) -> list[Answer]:
+        """All answers of a round with their rewards, in the order of prompts and draws, on every rank.
+
+        A rank draws the answers of whole groups, which share the pages of their prompt.
+        """
+        rl, ranks, model = self.rl, self.ranks, self.objective.model
+        rows = [self.prompts.rows[index] for _, index in self.order(number)]
+        groups = range(ranks.row_rank, len(rows), ranks.row_world)
+        places = [slot * rl.group + draw for slot in groups for draw in range(rl.group)]
+        requests = [self._request(number, place, rows[place // rl.group]) for place in places]
+        drawn, recorder, began, tokens = list[Answer](), _Recorder(), time.perf_counter(), 0
+        precise = autocast(ranks.device, self.precision)
+        with evaluating(model), precise, measuring(model, ranks, "the rollouts") as look:
+            sampler = self.sampler()
+            prompt_of = {slot: self._prompt_tokens(requests[n * rl.group], sampler) for n, slot in enumerate(groups)}
+
+            def on_canvas(canvas: CommittedCanvas) -> None:
+                recorder.canvas(canvas)
+                look()
+
+            is_watched = not sampler.settings.is_next_token
+            stream = sampler.stream(
+                requests, batch_size=ROWS, on_canvas=on_canvas, on_step=recorder.step if is_watched else None
+            )
+            for count, (n, result) in enumerate(stream, start=1):
+                slot, row = places[n] // rl.group, rows[places[n] // rl.group]
+                if result.error is not None:
+                    raise DataError(f"{row.question.where}: the prompt cannot be answered: {result.error}")
+                earned = self.rewards(row, result)
+                parts = earned.total, earned.values, earned.failures, list(result.steps)
+                canvases = recorder.take(places[n]) if rl.policy == "canvas" else []
+                drawn.append(Answer(places[n], prompt_of[slot], list(result.tokens), *parts, canvases))
+                recorder.foretell(result)
+                tokens += len(result.tokens)
+                self.show.rollouts(count, len(requests), tokens / (time.perf_counter() - began))
+        self._counted["drafted"] += recorder.drafted
+        self._counted["stood"] += recorder.stood
+        names = [each.name for each in fields(Answer)]
+        gathered = ranks.gather_rows([[getattr(answer, name) for name in names] for answer in drawn])
+        found = [Answer(**dict(zip(names, values, strict=True))) for of_rank in gathered for values in of_rank]
+        return sorted(found, key=lambda answer: answer.place)
+
+    def _request(self, number: int, place: int, row: Prompt) -> Request:
+        """The request of one draw, with the seed of its address; beside canvases the head says its likeliest tokens."""
+        data, is_canvas = self.recipe.data, self.rl.policy == "canvas"
+        high, low = words(self.recipe.seed, Stream.ROLLOUT, (number, *divmod(place, self.rl.group)), 2).tolist()
+        asked = row.question.request(data.thinking, allow_control_tokens=data.control_tokens == "allow")
+        return replace(asked, id=place, seed=(high << 32) | low, scores=is_canvas, top_logprobs=int(is_canvas))
+
+    def _prompt_tokens(self, request: Request, sampler: Sampler) -> list[int]:
+        return list(request.as_tokens(sampler.tokenizer, sampler.settings.vocab_size).tokens)
+
+    def _count(self, answers: Sequence[Answer]) -> None:
+        """Add the answers of a round to what the next record says, and name the rewards that failed."""
+        counted, failed = self._counted, Counter[str]()
+        for answer in answers:
+            counted["answers"] += 1
+            counted["reward"] += answer.reward
+            counted["reward squared"] += answer.reward**2
+            counted["tokens"] += len(answer.tokens)
+            counted["canvases"] += len(answer.steps) * (self.rl.policy == "canvas")
+            counted["steps"] += sum(answer.steps)
+            for name, value in answer.rewards.items():
+                counted[f"reward {name}"] += value
+            failed.update(f"{name}: {why}" for name, why in answer.failures.items())
+        counted["groups"] += len(answers) / self.rl.group
+        counted["failures"] += failed.total()
+        for failure, count in failed.most_common(NAMED):
+            self.show.line(f"note      {count} of {len(answers)} rewards failed and count 0: {failure}")
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    def _batches(self, answers: Sequence[Answer], number: int, step: int) -> list[RolloutBatch]:
+        """This rank's micro-batches of an optimiser step over these answers.
+
+        Answers without an advantage are left out where nothing else is learnt of them. Those of similar size go
+        together, and the ranks' micro-batches of one turn have equally many steps.
+        """
+        ranks = self.ranks
+        kept = [answer for answer in answers if answer.advantage or self.rl.kl]
+        kept.sort(key=lambda answer: -answer.size)
+        rows = self.recipe.train.micro_batch_size or max(1, -(-len(kept) // ranks.row_world))
+        turn = rows * ranks.row_world
+        parts = [kept[first : first + turn] for first in range(0, len(kept), turn)] or [[]]
+        batches = []
+        for part in parts:
+            own = part[ranks.row_rank :: ranks.row_world]
+            batch = head_batch(own, self.collator)
+            if self.rl.policy == "canvas":
+                batch = canvas_batch(own, self.collator, max((answer.most_steps for answer in part), default=1))
+            if self.rl.sft:
+                batch = replace(batch, examples=examples(own, self.collator, number, step, len(answers)))
+            batches.append(batch)
+        batches[0] = replace(batches[0], answers=torch.tensor(len(answers) / ranks.row_world, dtype=torch.float64))
+        return batches
+
+    def _with_old(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch with the log-probabilities of its actions, by the code of the update, before any."""
+        with torch.no_grad(), autocast(self.ranks.device, self.precision):
+            log_p_N = self.objective.actions(batch.to(self.ranks.device), is_measured=False).log_p_N
+        return replace(batch, old_N=log_p_N.cpu())
+
+
+class _Recorder:
+    """Takes note of the steps of canvases, and of how far head and canvases agree.
+
+    drafted, stood: tokens that canvases drafted, and those of them that the head draws, too; of canvases that are not
+    verified, tokens of answers, and those of them that are the head's likeliest.
+    """
+
+    def __init__(self) -> None:
+        self.drafted = self.stood = 0
+        self._steps: defaultdict[str | int, defaultdict[int, list[Step]]] = defaultdict(lambda: defaultdict(list))
+        self._committed: defaultdict[str | int, list[CommittedCanvas]] = defaultdict(list)
+
+    def step(self, step: Step | Verification) -> None:
+        if isinstance(step, Verification):
+            self.drafted += len(step.draft) - step.given
+            self.stood += step.accepted - step.given
+        else:
+            self._steps[step.id][step.canvas].append(step)
+
+    def canvas(self, canvas: CommittedCanvas) -> None:
+        self._committed[canvas.id].append(canvas)
+
+    def foretell(self, result: Result) -> None:
+        for token, likeliest in zip(result.tokens, result.top_logprobs or (), strict=False):
+            self.drafted += 1
+            self.stood += token == likeliest[0][0]
+
+    def take(self, id: str | int) -> list[Trajectory]:
+        """The canvases of an answer: what their steps saw and drew, and the tokens that were committed."""
+        found = []
+        for canvas in self._committed.pop(id):
+            steps = self._steps[id][canvas.canvas]
+            seen = [step.tokens for step in steps]
+            drawn = [
+                [token if kept else -1 for token, kept in zip(step.sample, step.is_accepted, strict=True)]
+                for step in steps
+            ]
+            # The last step commits its draw; nothing looks at what it draws after the end.
+            drawn[-1] = [*canvas.tokens[: canvas.kept], *[-1] * (len(canvas.tokens) - canvas.kept)]
+            found.append((seen, drawn, list(canvas.tokens)))
+        del self._steps[id]
+        return found
+
+
+def make_rollouts(
+    recipe: Recipe,
+    base: StartingModel,
+    data: Data,
+    objective: Objective,
+    diffusion: DiffusionSettings,
+    ranks: Ranks,
+    precision: str | None,
+    show: Progress,
+) -> Rollouts | None:
+    """The rollouts that a recipe asks for (None: it asks for none)."""
+    if recipe.rl is None:
+        return None
+    assert isinstance(objective, PolicyObjective) and isinstance(data.train, Prompts)
+    strategy = rollout_strategy(recipe.rl, base.generation, base.denoises)
+    rewards = make_rewards(recipe.rl.reward, recipe.given.reward, data.train)
+
+    def sampler() -> Sampler:
+        return Sampler(objective.model, base.tokenizer, base.generation, diffusion, strategy)
+
+    return Rollouts(recipe, data.train, data.order, objective, sampler, rewards, data.collator, ranks, precision, show)

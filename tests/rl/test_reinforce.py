@@ -1,0 +1,243 @@
+"""Runs of reinforcement learning: rewards, rounds of rollouts, resuming, and what a recipe may not ask for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import blockdiff
+from blockdiff import checkpoint
+from blockdiff.data.sources import Source
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import DataError, RecipeError
+from blockdiff.metrics import reproducible
+from blockdiff.recipes.sudoku import alphabet, make_splits
+from blockdiff.rl import reward as rewards_module
+from blockdiff.rl.prompts import read_prompts
+from blockdiff.rl.reward import advantages, make_rewards
+from blockdiff.rl.rollouts import Rollouts
+from blockdiff.sampling import Generation, Result
+from blockdiff.training.recipe_checks import refuse
+from tests.commands import refusal, works
+from tests.little_model import LITTLE, save_preset
+from tests.training.test_refuse import recipe
+
+ROWS = [{**row, "digit": "1"} for row in make_splits(4, {"train": 12}, seed=0)["train"]]
+
+
+def ones(row: dict[str, Any], result: Result) -> float:
+    """The digits of an answer that the row names."""
+    return float(result.text.count(row["digit"]))
+
+
+def nothing(row: dict[str, Any], result: Result) -> float:
+    """The same reward for every answer."""
+    return 0.5
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A recipe that reinforces a little model with random weights, of rows that bring no response."""
+    folder = tmp_path_factory.mktemp("inputs")
+    save_preset(folder / "base.json", LITTLE)
+    model = checkpoint.init(str(folder / "base.json"), seed=3)
+    generation = Generation(max_steps=3, entropy_bound=1.0, confidence=0.9, stability=0, max_new_tokens=18)
+    checkpoint.save(model, folder / "base", tokenizer=character_tokenizer(alphabet(4)), generation=generation)
+    rows = [{"prompt": row["prompt"], "digit": row["digit"]} for row in ROWS]
+    return {
+        "seed": 1,
+        "model": {"path": str(folder / "base")},
+        "lora": "none",
+        "data": {"train": rows},
+        "rl": {"policy": "head", "prompts": 2, "group": 3},
+        "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 1},
+        "train": {"steps": 4, "batch_size": 6, "log_every": 1, "save_every": 4},
+    }
+
+
+def weights(run: blockdiff.Run, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run.directory / "checkpoints" / f"step-{step}" / "model.safetensors")
+
+
+def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("policy", ["head", "canvas"])
+def test_a_resumed_run_has_the_same_rollouts_and_weights(inputs, tmp_path, policy):
+    """Two optimiser steps, each twice, to a round, with every part of the loss."""
+    changes = [f"rl.policy={policy}", "rl.epochs=2", "train.batch_size=3", "rl.sft=0.5", "rl.kl=0.1", "lora={rank: 2}"]
+    changes += ["train.steps=8", "rl.advantage=standardised"]
+    whole = blockdiff.reinforce(inputs, changes, tmp_path / "whole", reward=ones)
+    blockdiff.reinforce(inputs, [*changes, "train.steps=4"], tmp_path / "run", reward=ones)
+    again = blockdiff.reinforce(inputs, changes, tmp_path / "run", resume=True, reward=ones)
+    assert is_equal(weights(whole, 8), weights(again, 8))
+    assert not is_equal(weights(whole, 4), weights(whole, 8))
+    records, others = reproducible(whole.records), reproducible(again.records)
+    assert records == others and len(records) == 8
+    for record in records:
+        assert {"ratio_clipped", "entropy", "kl"} <= record.keys()
+        assert ("reward" in record) == ("answer_tokens" in record) == (record["step"] in (1, 5))
+        assert ("rollout_steps_per_canvas" in record) == (policy == "canvas" and "reward" in record)
+    assert records[0]["ratio_clipped"] == 0 and records[0]["ar_loss"] > 0 and records[0]["canvas_loss"] > 0
+
+
+@pytest.mark.parametrize("policy", ["head", "canvas"])
+def test_micro_batches_change_nothing_and_a_reward_is_learnt(inputs, tmp_path, policy):
+    """Plain gradient descent on the number of ones; the last rounds have more than the first ones."""
+    changes = [f"rl.policy={policy}", "rl.prompts=4", "rl.group=8", "train.batch_size=32", "optim.lr=0.03"]
+    changes += ["train.save_every=2", "train.keep=9"]
+    runs = [
+        blockdiff.reinforce(inputs, [*changes, *more], tmp_path / str(n), reward=ones)
+        for n, more in enumerate((["train.steps=12"], ["train.steps=2", "train.micro_batch_size=5"]))
+    ]
+    one, other = (weights(run, 2) for run in runs)
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4
+    found = [record["reward"] for record in runs[0].records]
+    assert sum(found[-3:]) > sum(found[:3]) + 1
+
+
+def test_equal_rewards_leave_the_weights_unchanged_to_the_bit(inputs, tmp_path):
+    run = blockdiff.reinforce(inputs, ["train.steps=2", "train.save_every=2"], tmp_path / "run", reward=nothing)
+    base = checkpoint.load(inputs["model"]["path"], dtype="float32").state_dict()
+    assert is_equal({name.removeprefix("model."): x for name, x in weights(run, 2).items()}, dict(base))
+    assert [record["groups_without_spread"] for record in run.records] == [1.0, 1.0]
+
+
+def failing(kind: str) -> Callable[..., Any]:
+    """A reward that fails for every other answer, in some way."""
+    count = itertools.count()
+
+    def reward(row: dict[str, Any], result: Result) -> Any:
+        if next(count) % 2:
+            return 1.0
+        if kind == "late":
+            time.sleep(5)
+        return {"raises": lambda: 1 / 0, "nan": lambda: float("nan"), "late": lambda: 1.0}[kind]()
+
+    return reward
+
+
+@pytest.mark.parametrize("kind", ["raises", "nan", "late"])
+def test_a_reward_that_fails_is_0_and_counted(inputs, tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.setattr(rewards_module, "TEMPLATE_SECONDS", 0.05)
+    run = blockdiff.reinforce(inputs, ["train.steps=1", "train.save_every=1"], tmp_path / "run", reward=failing(kind))
+    [record] = run.records
+    assert record["reward_failures"] == 3 and record["reward"] == 0.5
+    named = {"raises": "ZeroDivisionError", "nan": "no finite number", "late": "TimeoutError"}[kind]
+    assert "3 of 6 rewards failed and count 0: reward: " in (said := capsys.readouterr().out) and named in said
+
+
+def test_rewards_are_weighted_tasks_and_functions_of_rows_as_their_files_have_them(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    prompts = read_prompts([Source(str(tmp_path / "rows.jsonl"))], is_chat=False, system=None)
+    made = make_rewards({"sudoku": 2.0, "blockdiff.rl.reward:steps_per_canvas": -0.5}, ones, prompts)
+    row = prompts.rows[3]
+    found = made(row, Result(0, ROWS[3]["response"], [], "eos", [2, 4]))
+    assert found.values == {"sudoku": 1.0, "blockdiff.rl.reward:steps_per_canvas": 3.0, "ones": 4.0}
+    assert found.total == 2.0 - 1.5 + 4.0 and not found.failures
+    without = read_prompts([Source(rows=[{"prompt": "1+1="}])], is_chat=False, system=None)
+    with pytest.raises(DataError, match="exact compares with the row's response, and there is none"):
+        make_rewards("exact", None, without)
+    for name, said in {"sudokus": "neither a task", "os:nowhere": "cannot be imported", "os:sep": "is a str"}.items():
+        with pytest.raises(RecipeError, match=said):
+            make_rewards(name, None, prompts)
+
+
+def test_conversations_are_asked_without_their_last_answer():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    [found] = read_prompts([Source(rows=[{"messages": turns}])], is_chat=False, system="c").rows
+    assert found.question.prompt == ({"role": "system", "content": "c"}, turns[0])
+    assert found.question.reference == "b" and found.value == {"messages": turns}
+
+
+def test_advantages_sum_to_zero_and_have_the_mean_of_the_others_as_their_baseline():
+    rewards = [1.0, 0.25, 0.0, 0.5]
+    centred = advantages(rewards, "centred")
+    others = [reward - (sum(rewards) - reward) / 3 for reward in rewards]
+    assert centred == pytest.approx(others) and sum(centred) == pytest.approx(0)
+    standardised = torch.tensor(advantages(rewards, "standardised"))
+    assert float(standardised.std()) == pytest.approx(1, abs=1e-3)
+    assert advantages([0.1] * 3, "standardised") == [0.0] * 3
+
+
+RL = {"rl": {"policy": "canvas", "reward": "sudoku"}, "model": {"path": "a", "preset": None}, "lora": {}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"model": {}}, "random weights earn no rewards"),
+        ({"train": {"steps": 4, "batch_size": 7}}, "train.batch_size: 7 does not divide the 128 answers"),
+        ({"train": {"steps": None, "epochs": 1, "batch_size": 128}}, "train.epochs: rounds of rollouts have no end"),
+        ({"rl": {"policy": "head"}}, "rl.reward: missing"),
+        ({"objective": {"corruption": "mask"}}, "its draws are known for objective.corruption: uniform"),
+        ({"objective": {"prediction": "leave_one_out"}}, "its draws are known for objective.prediction: posterior"),
+        ({"objective": {"images": "frozen"}}, "objective.images: goes without reinforcement learning"),
+        ({"lora": {"rank": 4, "dropout": 0.1}}, "the policy that is scored would not be the one that drew"),
+        ({"rl": RL["rl"] | {"kl": 0.1}}, "the reference is the model without its adapters"),
+        ({"rl": RL["rl"] | {"signal": "through"}, "parallel": {"shard": "full"}}, "logits of all tokens on one device"),
+        (
+            {"rl": RL["rl"] | {"epochs": 2}, "train": {"steps": 3, "batch_size": 128}},
+            "train.steps: 3 is within a round",
+        ),
+        ({"data": {"train": "a", "max_length": 8}}, "data.max_length: is of rows with responses"),
+    ],
+)
+def test_a_recipe_that_cannot_be_reinforced_is_refused(sections, said):
+    with pytest.raises(RecipeError, match=said):
+        refuse(recipe(**{"train": {"steps": 4, "batch_size": 128}} | RL | sections))
+
+
+@pytest.mark.parametrize(
+    ("policy", "strategy", "said"),
+    [
+        ("head", "next_token:temperature=0", "greedy decoding draws nothing"),
+        ("head", "next_token:temperature=1,top_k=3", "top_k, top_p and min_p change the distribution"),
+        ("head", "entropy_bound", "denoises canvases, and the policy is the head"),
+        ("canvas", "confident", "what it accepts depends on what it draws"),
+        ("canvas", "quota", "what it accepts depends on what it draws"),
+        ("canvas", "next_token", "what it accepts depends on what it draws"),
+        ("canvas", "entropy_bound:top_p=0.9", "top_k, top_p and min_p change the distribution"),
+    ],
+)
+def test_a_strategy_whose_draws_are_not_the_policy_s_is_refused(inputs, tmp_path, policy, strategy, said):
+    with pytest.raises(RecipeError, match=said):
+        blockdiff.reinforce(inputs, [f"rl.policy={policy}", f"rl.strategy={strategy}"], tmp_path / "run", reward=ones)
+
+
+def test_verified_canvases_draw_the_head_s_answers(inputs, tmp_path, monkeypatch):
+    """The very tokens of next-token sampling; what stood of the drafts is the agreement."""
+    drawn: list[list[list[int]]] = []
+    answers = Rollouts._answers
+
+    def kept(self: Rollouts, number: int) -> Any:
+        found = answers(self, number)
+        drawn.append([answer.tokens for answer in found])
+        return found
+
+    monkeypatch.setattr(Rollouts, "_answers", kept)
+    for strategy in ("next_token:temperature=1", "verified:temperature=1"):
+        changes = [f"rl.strategy={json.dumps(strategy)}", "train.steps=1", "train.save_every=1"]
+        run = blockdiff.reinforce(inputs, changes, tmp_path / strategy[:4], reward=ones)
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 6
+    assert 0 <= run.records[0]["agreement"] < 1
+
+
+def test_the_commands_name_each_other(inputs, tmp_path):
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in inputs["data"]["train"]))
+    asked = inputs | {"data": {"train": str(rows)}, "rl": inputs["rl"] | {"reward": "sudoku"}}
+    for name, keys in {"rl": asked.keys(), "plain": asked.keys() - {"rl"}}.items():
+        (tmp_path / name).write_text(json.dumps({key: asked[key] for key in keys}))
+    assert "has a section rl; `blockdiff rl` runs it" in refusal("train", tmp_path / "rl", "-o", run)
+    assert "has no section rl; `blockdiff train` runs it" in refusal("rl", tmp_path / "plain", "-o", run)
+    works("rl", tmp_path / "rl", "-o", run, "--set", "train.steps=1", "--set", "train.save_every=1")
+    assert (run / "model" / "config.json").exists()
