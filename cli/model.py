@@ -114,12 +114,20 @@ class SamplingOptions:
         generation: those of the model unless others are given; with a draft model the strategy is verified. Raises
         typer.BadParameter for what cannot be.
         """
-        strategy = self.strategy or (model.draft_model and "verified")
+        is_drafter = model.draft_model is not None and _is_drafter(model.draft_model)
+        strategy = self.strategy or (model.draft_model and ("speculative" if is_drafter else "verified"))
         if strategy is None and self.temperature is None and self.top_p is None:
             return None
         from blockdiff.checkpoint import read_config
         from blockdiff.models.family import family_of
-        from blockdiff.sampling.strategies import Verified, adjusted, as_strategy, next_token_head
+        from blockdiff.sampling.strategies import (
+            NextToken,
+            Speculative,
+            Verified,
+            adjusted,
+            as_strategy,
+            next_token_head,
+        )
 
         config = read_config(model.files.weights)
         try:
@@ -128,7 +136,9 @@ class SamplingOptions:
             chosen = adjusted(chosen, self.temperature, self.top_p)
         except RequestError as error:
             raise typer.BadParameter(str(error)) from None
-        if model.draft_model is not None and not isinstance(chosen, Verified):
+        if is_drafter and not isinstance(chosen, Speculative | NextToken):
+            raise typer.BadParameter("a drafter drafts for --strategy speculative alone", param_hint="--draft-model")
+        if model.draft_model is not None and not is_drafter and not isinstance(chosen, Verified):
             raise typer.BadParameter("a draft model drafts for --strategy verified alone", param_hint="--draft-model")
         head = next_token_head(chosen)
         if self.top_p is not None and head is not None and not head.temperature:
@@ -137,6 +147,15 @@ class SamplingOptions:
                 param_hint="--top-p",
             )
         return chosen
+
+
+def _is_drafter(draft_model: str) -> bool:
+    """True for a directory or hub id whose config is a drafter's and not that of a canvas model."""
+    from blockdiff.checkpoint import read_config
+    from blockdiff.models.family import family_of
+
+    config = read_config(draft_model)
+    return family_of(config).outline(config).mask is not None
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -90,7 +90,7 @@ def _share(report: dict[str, Any]) -> str:
 
 
 def _forwards(record: dict[str, Any]) -> int:
-    return sum(record["forwards"][kind] for kind in CALLS)
+    return sum(record["forwards"].get(kind, 0) for kind in CALLS)
 
 
 def _answer(record: dict[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,6 @@ def _record(question: Question, result: Result, task: Task) -> dict[str, Any]:
         "length": len(result.tokens),
         "finish_reason": result.finish_reason,
     }
-    more = {name: getattr(result, name) for name in ("reasoning", "score", "draw")}
+    more = {name: getattr(result, name) for name in ("reasoning", "score", "draw")} | {"places": result.places or None}
     more["error"] = None if result.error is None else f"{question.where}: {result.error}"
     return record | {name: value for name, value in more.items() if value is not None}

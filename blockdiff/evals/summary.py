@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from blockdiff.metrics import at_limit
 
-CALLS = ("denoise", "encode", "verify")  # the kinds of model calls
+CALLS = ("denoise", "draft", "encode", "verify")  # the kinds of model calls
 
 
 def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict[str, Any]:
@@ -19,6 +20,7 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
     - `steps_per_canvas` (mean over canvases), `steps_histogram` (steps: canvases);
     - `forwards_per_row`: the mean model calls of a row's answer: `total`, and each kind by the names of
       `blockdiff.sampling.Forwards`; `tokens_per_forward`: tokens up to eos for each of them;
+    - `accepted_by_place`, with a drafter: the share of its tokens in each place that stood;
     - `facts`: for every fact of the task that is true or false, in how many answers it is true;
     - `groups`, with `group`: the same counts for the rows of each value of that fact.
     """
@@ -33,7 +35,7 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
 def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The costs of answers and how they ended, from their `text`, `steps`, `forwards`, `length`, `finish_reason`."""
     steps = [count for record in records for count in record["steps"]]
-    calls = {kind: sum(record["forwards"][kind] for record in records) for kind in CALLS}
+    calls = {kind: sum(record["forwards"].get(kind, 0) for record in records) for kind in CALLS}
     total, rows = sum(calls.values()), max(1, len(records))
     return {
         "errors": sum(record["finish_reason"] == "error" for record in records),
@@ -46,7 +48,15 @@ def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             **{kind: count / rows for kind, count in calls.items()},
         },
         "tokens_per_forward": sum(record["length"] for record in records) / max(1, total),
+        **accepted_by_place([record.get("places", ()) for record in records]),
     }
+
+
+def accepted_by_place(places: Sequence[Sequence[tuple[int, int]]]) -> dict[str, list[float]]:
+    """The share of a drafter's tokens in each place that stood, by the `places` of results; nothing without any."""
+    pairs = zip_longest(*places, fillvalue=(0, 0))
+    sums = [tuple(map(sum, zip(*of_place, strict=True))) for of_place in pairs]
+    return {"accepted_by_place": [stood / max(1, drafted) for drafted, stood in sums]} if sums else {}
 
 
 def lines(report: dict[str, Any]) -> list[str]:
@@ -79,10 +89,12 @@ def forwards_of(report: dict[str, Any]) -> str:
 def _costs(report: dict[str, Any]) -> list[tuple[str, str]]:
     limit = at_limit(report["steps_per_canvas"], report["max_steps"])
     endings = ", ".join(f"{name} {number}" for name, number in report["endings"].items())
+    shares = " ".join(f"{share:.0%}" for share in report.get("accepted_by_place", ()))
     return [
         ("steps per canvas", f"{report['steps_per_canvas']:.2f} (at most {report['max_steps']}){limit}"),
         ("forwards per row", forwards_of(report)),
         ("tokens per forward", f"{report['tokens_per_forward']:.2f}"),
+        *((("accepted by place", shares),) if shares else ()),
         ("ended by", f"{endings}; {report['empty']} empty"),
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.images import RowImages
+from blockdiff.images import ImageInput, RowImages
 from blockdiff.layers.attention import KV, Past
 from blockdiff.models.family import BlockDiffusionModel, Rope
 from blockdiff.spans import Spans, Sweep
@@ -46,6 +46,10 @@ class Drafted(BlockDiffusionModel):
         """cos and sin of every kind of layer of both models."""
         of_target = {_of("target", name): x for name, x in self.target.rope(positions_BT).items()}
         return of_target | {_of("drafter", name): x for name, x in self.drafter.rope(positions_BT).items()}
+
+    def image_features(self, inputs: Sequence[ImageInput]) -> Tensor:
+        """The target's embeddings of images."""
+        return self.target.image_features(inputs)
 
     def forward(  # type: ignore[override]  # nobody reads the layers of two models
         self,

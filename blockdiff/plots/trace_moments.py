@@ -98,6 +98,8 @@ def step_moments(trace: Trace, canvas: int, decode: Decode) -> list[Moment]:
         before = step.argmax
         if step.step in verified:
             moments.append(_verification(verified[step.step], decode))
+    if not steps:  # a drafter's block
+        moments += [_verification(each, decode) for each in verified.values()]
     return moments
 
 

@@ -104,6 +104,19 @@ class Control:
                     seen_BV[max(0, place + 1 - first) :, draft[place]] = True
         return self._canvases(self.num_taken + first, 1, states, seed, seen_BV)
 
+    def possible(self, draft: Sequence[int]) -> list[int]:
+        """The tokens of a draft, up to the first that cannot stand after those taken; what is given is taken over."""
+        found, state = list[int](), self.state
+        for place, token in enumerate(draft, self.num_taken):
+            pinned = FREE if self.pins is None else self.pins[place]
+            token = token if pinned == FREE else pinned
+            if self.automaton is not None:
+                state = self.automaton.run([token], state)
+                if not bool(self._is_open(place + 1)[state]):
+                    break
+            found.append(token)
+        return found
+
     def take(self, tokens: Sequence[int]) -> None:
         """Go on after the next committed tokens."""
         self.num_taken += len(tokens)

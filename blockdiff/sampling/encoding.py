@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockdiff.checkpoint import with_image_side
 from blockdiff.errors import CheckpointError
+from blockdiff.models.drafted import Drafted
 from blockdiff.sampling.scores import next_token_logprobs
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ class Encoding:
     def __init__(self, model: BlockDiffusionModel, pages: Pages):
         self.model, self.pages, self.tokens = model, pages, 0
 
-    def encode(self, chunks: abc.Sequence[Chunk]) -> list[tuple[Sequence, Tensor]]:
+    def encode(self, chunks: abc.Sequence[Chunk]) -> list[tuple[Sequence, int, Tensor]]:
         """Encode chunks, and score the tokens of sequences that ask for scores.
 
-        Returns the sequences of which a draft was encoded, with its hidden states [L, D]; it waits for `accept`.
+        Returns the sequences of which what was encoded waits for `accept`, because a draft is to be verified or the
+        next token to be drawn, with the column where that begins and its hidden states [T, D].
         """
         drafts = []
         for call in self._batches(self._with_features(chunks)):
@@ -46,10 +48,9 @@ class Encoding:
             hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts, images=images)
             self.tokens += width * len(call)
             for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
-                is_proposed = bool(sequence.proposed)
-                sequence.calls["verify" if is_proposed else "encode"] += 1
-                if is_proposed:
-                    drafts.append((sequence, hidden_TD[:count]))
+                sequence.calls["verify" if sequence.is_proposed else "encode"] += 1
+                if sequence.is_proposed or (sequence.is_drawn_from and not sequence.num_uncomputed):
+                    drafts.append((sequence, start, hidden_TD[:count]))
                     continue
                 self.accept(sequence, start, hidden_TD[:count])
         return drafts
@@ -75,7 +76,7 @@ class Encoding:
         if not images:
             return chunks
         try:
-            with_image_side(self.model)
+            with_image_side(self.model.target if isinstance(self.model, Drafted) else self.model)
         except CheckpointError as error:
             for sequence in [sequence for sequence, _ in chunks if sequence.images]:
                 sequence.error = str(error)

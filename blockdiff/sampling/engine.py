@@ -23,6 +23,7 @@ from blockdiff.errors import BlockdiffError, EngineError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
+from blockdiff.sampling.blocks import BlockBatch
 from blockdiff.sampling.encoding import Encoding
 from blockdiff.sampling.graphs import Graphs, step_capture
 from blockdiff.sampling.request import Request, Result, require_seed
@@ -131,7 +132,11 @@ class Engine:
         self.seed = seed
         self.pages = pages or Pages(model, page_tokens, capacity=0)
         self._scheduler = Scheduler(
-            self.pages, max_waiting, chunk_tokens, self.settings.canvas_length, self.settings.is_next_token
+            self.pages,
+            max_waiting,
+            chunk_tokens,
+            self.settings.block or self.settings.canvas_length,
+            self.settings.is_next_token,
         )
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
@@ -153,8 +158,10 @@ class Engine:
     def _denoiser(self) -> BlockDiffusionModel:
         return self.model.drafter if isinstance(self.model, Drafted) else self.model
 
-    def _empty_batch(self, max_rows: int) -> CanvasBatch:
+    def _empty_batch(self, max_rows: int) -> CanvasBatch | BlockBatch:
         """An empty batch with buffers for so many rows."""
+        if isinstance(self.model, Drafted) and self.settings.block is not None:
+            return BlockBatch(self.model.drafter, self.pages, max_rows)
         buckets, graphs = self._buckets, None if self._capture is None else Graphs(self._capture)
         if buckets is None and graphs is not None:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
@@ -372,18 +379,22 @@ class Engine:
 
     # -- drafts and their verification -------------------------------------------------------------------------
 
-    def _verify(self, drafts: list[tuple[Sequence, Tensor]]) -> None:
-        """Verify drafts that were encoded; one whose tokens all stand is committed, others go into another round."""
-        found = verify(self.model, self.settings, drafts) if drafts else []
-        for (sequence, hidden_LD), verification in zip(drafts, found, strict=True):
+    def _verify(self, drafts: list[tuple[Sequence, int, Tensor]]) -> None:
+        """Verify drafts that were encoded; of a block what stands is committed, a canvas once all of it stands."""
+        of_calls = [(sequence, hidden_TD) for sequence, _, hidden_TD in drafts]
+        found = verify(self.model, self.settings, of_calls) if drafts else []
+        for (sequence, start, hidden_LD), verification in zip(drafts, found, strict=True):
             draft = sequence.draft
             assert draft is not None
             self._has_changed = True
             if verification is None:
                 sequence.error = f"{NOT_FINITE} (canvas {len(sequence.steps) + 1}, verification {draft.rounds + 1})"
                 continue
-            if sequence.is_watched:
+            if sequence.is_watched and verification.draft:
                 sequence.events.append((sequence, verification))
+            if draft.block is not None:
+                self._commit_block(sequence, verification, start, hidden_LD)
+                continue
             draft.take(verification)
             sequence.retract()
             if not self._can_commit(sequence, draft.tokens[: draft.num_verified]):
@@ -396,6 +407,20 @@ class Engine:
                 sequence.draft = Draft()
                 self._commit(sequence, following, 0, hidden_LD[:0])
 
+    def _commit_block(self, sequence: Sequence, verification: Verification, start: int, hidden_TD: Tensor) -> None:
+        """Commit what stands of a drafter's block, and the head's own token after it.
+
+        hidden_TD: of the tokens from column `start` on that were encoded with the block.
+        """
+        draft, accepted, own = sequence.draft, verification.accepted, verification.own
+        assert draft is not None and own is not None
+        draft.note(verification)
+        sequence.count_places(verification)
+        steps = draft.proposed_steps
+        sequence.retract()
+        standing = len(sequence.token_ids) - start + accepted
+        self._commit(sequence, [*verification.draft[:accepted], own], steps, hidden_TD[:standing], start)
+
     def _can_commit(self, sequence: Sequence, verified: list[int]) -> bool:
         """True where tokens that stand are a whole canvas, or end the response."""
         return len(verified) == self.settings.canvas_length or sequence.would_end(verified, self.settings)
@@ -406,7 +431,7 @@ class Engine:
         """Denoise every canvas of the running sequences once, and commit the canvases that are finished."""
         has_changed = self._scheduler.start_running()
         for sequence in self._scheduler.running:
-            if sequence.canvas is None:
+            if sequence.canvas is None and not sequence.is_drawn_from:
                 sequence.canvas, has_changed = self._next_canvas(sequence), True
         if has_changed or self._has_changed:
             self._batch.arrange(self._scheduler.running)
@@ -450,12 +475,20 @@ class Engine:
         else:
             self._commit(sequence, tokens, canvas.steps)
 
-    def _commit(self, sequence: Sequence, tokens: list[int], steps: int, hidden_TD: Tensor | None = None) -> None:
+    def _commit(
+        self,
+        sequence: Sequence,
+        tokens: list[int],
+        steps: int,
+        hidden_TD: Tensor | None = None,
+        start: int | None = None,
+    ) -> None:
         """Add any number of tokens to the response, and to the token_ids where the next canvas or scores need them.
 
-        hidden_TD: of verified tokens the hidden states of the first ones, which stand in the pages.
+        hidden_TD: of verified tokens the hidden states of the first ones, which stand in the pages from column `start`
+        on (None: behind the tokens before).
         """
-        number, start = len(sequence.steps), len(sequence.token_ids)
+        number, start = len(sequence.steps), len(sequence.token_ids) if start is None else start
         kept = sequence.commit(tokens, steps, self.settings.generation.eos_ids)
         kept -= sequence.stop(kept, self.settings.text)
         if sequence.error is not None:

@@ -243,19 +243,21 @@ class Request:
 class Forwards:
     """The model calls that an answer took part in; other requests may have shared them.
 
-    denoise: steps of its canvases; encode: chunks of the prompt that no other request had encoded, committed canvases
-    that were read by later ones or scored, and of `next_token` every token but the last; verify: drafts that the
-    next-token head has read. Calls that were repeated after a preemption count again.
+    denoise: steps of its canvases; draft: passes of a drafter over its blocks; encode: chunks of the prompt that no
+    other request had encoded, committed canvases that were read by later ones or scored, and of `next_token` every
+    token but the last; verify: drafts that the next-token head has read, with a drafter the model's every call behind
+    the prompt. Calls that were repeated after a preemption count again.
     """
 
     denoise: int = 0
     encode: int = 0
     verify: int = 0
+    draft: int = 0
 
     @property
     def by_kind(self) -> dict[str, int]:
         """The calls of each kind."""
-        return {"denoise": self.denoise, "encode": self.encode, "verify": self.verify}
+        return {"denoise": self.denoise, "draft": self.draft, "encode": self.encode, "verify": self.verify}
 
     @property
     def total(self) -> int:
@@ -273,7 +275,8 @@ class Result:
     is "eos", "length", "stop", "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are
     those of `tokens` by next-token prediction, in nats, and `top_logprobs` has the likeliest tokens in the place of
     each, with theirs; with `best_of`, `draw` says which of the answers this is, from 0. `prompt_tokens` counts those of
-    the prompt, and `cached_tokens` those of them that other requests had encoded.
+    the prompt, and `cached_tokens` those of them that other requests had encoded. `places` says for each place of a
+    drafter's blocks, from the first drafted one on, how often a token was drafted there and how often it stood.
     """
 
     id: str | int
@@ -290,6 +293,7 @@ class Result:
     forwards: Forwards = field(default=Forwards(), compare=False)
     prompt_tokens: int = field(default=0, compare=False)
     cached_tokens: int = field(default=0, compare=False)
+    places: list[tuple[int, int]] = field(default_factory=list, compare=False)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -311,6 +315,7 @@ class Result:
         names = ("id", "text", "tokens", "finish_reason", "steps")
         optional = {name: getattr(self, name) for name in ("reasoning", "tool_calls", *SCORES, "error")}
         record = {name: getattr(self, name) for name in names} | {"forwards": asdict(self.forwards)}
+        optional["places"] = self.places or None
         return record | {k: v for k, v in optional.items() if v is not None}
 
 

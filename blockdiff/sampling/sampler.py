@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from blockdiff.checkpoint import load
+from blockdiff.checkpoint import load, read_config
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.opening import model_files
 from blockdiff.errors import EngineError, RequestError
+from blockdiff.models.family import family_of
 from blockdiff.models.pages import PAGE_TOKENS, Pages
 from blockdiff.sampling.engine import UNCAPTURED, Engine, Event
 from blockdiff.sampling.read import Choices, Read, RunningRead
 from blockdiff.sampling.request import Prompt, Request, Result, as_request, require_seed
 from blockdiff.sampling.sequence import Sequence, prepare_sequences
-from blockdiff.sampling.settings import sampling_settings
+from blockdiff.sampling.settings import A_DRAFTER, sampling_settings
 from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
@@ -116,6 +117,9 @@ class Sampler:
         same calls. generation, tokenizer: replace those of the checkpoint.
         """
         files = model_files(path_or_hub_id, adapter, with_weights=False)
+        config = read_config(files.weights)
+        if family_of(config).outline(config).mask is not None:
+            raise RequestError(f"{path_or_hub_id} {A_DRAFTER}")
         generation, tokenizer = generation or files.generation(), tokenizer or files.tokenizer()
         strategy = None if strategy is None else as_strategy(strategy, generation)
         if mesh is not None and mesh.is_split:

@@ -108,7 +108,7 @@ class Scheduler:
         of_running: whether only sequences that were running in the step before are asked for.
         """
         candidates = [each for each in self.running if each.paged is not None] if of_running else self.admitted
-        unencoded = [each for each in candidates if each.num_uncomputed > 0]
+        unencoded = [each for each in candidates if each.num_uncomputed > 0 and not each.is_ready]
         if not unencoded:
             return []
         unencoded.sort(key=lambda each: each.is_prompting)  # stable: both groups stay in the order of their admission
@@ -133,11 +133,11 @@ class Scheduler:
 
         Sequences that were running stay so before others start.
         """
-        running = [each for each in self.running if each.paged is not None and each.num_uncomputed == 0]
+        running = [each for each in self.running if each.paged is not None and each.is_ready]
         has_changed = len(running) < len(self.running)
         if len(running) < self.max_rows:
             still_running = set(map(id, running))
-            ready = [each for each in self.admitted if each.num_uncomputed == 0 and id(each) not in still_running]
+            ready = [each for each in self.admitted if each.is_ready and id(each) not in still_running]
             running += ready[: self.max_rows - len(running)]
             has_changed = has_changed or len(running) > len(still_running)
         self.running = running
@@ -184,6 +184,8 @@ class Scheduler:
         at, prompt = sequence.num_computed, len(sequence.prompt_tokens)
         if at < prompt:
             return run_end(sequence.images, min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt)) - at
+        if sequence.proposed:
+            return len(sequence.token_ids) - at
         # next tokens that are encoded again, after a preemption, need not go one by one
         size = self.chunk_tokens if self.is_next_token else self.canvas_length
         end = prompt + ((at - prompt) // size + 1) * size

@@ -16,8 +16,8 @@ from blockdiff.models.page_keys import identities
 from blockdiff.sampling.control import Control, compile_control
 from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.response import parse
-from blockdiff.sampling.settings import ONLY_VERIFIED
-from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, next_token_head
+from blockdiff.sampling.settings import NO_DRAFTER, ONLY_VERIFIED
+from blockdiff.sampling.strategies import NextToken, Speculative, Verified, as_strategy, next_token_head
 from blockdiff.sampling.strategy import require_shapes
 from blockdiff.seeding import child_seed
 
@@ -62,7 +62,9 @@ class Draft:
     starts; before the first round none, or the one that the verification of the tokens before has added. rounds:
     verifications so far; steps: denoising steps so far. proposed_steps: denoising steps of the proposal that stands at
     the end of the sequence's token_ids until it is verified, 0 where none does; last_step: the number of the last of
-    them.
+    them. block: the most tokens that a drafter's round adds (None: canvases are denoised); recent: how many drafted
+    tokens of a round stood lately (None: there was none), which later blocks go by where one `follows` it. Of a
+    drafter's blocks `tokens` stays empty: what stands after a round is committed at once.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -71,6 +73,23 @@ class Draft:
     steps: int = 0
     proposed_steps: int = 0
     last_step: int = 0
+    block: int | None = None
+    recent: float | None = None
+    follows: bool = True
+
+    @property
+    def reach(self) -> int:
+        """The number of tokens to draft: all of a block, or half as many again as stood lately, and one more."""
+        assert self.block is not None
+        most = self.block - 1
+        return min(most, 1 + round(1.5 * self.recent)) if self.follows and self.recent is not None else most
+
+    def note(self, verification: Verification) -> None:
+        """Take note of what stood of a block; `recent` is by a quarter the newest and by three what it was."""
+        self.rounds += 1
+        if verification.draft:
+            before = float(verification.accepted) if self.recent is None else self.recent
+            self.recent = before + (verification.accepted - before) / 4
 
     @classmethod
     def after(cls, verification: Verification) -> Draft:
@@ -96,7 +115,7 @@ class Sequence:
     draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas; control: what may
     stand in it; images: those of the prompt; draw: the number of this answer among the request's several (None: it is
     the only one); draws: all of them, this one included; `id` tells them apart; calls: the model calls of all of them
-    so far, by the names of `Forwards`.
+    so far, by the names of `Forwards`; places: those of `Result`, of all of them, too.
 
     The response so far is `tokens`, with the `steps` of each canvas, the `logprobs` of the tokens that are scored, and
     a `finish_reason` or an `error` at its end.
@@ -125,6 +144,7 @@ class Sequence:
     draw: int | None = None
     draws: list[Sequence] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
+    places: list[tuple[int, int]] = field(default_factory=list)
     is_scored: bool = False
     is_watched: bool = False
     may_capture: bool = True
@@ -182,6 +202,13 @@ class Sequence:
         return self.num_computed < len(self.prompt_tokens)
 
     @property
+    def is_ready(self) -> bool:
+        """True where a canvas can be denoised behind all tokens, or a block be drafted behind the last one."""
+        if not self.is_drawn_from:
+            return self.num_uncomputed == 0
+        return bool(self.tokens) and self.num_uncomputed == 1 and not self.is_proposed
+
+    @property
     def is_headed(self) -> bool:
         """True where next tokens are drawn or verified, for which the last token's hidden state is needed."""
         return next_token_head(self.strategy) is not None
@@ -189,8 +216,23 @@ class Sequence:
     @property
     def proposed(self) -> list[int]:
         """The drafted tokens at the end of the token_ids that are to be verified; empty where there are none."""
-        is_proposed = self.draft is not None and self.draft.proposed_steps
-        return self.token_ids[len(self.prompt_tokens) + len(self.tokens) :] if is_proposed else []
+        return self.token_ids[len(self.prompt_tokens) + len(self.tokens) :] if self.is_proposed else []
+
+    @property
+    def is_proposed(self) -> bool:
+        """True while a draft stands at the end of the token_ids to be verified; that of a block may be of no token."""
+        return self.draft is not None and self.draft.proposed_steps > 0
+
+    @property
+    def is_drawn_from(self) -> bool:
+        """True where the next token is drawn as soon as all tokens are encoded."""
+        return self.draft is not None and self.draft.block is not None
+
+    def count_places(self, verification: Verification) -> None:
+        """Count the drafted tokens of a block by their places, and those that stand."""
+        for place in range(len(verification.draft)):
+            drafted, stood = self.places[place] if place < len(self.places) else (0, 0)
+            self.places[place : place + 1] = [(drafted + 1, stood + (place < verification.accepted))]
 
     def propose(self, canvas: RunningCanvas) -> None:
         """Put a finished draft behind the tokens, until it is verified; those of its tokens that stand stay."""
@@ -279,6 +321,7 @@ class Sequence:
             top_logprobs=self.top_logprobs if self.request.top_logprobs else None,
             draw=self.draw,
             forwards=Forwards(**self.calls),
+            places=[*self.places],
             prompt_tokens=len(self.prompt_tokens),
             cached_tokens=min(self.shared_tokens, len(self.prompt_tokens)),
         )
@@ -308,12 +351,14 @@ def prepare_sequences(
             f"this model was trained without the next-token loss (objective.ar_loss: none): {vain} nothing",
             stacklevel=1,
         )
-    if isinstance(strategy, NextToken) != settings.is_next_token:
+    if isinstance(strategy, Speculative) and settings.block is None:
+        raise RequestError(NO_DRAFTER)
+    if isinstance(strategy, NextToken | Speculative) != settings.is_next_token:
         raise RequestError(
             "some strategies denoise canvases and next_token does not, so not both can answer the requests of one "
             "sampler; use two"
         )
-    if settings.is_drafted and not is_verified:
+    if settings.is_drafted and settings.block is None and not is_verified:
         raise RequestError(ONLY_VERIFIED)
     if settings.is_next_token:
         max_steps = 1
@@ -345,7 +390,7 @@ def prepare_sequences(
         images,
         draw=None if request.best_of == 1 else 0,
         is_scored=is_scored,
-        draft=Draft() if is_verified else None,
+        draft=_new_draft(strategy, settings),
     )
     draws = first.draws
     draws.append(first)
@@ -354,10 +399,18 @@ def prepare_sequences(
     return draws
 
 
+def _new_draft(strategy: Strategy, settings: SamplingSettings) -> Draft | None:
+    """The draft of a response before its first round; None where nothing is drafted."""
+    if settings.block is None:
+        return Draft() if isinstance(strategy, Verified) else None
+    block = strategy.block if isinstance(strategy, Speculative) else 1  # next tokens are drafted by nobody
+    return Draft(block=min(block or settings.block, settings.block), follows=block is None)
+
+
 def another_draw(first: Sequence, draw: int) -> Sequence:
     """Another answer to the request of `first`, before it has begun, with a seed that follows from its own."""
     own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
-    own["draft"] = None if first.draft is None else Draft()
+    own["draft"] = None if first.draft is None else Draft(block=first.draft.block, follows=first.draft.follows)
     own["control"] = None if first.control is None else first.control.copy()
     return replace(first, **own, tokens=[], steps=[], token_ids=[], canvas=None, recorded={}, top_logprobs=[])  # type: ignore[arg-type]
 

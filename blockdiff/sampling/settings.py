@@ -17,7 +17,7 @@ from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import family_of
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.strategies import NextToken, Verified, as_strategy
+from blockdiff.sampling.strategies import NextToken, Speculative, Verified, as_strategy
 from blockdiff.sampling.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
 
 ONLY_VERIFIED = "a draft model drafts for verified canvases alone; give the strategy verified, or none"
+ONLY_SPECULATIVE = "a drafter drafts next tokens; give the strategy speculative or next_token, or none"
+A_DRAFTER = "is a drafter; give it with --draft-model (draft_model=...) beside the model that it drafts for"
+NO_DRAFTER = "the strategy speculative needs a drafter; give one (--draft-model), or the strategy next_token"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class SamplingSettings:
     generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
     denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;
     positions: the most tokens that the model can see (None: no bound); is_drafted: whether another model
-    drafts; image_reader: of images in prompts (None: the model takes none).
+    drafts; block: the most tokens of its blocks, the one that stands included (None: it drafts canvases, or nothing
+    drafts); image_reader: of images in prompts (None: the model takes none).
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -46,13 +50,14 @@ class SamplingSettings:
     vocab_size: int
     positions: int | None = None
     is_drafted: bool = False
+    block: int | None = None
     image_reader: ImageReader | None = None
     _warned: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def is_next_token(self) -> bool:
         """True where responses grow token by token and nothing is denoised."""
-        return isinstance(self.strategy, NextToken)
+        return isinstance(self.strategy, NextToken | Speculative)
 
     def max_tokens(self, max_new_tokens: int) -> int:
         """The most tokens of a response: so many, in whole canvases; RequestError where no prompt fits before them."""
@@ -102,22 +107,29 @@ def sampling_settings(
     settings and to a denoiser of uniform noise. Where the generation settings name no eos, the model's config does,
     else the tokenizer; with none, every response runs to its full length. `strategy` (text may name one,
     docs/sampling.md) defaults to the released model's rules with the numbers of the generation settings; a causal model
-    is sampled token by token, and a `Drafted` one verified. Noise and prediction are those of its drafter.
+    is sampled token by token, and a `Drafted` one verified. Noise and prediction are those of what drafts canvases.
     """
     if not hasattr(model, "vocab_size"):
         raise RequestError(f"model: {model!r:.60} is none; give what blockdiff.load(path) returns")
+    if getattr(model, "target_layers", ()):
+        raise RequestError(f"the model {A_DRAFTER}")
     origin, is_drafted = _origin(model), isinstance(model, Drafted)
     generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
     denoises = getattr(model, "denoises", True)
-    strategy = as_strategy("verified" if is_drafted and strategy is None else strategy, generation, denoises)
-    is_next_token = isinstance(strategy, NextToken)
+    block = model.drafter.canvas_length if isinstance(model, Drafted) and model.drafter.target_layers else None
+    if is_drafted and strategy is None:
+        strategy = "verified" if block is None else "speculative"
+    strategy = as_strategy(strategy, generation, denoises)
+    is_next_token = isinstance(strategy, NextToken | Speculative)
     if not denoises and not is_next_token:
         raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")
-    if is_drafted and not isinstance(strategy, Verified):
-        raise RequestError(ONLY_VERIFIED)
+    if isinstance(strategy, Speculative) and block is None:
+        raise RequestError(NO_DRAFTER)
+    if is_drafted and not (isinstance(strategy, Verified) if block is None else is_next_token):
+        raise RequestError(ONLY_VERIFIED if block is None else ONLY_SPECULATIVE)
     if diffusion is None:
         diffusion = _diffusion(origin)
-        if isinstance(model, Drafted):
+        if isinstance(model, Drafted) and block is None:
             diffusion = replace(_diffusion(_origin(model.drafter)), objective=diffusion.objective)
     if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
         raise CheckpointError(
@@ -138,7 +150,8 @@ def sampling_settings(
         vocab_size=model.vocab_size,
         positions=None if config is None else min(family_of(each).outline(each).positions for each in configs),
         is_drafted=is_drafted,
-        image_reader=None if is_drafted else _image_reader(model),
+        block=block,
+        image_reader=None if is_drafted and block is None else _image_reader(model),
     )
 
 

@@ -1,4 +1,4 @@
-"""Verification: drafts of canvases against the tokens that next-token sampling writes in their places.
+"""Verification: drafts against the tokens that next-token sampling writes in their places.
 
 A draft is encoded behind its row's tokens without being accepted. Each hidden state predicts the token after it, and
 the head draws that token with the very number, and under the very control, with which next-token sampling draws it. The
@@ -49,19 +49,24 @@ def round_control(
 def verify(
     model: BlockDiffusionModel, settings: SamplingSettings, drafts: abc.Sequence[tuple[Sequence, Tensor]]
 ) -> list[Verification | None]:
-    """The verification of each sequence's draft, by its hidden states [L, D]; None where logits are not finite.
+    """The verification of each sequence's draft, by hidden states [T, D]; None where logits are not finite.
 
-    The draft is what is `proposed` at the end of the sequence's token_ids; `last_hidden_D` is the hidden state of the
-    token before it. Tokens are drawn by their places in the response.
+    The draft is what is `proposed` at the end of the sequence's token_ids, and may be of no token; the hidden states
+    are those of the draft, and of tokens that stand before it where these were encoded in the same call.
+    `last_hidden_D` is the hidden state of the token before all of them. Tokens are drawn by their places in the
+    response.
     """
     mask_id = settings.diffusion.mask_id
     hidden, shapes, draws, controls, counts = list[Tensor](), [], list[Tensor](), list[CanvasControl | None](), []
-    for sequence, hidden_LD in drafts:
-        head, draft = next_token_head(sequence.strategy), sequence.draft
-        assert head is not None and draft is not None and sequence.last_hidden_D is not None
+    for sequence, hidden_TD in drafts:
+        head, draft, length = next_token_head(sequence.strategy), sequence.draft, len(sequence.proposed)
+        assert head is not None and draft is not None
         first = len(sequence.tokens) + draft.num_verified
-        end = min(len(sequence.tokens) + len(hidden_LD) + 1, sequence.max_tokens)  # the last one follows the draft
-        hidden.append(torch.cat([sequence.last_hidden_D[None], hidden_LD])[draft.num_verified :][: end - first])
+        end = min(len(sequence.tokens) + length + 1, sequence.max_tokens)  # the last one follows the draft
+        if len(hidden_TD) == length:
+            assert sequence.last_hidden_D is not None
+            hidden_TD = torch.cat([sequence.last_hidden_D[None], hidden_TD])
+        hidden.append(hidden_TD[len(hidden_TD) - length - 1 + draft.num_verified :][: end - first])
         shapes += [head.shape(0, 1)] * (end - first)
         draws.append(uniform(sequence.seed, Stream.SAMPLE, (torch.arange(first, end, device=model.device), 0), 1))
         controls += head_controls(sequence, draft.num_verified, end - first)

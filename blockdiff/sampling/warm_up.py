@@ -20,6 +20,7 @@ from blockdiff.sampling.verification import verify
 if TYPE_CHECKING:
     from blockdiff.models.pages import Pages
     from blockdiff.sampling.batch import CanvasBatch
+    from blockdiff.sampling.blocks import BlockBatch
     from blockdiff.sampling.scheduler import Scheduler
     from blockdiff.sampling.settings import SamplingSettings
 
@@ -33,7 +34,7 @@ class WarmUp:
     """The calls of an engine with these parts, each of which can be made without any request."""
 
     pages: Pages
-    batch: CanvasBatch
+    batch: CanvasBatch | BlockBatch
     settings: SamplingSettings
     scheduler: Scheduler
 
@@ -70,7 +71,7 @@ class WarmUp:
 
     def _sequences(self, rows: int) -> list[Sequence]:
         """Answers to the same request, with a canvas that is about to be denoised each."""
-        length = self.settings.canvas_length
+        length = self.settings.block or self.settings.canvas_length
         prompt = [0] * max(1, min(PREFIX_TOKENS, self._positions() - length))
         found = list[Sequence]()
         for number in range(rows):

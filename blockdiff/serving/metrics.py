@@ -44,6 +44,9 @@ class Metrics:
         )
         self.steps = Histogram("blockdiff_canvas_steps", "Denoising steps a canvas", buckets=STEPS, registry=registry)
         self.forwards = Counter("blockdiff_forwards", "Model calls, for each answer", ["kind"], registry=registry)
+        self.drafted = Counter(
+            "blockdiff_drafted_tokens", "Tokens of a drafter by place and fate", ["place", "fate"], registry=registry
+        )
         self.canvases = Counter("blockdiff_canvases", "Committed canvases", registry=registry)
         self.tokens = Counter("blockdiff_tokens", "Tokens: prompt, cached, completion", ["kind"], registry=registry)
         self.waiting = Gauge("blockdiff_waiting_requests", "Requests that wait for a row", registry=registry)
@@ -76,6 +79,9 @@ class Metrics:
             self.steps.observe(steps)
         for kind, calls in result.forwards.by_kind.items():
             self.forwards.labels(kind).inc(calls)
+        for place, (drafted, stood) in enumerate(result.places, 1):
+            self.drafted.labels(place, "accepted").inc(stood)
+            self.drafted.labels(place, "rejected").inc(drafted - stood)
 
 
 def _load(engine: Engine) -> Load:

@@ -42,7 +42,7 @@ def test_a_summary_counts_steps_endings_and_empty_answers():
     assert (found["count"], found["solved"], found["errors"], found["empty"]) == (3, 1, 1, 1)
     assert found["endings"] == {"eos": 1, "error": 1, "length": 1}
     assert found["steps_per_canvas"] == 10 / 3 and found["steps_histogram"] == {"2": 1, "4": 2}
-    kinds = {"total": 19 / 3, "denoise": 10 / 3, "encode": 2, "verify": 1}
+    kinds = {"total": 19 / 3, "denoise": 10 / 3, "draft": 0, "encode": 2, "verify": 1}
     assert found["forwards_per_row"] == kinds and found["tokens_per_forward"] == 12 / 19
     assert "groups" not in found and found["facts"] == {}
 

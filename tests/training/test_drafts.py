@@ -140,3 +140,26 @@ def test_rows_of_answers_are_written_and_gone_on_with(here, tmp_path):
     assert [row["prompt"] for row in written] == [json.loads(line)["prompt"] for line in lines]
     assert all(set(row) == {"id", "prompt", "response", "asked"} for row in written)
     assert run("inspect", "data", rows).exit_code in (0, 1, 2)
+
+
+def test_a_drafter_beside_its_target_gives_the_same_texts_in_every_command(here, tmp_path):
+    asked = (here / "target", "--max-new-tokens", 11, "--device", "cpu", "--prompts", here / "test.jsonl")
+    plain, drafted = tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"
+    assert run("sample", *asked, "--output", plain).exit_code == 0
+    page = ("--trace", tmp_path / "trace.html")
+    found = run("sample", *asked, "--draft-model", here / "draft", "--output", drafted, *page)
+    assert found.exit_code == 0, found.output
+    one, other = ([json.loads(line) for line in file.read_text().splitlines()] for file in (plain, drafted))
+    assert [row["tokens"] for row in one] == [row["tokens"] for row in other]
+    assert all(row["forwards"]["draft"] > 0 and len(row["places"]) == 3 for row in other)
+    assert (tmp_path / "trace.html").stat().st_size > 1000
+    data = ("--data", here / "test.jsonl", "--task", "exact")
+    evaluated = ("eval", here / "target", *data, "--max-new-tokens", 11, "--device", "cpu")
+    report = tmp_path / "report.json"
+    found = run(*evaluated, "--draft-model", here / "draft", "--output", report)
+    assert found.exit_code == 0 and "accepted by place" in found.output, found.output
+    assert len(json.loads(report.read_text())["accepted_by_place"]) == 3
+    refused = run("sample", *asked, "--draft-model", here / "draft", "--strategy", "entropy_bound")
+    assert refused.exit_code == 2 and "a drafter drafts for --strategy speculative alone" in refused.output
+    alone = run("sample", here / "draft", "--prompt", "a12=", "--device", "cpu")
+    assert alone.exit_code == 1 and "is a drafter; give it with --draft-model" in alone.output, alone.output

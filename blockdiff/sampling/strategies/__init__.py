@@ -2,7 +2,7 @@
 
 from blockdiff.sampling.strategies.composed import Ancestral, Composed, released
 from blockdiff.sampling.strategies.named import NAMES, adjusted, as_strategy, parse_strategy, strategies_table
-from blockdiff.sampling.strategies.next_token import NextToken, Verified, next_token_head
+from blockdiff.sampling.strategies.next_token import NextToken, Speculative, Verified, next_token_head
 from blockdiff.sampling.strategies.rules import (
     AllKept,
     Confident,
@@ -29,6 +29,7 @@ __all__ = [
     "Never",
     "NextToken",
     "Quota",
+    "Speculative",
     "StableAndConfident",
     "Sticky",
     "Verified",

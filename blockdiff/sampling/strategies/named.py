@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
 from blockdiff.sampling.strategies.composed import Ancestral, Composed, Rules, released
-from blockdiff.sampling.strategies.next_token import NextToken, Verified
+from blockdiff.sampling.strategies.next_token import NextToken, Speculative, Verified
 from blockdiff.sampling.strategies.rules import (
     Confident,
     ConstantTemperature,
@@ -108,6 +108,7 @@ NAMES: Mapping[str, Named] = {
     "quota": Named("keep the likeliest samples, more at every step", Composed, Quota),
     "ddim": Named("draw each next noise level from its posterior", Ancestral),
     "next_token": Named("denoise nothing: one token after the other, by next-token prediction", NextToken),
+    "speculative": Named("the tokens of next_token, sooner: a drafter's blocks are verified", Speculative, NextToken),
     "verified": Named(
         "the tokens of next_token, sooner: canvases are drafts that next-token prediction checks", Verified, NextToken
     ),
@@ -237,7 +238,7 @@ def adjusted(strategy: Strategy, temperature: float | None = None, top_p: float 
     changes: dict[str, Any] = {} if top_p is None else {"top_p": top_p}
     if temperature is None and not changes:
         return strategy
-    if isinstance(strategy, Verified):
+    if isinstance(strategy, Verified | Speculative):
         head = adjusted(strategy.head, temperature, top_p)
         assert isinstance(head, NextToken)
         return replace(strategy, head=head)

@@ -5,6 +5,8 @@ Nothing is denoised. A "canvas" is one token then, its hidden state is that of t
 after one step; so requests, constraints, scores and pages are those of denoising. Every model encodes causally, so
 every model can be sampled this way, as well as its next-token loss is low; a causal model can be sampled in no other.
 
+With a drafter, which predicts a block in one pass, the same response grows by any number of tokens a round.
+
 Verified canvases are drafts of a few denoising steps, which the model's own next-token prediction checks. The tokens
 that stand are those that next-token sampling would have written one by one; a draft decides how many of them a round
 adds. `sampling/verification.py` has the check.
@@ -106,8 +108,32 @@ class Verified:
         return replace(decision, stop_B=is_last_B if decision.stop_B is None else decision.stop_B | is_last_B)
 
 
+@dataclass(frozen=True)
+class Speculative:
+    """Rounds of a drafter's pass over a block, and its verification; the response has the tokens of `head`.
+
+    block: the most tokens of a block, the one that stands included (None: as many as the drafter has, and fewer where
+    fewer were right lately).
+    """
+
+    head: NextToken = field(default_factory=NextToken)
+    block: Annotated[int | None, Key("tokens of a block, the one that stands included; else by what was right")] = None
+
+    def __post_init__(self) -> None:
+        if self.block is not None and not 1 <= self.block <= MOST_STEPS:
+            raise ValueError(f"block must be from 1 to {MOST_STEPS}, got {self.block}")
+
+    def shape(self, step: int, steps: int) -> Shape:
+        """The head's distribution."""
+        return self.head.shape(step, steps)
+
+    def decide(self, canvases: Canvases) -> Decision:
+        """The head's decision."""
+        return self.head.decide(canvases)
+
+
 def next_token_head(strategy: Strategy) -> NextToken | None:
     """The next-token sampling that decides every token of a response; None where canvases are committed as they are."""
-    if isinstance(strategy, Verified):
+    if isinstance(strategy, Verified | Speculative):
         return strategy.head
     return strategy if isinstance(strategy, NextToken) else None

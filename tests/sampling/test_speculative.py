@@ -1,0 +1,230 @@
+"""Drafted blocks: the tokens of next-token sampling, whatever drafts, however long they are, whoever runs beside."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import RequestError
+from blockdiff.models.drafted import Drafted
+from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.plots.trace_moments import canvas_moments
+from blockdiff.sampling import Engine, Recorder, Request, Result, Sampler
+from blockdiff.sampling.strategies import NextToken, Speculative
+from tests.drafters import drafter_for, drafter_values, hub_weights
+from tests.families import CONFIGS, small_model
+from tests.models.test_llama import oracle, ours
+from tests.oracles import dflash as plain
+from tests.pictures import gemma_config, image_row, pair
+
+pytestmark = pytest.mark.quick
+
+EOS = 2
+SETTINGS = Generation(max_new_tokens=13, eos_ids=(EOS,), pad_id=0)
+
+
+def lopsided(model: BlockDiffusionModel) -> BlockDiffusionModel:
+    """A model with few tokens that are ever likely, so that a draft and the head often agree."""
+    with torch.no_grad():
+        model.vocabulary.output_weights()[[5, 6]] *= 8
+        model.vocabulary.output_weights()[EOS] *= 4
+    return model
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def drafted(target: BlockDiffusionModel, number: int = 0, **more: Any) -> Drafted:
+    values = drafter_values(target.config, random.Random(number), **more)
+    return Drafted(target, drafter_for(target, values, seed=number))
+
+
+@pytest.fixture(scope="module")
+def target() -> BlockDiffusionModel:
+    return lopsided(small_model("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def model(target) -> Drafted:
+    return drafted(target, 1, block_size=5)
+
+
+def requests(count: int = 6, **options: Any) -> list[Request]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 30, (count,), generator=generator).tolist()
+    tokens = [torch.randint(6, 90, (length,), generator=generator).tolist() for length in lengths]
+    return [Request(**{"id": n, "tokens": each} | options) for n, each in enumerate(tokens)]
+
+
+def answered(model: BlockDiffusionModel, strategy: Any, asked: list[Request], **options: Any) -> list[Result]:
+    tokenizer = options.pop("tokenizer", None)
+    engine = Engine(model, tokenizer, SETTINGS, strategy=strategy, **{"page_tokens": 8} | options)
+    for request in asked:
+        engine.submit(request)
+    while engine.step():
+        pass
+    engine.pages.check()
+    results = {event.id: event for event in engine.events() if isinstance(event, Result)}
+    found = [results[request.id] for request in asked]
+    assert all(result.error is None for result in found), [result.error for result in found]
+    return found
+
+
+def tokens_of(*given: Any, **options: Any) -> list[list[int]]:
+    return [result.tokens for result in answered(*given, **options)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_has_the_tokens_of_next_token_sampling(name):
+    target, found = lopsided(small_model(name)), set()
+    for number, sampling in enumerate(("temperature=0", "temperature=40,top_k=5")):
+        expected = tokens_of(target, f"next_token:{sampling}", asked := requests(3))
+        model = drafted(target, number)
+        for strategy in ("speculative:", "speculative:block=2,", "next_token:"):
+            assert tokens_of(model, strategy + sampling, asked) == expected
+        found |= set(map(tuple, expected))
+    assert len(found) > 3
+
+
+def test_drafts_stand_and_save_calls_of_the_target(target, model):
+    asked = requests(8, max_new_tokens=30)
+    plainly, drafts = answered(target, "next_token", asked), answered(model, None, asked)
+    assert [each.tokens for each in drafts] == [each.tokens for each in plainly]
+    calls = [sum(each.forwards.encode + each.forwards.verify for each in found) for found in (drafts, plainly)]
+    assert calls[0] < calls[1] and sum(each.forwards.draft for each in drafts) > 0
+    assert all(each.forwards.denoise == 0 for each in drafts)
+
+
+@pytest.mark.parametrize("options", [{"max_rows": 3}, {"max_rows": 6, "capacity": 64, "chunk_tokens": 8}])
+def test_company_and_preemption_change_no_token(target, model, options):
+    asked, hot = requests(), "temperature=1.2,top_p=0.9"
+    expected = tokens_of(target, f"next_token:{hot}", asked)
+    assert tokens_of(model, f"speculative:{hot}", asked, **options) == expected
+    mixed = [replace(each, strategy=f"next_token:{hot}") if each.id % 2 else each for each in asked]
+    assert tokens_of(model, f"speculative:{hot}", mixed, **options) == expected
+
+
+def test_shared_pages_and_any_length_of_response(target, model):
+    prompt = torch.randint(6, 90, (21,), generator=torch.Generator().manual_seed(5)).tolist()
+    asked = [Request(n, tokens=[*prompt, *range(6, 6 + n)], max_new_tokens=n + 1, seed=n) for n in range(7)]
+    hot = "temperature=1.5"
+    found = answered(model, f"speculative:{hot}", asked, max_rows=2)
+    assert [each.tokens for each in found] == tokens_of(target, f"next_token:{hot}", asked)
+    assert all(len(each.tokens) == n + 1 or each.tokens[-1] == EOS for n, each in enumerate(found))
+    assert sum(each.cached_tokens for each in found) > 0
+
+
+def test_scores_best_of_and_penalties_are_those_of_next_tokens(target, model):
+    for options in ({"scores": True, "top_logprobs": 2}, {"best_of": 3}, {"repetition_penalty": 1.3}, {"banned": (5,)}):
+        asked = requests(4, seed=9, **options)
+        one, other = (
+            answered(each, strategy, asked)
+            for each, strategy in ((target, NextToken(1.2)), (model, Speculative(NextToken(1.2))))
+        )
+        assert [each.tokens for each in one] == [each.tokens for each in other]
+        for a, b in zip(one, other, strict=True):
+            assert (a.logprobs is None) == (b.logprobs is None)
+            assert a.logprobs is None or b.logprobs == pytest.approx(a.logprobs, abs=1e-9)
+
+
+def test_stops_constraints_and_templates_are_those_of_next_tokens(target, model):
+    tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz +-*/=().,:;!?")
+    for options in (
+        {"stop": ("5", "ab")},
+        {"regex": "[0-9]{3}(a|bc)*"},
+        {"regex": "(ab|ac)[0-9]+=x", "max_new_tokens": 9},
+        {"template": "x=<?4>; y=<?2>"},
+        {"banned": ("7", "q")},
+    ):
+        asked = requests(4, **options)
+        expected = answered(target, NextToken(1.2), asked, tokenizer=tokenizer)
+        found = answered(model, Speculative(NextToken(1.2)), asked, tokenizer=tokenizer)
+        assert [each.tokens for each in found] == [each.tokens for each in expected], options
+        assert [each.finish_reason for each in found] == [each.finish_reason for each in expected]
+
+
+def test_greedy_rounds_are_those_of_the_plain_reference():
+    from transformers import Qwen3Config
+
+    from tests.families import SMALL
+
+    theirs = oracle(Qwen3Config(**SMALL | {"eos_token_id": None}))
+    with torch.no_grad():
+        theirs.lm_head.weight[[5, 6]] *= 8
+    target = ours(theirs)
+    for number in range(6):
+        drafter = drafter_for(target, drafter_values(target.config, random.Random(number)), seed=number)
+        prompt = torch.randint(6, 90, (number + 1,), generator=torch.Generator().manual_seed(number)).tolist()
+        expected, accepted = plain.generate(hub_weights(drafter), drafter.config, theirs, prompt, 16)
+        recorder = Recorder()
+        generation, strategy = Generation(max_new_tokens=16, pad_id=0), f"speculative:block={drafter.canvas_length}"
+        sampler = Sampler(Drafted(target, drafter), None, generation, strategy=strategy)
+        [result] = sampler.generate([Request(0, tokens=prompt)], on_step=recorder.step, on_canvas=recorder.canvas)
+        assert result.tokens == expected
+        stood = [each.accepted + 1 for each in recorder.traces[0].verifications]
+        assert stood[: len(accepted) - 1] == accepted[: len(stood)][: len(accepted) - 1]
+        assert result.forwards.draft == len(stood)
+        trace = recorder.traces[0]
+        told = [each.detail for canvas in trace.canvases for each in canvas_moments(trace, canvas, str)]
+        assert sum("drafted" in each for each in told) == len(stood) and "committed" not in told
+
+
+def test_an_engine_that_was_warmed_up_answers_the_same(target, model):
+    engine = Engine(model, None, SETTINGS, page_tokens=8, max_rows=2)
+    engine.warm_up()
+    drafts = engine.denoised_canvases
+    engine.submit(requests(1)[0])
+    while engine.step():
+        pass
+    assert engine.denoised_canvases > drafts == 0
+    [result] = [event for event in engine.events() if isinstance(event, Result)]
+    assert result.tokens == tokens_of(target, "next_token", requests(1))[0]
+
+
+def test_blocks_follow_what_stood_lately(model):
+    drafting = Engine(model, None, SETTINGS).settings
+    from blockdiff.sampling.sequence import prepare_sequences
+    from blockdiff.sampling.trace import Verification
+
+    [follows] = prepare_sequences(requests(1)[0], drafting)
+    [fixed] = prepare_sequences(requests(1, strategy="speculative:block=4")[0], drafting)
+    assert follows.draft.reach == 4 and fixed.draft.reach == 3
+    for accepted, reach in ((0, 1), (1, 1), (1, 2), (2, 2), (4, 3), (4, 4)):
+        for each in (follows, fixed):
+            each.draft.note(Verification(0, 0, 0, [6] * 4, 0, accepted, 7))
+        assert follows.draft.reach == reach and fixed.draft.reach == 3
+    follows.draft.note(Verification(0, 0, 0, [], 0, 0, 7))
+    assert follows.draft.reach == 4
+
+
+def test_what_a_drafter_cannot_draft_is_refused(target, model):
+    with pytest.raises(RequestError, match="a drafter drafts next tokens; give the strategy speculative"):
+        Engine(model, None, SETTINGS, strategy="entropy_bound")
+    with pytest.raises(RequestError, match="the strategy speculative needs a drafter"):
+        Engine(target, None, SETTINGS, strategy="speculative")
+    with pytest.raises(RequestError, match="the strategy speculative needs a drafter"):
+        tokens_of(target, "next_token", requests(1, strategy="speculative"))
+    with pytest.raises(RequestError, match="a draft is where denoising starts"):
+        tokens_of(model, None, requests(1, draft="a"), tokenizer=character_tokenizer("abc"))
+
+
+def test_images_in_the_prompt_are_the_targets(tmp_path):
+    draw = random.Random(1)
+    config = gemma_config(draw)
+    _, target = pair(config, 1, tmp_path)
+    row = image_row(config, draw, parts=2)
+    request = Request(0, tokens=row.tokens, images=[placed.image for placed in row.images], seed=3)
+    expected = tokens_of(target, NextToken(1.2), [request])
+    model = drafted(target, 2)
+    [found] = answered(model, Speculative(NextToken(1.2)), [request])
+    assert found.tokens == expected[0] and found.forwards.draft > 0
