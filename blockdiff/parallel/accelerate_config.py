@@ -74,9 +74,10 @@ _PLUGINS = (
 def refuse_settings(environment: Mapping[str, str], recipe: Mapping[str, Any]) -> None:
     """Raise RunError, in one line, for every Accelerate setting in `environment` that the recipe does not say as well.
 
-    recipe: the values of `train.autocast`, `model.compile` and `optim.clip`.
+    recipe: the values of `train.autocast`, `model.compile`, `optim.clip`, `parallel.shard`, `parallel.offload` and
+    `train.activation_checkpointing`.
     """
-    plugins = list(_plugins(environment))
+    plugins = list(_plugins(environment, recipe))
     alone = [] if plugins else list(_accumulation(environment, recipe))
     found = [*plugins, *alone, *_precision(environment, recipe), *_compiler(environment, recipe), *_others(environment)]
     if found:
@@ -89,7 +90,7 @@ def _value(environment: Mapping[str, str], name: str) -> str:
     return "" if value in _OFF else value
 
 
-def _plugins(environment: Mapping[str, str]) -> Iterator[str]:
+def _plugins(environment: Mapping[str, str], recipe: Mapping[str, Any]) -> Iterator[str]:
     for switch, title, counterparts in _PLUGINS:
         if not _value(environment, switch):
             continue
@@ -98,8 +99,18 @@ def _plugins(environment: Mapping[str, str]) -> Iterator[str]:
             for variable, pattern, line in counterparts
             if (value := _value(environment, variable)) and re.fullmatch(pattern, value, re.IGNORECASE)
         ]
+        if switch == "ACCELERATE_USE_FSDP" and _is_fsdp_as_here(environment):
+            lines = [line for line in lines if str(recipe[line.partition(": ")[0]]).lower() != line.partition(": ")[2]]
+            if not lines:
+                continue
         instead = f"write {', '.join(dict.fromkeys(lines))} in the recipe, and" if lines else "write"
         yield f"Accelerate's {title} is not used: {instead} distributed_type: MULTI_GPU (or NO) in its config"
+
+
+def _is_fsdp_as_here(environment: Mapping[str, str]) -> bool:
+    """True for an FSDP plugin that shards as `parallel.shard: full` does, weights between forward and backward too."""
+    is_freed = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").strip().lower() not in _OFF
+    return is_freed and _value(environment, "FSDP_SHARDING_STRATEGY") in ("full_shard", "1")
 
 
 def _accumulation(environment: Mapping[str, str], recipe: Mapping[str, Any]) -> Iterator[str]:

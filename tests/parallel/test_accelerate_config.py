@@ -17,7 +17,8 @@ from blockdiff.training.recipe import Recipe
 
 pytestmark = pytest.mark.quick
 
-RECIPE = {"train.autocast": None, "model.compile": False, "optim.clip": 1.0}
+RECIPE = {"train.autocast": None, "model.compile": False, "optim.clip": 1.0, "parallel.shard": "none"}
+RECIPE |= {"parallel.offload": False, "train.activation_checkpointing": False}
 # Accelerate reads these from its arguments to start processes; they say nothing about what the processes do.
 LAUNCHERS = ("MASTER_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "KMP_", "PYTHONPATH", "TRITON_", "NCCL_")
 PLUGINS = ("--use_fsdp", "--use_deepspeed", "--use_megatron_lm")
@@ -100,6 +101,18 @@ def test_a_setting_that_the_recipe_says_as_well_is_honoured(monkeypatch):
     more = [*words, "--dynamo_mode", "max-autotune", "--dynamo_use_fullgraph"]
     said = refusal(more, monkeypatch, train__autocast="bfloat16", model__compile=True)
     assert "dynamo_mode: max-autotune" in said and "dynamo_use_fullgraph" in said
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_an_fsdp_plugin_that_agrees_with_the_recipe_is_taken(version, monkeypatch):
+    words = ["--use_fsdp", "--fsdp_version", version]
+    assert refusal(words, monkeypatch, parallel__shard="full") == ""
+    words += ["--fsdp_offload_params", "true"]
+    said = refusal(words, monkeypatch, parallel__shard="full")
+    assert said.startswith("Accelerate's FSDP plugin is not used: write parallel.offload: true in the recipe")
+    assert refusal(words, monkeypatch, parallel__shard="full", parallel__offload=True) == ""
+    words += ["--fsdp_reshard_after_forward", "false"]  # which is not what is done here
+    assert "FSDP plugin is not used" in refusal(words, monkeypatch, parallel__shard="full", parallel__offload=True)
 
 
 def test_several_settings_are_refused_in_one_line(monkeypatch):
