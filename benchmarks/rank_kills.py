@@ -37,7 +37,7 @@ from benchmarks.tiny_run import Kill, become, differences, make_inputs, stage_of
 PATIENCE = 30.0  # seconds that torchrun gives the others
 LOST = re.compile(
     r"^blockdiff: error: rank \d: another rank (was lost|hung for \d+ s) during .*; go on with --resume \(from Python "
-    r"resume=True\)$|^blockdiff: error: another rank failed.*$|^blockdiff: error: not all of the \d processes joined.*$"
+    r"resume=True\)$|^blockdiff: error: another rank failed.*$|^blockdiff: error: the \d processes did not all join.*$"
 )
 
 

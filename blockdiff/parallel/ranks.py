@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -255,6 +256,24 @@ class _Heartbeat:
             self._errors.append(error)
 
 
+@contextmanager
+def _stacks_held_back() -> Iterator[None]:
+    """Holds back stderr, on which torch shows the stacks of C++ of a failed start; after an error it is dropped."""
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.truncate(0)
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            os.write(2, held.read())
+
+
 def from_accelerate(timeout: float = 600.0) -> Ranks:
     """Join the processes that `accelerate launch` or torchrun started; alone, a world of one.
 
@@ -269,9 +288,11 @@ def from_accelerate(timeout: float = 600.0) -> Ranks:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     on_cpu, limit = asked_for_cpu or resolve_device("auto").type == "cpu", timedelta(seconds=timeout)
     try:
-        state = PartialState(cpu=on_cpu, **({"timeout": limit} if started > 1 else {}))
-    except dist.DistError:
-        raise RunError(f"not all of the {started} processes joined within {timeout:g} s; start them again") from None
+        with _stacks_held_back() if started > 1 else nullcontext():
+            state = PartialState(cpu=on_cpu, **({"timeout": limit} if started > 1 else {}))
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise RunError(f"the {started} processes did not all join ({reason}); start them again") from None
     if state.num_processes > 1 and not dist.is_initialized():
         raise RunError("the processes of this program have parted after an error; start the program again")
     if started != state.num_processes:
@@ -287,6 +308,6 @@ def from_accelerate(timeout: float = 600.0) -> Ranks:
     ranks = Ranks(device, state.process_index, state.num_processes, timeout, local_rank=state.local_process_index)
     if ranks.world > 1:
         atexit.register(ranks.close)
-        with ranks.guarded("the start"):
+        with ranks.guarded("the start"), _stacks_held_back():
             ranks = replace(ranks, beats=dist.new_group(backend="gloo", timeout=limit))
     return ranks

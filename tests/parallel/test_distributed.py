@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks, from_accelerate
-from tests.forked import ROOT, run, run_ranks, wait_for_ranks
+from tests.forked import ROOT, rank_variables, run, run_ranks, wait_for_ranks
 from tests.ranks import differences, everything, leaving
 
 
@@ -129,6 +130,18 @@ def launched(monkeypatch):
     PartialState._reset_state()
     yield monkeypatch
     PartialState._reset_state()
+
+
+@pytest.mark.quick
+def test_processes_that_did_not_join_are_one_line_that_says_why(launched, capfd):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        for name, value in rank_variables(0, 2, taken.getsockname()[1]).items():
+            launched.setenv(name, value)
+        with pytest.raises(RunError, match=r"the 2 processes did not all join \(.*EADDRINUSE.*\); start them again"):
+            from_accelerate(timeout=2)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.quick
