@@ -133,7 +133,7 @@ class SamplingOptions:
         try:
             denoises = family_of(config).outline(config).denoises
             chosen = as_strategy(strategy, generation or model.files.generation(), denoises)
-            chosen = adjusted(chosen, self.temperature, self.top_p)
+            chosen = adjusted(chosen, self.temperature, top_p=self.top_p)
         except RequestError as error:
             raise typer.BadParameter(str(error)) from None
         if is_drafter and not isinstance(chosen, Speculative | NextToken):

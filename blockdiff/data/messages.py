@@ -42,12 +42,15 @@ class BadRow(Exception):
     """The reason for refusing a row; the reader of the file adds the place."""
 
 
-def checked_messages(value: Any, name: str) -> tuple[Message, ...]:
-    """The messages of a conversation: a list of them, or a string with that list as JSON."""
+def checked_messages(value: Any, name: str, is_prompt: bool = False) -> tuple[Message, ...]:
+    """The messages of a conversation: a list of them, or a string with that list as JSON.
+
+    is_prompt: it is to be answered, not learnt, and may have empty messages of the assistant.
+    """
     value = from_json(value, name, "[")
     if not isinstance(value, list | tuple):
         raise BadRow(f"{name} is {type_in_words(value)}; make it a list of objects with role and content")
-    messages = tuple(_message(message, f"{name}[{index}]") for index, message in enumerate(value))
+    messages = tuple(_message(message, f"{name}[{index}]", is_prompt) for index, message in enumerate(value))
     calls: list[Message] = []
     for index, message in enumerate(messages):
         if message["role"] == "system" and index > 0:
@@ -208,7 +211,7 @@ def type_in_words(value: Any) -> str:
     return names.get(type(value), number)
 
 
-def _message(value: Any, name: str) -> Message:
+def _message(value: Any, name: str, is_prompt: bool) -> Message:
     if not isinstance(value, Mapping):
         raise BadRow(f"{name} is {type_in_words(value)}; make it an object with role and content")
     is_sharegpt = "from" in value and "role" not in value
@@ -237,7 +240,7 @@ def _message(value: Any, name: str) -> Message:
             message["reasoning"] = checked_text(value[key], f"{name}.{key}")
     if calls:
         message["tool_calls"] = _calls(calls, f"{name}.tool_calls")
-    elif message["role"] == "assistant" and not message["content"].strip():
+    elif message["role"] == "assistant" and not is_prompt and not message["content"].strip():
         raise BadRow(f"{name}.{content_key} of the assistant is empty; fill it or remove the message")
     if message["role"] == "tool":
         message.update({key: value[key] for key in ("name", "tool_call_id") if value.get(key) is not None})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blockdiff.data.control_tokens import ControlTokens, Guard, cut, make_guard, why_not_encoded
 from blockdiff.data.image_parts import image_parts, images_in, text_with_images
 from blockdiff.data.images import ImageReader, ImageTokens
-from blockdiff.data.messages import BadRow, ImageSource, Message, Part, checked_messages, checked_tools
+from blockdiff.data.messages import OF_ASSISTANT, BadRow, ImageSource, Message, Part, checked_messages, checked_tools
 from blockdiff.data.template import RefusedByTemplate, Span, is_variable, render
 from blockdiff.errors import DataError
 from blockdiff.images import ImageInput, PlacedImage
@@ -172,13 +172,14 @@ def _with_images(
 def conversation(messages: Any, tools: Any = None) -> tuple[list[Message], list[Message] | None]:
     """Messages to be answered and their tools in the form that chat templates read; DataError says what is wrong."""
     try:
-        checked, declared = checked_messages(messages, "messages"), checked_tools(tools)
+        checked, declared = checked_messages(messages, "messages", is_prompt=True), checked_tools(tools)
     except BadRow as error:
         raise DataError(str(error)) from None
     if not checked:
         raise DataError("messages must be a list of {role, content} objects with at least one entry")
-    if checked[-1]["role"] == "assistant":
-        raise DataError("the last message is the assistant's, so nothing is left to answer; leave it out")
+    if checked[-1]["role"] == "assistant" and (len(checked) == 1 or {*checked[-1]} & {*OF_ASSISTANT}):
+        what = "reasoning or calls of tools" if len(checked) > 1 else "nothing before it"
+        raise DataError(f"the last message is the assistant's, which is continued, but it has {what}; leave it out")
     if any("image" not in part for message in checked for part in image_parts(message)):
         raise DataError("a part of type image has no image; give a path, a data URI or the bytes of a file")
     return list(checked), None if declared is None else list(declared)
@@ -195,16 +196,20 @@ def chat_prompt(
 ) -> Prompt:
     """A conversation as the tokenizer's chat template writes it, up to where the assistant begins, and its tokens.
 
-    thinking: asks the template for reasoning; options: further variables of the template, which has to use them.
-    DataError where the conversation cannot be written or tokenised, or an image cannot be read.
+    A last message of the assistant is continued: the prompt ends with its text.
+
+    thinking: whether the template is asked for reasoning; options: further variables of the template, which has to
+    use them. DataError where the conversation cannot be written or tokenised, or an image cannot be read.
     """
     if not tokenizer.chat_template:
         raise DataError("the tokenizer has no chat template; give a raw prompt instead of messages")
     guard = _guard(tokenizer, control_tokens)
     checked, declared = conversation(messages, tools)
+    continued = str(checked.pop()["content"]) if checked[-1]["role"] == "assistant" else ""
     template = tokenizer.get_chat_template(tools=declared)
-    # not every template knows the word; one that does writes the same without it as with False
-    options = {**(options or {}), **({"enable_thinking": True} if thinking else {})}
+    # training says False, too, without which some templates think
+    says_thinking = thinking or is_variable("enable_thinking", template)
+    options = {**({"enable_thinking": thinking} if says_thinking else {}), **(options or {})}
     for name in options:
         if not is_variable(name, template):
             raise DataError(f"the chat template of this model has no variable {name!r:.60}; leave it out")
@@ -216,7 +221,7 @@ def chat_prompt(
         raise DataError(f"the chat template refuses these messages: {error}") from None
     tokens, images = _with_images(_ids(text, tokenizer, guard, cuts), sources, tokenizer, reader)
     shown = "".join(piece.replace(marker, SHOWN) for piece in cut(text, cuts)) if marker else text
-    return Prompt(shown, tokens, images)
+    return Prompt(shown + continued, tokens + _ids(continued, tokenizer, guard), images)
 
 
 def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:

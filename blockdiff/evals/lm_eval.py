@@ -109,14 +109,13 @@ class BlockdiffLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the text of a prompt."""
-        asked = {"enable_thinking": True} if self.thinking else {}
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
-                **asked,
+                enable_thinking=self.thinking,
             )
         )
 

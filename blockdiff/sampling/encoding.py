@@ -96,16 +96,18 @@ class Encoding:
             yield call
 
     def score(self, sequence: Sequence, start: int, hidden_TD: Tensor) -> None:
-        """Score the tokens of a response that the columns from `start` on, and the one before them, predict.
+        """Score the tokens of a sequence that the columns from `start` on, and the one before them, predict.
 
         A sequence that is encoded again keeps its scores and goes on after them.
         """
-        prompt, end, before_D = len(sequence.prompt_tokens), start + len(hidden_TD), sequence.last_hidden_D
+        end, before_D = start + len(hidden_TD), sequence.last_hidden_D
         if len(hidden_TD):
             sequence.last_hidden_D = hidden_TD[-1]
         scored = sequence.logprobs = sequence.logprobs or []
-        first = max(prompt + len(scored), start)
-        tokens = sequence.tokens[first - prompt : max(0, end + 1 - prompt)]
+        first = max(sequence.first_scored + len(scored), start)
+        prompt = len(sequence.prompt_tokens)
+        tokens = sequence.prompt_tokens[first : end + 1]
+        tokens += sequence.tokens[max(0, first - prompt) : max(0, end + 1 - prompt)]
         if tokens:
             before_D = before_D if first == start else hidden_TD[first - start - 1]
             assert before_D is not None

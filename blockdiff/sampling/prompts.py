@@ -106,6 +106,8 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 def _request(id: str | int, record: dict[str, Any], where: str) -> Request:
     row = check_row({key: value for key, value in record.items() if key != "id"}, where, is_asked=True).located()
+    if row.messages and row.messages[-1]["role"] == "assistant":  # a row of training, of which no answer is continued
+        raise RequestError("the last message is the assistant's, so nothing is left to answer; leave it out")
     options = {key: value for key, value in record.items() if key in OPTIONS and value is not None}
     for key in record:
         if key not in OPTIONS and key not in OF_PROMPT and (option := _option(key)):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SCORES = ("logprobs", "top_logprobs", "score", "draw")
+FORMS = ("regex", "json_schema", "template")  # of a whole response
 MOST_STEPS = 1_000_000  # of a canvas
 MOST_PENALTY = 1000.0
 MOST_TOP = 20  # likeliest tokens beside each token of an answer
@@ -33,16 +34,17 @@ MOST_DRAWS = 1024  # answers to one request, of which the best is given
 class Request:
     """One prompt, given in exactly one of three ways.
 
-    `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the
-    prompt's ids as they are. `images` are paths, the bytes of files, data URIs, images of PIL or `ImageInput`s: they
-    stand where `prompt` says `<image>`, else before its text, or where `tokens` has their placeholders; messages have
-    theirs as parts {"type": "image", "image": ...}. A request without `seed` gets one that follows from the seed of
-    the call and its `id`. `tools` are declarations of functions that the conversation may call: {"type": "function",
-    "function": {name, description, parameters}}. `thinking` asks the chat template for reasoning, and
-    `template_options` are further variables of the template, such as {"thinking_mode": "disabled"}. `scores` asks for
-    the log-probability of every token of the answer, and `top_logprobs` for those of so many likeliest tokens in its
-    place; of `best_of` answers, each with draws of its own, the result is the one with the highest mean
-    log-probability. The first of the texts `stop` ends the response; the result's text is what stands before it.
+    `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the prompt's
+    ids as they are. `images` are paths, the bytes of files, data URIs, images of PIL or `ImageInput`s: they stand where
+    `prompt` says `<image>`, else before its text, or where `tokens` has their placeholders; messages have theirs as
+    parts {"type": "image", "image": ...}. A request without `seed` gets one that follows from the seed of the call and
+    its `id`. `tools` are declarations of functions that the conversation may call: {"type": "function", "function":
+    {name, description, parameters}}. `thinking` asks the chat template for reasoning, and `template_options` are
+    further variables of the template, such as {"thinking_mode": "disabled"}. `scores` asks for the log-probability of
+    every token of the answer, and `top_logprobs` for those of so many likeliest tokens in its place; `scores_prompt`
+    asks for both of the prompt's tokens, too; of `best_of` answers, each with draws of its own, the result is the one
+    with the highest mean log-probability. The first of the texts `stop` ends the response; the result's text is what
+    stands before it.
 
     Three fields override the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: the most
     denoising steps of a canvas; strategy: how canvases are denoised.
@@ -64,6 +66,7 @@ class Request:
     template_options: Mapping[str, Any] | None = None
     scores: bool = False
     top_logprobs: int = 0
+    scores_prompt: bool = False
     best_of: int = 1
     stop: Sequence[str] = ()
     max_new_tokens: int | None = None
@@ -81,6 +84,11 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str | int):
             raise RequestError(f"the id of a request must be text or an integer, got {self.id!r:.80}")
+
+    @property
+    def form(self) -> str | None:
+        """The name of the field that says the form of the whole response; None where none does."""
+        return next((name for name in FORMS if getattr(self, name) is not None), None)
 
     @property
     def control_in_words(self) -> str:
@@ -128,7 +136,7 @@ class Request:
             require_seed(self.seed)
         if self.tools is not None and self.messages is None:
             raise RequestError("tools are there, but no messages; only a conversation has a place for them")
-        for name in ("thinking", "scores", "allow_control_tokens"):
+        for name in ("thinking", "scores", "scores_prompt", "allow_control_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r:.80}")
         if (self.thinking or self.template_options) and self.messages is None:
@@ -136,8 +144,9 @@ class Request:
             raise RequestError(f"{name} is asked for in the chat template, so it needs messages")
         if not _is_integer(self.top_logprobs) or not 0 <= self.top_logprobs <= MOST_TOP:
             raise RequestError(f"top_logprobs must be an integer from 0 to {MOST_TOP}, got {self.top_logprobs!r:.80}")
-        if self.top_logprobs and not self.scores:
-            raise RequestError("top_logprobs stand beside scores; ask for both")
+        for name in ("top_logprobs", "scores_prompt"):
+            if getattr(self, name) and not self.scores:
+                raise RequestError(f"{name} stand beside scores; ask for both")
         if not _is_integer(self.best_of) or not 1 <= self.best_of <= MOST_DRAWS:
             raise RequestError(f"best_of must be an integer from 1 to {MOST_DRAWS}, got {self.best_of!r:.80}")
         if self.messages is not None:
@@ -171,11 +180,9 @@ class Request:
                 raise RequestError(f"{name} is empty; leave it out, or say what the whole response is")
         if self.regex is not None and self.json_schema is not None:
             raise RequestError("give one of regex and json_schema, not both")
-        for name in ("template", "regex", "json_schema"):
-            if self.thinking and getattr(self, name) is not None:
-                raise RequestError(
-                    f"{name} says the form of the whole response and leaves no place for thinking; give one"
-                )
+        if self.thinking and self.form is not None:
+            words = f"{self.form} says the form of the whole response and leaves no place for thinking; give one"
+            raise RequestError(words)
         if isinstance(self.banned, str) or not isinstance(self.banned, Sequence):
             raise RequestError(f"banned must be a list of texts and token ids, got {self.banned!r:.80}")
         for each in self.banned:
@@ -266,6 +273,15 @@ class Forwards:
 
 
 @dataclass(frozen=True)
+class PromptScores:
+    """The tokens of a prompt, the log-probabilities of all but the first, and the likeliest tokens in their places."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
 class Result:
     """The answer to a request.
 
@@ -274,9 +290,10 @@ class Result:
     denoising steps of each canvas, and `forwards` all model calls (with `best_of`, those of all draws); `finish_reason`
     is "eos", "length", "stop", "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are
     those of `tokens` by next-token prediction, in nats, and `top_logprobs` has the likeliest tokens in the place of
-    each, with theirs; with `best_of`, `draw` says which of the answers this is, from 0. `prompt_tokens` counts those of
-    the prompt, and `cached_tokens` those of them that other requests had encoded. `places` says for each place of a
-    drafter's blocks, from the first drafted one on, how often a token was drafted there and how often it stood.
+    each, with theirs; `prompt_scores`, where asked for, has both of the prompt; with `best_of`, `draw` says which of
+    the answers this is, from 0. `prompt_tokens` counts those of the prompt, and `cached_tokens` those of them that
+    other requests had encoded. `places` says for each place of a drafter's blocks, from the first drafted one on, how
+    often a token was drafted there and how often it stood.
     """
 
     id: str | int
@@ -291,6 +308,7 @@ class Result:
     draw: int | None = None
     tool_calls: list[dict[str, Any]] | None = None
     forwards: Forwards = field(default=Forwards(), compare=False)
+    prompt_scores: PromptScores | None = None
     prompt_tokens: int = field(default=0, compare=False)
     cached_tokens: int = field(default=0, compare=False)
     places: list[tuple[int, int]] = field(default_factory=list, compare=False)

@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from blockdiff.sampling.request import Request
     from blockdiff.sampling.settings import SamplingSettings
 
-# The tokens around the reasoning of MiniMax M3 and of Gemma 4, and the text that stands right after the first of them.
-REASONING = (("<mm:think>", "</mm:think>", ""), ("<|channel>", "<channel|>", "thought\n"))
+# The tokens around reasoning, and the text that stands right after the first of them: of MiniMax M3, of
+# Qwen3 and others, and of Gemma 4.
+REASONING = (
+    ("<mm:think>", "</mm:think>", ""),
+    ("<think>", "</think>", ""),
+    ("<|channel>", "<channel|>", "thought\n"),
+)
 HALF = "\N{REPLACEMENT CHARACTER}"  # stands for a character of which tokens are missing
 CONTEXT = 16  # tokens before new ones that are decoded again with them: more than change how these are written
 
@@ -55,46 +60,45 @@ class GrowingText:
         before, after = self._decode(tokens[first:count]), self._decode(tokens[first:])
         text = self._text + after[len(before) :] if after.startswith(before) else self._decode(tokens)
         if not text.endswith(HALF):
-            self._tokens, self._text = tokens, text
+            self._tokens, self._text = tokens.copy(), text
         return text
 
 
 class ResponseParser:
     """Parses the response to a request; give `add` its tokens, in one piece or as they are committed.
 
-    The text is what follows the last closed reasoning and is no call of a tool. Reasoning that was never closed,
-    because the response ran out of tokens, has no text after it. prompt: its text, which may have opened the reasoning.
+    Reasoning is what stands between its tokens, wherever and however often; the text is all that stands outside and is
+    no call of a tool. Reasoning that is never closed has no text after it. prompt: its text, which may have opened the
+    reasoning.
     """
 
     def __init__(self, request: Request, settings: SamplingSettings, prompt: str):
         self._settings, self._tools, self._stops = settings, request.tools or (), request.stop
         self._opens, self._closes, self._name = reasoning_format(settings.tokenizer)
         self._calls_format = call_format(settings.tokenizer)
-        openings = tuple((opens + name).rstrip() for opens, _, name in REASONING)
-        self._is_open = self._opens is not None and prompt.rstrip().endswith(openings)
-        self._has_reasoning = self._is_open
-        self._thought: list[int] = []  # tokens of closed reasoning
-        self._opened: list[int] = []  # tokens of reasoning that is still open
-        self._texts = GrowingText(settings.text), GrowingText(settings.text)  # of the answer, of the reasoning
-        self._begin_answer()
-
-    def _begin_answer(self) -> None:
-        self._answer: list[int] = []  # tokens after closed reasoning
+        self._is_open = self._opens is not None and opens_reasoning(prompt)
+        self._thoughts: list[tuple[list[int], GrowingText]] = []  # the tokens of each reasoning, and their text
+        self._text = GrowingText(settings.text)  # of the answer
+        if self._is_open:
+            self._begin_thought()
+        self._answer: list[int] = []  # tokens outside
         self._calls: list[dict[str, Any]] = []
         self._text_tokens: list[int] = []  # tokens of the answer, up to `_parsed`, that are no calls
         self._parsed = 0
+
+    def _begin_thought(self) -> None:
+        self._thoughts.append(([], GrowingText(self._settings.text)))
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take the next tokens of the response."""
         for token in tokens:
             if token == self._opens:
-                self._is_open = self._has_reasoning = True
-            elif token == self._closes:  # what came before was reasoning, even where nothing opened it
-                self._thought += self._answer + self._opened
-                self._opened, self._is_open, self._has_reasoning = [], False, True
-                self._begin_answer()
+                self._is_open = True
+                self._begin_thought()
+            elif token == self._closes:
+                self._is_open = False
             else:
-                (self._opened if self._is_open else self._answer).append(token)
+                (self._thoughts[-1][0] if self._is_open else self._answer).append(token)
         while self._calls_format and (found := self._calls_format.find(self._answer, self._parsed, self._tools)):
             start, end, calls = found
             self._calls += calls
@@ -103,10 +107,13 @@ class ResponseParser:
 
     def whole(self, is_stopped: bool = False) -> ParsedResponse:
         """The response when no more tokens come; is_stopped: a stop text has ended it, before which its text ends."""
-        text = self._settings.text(self._text_tokens + self._answer[self._parsed :])
-        if is_stopped:
-            text = text[: min((place for place in map(text.find, self._stops) if place >= 0), default=None)]
-        return ParsedResponse(text, self._reasoning, self._calls or None)
+        tokens = self._text_tokens + self._answer[self._parsed :]
+        text = self._settings.text(tokens)
+        if is_stopped and not self._is_open:  # the last token has completed it
+            before = len(self._settings.text(tokens[:-1]).rstrip(HALF))
+            places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops)
+            text = text[: min((place for place in places if place >= 0), default=None)]
+        return ParsedResponse(text, self._reasoning(), self._calls or None)
 
     def so_far(self) -> ParsedResponse:
         """The beginning of the response that more tokens do not change.
@@ -116,20 +123,24 @@ class ResponseParser:
         rest = self._answer[self._parsed :]
         if self._calls_format and self._calls_format.opens in rest:
             rest = rest[: rest.index(self._calls_format.opens)]
-        text = self._texts[0].read(self._text_tokens + rest).rstrip(HALF)
+        text = self._text.read(self._text_tokens + rest).rstrip(HALF)
         for stop in self._stops:
             begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
             text = text[: len(text) - begun]
-        reasoning = self._reasoning
-        if reasoning is not None:
-            reasoning = "" if self._name.startswith(reasoning) else reasoning.rstrip(HALF)
-        return ParsedResponse(text, reasoning, list(self._calls) or None)
+        return ParsedResponse(text, self._reasoning(may_go_on=self._is_open), list(self._calls) or None)
 
-    @property
-    def _reasoning(self) -> str | None:
-        if not self._has_reasoning:
-            return None
-        return self._texts[1].read(self._thought + self._opened).removeprefix(self._name).strip()
+    def _reasoning(self, may_go_on: bool = False) -> str | None:
+        """All reasoning, each on a line of its own; None where there is none."""
+        texts = [text.read(tokens) for tokens, text in self._thoughts]
+        if may_go_on and texts:
+            texts[-1] = "" if self._name.startswith(texts[-1]) else texts[-1].rstrip(HALF)
+        texts = [text.removeprefix(self._name).strip() for text in texts]
+        return "\n".join(text for text in texts if text) if texts else None
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """True where the text of a prompt ends with the beginning of reasoning, as some chat templates write it."""
+    return prompt.rstrip().endswith(tuple((opens + name).rstrip() for opens, _, name in REASONING))
 
 
 def parse(

@@ -68,11 +68,12 @@ class Scheduler:
             self.pages.follow_weights()
         while self.waiting and len(self.admitted) < max_admitted:
             first = self.waiting[0]
-            first.paged = self.pages.open()
+            first.paged, shared = self.pages.open(), first.shared_tokens
             self._reuse(first)
             tokens = first.num_tokens_until_commit(self.canvas_length)
             if self.admitted and not self.pages.has_room(first.paged, tokens):
                 self._release(first)
+                first.shared_tokens = shared  # it finds them again
                 return
             self.admitted.append(self.waiting.popleft())
 
@@ -146,12 +147,14 @@ class Scheduler:
     def _reuse(self, sequence: Sequence) -> None:
         """Share pages in which other sequences have encoded the same tokens; tokens to be scored are encoded anew."""
         assert sequence.paged is not None
-        prompt, scored = len(sequence.prompt_tokens), len(sequence.logprobs or ())
-        end = prompt + scored - 1 if sequence.is_scored else len(sequence.token_ids)
+        end = (
+            sequence.first_scored + len(sequence.logprobs or ()) - 1 if sequence.is_scored else len(sequence.token_ids)
+        )
         if sequence.is_headed:  # the encode of the last token predicts the next
             end = min(end, len(sequence.token_ids) - 1)
         before = sequence.num_computed
-        sequence.shared_tokens += self.pages.reuse(sequence.paged, sequence.identities[:end]) - before
+        found = self.pages.reuse(sequence.paged, sequence.identities[:end])
+        sequence.shared_tokens += max(0, found - max(before, sequence.num_preempted))
 
     def _shares_soon(self, sequence: Sequence, pages: set[tuple[int, ...]]) -> bool:
         """True where a sequence gets no chunk now: all of it is encoded, or another one encodes its next page.
@@ -205,6 +208,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to the head of the queue; it keeps its committed canvases and draws the others again."""
         self.preemptions += 1
+        sequence.num_preempted = max(sequence.num_preempted, sequence.num_computed)
         self.admitted.remove(sequence)
         self._release(sequence)
         self.waiting.appendleft(sequence)

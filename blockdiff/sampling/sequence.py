@@ -14,8 +14,8 @@ from blockdiff.errors import RequestError
 from blockdiff.images import PlacedImage, images_between, runs_of
 from blockdiff.models.page_keys import identities
 from blockdiff.sampling.control import Control, compile_control
-from blockdiff.sampling.request import Forwards, Request, Result
-from blockdiff.sampling.response import parse
+from blockdiff.sampling.request import Forwards, PromptScores, Request, Result
+from blockdiff.sampling.response import opens_reasoning, parse
 from blockdiff.sampling.settings import NO_DRAFTER, ONLY_VERIFIED
 from blockdiff.sampling.strategies import NextToken, Speculative, Verified, as_strategy, next_token_head
 from blockdiff.sampling.strategy import require_shapes
@@ -123,7 +123,8 @@ class Sequence:
     The rest is the engine's. token_ids: the prompt and the committed canvases, which the next canvas must see; paged:
     the pages with the keys and values of those that are encoded (None while the sequence is not admitted);
     draft: of the next tokens, where they are verified (None: canvases are committed as they are); last_hidden_D: the
-    hidden state of the last encoded token, from which the next one is scored, drawn or verified; shared_tokens: the
+    hidden state of the last encoded token, from which the next one is scored, drawn or verified; num_preempted: the
+    number of token_ids that were encoded when it was preempted; shared_tokens: the
     number of token_ids that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
     steps are recorded; recorded: the last recorded step of each canvas; may_capture: whether its steps may be captured;
     on_last_hidden: called with the hidden states [L, D] of the last step of a canvas; on_inputs: called with the number
@@ -164,6 +165,7 @@ class Sequence:
     paged: PagedRow | None = None
     last_hidden_D: Tensor | None = None
     shared_tokens: int = 0
+    num_preempted: int = 0
     canvas: RunningCanvas | None = None
     recorded: dict[int, int] = field(default_factory=dict)
     events: list[tuple[Sequence, Any]] = field(default_factory=list)
@@ -181,6 +183,11 @@ class Sequence:
     def longest_run(self) -> int:
         """The tokens of the longest run of images, which one call encodes."""
         return max((end - first for first, end in runs_of(self.images)), default=0)
+
+    @property
+    def first_scored(self) -> int:
+        """The place of the first token that is scored, where any is."""
+        return 1 if self.request.scores_prompt else len(self.prompt_tokens)
 
     def placed_images(self, start: int, count: int) -> list[PlacedImage]:
         """The images in so many token_ids from `start` on, with columns counted from there."""
@@ -309,6 +316,11 @@ class Sequence:
         if self.error is not None:
             return Result.failed(self.request.id, self.error)
         response = parse(self.tokens, self.request, settings, self.prompt, is_stopped=self.finish_reason == "stop")
+        logprobs, top = self.logprobs, self.top_logprobs
+        of_prompt, prompt_scores = len(self.prompt_tokens) - self.first_scored, None
+        if of_prompt and logprobs is not None:
+            prompt_scores = PromptScores(self.prompt_tokens, logprobs[:of_prompt], top[:of_prompt])
+            logprobs, top = logprobs[of_prompt:], top[of_prompt:]
         return Result(
             self.request.id,
             response.text,
@@ -317,8 +329,9 @@ class Sequence:
             self.steps,
             reasoning=response.reasoning,
             tool_calls=response.tool_calls,
-            logprobs=self.logprobs,
-            top_logprobs=self.top_logprobs if self.request.top_logprobs else None,
+            logprobs=logprobs,
+            top_logprobs=top if self.request.top_logprobs else None,
+            prompt_scores=prompt_scores,
             draw=self.draw,
             forwards=Forwards(**self.calls),
             places=[*self.places],
@@ -364,6 +377,11 @@ def prepare_sequences(
         max_steps = 1
     if request.stop and settings.tokenizer is None:
         raise RequestError("stop has texts, which need a tokenizer, and there is none")
+    if opens_reasoning(prompt) and (form := request.form):
+        raise RequestError(
+            f"{form} says the form of the whole response, but the chat template begins it with reasoning; turn that "
+            "off in the template, or leave the form out"
+        )
     control = compile_control(request, tokens, settings, max_tokens=max_tokens, max_steps=max_steps, device=device)
     if control is not None:
         max_tokens = settings.max_tokens(control.max_tokens)

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
@@ -56,9 +56,9 @@ class Server:
 class AnswerFormat(Protocol):
     """The form of the answers of one route."""
 
-    prefix: str
-    object: str
-    chunk_object: str
+    prefix: ClassVar[str]
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     def choice(self, stream: AnswerStream, delta: Delta) -> Choice:
         """A whole answer, of its last delta."""

@@ -84,8 +84,8 @@ class CompletionLogprobs(BaseModel):
     """The log-probabilities of a completion's tokens, by next-token prediction."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None = None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
     text_offset: list[int]
 
 
@@ -163,6 +163,7 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "blockdiff"
+    max_model_len: int | None = None
 
 
 class Models(BaseModel):

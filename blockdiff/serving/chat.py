@@ -7,18 +7,19 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
 
 from blockdiff.data.messages import BadRow, checked_tools
+from blockdiff.data.template import is_variable
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT
 from blockdiff.sampling.constraints.json_schema import schema_regex
 from blockdiff.sampling.constraints.outlines import compile_limit
-from blockdiff.sampling.request import Request
+from blockdiff.sampling.request import FORMS, Request
 from blockdiff.serving.answering import ApiCall, Server, respond
 from blockdiff.serving.answers import (
     ChatChoice,
@@ -33,7 +34,7 @@ from blockdiff.serving.answers import (
 from blockdiff.serving.bodies import read_body
 from blockdiff.serving.content import served_messages
 from blockdiff.serving.deltas import AnswerStream, Delta
-from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
+from blockdiff.serving.mapping import check_size, common_fields, seed_of
 from blockdiff.serving.protocol import ChatRequest, NamedChoice
 from blockdiff.serving.refusals import Refused
 
@@ -56,7 +57,9 @@ def router(server: Server) -> APIRouter:
 class ChatFormat:
     """The form of a chat's answers."""
 
-    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    prefix: ClassVar = "chatcmpl-"
+    object: ClassVar = "chat.completion"
+    chunk_object: ClassVar = "chat.completion.chunk"
 
     def choice(self, stream: AnswerStream, delta: Delta) -> ChatChoice:
         """A whole answer."""
@@ -108,7 +111,8 @@ def api_call(body: ChatRequest, server: Server) -> ApiCall:
     except BadRow as error:
         raise Refused(str(error), param="tools") from None
     max_tokens = body.max_completion_tokens or body.max_tokens
-    fields = common_fields(body, settings, limits, max_tokens) | template_fields(body.chat_template_kwargs)
+    asked = effort_fields(body.reasoning_effort, settings.tokenizer) | body.chat_template_kwargs
+    fields = common_fields(body, settings, limits, max_tokens) | template_fields(asked)
     forced = None
     form = body.response_format
     if form is not None and form.type != "text":
@@ -119,7 +123,6 @@ def api_call(body: ChatRequest, server: Server) -> ApiCall:
         with compile_limit(limits.prepare_seconds):
             set_form(fields, regex=regex_of_call(declared, forced))
         fields["stop"] = ()  # which would cut the call
-    has_form = any(fields.get(name) is not None for name in FORMS)
     request = Request(
         uuid.uuid4().hex,
         messages=served_messages(body.messages, limits),
@@ -133,7 +136,7 @@ def api_call(body: ChatRequest, server: Server) -> ApiCall:
             settings,
             replace(request, id=f"{request.id}-{index}", seed=seed_of(body, index)),
             index,
-            None if has_form else max_tokens,
+            None if request.form else max_tokens,
             forced,
             None if body.parallel_tool_calls else 1,
         )
@@ -149,6 +152,19 @@ def template_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(thinking, bool):
         raise RequestError(f"chat_template_kwargs: enable_thinking must be true or false, got {thinking!r:.60}")
     return {"thinking": thinking, "template_options": options or None}
+
+
+def effort_fields(effort: str | None, tokenizer: Any) -> dict[str, Any]:
+    """The variable of the chat template that says an effort of reasoning; RequestError where it has none."""
+    template = getattr(tokenizer, "chat_template", None) and tokenizer.get_chat_template()
+    thinks = effort not in ("none", "minimal")
+    said = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking_mode": "enabled" if thinks else "disabled"}
+    found = next((name for name in said if template and is_variable(name, template)), None)
+    if effort is None or (found is None and not thinks):
+        return {}
+    if found is None:
+        raise Refused(f"reasoning_effort {effort!r:.60}: the chat template has no variable for it; leave it out")
+    return {found: said[found]}
 
 
 def set_form(fields: dict[str, Any], **form: Any) -> None:

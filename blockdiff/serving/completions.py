@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -16,7 +17,7 @@ from blockdiff.serving.answering import ApiCall, Server, respond
 from blockdiff.serving.answers import CompletionChoice, CompletionLogprobs
 from blockdiff.serving.bodies import read_body
 from blockdiff.serving.deltas import AnswerStream, Delta
-from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
+from blockdiff.serving.mapping import check_size, common_fields, seed_of
 from blockdiff.serving.protocol import CompletionRequest
 from blockdiff.serving.refusals import Refused
 
@@ -36,17 +37,21 @@ def router(server: Server) -> APIRouter:
     return routes
 
 
+@dataclass(frozen=True)
 class CompletionFormat:
-    """The form of completions."""
+    """The form of completions; echoes: they begin with their prompt."""
 
-    prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
+    echoes: bool = False
+    prefix: ClassVar = "cmpl-"
+    object: ClassVar = "text_completion"
+    chunk_object: ClassVar = "text_completion"
 
     def choice(self, stream: AnswerStream, delta: Delta) -> CompletionChoice:
         """A whole completion."""
         assert delta.result is not None
         return CompletionChoice(
             index=stream.index,
-            text=delta.result.text,
+            text=self._echo(stream) + delta.result.text,
             finish_reason=delta.finish,
             steps=delta.result.steps,
             logprobs=_logprobs(stream, delta),
@@ -54,16 +59,25 @@ class CompletionFormat:
 
     def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> CompletionChoice | None:
         """The delta of a completion, where it says something."""
-        if not delta.text and delta.finish is None:
+        text = (self._echo(stream) if is_first else "") + delta.text
+        if not text and delta.finish is None:
             return None
         steps = None if delta.result is None else delta.result.steps
         return CompletionChoice(
             index=stream.index,
-            text=delta.text,
+            text=text,
             finish_reason=delta.finish,
             steps=steps,
             logprobs=_logprobs(stream, delta),
         )
+
+    def _echo(self, stream: AnswerStream) -> str:
+        prompt, tokenizer = stream.request.prompt, stream.settings.tokenizer
+        if not self.echoes:
+            return ""
+        if prompt is None and tokenizer is not None:
+            return str(tokenizer.decode(list(stream.request.tokens or ())))
+        return prompt or ""
 
 
 def api_call(body: CompletionRequest, server: Server) -> ApiCall:
@@ -75,8 +89,7 @@ def api_call(body: CompletionRequest, server: Server) -> ApiCall:
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else [*prompt]
     check_size("n, for all prompts together", body.n * len(prompts), limits.answers)
     fields = common_fields(body, settings, limits, body.max_tokens)
-    fields["scores"] = body.logprobs is not None
-    has_form = any(getattr(body, name) is not None for name in FORMS)
+    fields |= dict(scores=body.logprobs is not None, scores_prompt=body.echo and body.logprobs is not None)
     streams, id = [], uuid.uuid4().hex
     for place, each in enumerate(prompts):
         given = {"prompt": each} if isinstance(each, str) else {"tokens": each}
@@ -85,21 +98,33 @@ def api_call(body: CompletionRequest, server: Server) -> ApiCall:
             request = Request(
                 f"{id}-{index}", **given, **fields, seed=seed_of(body, index), top_logprobs=body.logprobs or 0
             )
-            streams.append(AnswerStream(settings, request, index, None if has_form else body.max_tokens))
-    return ApiCall(body, streams, CompletionFormat(), PATH)
+            streams.append(AnswerStream(settings, request, index, None if request.form else body.max_tokens))
+    return ApiCall(body, streams, CompletionFormat(body.echo), PATH)
 
 
 def _logprobs(stream: AnswerStream, delta: Delta) -> CompletionLogprobs | None:
     result = delta.result
     if result is None or result.logprobs is None or not stream.request.scores:
         return None
-    ends = itertools.accumulate((len(stream.text_of(token)) for token in result.tokens), initial=0)
+    tokens, logprobs = result.tokens, list[float | None](result.logprobs)
+    top = list[list[tuple[int, float]] | None](result.top_logprobs or ())
+    if (prompt := result.prompt_scores) is not None:
+        best = [None, *prompt.top_logprobs] if prompt.top_logprobs else []
+        # bos, which the server puts before a text, is no part of what is echoed
+        start = int(stream.request.prompt is not None and prompt.tokens[:1] == [_bos(stream)])
+        tokens, logprobs = prompt.tokens[start:] + tokens, [None, *prompt.logprobs][start:] + logprobs
+        top = best[start:] + top
+    ends = itertools.accumulate((len(stream.text_of(token)) for token in tokens), initial=0)
     return CompletionLogprobs(
-        tokens=[stream.name_of(token) for token in result.tokens],
-        token_logprobs=result.logprobs,
-        top_logprobs=[_by_name(stream, each) for each in result.top_logprobs or ()] or None,
+        tokens=[stream.name_of(token) for token in tokens],
+        token_logprobs=logprobs,
+        top_logprobs=[None if each is None else _by_name(stream, each) for each in top] or None,
         text_offset=[*ends][:-1],
     )
+
+
+def _bos(stream: AnswerStream) -> int | None:
+    return getattr(stream.settings.tokenizer, "bos_token_id", None)
 
 
 def _by_name(stream: AnswerStream, best: Sequence[tuple[int, float]]) -> dict[str, float]:

@@ -17,10 +17,11 @@ IGNORED = ("refusal", "annotations", "audio", "function_call")  # of an assistan
 def served_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> list[dict[str, Any]]:
     """The messages with the bytes of their images.
 
-    RequestError for fields that messages of the protocol do not have, for parts of other types than `text` and
-    `image_url`, for an image that is no data URI, and for too many images.
+    All system messages become one, which is the first: chat templates write no other. RequestError for fields that
+    messages of the protocol do not have, for parts of other types than `text` and `image_url`, for an image that is no
+    data URI, and for too many images.
     """
-    served = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    served = _one_system([_message(message, f"messages[{place}]") for place, message in enumerate(messages)])
     contents = (message["content"] for message in served if isinstance(message.get("content"), list))
     count = sum(part["type"] == "image" for content in contents for part in content)
     check_size("the images of messages", count, limits.images)
@@ -36,10 +37,22 @@ def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     if used := next((key for key in IGNORED if given.get(key)), None):
         raise RequestError(f"{name}.{used} is not supported by this server; leave it out")
     served = {key: value for key, value in given.items() if key in FIELDS}
+    if served.get("content") is None:  # of a call, and in the history of some front ends
+        served["content"] = ""
     content = served.get("content")
     if isinstance(content, list):
         served["content"] = [_part(part, f"{name}.content[{number}]") for number, part in enumerate(content)]
     return served
+
+
+def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the texts of all system messages in one, the first."""
+    said = [message for message in messages if message["role"] in ("system", "developer")]
+    if len(said) < 2 and said == messages[: len(said)]:
+        return messages
+    contents = [message["content"] for message in said]
+    texts = [each if isinstance(each, str) else "".join(part["text"] for part in each) for each in contents]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *(each for each in messages if each not in said)]
 
 
 def _part(part: Any, name: str) -> dict[str, Any]:

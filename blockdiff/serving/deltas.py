@@ -14,7 +14,6 @@ from blockdiff.sampling.response import ParsedResponse, ResponseParser, parse
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from blockdiff.serving.answers import FinishReason, Frame
-from blockdiff.serving.mapping import FORMS
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,7 @@ class AnswerStream:
         if self.most_calls is not None and result.tool_calls:
             result = replace(result, tool_calls=result.tool_calls[: self.most_calls])
         delta = self._delta(ParsedResponse(result.text, result.reasoning, result.tool_calls))
-        has_form = any(getattr(self.request, name) is not None for name in FORMS)  # which is whole at any length
-        is_out = result.finish_reason == "length" and not has_form
+        is_out = result.finish_reason == "length" and self.request.form is None  # a form is whole at any length
         finish: FinishReason = "length" if is_cut or is_out else "stop"
         if result.tool_calls:
             finish = "tool_calls"

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from blockdiff.errors import RequestError
+from blockdiff.sampling.request import FORMS
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import adjusted, as_strategy, next_token_head
 from blockdiff.sampling.strategy import Strategy
@@ -13,8 +14,8 @@ from blockdiff.seeding import child_seed
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.protocol import GenerationBody
 
+FILTERS = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}  # of what a step draws from, and the values that keep all
 MOST_CORRECTIONS = 16  # which a step makes one after the other
-FORMS = ("regex", "json_schema", "template")  # of a whole response, which is then not cut
 
 
 def common_fields(
@@ -49,9 +50,10 @@ def strategy_of(body: GenerationBody, settings: SamplingSettings) -> Strategy | 
     check_size("the strategy's corrections", getattr(strategy, "corrections", 0), MOST_CORRECTIONS)
     has_head = next_token_head(strategy or settings.strategy) is not None
     temperature = body.temperature or (0.0 if has_head and body.temperature is not None else None)
-    if temperature is None and body.top_p in (None, 1):
+    filters = {name: getattr(body, name) for name, off in FILTERS.items() if getattr(body, name) not in (None, *off)}
+    if temperature is None and not filters:
         return strategy
-    return adjusted(strategy or settings.strategy, temperature, body.top_p)
+    return adjusted(strategy or settings.strategy, temperature, **filters)
 
 
 def seed_of(body: GenerationBody, number: int) -> int | None:

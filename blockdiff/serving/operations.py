@@ -15,6 +15,9 @@ def router(server: Server) -> APIRouter:
     """The routes."""
     routes = APIRouter()
 
+    def described(name: str) -> Model:
+        return Model(id=name, created=server.created, max_model_len=server.engine.settings.positions)
+
     @routes.api_route("/health", methods=LOOKS)
     async def health() -> dict[str, str]:
         return {"status": "alive"}
@@ -31,12 +34,12 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> Models:
-        return Models(data=[Model(id=server.names[0], created=server.created)])
+        return Models(data=[described(server.names[0])])
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> Model:
         server.check_model(name)
-        return Model(id=name, created=server.created)
+        return described(name)
 
     return routes
 

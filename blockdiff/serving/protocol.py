@@ -23,9 +23,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "echo": (False,),
     "suffix": ("",),
-    "reasoning_effort": ("none",),
     **dict.fromkeys(("audio", "prediction", "web_search_options", "moderation"), ()),
 }
 INSTEAD = {
@@ -34,7 +32,6 @@ INSTEAD = {
     "functions": "tools",
     "function_call": "tool_choice",
     "suffix": "template",
-    "reasoning_effort": "chat_template_kwargs",
     "logit_bias": "banned",
 }
 
@@ -83,6 +80,8 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
 
     # beyond the protocol
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
     stream_frames: bool = False
     regex: str | None = None
     json_schema: dict[str, Any] | None = None
@@ -159,10 +158,16 @@ class ChatRequest(GenerationBody):
     tools: Annotated[Items[dict[str, Any]], MaxLen(MOST_TEXTS)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
     parallel_tool_calls: bool = True
+    reasoning_effort: Short | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
+        continues = bool(self.messages) and self.messages[-1].get("role") == "assistant"
+        if self.continue_final_message not in (None, continues) or not (self.add_generation_prompt or continues):
+            raise ValueError("continue_final_message: a last message of the assistant is continued, and no other is")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -180,3 +185,4 @@ class CompletionRequest(GenerationBody):
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool = False

@@ -175,6 +175,17 @@ def test_a_row_that_is_preempted_is_resumed_with_the_same_answer(model):
     nothing_is_left(engine)
 
 
+def test_a_page_that_a_request_found_counts_once_however_often_it_waits_or_is_preempted(model):
+    head = list(range(100, 116))
+    own = requests_of(8, longest=40)
+    shared = [replace(request, id=f"s{request.id}", tokens=[*head, *request.tokens]) for request in own]
+    engine = Engine(model, None, LIVELY, page_tokens=8, capacity=112, max_rows=8)
+    found = answers(engine, [*own, *shared])
+    assert engine._scheduler.preemptions > 0
+    assert [found[request.id].cached_tokens for request in own] == [0] * 8
+    assert {found[request.id].cached_tokens for request in shared} == {0, 16}
+
+
 def test_what_can_never_fit_into_memory_is_refused(model):
     engine = Engine(model, None, LIVELY, page_tokens=8, capacity=64)
     with pytest.raises(

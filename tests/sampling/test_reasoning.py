@@ -9,7 +9,7 @@ import pytest
 from blockdiff.checkpoint import init
 from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import Row
-from blockdiff.data.template import packaged_template
+from blockdiff.data.template import packaged_template, render
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
@@ -41,25 +41,27 @@ def split(tokens, tokenizer, prompt=""):
         ("42", None, "42"),
         (f"{OPENED}6 * 7{CLOSED}42", "6 * 7", "42"),
         (f"{OPENED}6 *", "6 *", ""),
-        (f"{OPENED}a{CLOSED}b{OPENED}c{CLOSED}d", "a\nbthought\nc", "d"),
-        (f"{OPENED}a{CLOSED}b{OPENED}c", "a\nthought\nc", "b"),
-        (f"a{CLOSED}b", "a", "b"),
+        (f"{OPENED}a{CLOSED}b{OPENED}c{CLOSED}d", "a\nc", "bd"),
+        (f"{OPENED}a{CLOSED}b{OPENED}c", "a\nc", "b"),
+        (f"{OPENED}{CLOSED}b{OPENED}c{CLOSED}", "c", "b"),
+        ("a<channel|>b", None, "ab"),
         ("", None, ""),
     ],
 )
-def test_the_answer_is_what_follows_the_last_closed_channel(text, reasoning, answer):
+def test_every_channel_is_reasoning_and_all_text_outside_is_the_answer(text, reasoning, answer):
     assert split(TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER) == (reasoning, answer)
 
 
 @pytest.mark.parametrize(
     ("text", "is_open", "reasoning", "answer"),
-    [("<mm:think>a</mm:think>b", False, "a", "b"), ("a</mm:think>b", True, "a", "b"), ("a b", True, "a b", "")],
+    [("<T>a</T>b", False, "a", "b"), ("a</T>b", True, "a", "b"), ("a b", True, "a b", "")],
 )
-def test_reasoning_of_minimax_m3_may_have_been_opened_by_the_prompt(text, is_open, reasoning, answer):
+@pytest.mark.parametrize("name", ["mm:think", "think"])  # of MiniMax M3, and of Qwen3 and others
+def test_reasoning_may_have_been_opened_by_the_prompt(name, text, is_open, reasoning, answer):
     tokenizer = byte_level_bpe(["a b"], 300)
-    tokenizer.add_tokens(["<mm:think>", "</mm:think>"])  # which need not be special ones
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert split(tokens, tokenizer, "a<mm:think>\n" if is_open else "") == (reasoning, answer)
+    tokenizer._tokenizer.add_tokens([f"<{name}>", f"</{name}>"])  # which need not be special ones
+    tokens = tokenizer(text.replace("T>", f"{name}>"), add_special_tokens=False)["input_ids"]
+    assert split(tokens, tokenizer, f"a<{name}>\n" if is_open else "") == (reasoning, answer)
 
 
 def test_a_tokenizer_without_channels_has_no_reasoning():
@@ -75,6 +77,30 @@ def test_a_request_asks_for_thinking_as_training_does():
     text, tokens, _ = Request(0, messages=CHAT, thinking=True).as_tokens(TOKENIZER, 500)
     assert tokens == expected and "<|think|>" in text
     assert "<|think|>" not in Request(0, messages=CHAT).as_tokens(TOKENIZER, 500)[0]
+
+
+# As Qwen3's does, it thinks unless it is told not to; and one that opens the reasoning itself.
+THINKS = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+OPENS = "{{ messages[0].content }}<|channel>thought\n"
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_template_is_told_of_thinking_what_training_tells_it(thinking):
+    tokenizer = chat_tokenizer(THINKS)
+    [trained] = render(tokenizer, THINKS, CHAT, {"enable_thinking": thinking}, is_prompt=True)[:1]
+    assert Request(0, messages=CHAT, thinking=thinking).as_tokens(tokenizer, 500)[0] == trained
+    assert trained.endswith("</think>\n\n") != thinking
+
+
+def test_a_form_has_no_place_where_the_template_begins_with_reasoning():
+    model = init(tiny_config(canvas_length=32, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
+    sampler = Sampler(model, chat_tokenizer(OPENS), Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,)))
+    for form in ({"regex": "a"}, {"json_schema": {"type": "object"}}, {"template": "<?3>"}):
+        with pytest.raises(RequestError, match=f"{next(iter(form))} says the form .* begins it with reasoning"):
+            sampler.generate([Request("a", messages=CHAT, **form)])
 
 
 def test_thinking_needs_messages():

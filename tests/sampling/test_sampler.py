@@ -167,7 +167,7 @@ BAD = {
     "no template": ([{"role": "user", "content": "a"}], "chat template"),
     "no messages": ([], "at least one"),
     "a message without role": ([{"content": "a"}], "role"),
-    "an answer already": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "left to answer"),
+    "an answer to nothing": ([{"role": "assistant", "content": "b"}], "nothing before it"),
     "an image": ([{"role": "user", "content": [{"type": "image"}]}], "has no image"),
     "a seed in words": (Request(1, prompt="a", seed="x"), "seed"),
     "a seed of more than 64 bits": (Request(1, prompt="a", seed=2**64), "seed must be an integer from 0 to 2**64 - 1"),

@@ -105,7 +105,7 @@ def test_the_table_names_everything_that_text_may_say():
 )
 def test_a_temperature_scales_all_steps_and_top_p_filters_them(strategy, expected):
     assert adjusted(strategy) == strategy == adjusted(strategy, 0.0)
-    assert adjusted(strategy, 0.5, 0.9) == expected
+    assert adjusted(strategy, 0.5, top_p=0.9) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_a_temperature_scales_all_steps_and_top_p_filters_them(strategy, expecte
         (Composed(), math.inf, None, "temperature must be at least 0, got inf"),
         (Composed(), None, 1.5, "top_p must be more than 0 and at most 1"),
         (NextToken(), -1.0, None, "temperature must be at least 0"),
-        (object(), 0.5, None, "strategy object has no temperature and no top_p"),
+        (object(), 0.5, None, "strategy object has no temperature and no filters"),
     ],
 )
 def test_a_temperature_or_top_p_that_cannot_be_is_refused(strategy, temperature, top_p, reason):
     with pytest.raises(RequestError, match=reason):
-        adjusted(strategy, temperature, top_p)
+        adjusted(strategy, temperature, top_p=top_p)

@@ -353,7 +353,7 @@ def test_logits_that_are_not_finite_are_the_error_of_their_request(model, monkey
 
 def test_text_and_temperature_set_the_head():
     assert as_strategy("verified:steps=2,temperature=0.5,top_k=4", SETTINGS) == Verified(NextToken(0.5, 4), 2)
-    assert adjusted(Verified(steps=3), 0.7, 0.9) == Verified(NextToken(0.7, top_p=0.9), 3)
+    assert adjusted(Verified(steps=3), 0.7, top_p=0.9) == Verified(NextToken(0.7, top_p=0.9), 3)
     for text, reason in (("steps=0", "an integer from 1 to 1000"), ("bound=1", "verified has no key 'bound'")):
         with pytest.raises(RequestError, match=reason):
             as_strategy(f"verified:{text}", SETTINGS)

@@ -8,7 +8,8 @@ import json
 import openai
 import pytest
 
-from blockdiff.sampling import Request
+from blockdiff.sampling import Request, Sampler
+from blockdiff.sampling.scores import score
 from tests.asking import answering, chat_tokenizer, served
 
 pytestmark = pytest.mark.quick
@@ -260,6 +261,111 @@ def test_frames_are_events_that_the_client_passes_through(chatty):
     assert len(frames[0]["texts"]) == 8
 
 
+def test_a_last_message_of_the_assistant_is_continued(chatty):
+    begun = [*USER, {"role": "assistant", "content": "hello th"}]
+    tokens = Request(0, messages=USER).as_tokens(chatty.tokenizer, 384)[1]
+    tokens += chatty.tokenizer("hello th", add_special_tokens=False)["input_ids"]
+    [alone] = chatty.generate([Request(0, tokens=tokens, seed=5)])
+
+    async def use(asking):
+        options = [{}, {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}}]
+        create = asking.openai.chat.completions.create
+        return [(await create(**{**ASKED, "messages": begun}, **each)).choices[0].message.content for each in options]
+
+    assert served(chatty, use) == [alone.text, alone.text]
+
+
+def test_what_front_ends_send_as_history_is_taken(chatty):
+    """Several system messages, one of them late, and messages of the assistant with nothing in them."""
+    sent = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": ""},
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "and?"},
+    ]
+    same = [{"role": "system", "content": "be kind\n\nbe brief"}, {"role": "user", "content": "hi"}]
+    same += [{"role": role, "content": text} for role, text in (("assistant", ""), ("user", ""), ("assistant", ""))]
+    same += [{"role": "user", "content": "and?"}]
+    prompt = Request(0, messages=same).as_tokens(chatty.tokenizer, 384)[1]
+    [alone] = chatty.generate([Request(0, tokens=prompt, seed=5)])
+
+    async def use(asking):
+        found = await asking.http.post("/v1/chat/completions", json={**ASKED, "messages": sent})
+        return found.json()["choices"][0]["message"]["content"]
+
+    assert served(chatty, use) == alone.text
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "prompt"),
+    [
+        ("{% if enable_thinking %}T{% endif %}{{ messages[0].content }}", "high", "Thi"),
+        ("{% if enable_thinking %}T{% endif %}{{ messages[0].content }}", "none", "hi"),
+        ("{{ reasoning_effort }}{{ messages[0].content }}", "low", "lowhi"),
+        ("{{ thinking_mode }}{{ messages[0].content }}", "minimal", "disabledhi"),
+        ("{{ messages[0].content }}", "none", "hi"),
+        ("{{ messages[0].content }}", "low", None),
+    ],
+)
+def test_an_effort_of_reasoning_is_the_variable_that_the_template_has(chatty, template, effort, prompt):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+
+    async def use(asking):
+        return (await asking.http.post("/v1/chat/completions", json={**ASKED, "reasoning_effort": effort})).json()
+
+    found = served(Sampler(chatty.model, tokenizer, chatty.generation), use)
+    if prompt is None:
+        assert "reasoning_effort 'low'" in found["error"]["message"]
+    else:
+        [alone] = chatty.generate([Request(0, tokens=tokenizer(prompt, add_special_tokens=False)["input_ids"], seed=5)])
+        assert found["choices"][0]["message"]["content"] == alone.text
+
+
+def test_top_k_and_min_p_are_those_of_the_strategy(chatty):
+    strategy = "entropy_bound:top_k=2,min_p=0.1"
+    [alone] = chatty.generate([Request(0, messages=USER, seed=5, strategy=strategy)])
+
+    async def use(asking):
+        off = {"top_k": -1, "min_p": 0, "regex": "[a-z]+"}
+        plain = await asking.openai.chat.completions.create(**ASKED, extra_body=off)
+        found = await asking.openai.chat.completions.create(**ASKED, extra_body={"top_k": 2, "min_p": 0.1})
+        return plain.choices[0].message.content, found.choices[0].message.content
+
+    plain, found = served(chatty, use)
+    assert plain and found == alone.text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_echo_has_the_prompt_and_its_log_probabilities(chatty, is_stream):
+    """As lm-eval's local-completions asks: `echo` with `logprobs` and one token."""
+    text = "hello there"
+    tokens = chatty.tokenizer(text, add_special_tokens=False)["input_ids"]
+    bos = chatty.tokenizer.bos_token_id
+    [expected] = score(chatty.model, [[bos]], [tokens])
+
+    async def use(asking):
+        options = dict(model="blockdiff", echo=True, logprobs=2, max_tokens=1, seed=1, stream=is_stream)
+        found = []
+        for prompt in (text, [bos, *tokens]):
+            answer = await asking.openai.completions.create(prompt=prompt, **options)
+            chunks = [chunk async for chunk in answer] if is_stream else [answer]
+            found.append(("".join(each.choices[0].text for each in chunks), chunks[-1].choices[0].logprobs))
+        return found
+
+    (said, of_text), (_, of_tokens) = served(chatty, use)
+    assert said.startswith(text) and len(said) >= len(text)
+    assert of_text.token_logprobs[:-1] == pytest.approx(expected.logprobs, abs=1e-5)
+    assert of_tokens.token_logprobs[0] is None and of_tokens.top_logprobs[0] is None
+    assert of_tokens.token_logprobs[1:] == pytest.approx(of_text.token_logprobs)
+    assert "".join(of_text.tokens[:-1]) == text and of_text.text_offset[:2] == [0, len(of_text.tokens[0])]
+    for value, best in zip(of_text.token_logprobs, of_text.top_logprobs, strict=True):
+        assert len(best) == 2 and max(best.values()) >= value - 1e-5
+
+
 def test_neutral_and_inert_fields_pass(chatty):
     inert = dict(user="u", store=True, metadata={"a": "b"}, service_tier="auto", safety_identifier="s")
     neutral = dict(frequency_penalty=0, presence_penalty=0.0, logit_bias={}, modalities=["text"], top_p=1, n=1)
@@ -281,10 +387,13 @@ def test_neutral_and_inert_fields_pass(chatty):
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": -100}}, "logit_bias"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"messages": [*USER, {"role": "assistant", "content": "a", "reasoning": "b"}]}, "is continued, but it has"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "continue_final_message"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"functions": [{"name": "f"}]}, "tools"),
-        ({"top_k": 5}, "top_k"),
+        ({"top_k": 5, "regex": "a"}, "top_k"),
+        ({"min_p": 2}, "min_p"),
         ({"temperature": "hot"}, "temperature"),
         ({"n": 0}, "n:"),
         ({"n": 99}, "n: 99 is more than the 16"),
@@ -341,9 +450,10 @@ def test_other_models_and_other_paths_are_errors_in_the_same_form(chatty):
             await asking.openai.responses.create(model="blockdiff", input="hi")
         with pytest.raises(openai.APIStatusError, match="/v1/chat/completions"):
             await asking.openai.get("/chat/completions", cast_to=object)
-        return [model.id for model in listed.data], one.id
+        return [model.id for model in listed.data], one
 
-    assert served(chatty, use) == (["blockdiff"], "blockdiff")
+    names, one = served(chatty, use)
+    assert (names, one.id, one.max_model_len) == (["blockdiff"], "blockdiff", chatty.settings.positions)
 
 
 def test_many_at_once_each_get_their_own_answer_and_a_prompt_that_was_asked_before_is_cached(chatty):

@@ -319,9 +319,11 @@ def test_a_server_that_drains_takes_nothing_new_and_tells_those_who_still_wait(c
         await runs(asking)
         waiting = asyncio.create_task(create(**LONG))
         await eventually(lambda: asyncio.sleep(0, asking.server.engine.unanswered == 2))
-        draining = asyncio.create_task(asking.server.engine.drain(0.3))
-        await asyncio.sleep(0.05)
+        urgent = asyncio.Event()
+        draining = asyncio.create_task(asking.server.engine.drain(60, urgent.is_set))
+        await asyncio.sleep(0)
         ready, new = await asking.http.get("/ready"), await asking.http.post("/v1/chat/completions", json=ASKED)
+        urgent.set()
         with pytest.raises(openai.InternalServerError, match="closed") as told:
             await waiting
         await draining

@@ -226,20 +226,20 @@ def _nearest(word: str, words: Mapping[str, object]) -> str:
     return f"known: {', '.join(words)}"
 
 
-def adjusted(strategy: Strategy, temperature: float | None = None, top_p: float | None = None) -> Strategy:
-    """The strategy with this temperature and this top-p; None leaves what it has.
+def adjusted(strategy: Strategy, temperature: float | None = None, **filters: float | None) -> Strategy:
+    """The strategy with this temperature and these filters (top_k, top_p, min_p); None leaves what it has.
 
-    In next-token sampling, and in that of verified canvases, both mean what they mean in transformers. Where canvases
+    In next-token sampling, and in that of verified canvases, all mean what they mean in transformers. Where canvases
     are denoised, `temperature` is that of the first step, and those of later steps keep their ratio to it; 0 leaves the
-    temperatures as they are, for the canvas that is committed has the likeliest tokens at any temperature. `top_p`
-    filters what every step draws from.
-    Raises RequestError for values that cannot be, and for a strategy that has neither.
+    temperatures as they are, for the canvas that is committed has the likeliest tokens at any temperature. Filters
+    hold for what every step draws from.
+    Raises RequestError for values that cannot be, and for a strategy that has none of them.
     """
-    changes: dict[str, Any] = {} if top_p is None else {"top_p": top_p}
+    changes: dict[str, Any] = {name: value for name, value in filters.items() if value is not None}
     if temperature is None and not changes:
         return strategy
     if isinstance(strategy, Verified | Speculative):
-        head = adjusted(strategy.head, temperature, top_p)
+        head = adjusted(strategy.head, temperature, **filters)
         assert isinstance(head, NextToken)
         return replace(strategy, head=head)
     try:
@@ -253,7 +253,7 @@ def adjusted(strategy: Strategy, temperature: float | None = None, top_p: float 
             return replace(strategy, **changes)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    raise RequestError(f"strategy {type(strategy).__name__} has no temperature and no top_p that could be set")
+    raise RequestError(f"strategy {type(strategy).__name__} has no temperature and no filters that could be set")
 
 
 def _beginning_at(falling: Temperature, temperature: float) -> Temperature:
