@@ -25,7 +25,7 @@ from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.blocks import BlockBatch
 from blockdiff.sampling.encoding import Encoding
-from blockdiff.sampling.graphs import Graphs, step_capture
+from blockdiff.sampling.graphs import BrokenCapture, Graphs, step_capture, warn_of_no_graphs
 from blockdiff.sampling.request import Request, Result, require_seed
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
@@ -258,10 +258,21 @@ class Engine:
     def limit(self, max_rows: int) -> None:
         """Set how many requests run at the same time; where more than ever before may, those that run begin anew."""
         if max_rows > self.most_rows:
-            self._scheduler.preempt_all()
-            denoised, self._batch = self._batch.denoised, self._empty_batch(max_rows)
-            self._batch.denoised, self._has_changed, self.most_rows = denoised, True, max_rows
+            self.most_rows = max_rows
+            self._begin_anew()
         self._scheduler.limit(max_rows)
+
+    def _leave_graphs(self, error: BrokenCapture) -> None:
+        """Go on without captured steps, and without anything that the broken capture has touched."""
+        warn_of_no_graphs(error)
+        self._capture = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Denoise in a new batch; the canvases that run are drawn again, with the same numbers."""
+        self._scheduler.preempt_all()
+        denoised, self._batch = self._batch.denoised, self._empty_batch(self.most_rows)
+        self._batch.denoised, self._has_changed = denoised, True
 
     @one_caller
     @torch.no_grad()
@@ -279,7 +290,11 @@ class Engine:
         calls += [functools.partial(work.step, rows, times=2) for rows in buckets if rows <= self.most_rows]
         for done, call in enumerate(calls):
             say(done, len(calls))
-            call()
+            try:
+                call()
+            except BrokenCapture as error:  # without captured steps no more kernels are needed
+                self._leave_graphs(error)
+                break
         say(len(calls), len(calls))
         self._has_changed = True
 
@@ -438,7 +453,11 @@ class Engine:
             self._has_changed = False
         if not self._batch.sequences:
             return
-        finished, records = self._batch.step(self._now)
+        try:
+            finished, records = self._batch.step(self._now)
+        except BrokenCapture as error:
+            self._leave_graphs(error)
+            return
         self._now += 1
         for sequence, record in records:
             sequence.events.append((sequence, record))

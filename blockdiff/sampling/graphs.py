@@ -22,6 +22,10 @@ MOST_GRAPHS = 64  # kept at once; they share the memory of what they compute, an
 Work = Callable[[], object]
 
 
+class BrokenCapture(Exception):
+    """A capture that could not be ended: the stream and the memory that captured serve for nothing any more."""
+
+
 class Capture(Protocol):
     """The way in which work is captured on some device."""
 
@@ -50,7 +54,11 @@ class CudaCapture:
             current.wait_stream(self._stream)
 
     def capture(self, work: Work) -> Work:
-        """Capture work as a graph and return its replay; torch raises RuntimeError for work that cannot be captured."""
+        """Capture work as a graph and return its replay.
+
+        torch raises RuntimeError for work that cannot be captured; BrokenCapture says that the capture could not even
+        be ended, as after an operation that invalidates it.
+        """
         graph = torch.cuda.CUDAGraph()
         # Other threads may do what is forbidden while this one captures.
         how = dict(pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
@@ -58,11 +66,19 @@ class CudaCapture:
             current = torch.cuda.current_stream()
             with torch.cuda.stream(self._stream):
                 torch.cuda.current_blas_handle()  # each thread has its own, and none can be made while it captures
+            refusal: RuntimeError | None = None
             try:
                 with torch.cuda.graph(graph, **how):  # type: ignore[arg-type]
-                    work()
+                    try:
+                        work()
+                    except RuntimeError as error:
+                        refusal = error
+            except RuntimeError as error:
+                raise BrokenCapture(str(refusal or error)) from error
             finally:
                 torch.cuda.set_stream(current)  # torch leaves the stream that captures where a capture fails at its end
+        if refusal is not None:
+            raise refusal
         return graph.replay
 
 
@@ -118,12 +134,14 @@ class Graphs:
             return self._capture.capture(work)
         except RuntimeError as error:
             self._is_refused = True
-            first: BaseException = error
-            while first.__context__ is not None:  # what invalidated the capture, and not that it was invalid at its end
-                first = first.__context__
-            reason = str(first).strip().partition("\n")[0]
-            warnings.warn(f"denoising steps run without CUDA graphs: {reason}; graphs=False says so", stacklevel=2)
+            warn_of_no_graphs(error)
             return None
+
+
+def warn_of_no_graphs(error: Exception) -> None:
+    """Warn that steps are not captured any more, and why."""
+    reason = str(error).strip().partition("\n")[0]
+    warnings.warn(f"denoising steps run without CUDA graphs: {reason}; graphs=False says so", stacklevel=3)
 
 
 class HostCopy:
