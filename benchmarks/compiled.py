@@ -30,6 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from blockdiff.kernels import tiles
+from blockdiff.kernels.automaton.triton import look_ahead, reach
 from blockdiff.kernels.block_sparse import triton as block_sparse_ops
 from blockdiff.kernels.block_sparse.triton import block_sparse_attention, select_blocks
 from blockdiff.kernels.expert_mlp.triton import expert_mlp, expert_slots
@@ -51,15 +52,12 @@ TENSOR_MEMORY = 512  # columns that a block of an sm_100 can have
 
 
 def attention(head_dim: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """Forward, split forward, both over pages too, and backward of the released model's attention: 16 query heads,
+    """Split forward, forward, both over pages too, and backward of the released model's attention: 16 query heads,
     canvases of 256."""
     keys = torch.zeros(1, 256, kv_heads, head_dim, dtype=dtype, requires_grad=True)
     q = torch.zeros(1, 256, 16, head_dim, dtype=dtype, requires_grad=True)
     start = torch.tensor([[256]])
     spans = denoise_spans(start, torch.zeros_like(start), start, 256)
-    out = span_attention(q, keys, keys, keys, keys, spans, 1.0)
-    assert isinstance(out, Tensor)
-    out.sum().backward()
     torch.ops.blockdiff.span_attention(q, keys, keys, keys, keys, spans.bounds_BT4, 1.0, 2)
     pool, table = torch.zeros(4, 128, kv_heads, head_dim, dtype=dtype), torch.zeros(1, 2, dtype=torch.int32)
     with torch.no_grad():
@@ -67,6 +65,9 @@ def attention(head_dim: int, kv_heads: int, dtype: torch.dtype) -> None:
             torch.ops.blockdiff.span_attention_paged(
                 q, pool, pool, keys, keys, spans.bounds_BT4, table, 256, 1.0, splits
             )
+    out = span_attention(q, keys, keys, keys, keys, spans, 1.0)
+    assert isinstance(out, Tensor)
+    out.sum().backward()
 
 
 def block_sparse(dtype: torch.dtype, heads: int = 64, kv_heads: int = 4, d: int = 128) -> None:
@@ -169,6 +170,20 @@ def inference(dtype: torch.dtype) -> None:
     layer_end(x, x, slots, (w, w, w), eps, scalar)
 
 
+@torch.no_grad()
+def router(experts: int, dtype: torch.dtype) -> None:
+    """The choice of 8 experts for 256 tokens of the released model's width."""
+    x, table, scale = (torch.zeros(*shape, dtype=dtype) for shape in ((256, 2816), (experts, 2816), (experts,)))
+    routed_tokens(x, x[0], 1.0, table, scale, 8)
+
+
+@torch.no_grad()
+def gated(tokens: int, dtype: torch.dtype) -> None:
+    """The gated half of the released model's dense MLP."""
+    gate = torch.empty(2112, 2816, dtype=dtype)
+    gated_linear(torch.zeros(tokens, 2816, dtype=dtype), gate, gate, "gelu_tanh")
+
+
 def vocabulary(dtype: torch.dtype) -> None:
     """Every vocabulary op at the released model's 262,144 tokens, with all options and with none."""
     N, V, D = 16, 262_144, 16
@@ -194,6 +209,15 @@ def vocabulary(dtype: torch.dtype) -> None:
         vocabulary_ops.class_stats(hidden, table, 30.0, 0.8, vector, classes, penalty, excluded)
 
 
+@torch.no_grad()
+def automaton() -> None:
+    """The walks of a constraint of 100 states over two canvases of 16."""
+    successor, ways = torch.zeros(100, 5, dtype=torch.int64), torch.zeros(2, 16, 2, 100, 5, dtype=torch.float64)
+    ahead = ways.new_zeros(2, 2, 101)
+    look_ahead(successor, ways, ahead)
+    reach(successor, ways[0], ahead[0])
+
+
 # What is compiled under a name; each op adds its own.
 OPS: dict[str, Callable[[], None]] = {
     "span_attention, d = 256": lambda: attention(256, 8, torch.bfloat16),
@@ -212,6 +236,7 @@ OPS: dict[str, Callable[[], None]] = {
     "fp8 inputs, 4096 tokens": lambda: in_fp8(4096, torch.bfloat16, False, True),
     "inference": lambda: inference(torch.bfloat16),
     "vocabulary": lambda: vocabulary(torch.bfloat16),
+    "automaton": automaton,
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from blockdiff.errors import BlockdiffError
+from blockdiff.kernels.automaton import torch as automata
 from blockdiff.kernels.block_sparse import torch as block_sparse
 from blockdiff.kernels.expert_mlp import torch as experts
 from blockdiff.kernels.fp8 import torch as fp8
@@ -61,6 +62,8 @@ class Kernels:
     token_scores = Op(vocabulary.token_scores, "triton")
     log_sums = Op(vocabulary.log_sums, "triton")
     class_stats = Op(vocabulary.class_stats, "triton")
+    look_ahead = Op(automata.look_ahead, "triton")
+    reach = Op(automata.reach, "triton")
 
     def __init__(self, backend: str, **overrides: str | Callable[..., Any]):
         self.backend, self.overrides = backend, overrides

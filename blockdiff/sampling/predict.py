@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
+from blockdiff.kernels import Kernels
 from blockdiff.kernels.vocabulary import ClassStats, Penalty, Shaping, Stats, pack_allowed
 from blockdiff.sampling.canvas_control import CanvasControl
 from blockdiff.sampling.constraints.paths import paths
@@ -178,7 +179,7 @@ def controlled_stats(
         entropy_BL, of_class_BL = stats.entropy[..., 0], torch.zeros_like(stats.entropy[..., 0])
     else:
         best_BL, random_BL, entropy_BL, of_class_BL = _constrained(
-            stats, control, control.automaton, pinned_BL, inputs.step_B
+            model.kernels, stats, control, control.automaton, pinned_BL, inputs.step_B
         )
     argmax_BL, sample_BL, log_p_BL = (
         column.gather(-1, place_BL[..., None]).squeeze(-1)
@@ -205,7 +206,12 @@ def _penalty(control: CanvasControl) -> Penalty | None:
 
 
 def _constrained(
-    stats: ClassStats, control: CanvasControl, automaton: TokenAutomaton, pinned_BL: Tensor, step_B: Tensor
+    kernels: Kernels,
+    stats: ClassStats,
+    control: CanvasControl,
+    automaton: TokenAutomaton,
+    pinned_BL: Tensor,
+    step_B: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The classes of the best and of a random canvas [B, L], the entropies, and the random ones' log-probabilities."""
     B, L = pinned_BL.shape
@@ -214,7 +220,7 @@ def _constrained(
     log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, control.is_text_BL)
     # two numbers for each position, that pick the way of the random canvas through the automaton
     uniform_BL2 = uniform(control.seed_B, Stream.CONSTRAINT, (control.number_B, step_B), 2 * L).view(B, L, 2)
-    found = paths(automaton, log_sum, maximum, control.state_B, control.is_final_BS, uniform_BL2)
+    found = paths(automaton, log_sum, maximum, control.state_B, control.is_final_BS, uniform_BL2, kernels)
     share = found.share_BLC
     entropy_BL = torch.special.entr(share).sum(-1) + (share * stats.entropy).where(share > 0, 0.0).sum(-1)
     entropy_BL = entropy_BL.masked_fill(~found.is_possible_B[:, None], torch.nan)  # logits that are not finite

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockdiff.kernels import IN_TORCH, Kernels
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton
 
 NUMBERS = 16 << 20  # as many numbers of (position, edge) or (position, pair) live at once, 128 MiB
@@ -35,6 +36,7 @@ def paths(
     start_B: Tensor,
     is_final_BS: Tensor,
     uniform_BL2: Tensor,
+    kernels: Kernels = IN_TORCH,
 ) -> Paths:
     """The canvases from the states `start_B` to any final state.
 
@@ -45,7 +47,7 @@ def paths(
     B, L, _ = log_sum_BLC.shape
     rows = max(1, NUMBERS // (L * max(automaton.successor_SK.numel(), 1)))
     arguments = log_sum_BLC, maximum_BLC, start_B, is_final_BS, uniform_BL2
-    parts = [_paths(automaton, *(each[lo : lo + rows] for each in arguments)) for lo in range(0, B, rows)]
+    parts = [_paths(automaton, kernels, *(each[lo : lo + rows] for each in arguments)) for lo in range(0, B, rows)]
     return parts[0] if len(parts) == 1 else Paths(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -110,6 +112,7 @@ def forced(automaton: TokenAutomaton, start: int, is_final_S: Tensor, pinned_L: 
 
 def _paths(
     automaton: TokenAutomaton,
+    kernels: Kernels,
     log_sum_BLC: Tensor,
     maximum_BLC: Tensor,
     start_B: Tensor,
@@ -127,20 +130,12 @@ def _paths(
     # Backward: what can follow each state, as a sum over all canvases and as the best of them.
     impossible = -torch.inf
     ahead = log_sum_BLC.new_zeros(2, B, S + 1).masked_fill_(~is_final_BS, impossible)
-    step_2LBSK = torch.stack((sum_BLP, best_BLP)).transpose(1, 2).reshape(2, L, B, S, K)
-    ahead_LBS = log_sum_BLC.new_empty(L, B, S + 1)
-    choice_LBS = start_B.new_empty(L, B, S)
-    closed_B1 = ahead.new_full((B, 1), impossible)
-    for at in reversed(range(L)):
-        ways_2BSK = step_2LBSK[:, at] + ahead[:, :, successor_SK]
-        ahead_LBS[at] = ahead[0]
-        best, choice_LBS[at] = ways_2BSK[1].max(-1)
-        step_2LBSK[0, at] = ways_2BSK[0]
-        ahead = torch.stack((torch.cat((ways_2BSK[0].logsumexp(-1), closed_B1), 1), torch.cat((best, closed_B1), 1)))
+    ways_2LBSK = torch.stack((sum_BLP, best_BLP)).transpose(1, 2).reshape(2, L, B, S, K)
+    choice_LBS, ahead = kernels.look_ahead(successor_SK, ways_2LBSK, ahead)
     is_possible_B = ahead[0].gather(-1, start_B[:, None]).squeeze(-1) > impossible
 
     # Where each state goes next: to the best successor, and to a drawn one.
-    ways_LBSK = step_2LBSK[0]
+    ways_LBSK = ways_2LBSK[0]
     share_LBSK = (ways_LBSK - ways_LBSK.logsumexp(-1, keepdim=True)).exp_().nan_to_num_(nan=0.0)
     uniform_LB2 = uniform_BL2.double().transpose(0, 1)
     running = share_LBSK.cumsum(-1)
@@ -149,10 +144,7 @@ def _paths(
 
     # Forward: how probable each state is at each position.
     at_BS = torch.zeros_like(ahead[0]).scatter_(1, start_B[:, None], 1.0)
-    flat_BP = successor_SK.flatten().expand(B, -1)
-    for at in range(L):
-        share_LBSK[at] *= at_BS[:, :S, None]
-        at_BS = torch.zeros_like(at_BS).scatter_add_(1, flat_BP, share_LBSK[at].flatten(1))
+    kernels.reach(successor_SK, share_LBSK, at_BS)
 
     best_BL, random_BL = start_B.new_empty(B, L), start_B.new_empty(B, L)
     share_BLC = log_sum_BLC.new_zeros(B, L, C)
