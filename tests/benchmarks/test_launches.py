@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks import step_operations
 from benchmarks.launches import RequestPath, calls_within
 
 
@@ -14,3 +15,11 @@ def test_a_request_more_costs_as_many_calls_of_python_functions_in_a_model_of_ma
         assert few[part] == many[part] <= 400, part
     assert few[eight] - few[one] == many[eight] - many[one] <= 7 * 120
     assert 0 < many[one] - few[one] <= 3 * (2000 - 40)
+
+
+def test_a_constrained_step_has_few_operations_though_its_canvas_has_256_places():
+    """The walks over them are two launches."""
+    plain, constrained = (step_operations.counted(kind) for kind in ("plain", "JSON"))
+    assert constrained["automaton_look_ahead"] == constrained["automaton_reach"] == 1
+    assert constrained["vocabulary_classes"] == 1 and 50 < sum(plain.values()) < 100
+    assert sum(count for name, count in constrained.items() if name.startswith("torch ")) <= 300

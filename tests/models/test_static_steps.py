@@ -22,7 +22,7 @@ from blockdiff.models.pages import Pages
 from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling.canvas_control import grouped
 from blockdiff.sampling.control import compile_control
-from blockdiff.sampling.predict import StepInputs, controlled_stats
+from blockdiff.sampling.predict import PredictInputs, controlled_stats
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.settings import sampling_settings
 from blockdiff.sampling.step import CanvasStep, StepCall
@@ -115,7 +115,7 @@ def test_what_holds_canvases_reads_nothing_and_brings_nothing_from_the_host(aske
     )
     [held] = grouped([control.begin(n) for n in range(2)])
     fixed = held.in_buffers({}, most=4, count=2)
-    inputs = StepInputs(hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B)
+    inputs = PredictInputs(hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B)
     with NothingFromTheHost():
         controlled_stats(model, inputs, fixed, mask_id)
 

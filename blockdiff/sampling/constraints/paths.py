@@ -140,7 +140,8 @@ def _paths(
     uniform_LB2 = uniform_BL2.double().transpose(0, 1)
     running = share_LBSK.cumsum(-1)
     drawn_LBS = (running <= uniform_LB2[..., :1, None] * running[..., -1:]).sum(-1).clamp_(max=K - 1)
-    best_pair, random_pair = (_follow(choice, successor_SK, start_B) for choice in (choice_LBS, drawn_LBS))
+    both_LBS = torch.cat((choice_LBS, drawn_LBS), 1)
+    best_pair, random_pair = _follow(both_LBS, successor_SK, start_B.repeat(2)).chunk(2)
 
     # Forward: how probable each state is at each position.
     at_BS = torch.zeros_like(ahead[0]).scatter_(1, start_B[:, None], 1.0)
