@@ -13,6 +13,7 @@ if __name__ == "__main__":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the Triton path is there without a GPU; nothing is launched
 
 from collections import Counter
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -33,7 +34,7 @@ from blockdiff.sampling.step import CanvasStep, StepCall
 from blockdiff.sampling.strategy import captured_shape
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
-STEPS = {"plain": {}, "top_p": {"strategy": "entropy_bound:top_p=0.9"}, "JSON": {"json_schema": SCHEMA}}
+STEPS: dict[str, dict[str, Any]] = {"plain": {}, "top_p": {"strategy": "entropy_bound:top_p=0.9"}, "JSON": {"json_schema": SCHEMA}}
 B, LENGTH = 2, 256
 
 
