@@ -34,7 +34,11 @@ from blockdiff.sampling.step import CanvasStep, StepCall
 from blockdiff.sampling.strategy import captured_shape
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
-STEPS: dict[str, dict[str, Any]] = {"plain": {}, "top_p": {"strategy": "entropy_bound:top_p=0.9"}, "JSON": {"json_schema": SCHEMA}}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_p": {"strategy": "entropy_bound:top_p=0.9"},
+    "JSON": {"json_schema": SCHEMA},
+}
 B, LENGTH = 2, 256
 
 
