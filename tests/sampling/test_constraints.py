@@ -15,7 +15,7 @@ import torch
 
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints import compile_child, json_schema, outlines
+from blockdiff.sampling.constraints import compile_child, outlines
 from blockdiff.sampling.constraints import regex as expressions
 from blockdiff.sampling.constraints.byte_automaton import without
 from blockdiff.sampling.constraints.json_schema import FORMATS, NumberRange, schema_regex
@@ -357,6 +357,8 @@ SCHEMAS = [
         "required": ["name", "age"]}""",
     """{"type": "object", "properties": {"a": {"type": "number"}, "é": {"type": ["boolean", "null"]},
         "c": {"const": [1, {"x": null}]}}}""",
+    """{"type": ["array", "object"], "items": {"type": "null"}, "maxItems": 2, "properties": {"a": {"enum": [[], {}]},
+        "b": {"type": "null"}, "c": {"type": "null"}}, "required": ["b"]}""",
     r"""{"type": "array", "items": {"anyOf": [{"type": "integer"}, {"enum": ["q\"\\", "é", null, true, 1.5]}]},
          "minItems": 1, "maxItems": 3}""",
     """{"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string", "minLength": 1, "maxLength": 3}]}""",
@@ -432,8 +434,7 @@ def random_schema(generator: random.Random, depth: int = 2):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_texts_of_random_schemas_with_formats_and_patterns_are_valid(seed, monkeypatch):
-    for module in (expressions, json_schema):
-        monkeypatch.setattr(module, "call_outlines", lambda **asked: compile_child.answer(asked))  # no processes
+    monkeypatch.setattr(expressions, "call_outlines", lambda **asked: compile_child.answer(asked))  # no processes
     checker = jsonschema.FormatChecker()
     for name, kind in (("time", datetime.time), ("date-time", datetime.datetime)):  # which jsonschema does not check
         checker.checks(name, ValueError)(
@@ -561,6 +562,13 @@ def test_the_dates_are_those_of_the_calendar():
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "refers to itself without end"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "refers to itself without end"),
         ({"anyOf": []}, "must be a list of schemas"),
+        ({"type": "array", "prefixItems": 5}, "prefixItems at its top must be a list of schemas"),
+        ({"type": "string", "minLength": -1}, "minLength at its top must be a whole number from 0 on, got -1"),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 3, "maxItems": 2}, "is less than its minItems 3"),
+        ({"properties": {"a": {"type": "null"}}, "required": 5}, "required at its top must be a list"),
+        ({"properties": {"a": {"type": "null"}}, "required": [["a"]]}, "requires \\['a'\\] at its top"),
+        ({"properties": {f"p{n}": {"type": "null"} for n in range(500)}}, "more than 1,048,576 characters"),
+        ({"const": math.nan}, "not valid JSON"),
     ],
 )
 def test_what_an_expression_would_not_hold_of_a_schema_is_refused_by_name(schema, message):

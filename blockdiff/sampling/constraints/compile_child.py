@@ -1,8 +1,8 @@
 """A program that calls outlines-core in a process of its own, which can be ended when it takes too long.
 
-It reads one line of JSON (`regex` or `schema`, with the most states and bytes of memory) and writes one line of JSON.
-The answer to a regular expression goes on with the states after each byte (int32 [states, 256], -1 for none) and a byte
-for each state, 1 where it is final. `outlines.py` runs it.
+It reads one line of JSON (`regex`, with the most states and bytes of memory) and writes one line of JSON, which the
+states after each byte follow (int32 [states, 256], -1 for none) and a byte for each state, 1 where it is final.
+`outlines.py` runs it.
 """
 
 import array
@@ -29,11 +29,7 @@ def main() -> None:
 def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """The first line of the answer, and the bytes after it."""
     try:
-        if "regex" in request:
-            return _automaton(request["regex"], request["states"])
-        from outlines_core.json_schema import build_regex_from_schema
-
-        return {"regex": build_regex_from_schema(request["schema"])}, b""
+        return _automaton(request["regex"], request["states"])
     except ImportError:
         return {"missing": True}, b""
     except (TypeError, ValueError) as error:

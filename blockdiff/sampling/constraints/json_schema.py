@@ -1,31 +1,28 @@
-"""From a JSON schema to a regular expression of its documents; what an expression cannot hold is refused by name.
-
-The numbers between two bounds and the strings of a pattern or format are expressions of their own, which
-outlines-core does not make.
-"""
+"""From a JSON schema to a regular expression of its documents; what an expression cannot hold is refused by name."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints.outlines import call_outlines
+from blockdiff.sampling.constraints.outlines import seconds_left
 from blockdiff.sampling.constraints.regex import from_ecma, regex_automaton, without_ends
 
 # Keywords that say nothing of which documents are valid, or where other schemas lie.
 SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly"}
 SILENT |= {"writeOnly", "$defs", "definitions"}
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-MARKED = BOUNDS | {"pattern", "format"}  # whose expressions are made here
 REFS_WITHIN = 4  # a schema that refers to itself is written out so deep
 MOST_REFS = 5_000  # that are followed
 MOST = 1e300  # a bound is no larger than this
+MOST_WRITTEN = 1 << 20  # characters of an expression
 OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
@@ -54,6 +51,8 @@ FORMATS = {
     "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
 }
+_CHARACTER = r'([^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'  # of a JSON string
+_INTEGER = "(-)?(0|[1-9][0-9]*)"
 HINTS = {
     "oneOf": "write anyOf",
     "allOf": "write the schemas as one",
@@ -68,202 +67,229 @@ def schema_regex(schema: str | Mapping[str, Any]) -> str:
     """
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not valid JSON ({error})") from None
+    writer = _Writer(value)
     try:
-        _check(value, "")
-        followed: list[str] = []
-        value = _unrolled(value, value, (), followed)
-        if value is None:
-            raise RequestError(
-                f"the JSON schema refers to itself without end ($ref {followed[-1]!r}); "
-                "leave that property out of required, or give it an anyOf with another way"
-            )
-        # outlines-core knows no bounds, writes patterns without a group and formats loosely: it gets a number in
-        # their place, which it leaves as it is
-        mark = 10**9
-        while str(mark) in text:
-            mark += 1
-        expressions: list[str] = []
-        answer, _ = call_outlines(schema=json.dumps(_with_marks(value, "", mark * 10**6, expressions)))
+        written = writer.write(value, "", ())
     except RecursionError:
         raise RequestError("the JSON schema is nested too deeply") from None
-    if "error" in answer:
-        raise RequestError(f"the JSON schema cannot be used: {answer['error'][:160]}")
-    return re.sub(rf"{mark}(\d{{6}})", lambda found: expressions[int(found[1])], answer["regex"])
+    if written is None:
+        raise RequestError(
+            f"the JSON schema refers to itself without end ($ref {writer.last_ref!r}); "
+            "leave that property out of required, or give it an anyOf with another way"
+        )
+    return written
 
 
-def _check(schema: Any, where: str) -> None:
-    """Raise RequestError for what outlines-core would leave out of the expression, or write into it wrongly."""
-    place = where or "its top"
-    if not isinstance(schema, Mapping):
-        raise RequestError(f"the JSON schema has {json.dumps(schema)[:40]} at {place}; write an object with a type")
-    for group in ("$defs", "definitions", "properties"):
-        if not isinstance(schema.get(group, {}), Mapping):
-            raise RequestError(f"the JSON schema's {group} at {place} must be an object")
-    for group in ("$defs", "definitions"):
-        for name, inner in schema.get(group, {}).items():
-            _check(inner, f"{where}/{group}/{name}")
-    said = set(schema) - SILENT
-    if "$ref" in said:
-        _allow(said, {"$ref"}, place)
-        if schema["$ref"] != "#" and not str(schema["$ref"]).startswith("#/"):
-            raise RequestError(
-                f"the JSON schema refers to {schema['$ref']!r} at {place}; only # can be looked up, and what follows #/"
-            )
-    elif "anyOf" in said:
-        _allow(said, {"anyOf"}, place)
-        if not isinstance(schema["anyOf"], list) or not schema["anyOf"]:
-            raise RequestError(f"the JSON schema's anyOf at {place} must be a list of schemas")
-        for number, inner in enumerate(schema["anyOf"]):
-            _check(inner, f"{where}/anyOf/{number}")
-    elif said & {"enum", "const"}:
-        keyword = "enum" if "enum" in said else "const"
-        _allow(said, {keyword, "type"}, place)
-        values = schema["enum"] if keyword == "enum" else [schema["const"]]
-        if not isinstance(values, list) or not values:
-            raise RequestError(f"the JSON schema's enum at {place} must be a list with at least one value")
-        for value in values:
-            if "type" in said and not any(_holds(value, type) for type in _types(schema, place)):
-                raise RequestError(f"the JSON schema's value {json.dumps(value)[:40]} at {place} is not of its type")
-    else:
-        _check_types(schema, said, where)
+class _Writer:
+    """Writes the schemas within a document as expressions: None for one that no finite document satisfies.
 
-
-def _check_types(schema: Mapping[str, Any], said: set[str], where: str) -> None:
-    place = where or "its top"
-    if "type" not in said and "properties" not in said:
-        _allow(said, {"type", *(keyword for keywords in OF_TYPE.values() for keyword in keywords)}, place)
-        raise RequestError(f"the JSON schema says no type at {place}; add one")
-    types = _types(schema, place)
-    _allow(said, {"type", *(keyword for type in types for keyword in OF_TYPE[type])}, place)
-    properties = schema.get("properties", {})
-    for name, inner in properties.items():
-        if json.dumps(name, ensure_ascii=False) != f'"{name}"':
-            raise RequestError(f"the JSON schema's property {name!r} at {place} needs escapes; name it otherwise")
-        _check(inner, f"{where}/properties/{name}")
-    missing = [name for name in schema.get("required", ()) if name not in properties]
-    if missing:
-        raise RequestError(f"the JSON schema requires {missing[0]!r} at {place}, but properties does not have it")
-    if not properties and "object" in types:
-        if not isinstance(schema.get("additionalProperties"), Mapping):
-            raise RequestError(f"the JSON schema's object at {place} has no properties; name them")
-        _check(schema["additionalProperties"], f"{where}/additionalProperties")
-    if "prefixItems" in said:
-        _allow(said, {"type", "prefixItems"}, place)
-        for number, inner in enumerate(schema["prefixItems"]):
-            _check(inner, f"{where}/prefixItems/{number}")
-    elif "array" in types:
-        if "items" not in said:
-            raise RequestError(f"the JSON schema's array at {place} has no items; say what it holds")
-        _check(schema["items"], f"{where}/items")
-    if "pattern" in said:
-        _allow(said, {"type", "pattern"}, place)
-        if not isinstance(schema["pattern"], str):
-            raise RequestError(f"the JSON schema's pattern at {place} must be a text")
-        _check_pattern(schema["pattern"], place)
-    if "format" in said:
-        _allow(said, {"type", "format"}, place)
-        if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
-            said_format = repr(schema["format"])
-            raise RequestError(f"the JSON schema's format {said_format} at {place} is none of {', '.join(FORMATS)}")
-
-
-def _unrolled(schema: Any, root: Any, within: tuple[str, ...], followed: list[str]) -> dict[str, Any] | None:
-    """The schema with what its $refs say in their place; None where no document of it is finite so deep.
-
-    within: the $refs around it. followed: every $ref that was followed, which gets longer.
+    where: the place of a schema, for messages; within: the $refs around it.
     """
-    if "$ref" in schema:
-        name = schema["$ref"]
-        is_new = name not in followed
-        followed.append(name)
-        if len(followed) > MOST_REFS:
+
+    def __init__(self, root: Any):
+        self.root, self.refs, self.last_ref = root, 0, ""
+
+    def write(self, schema: Any, where: str, within: tuple[str, ...]) -> str | None:
+        """The expression of a schema."""
+        seconds_left()
+        place = where or "its top"
+        if not isinstance(schema, Mapping):
+            raise RequestError(f"the JSON schema has {json.dumps(schema)[:40]} at {place}; write an object with a type")
+        said = set(schema) - SILENT
+        if "$ref" in said:
+            _allow(said, {"$ref"}, place)
+            return self._referred(schema["$ref"], place, within)
+        if "anyOf" in said:
+            _allow(said, {"anyOf"}, place)
+            if not isinstance(schema["anyOf"], list) or not schema["anyOf"]:
+                raise RequestError(f"the JSON schema's anyOf at {place} must be a list of schemas")
+            return _one_of(self.write(each, f"{where}/anyOf/{n}", within) for n, each in enumerate(schema["anyOf"]))
+        if said & {"enum", "const"}:
+            keyword = "enum" if "enum" in said else "const"
+            _allow(said, {keyword, "type"}, place)
+            values = schema["enum"] if keyword == "enum" else [schema["const"]]
+            if not isinstance(values, list) or not values:
+                raise RequestError(f"the JSON schema's enum at {place} must be a list with at least one value")
+            for value in values:
+                if "type" in said and not any(_holds(value, type) for type in _types(schema, place)):
+                    raise RequestError(
+                        f"the JSON schema's value {json.dumps(value)[:40]} at {place} is not of its type"
+                    )
+            return _one_of(map(_literal, values))
+        if "type" not in said and "properties" not in said:
+            _allow(said, {"type", *(keyword for keywords in OF_TYPE.values() for keyword in keywords)}, place)
+            raise RequestError(f"the JSON schema says no type at {place}; add one")
+        types = _types(schema, place)
+        _allow(said, {"type", *(keyword for type in types for keyword in OF_TYPE[type])}, place)
+        return _one_of(self._of_type(type, schema, where, within) for type in types)
+
+    def _referred(self, name: Any, place: str, within: tuple[str, ...]) -> str | None:
+        """The expression of the schema that a $ref names."""
+        if name != "#" and not str(name).startswith("#/"):
+            raise RequestError(
+                f"the JSON schema refers to {name!r} at {place}; only # can be looked up, and what follows #/"
+            )
+        self.refs, self.last_ref = self.refs + 1, name
+        if self.refs > MOST_REFS:
             raise RequestError(f"the JSON schema follows more than {MOST_REFS:,} $refs, last {name!r}; write fewer")
         if name in within and len(within) >= REFS_WITHIN:
             return None
-        found = _at(root, name)
-        if is_new:
-            _check(found, name[1:])
-        return _unrolled(found, root, (*within, name), followed)
-    schema = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
-    if {"enum", "const"} & set(schema):
-        return schema
-    impossible = None  # a type that has no finite document
-    if "anyOf" in schema:
-        ways = [_unrolled(inner, root, within, followed) for inner in schema["anyOf"]]
-        schema["anyOf"] = [way for way in ways if way is not None]
-        return schema if schema["anyOf"] else None
-    if schema.get("properties"):
-        inner = {name: _unrolled(each, root, within, followed) for name, each in schema["properties"].items()}
-        schema["properties"] = {name: each for name, each in inner.items() if each is not None}
-        if not set(schema.get("required", ())) <= set(schema["properties"]):
-            impossible = "object"
-    elif isinstance(schema.get("additionalProperties"), Mapping):
-        schema["additionalProperties"] = _unrolled(schema["additionalProperties"], root, within, followed)
-        if schema["additionalProperties"] is None:  # the empty one is left
-            del schema["additionalProperties"]
-            schema["properties"] = {}
-    if "prefixItems" in schema:
-        schema["prefixItems"] = [_unrolled(each, root, within, followed) for each in schema["prefixItems"]]
-        if None in schema["prefixItems"]:
-            impossible = "array"
-    elif "items" in schema:
-        schema["items"] = _unrolled(schema["items"], root, within, followed)
-        if schema["items"] is None:
-            schema |= {"items": {"type": "null"}, "maxItems": 0}
-            if schema.get("minItems", 0) != 0:
-                impossible = "array"
-    if impossible is None:
-        return schema
-    types = [type for type in _types(schema, "its top") if type != impossible]
-    return {key: schema[key] for key in schema if key not in OF_TYPE[impossible]} | {"type": types} if types else None
+        found = self.root
+        for key in unquote(name[1:]).split("/")[1:]:  # a JSON pointer
+            key = key.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(key) if isinstance(found, list) else key]
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise RequestError(f"the JSON schema cannot be used: it has no {name!r} to refer to") from None
+        return self.write(found, name[1:], (*within, name))
+
+    def _of_type(self, type: str, schema: Mapping[str, Any], where: str, within: tuple[str, ...]) -> str | None:
+        """The expression of the documents of one type."""
+        place = where or "its top"
+        if type == "object":
+            return self._object(schema, where, within)
+        if type == "array":
+            return self._array(schema, where, within)
+        if type == "string":
+            return _string(schema, place)
+        if type == "null":
+            return "null"
+        if type == "boolean":
+            return "(true|false)"
+        if BOUNDS & set(schema):
+            return _range(schema, type, place)
+        return _INTEGER if type == "integer" else rf"({_INTEGER})(\.[0-9]+)?([eE][+-][0-9]+)?"
+
+    def _object(self, schema: Mapping[str, Any], where: str, within: tuple[str, ...]) -> str | None:
+        place, properties, required = where or "its top", schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
+            keyword, kind = ("required", "a list") if isinstance(properties, Mapping) else ("properties", "an object")
+            raise RequestError(f"the JSON schema's {keyword} at {place} must be {kind}")
+        if missing := [name for name in required if name not in [*properties]]:
+            raise RequestError(f"the JSON schema requires {missing[0]!r} at {place}, but properties does not have it")
+        if not properties:
+            if not isinstance(schema.get("additionalProperties"), Mapping):
+                raise RequestError(f"the JSON schema's object at {place} has no properties; name them")
+            value = self.write(schema["additionalProperties"], f"{where}/additionalProperties", within)
+            entry = rf'"{_CHARACTER}*"[ ]?:[ ]?{value}'
+            return r"\{[ ]?\}" if value is None else rf"\{{[ ]?({entry}([ ]?,[ ]?{entry})*)?[ ]?\}}"
+        entries = list[tuple[str, bool]]()  # with True for those that are required
+        for name, inner in properties.items():
+            if json.dumps(name, ensure_ascii=False) != f'"{name}"':
+                raise RequestError(f"the JSON schema's property {name!r} at {place} needs escapes; name it otherwise")
+            value = self.write(inner, f"{where}/properties/{name}", within)
+            if value is not None:
+                entries.append((rf"[ ]?{_literal(name)}[ ]?:[ ]?{value}", name in required))
+            elif name in required:
+                return None
+        # The first property that is there is the first required one, or any where none is: those that may be before it
+        # have their comma after them, and those after it before them.
+        needed = [n for n, (_, is_required) in enumerate(entries) if is_required]
+        firsts = needed[:1] or range(len(entries))
+        if len(firsts) * sum(len(entry) for entry, _ in entries) > MOST_WRITTEN:
+            raise _too_long()
+        ways = []
+        for first in firsts:
+            after = entries[first + 1 :] if needed else []
+            parts = [f"({entry}[ ]?,)?" for entry, _ in entries[:first]] + [entries[first][0]]
+            ways.append("".join(parts + [f"[ ]?,{each}" if is_in else f"([ ]?,{each})?" for each, is_in in after]))
+        inner = ways[0] if needed else f"({'|'.join(ways)})?"
+        return rf"\{{{inner}[ ]?\}}"
+
+    def _array(self, schema: Mapping[str, Any], where: str, within: tuple[str, ...]) -> str | None:
+        place = where or "its top"
+        if "prefixItems" in schema:
+            _allow(set(schema) - SILENT, {"type", "prefixItems"}, place)
+            inner = schema["prefixItems"]
+            if not isinstance(inner, list):
+                raise RequestError(f"the JSON schema's prefixItems at {place} must be a list of schemas")
+            items = [self.write(each, f"{where}/prefixItems/{n}", within) for n, each in enumerate(inner)]
+            return None if None in items else rf"\[[ ]?{'[ ]?,[ ]?'.join(map(str, items))}[ ]?\]"
+        if "items" not in schema:
+            raise RequestError(f"the JSON schema's array at {place} has no items; say what it holds")
+        least, most = _counts(schema, "Items", place)
+        item = self.write(schema["items"], f"{where}/items", within)
+        if item is None or most == 0:
+            return None if least else r"\[[ ]?\]"
+        others = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        return rf"\[[ ]?(({item})(,[ ]?({item})){others}){'' if least else '?'}[ ]?\]"
 
 
-def _at(root: Any, name: str) -> Any:
-    """The part of a document that a JSON pointer after # names."""
-    found = root
-    for key in unquote(name[1:]).split("/")[1:]:
-        key = key.replace("~1", "/").replace("~0", "~")
-        try:
-            found = found[int(key) if isinstance(found, list) else key]
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise RequestError(f"the JSON schema cannot be used: it has no {name!r} to refer to") from None
-    return found
+def _one_of(ways: Iterable[str | None]) -> str | None:
+    """An expression of what any of some expressions matches; None where there is none."""
+    found = [way for way in ways if way is not None]
+    if sum(map(len, found)) > MOST_WRITTEN:
+        raise _too_long()
+    return f"({'|'.join(found)})" if len(found) > 1 else found[0] if found else None
 
 
-def _with_marks(schema: Any, where: str, mark: int, expressions: list[str]) -> Any:
-    """The schema with the constant `mark` + n where `expressions`, which get longer, say what stands there."""
-    if isinstance(schema, list):
-        return [_with_marks(inner, f"{where}/{n}", mark, expressions) for n, inner in enumerate(schema)]
-    if not isinstance(schema, Mapping):
-        return schema
-    schema = dict(schema)
-    for name in ("$defs", "definitions", "properties"):
-        for key, inner in schema.get(name, {}).items():
-            schema[name] = {**schema[name], key: _with_marks(inner, f"{where}/{name}/{key}", mark, expressions)}
-    for name in ("anyOf", "prefixItems", "items", "additionalProperties"):
-        if name in schema:
-            schema[name] = _with_marks(schema[name], f"{where}/{name}", mark, expressions)
-    if not MARKED & set(schema):
-        return schema
-    ways: list[dict[str, Any]] = []
-    for type in _types(schema, where or "its top"):
-        own = OF_TYPE[type] & set(schema)
-        if not MARKED & own:
-            ways.append({"type": type, **{name: schema[name] for name in own}})
-            continue
-        expressions.append(_string(schema) if type == "string" else _range(schema, type, where or "its top"))
-        ways.append({"const": mark + len(expressions) - 1})
-    groups = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return {**groups, "anyOf": ways}
+def _too_long() -> RequestError:
+    return RequestError(
+        f"the JSON schema's expression has more than {MOST_WRITTEN:,} characters; name fewer properties, or require one"
+    )
 
 
-def _string(schema: Mapping[str, Any]) -> str:
-    """An expression of the strings of a pattern or a format."""
-    inner = without_ends(from_ecma(schema["pattern"])) if "pattern" in schema else FORMATS[schema["format"]]
-    return f'"(?:{inner})"'
+def _literal(value: Any) -> str:
+    """The expression of one value."""
+    if isinstance(value, Mapping):
+        entries = [f"[ ]?{_literal(key)}[ ]?:[ ]?{_literal(inner)}" for key, inner in value.items()]
+        return rf"\{{{'[ ]?,'.join(entries)}[ ]?\}}"
+    if isinstance(value, list):
+        return rf"\[[ ]?{'[ ]?,[ ]?'.join(map(_literal, value))}[ ]?\]"
+    return re.escape(json.dumps(value, ensure_ascii=False))
+
+
+def _counts(schema: Mapping[str, Any], of: str, place: str) -> tuple[int, int | None]:
+    """The values of minX and maxX (None: no end)."""
+    for name in (f"min{of}", f"max{of}"):
+        value = schema.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            given = json.dumps(value)[:40]
+            raise RequestError(f"the JSON schema's {name} at {place} must be a whole number from 0 on, got {given}")
+    least, most = schema.get(f"min{of}", 0), schema.get(f"max{of}")
+    if most is not None and most < least:
+        raise RequestError(f"the JSON schema's max{of} {most} at {place} is less than its min{of} {least}")
+    return least, most
+
+
+def _string(schema: Mapping[str, Any], place: str) -> str:
+    """The expression of strings: of a pattern, of a format, or of some length."""
+    for keyword in ("pattern", "format"):
+        if keyword in schema:
+            _allow(set(schema) & OF_TYPE["string"], {keyword}, place)
+    if "pattern" in schema:
+        pattern = schema["pattern"]
+        if not isinstance(pattern, str):
+            raise RequestError(f"the JSON schema's pattern at {place} must be a text")
+        if _needs_escapes(pattern):
+            raise RequestError(
+                f"the JSON schema's pattern {pattern!r:.60} at {place} matches quotes, backslashes or control "
+                "characters, which would need escapes; write it without"
+            )
+        return f'"(?:{without_ends(from_ecma(pattern))})"'
+    if "format" in schema:
+        name = schema["format"]
+        if not isinstance(name, str) or name not in FORMATS:
+            raise RequestError(f"the JSON schema's format {name!r} at {place} is none of {', '.join(FORMATS)}")
+        return f'"(?:{FORMATS[name]})"'
+    least, most = _counts(schema, "Length", place)
+    is_any = least == 0 and most is None
+    return f'"{_CHARACTER}{"*" if is_any else f"{{{least},{most if most is not None else str()}}}"}"'
+
+
+@lru_cache(maxsize=256)
+def _needs_escapes(pattern: str) -> bool:
+    """True for a pattern whose matches are not all what stands between the quotes of a JSON string."""
+    breaking = regex_automaton('(?s).*["\\\\\\x00-\\x1f].*')
+    matches = regex_automaton(from_ecma(pattern))
+    try:
+        matches.both(breaking)
+    except RequestError:  # the two have no text in common
+        return False
+    return True
 
 
 def _range(schema: Mapping[str, Any], type: str, place: str) -> str:
@@ -299,20 +325,6 @@ def _allow(said: set[str], allowed: set[str], place: str) -> None:
         raise RequestError(
             f"the JSON schema says {others[0]} at {place}, which a regular expression cannot hold there; {hint}"
         )
-
-
-def _check_pattern(pattern: str, place: str) -> None:
-    """Raise RequestError for a pattern whose matches are not what stands between the quotes of a JSON string."""
-    breaking = regex_automaton('(?s).*["\\\\\\x00-\\x1f].*')
-    matches = regex_automaton(from_ecma(pattern))
-    try:
-        matches.both(breaking)
-    except RequestError:  # the two have no text in common
-        return
-    raise RequestError(
-        f"the JSON schema's pattern {pattern!r:.60} at {place} matches quotes, backslashes or control characters, "
-        "which would need escapes; write it without"
-    )
 
 
 def _types(schema: Mapping[str, Any], place: str) -> list[str]:
