@@ -36,6 +36,12 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things, such as "1 canvas" or "2,000 rows"."""
+    plural = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{plural}"
+
+
 # What a terminal obeys or hides: C0 and C1 controls but the line break and the tab, DEL, separators of lines, marks and
 # overrides of direction, halves of surrogate pairs, and invisible tag characters.
 _COMMANDS = re.compile(

@@ -128,7 +128,7 @@ def tokenizer(
     from blockdiff.data.rows import written_texts
     from blockdiff.data.sources import Source, read_rows
     from blockdiff.data.tokenizer import byte_level_bpe, write_tokenizer
-    from blockdiff.terminal import quiet
+    from blockdiff.terminal import counted, quiet
 
     options.require_free(output / "tokenizer.json", *sources, overwrite=overwrite)
     quiet()
@@ -145,7 +145,7 @@ def tokenizer(
     made = byte_level_bpe(texts(), vocab_size)
     options.make_parent(output / "tokenizer.json")
     write_tokenizer(made, output)
-    print(f"{len(made):,} tokens from {counts['rows']:,} rows, {counts['characters']:,} characters")
+    print(f"{len(made):,} tokens from {counted(counts['rows'], 'row')}, {counted(counts['characters'], 'character')}")
     if len(made) < vocab_size:
         print(f"these texts give no more than that, fewer than the {vocab_size:,} of --vocab-size")
     print(f"written to {output}")

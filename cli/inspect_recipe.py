@@ -17,7 +17,7 @@ from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example, ExampleImage
 from blockdiff.data.images import ImageReader, decoded, image_bytes, image_name
-from blockdiff.terminal import printable
+from blockdiff.terminal import counted, printable
 from blockdiff.training.build import checked_data
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
 from blockdiff.training.plan.training import weight_dtypes
@@ -133,12 +133,15 @@ def summary(drawn: Drawn, step: int, ar_weight: float) -> dict[str, Any]:
 
 def summary_lines(numbers: Mapping[str, Any]) -> list[str]:
     """The sums of a batch for a person to read, and what the colours of the rows below them mean."""
+    rows, canvases = counted(numbers["rows"], "row"), counted(numbers["canvases"], "canvas")
     return [
-        "batch of optimiser step {step}: {rows} rows, {columns} columns, {padding} of them padding".format(**numbers),
-        "  {canvases} canvases, {with_signal} with self-conditioning; "
+        f"batch of optimiser step {numbers['step']}: {rows}, "
+        + "{columns} columns, {padding} of them padding".format(**numbers),
+        f"  {canvases}, "
+        + "{with_signal} with self-conditioning; "
         "{scored} positions scored, {fill} of them fill; {corrupted} corrupted".format(**numbers),
         "  {ar_pairs} next-token pairs scored, weight {ar_weight:g}".format(**numbers),
-        *["  {images} different images".format(**numbers)] * (numbers["images"] > 0),
+        *[f"  {counted(numbers['images'], 'different image')}"] * (numbers["images"] > 0),
         f"  {LEGEND}",
         *(f"  {line}" for line in GLOSSARY),
     ]

@@ -113,7 +113,8 @@ def _write(file: IO[bytes], source: OpenedSource, encoder: Encoder) -> Statistic
     count = write_examples(file, encoder.examples(rows, statistics, counts_bad=True), source.files)
     if statistics.bad and not (encoder.skips_bad_rows and count):
         is_choice = statistics.bad > 1 and not encoder.skips_bad_rows
-        raise DataError(statistics.bad_rows + "; correct them, or set data.on_bad_row: skip" * is_choice)
+        remedy = "; correct them, or set data.on_bad_row: skip" * is_choice
+        raise DataError(statistics.bad_rows + ("; no other row is left to learn" if encoder.skips_bad_rows else remedy))
     if not count:
         raise encoder.nothing_left(statistics.rows, source.files[0])
     return statistics

@@ -10,6 +10,7 @@ from typing import Any
 
 from blockdiff.data.alterations import WORDS
 from blockdiff.errors import DataError
+from blockdiff.terminal import counted
 
 MOST = 10  # bad rows whose reasons are kept
 NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -127,12 +128,12 @@ class Statistics:
         return ", ".join(words.format(count) for words, count in counts if count)
 
     def __str__(self) -> str:
-        context = f" ({self.unscored_turns:,} assistant turns as context only)" if self.unscored_turns else ""
-        images = f"{self.images:,} images of {self.image_tokens:,} tokens, " if self.images else ""
-        canvases = f"{self.canvases:,} canvases of {self.canvas_length}, {self.fill_share:.1%} fill, "
+        context = f" ({counted(self.unscored_turns, 'assistant turn')} as context only)" if self.unscored_turns else ""
+        images = f"{counted(self.images, 'image')} of {counted(self.image_tokens, 'token')}, " if self.images else ""
+        canvases = f"{counted(self.canvases, 'canvas')} of {self.canvas_length}, {self.fill_share:.1%} fill, "
         return (
-            f"{self.rows:,} rows ({self.dropped:,} dropped, {self.truncated:,} truncated: "
-            f"{self.cut_tokens:,} tokens cut), {self.responses:,} responses{context}, "
-            f"{images}{canvases * (self.canvas_length > 1)}{self.scored_tokens:,} scored tokens, "
+            f"{counted(self.rows, 'row')} ({self.dropped:,} dropped, {self.truncated:,} truncated: "
+            f"{counted(self.cut_tokens, 'token')} cut), {counted(self.responses, 'response')}{context}, "
+            f"{images}{canvases * (self.canvas_length > 1)}{counted(self.scored_tokens, 'scored token')}, "
             f"longest row {self.longest:,}"
         )

@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockdiff.data.assistant_spans import UnprovedError, assistant_spans
@@ -70,6 +71,37 @@ def packaged_template(*, verbatim: bool = False) -> str:
     return f"{VERBATIM}\n{text}" if verbatim else text
 
 
+def is_template_file(source: str) -> bool:
+    """True where `data.template` is the path of a file, which has a dot or a slash, and not a name."""
+    return bool(Path(source).suffix) or "/" in source
+
+
+def give_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Give a tokenizer the chat template of a file, or the one that it keeps under a name beside others.
+
+    `tokenizer` leaves it as it is, and so does `verbatim`, which `training_template` takes. Raises DataError where
+    there is no such template, and where it cannot write a question.
+    """
+    if source in ("tokenizer", "verbatim"):
+        return
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if is_template_file(source):
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.template: {source}: {error}; name a text file with a chat template") from None
+    elif source in named:
+        text = named[source]
+    else:
+        listed = ", ".join(["tokenizer", "verbatim", *named])
+        raise DataError(f"data.template: {source!r} is no file and no template here (there are: {listed})")
+    try:
+        render(tokenizer, text, [QUESTION], is_prompt=True)
+    except RefusedByTemplate as error:
+        raise DataError(f"data.template: {source}: it cannot write a question ({error}); correct it") from None
+    tokenizer.chat_template = text
+
+
 def training_template(tokenizer: PreTrainedTokenizerBase, *, verbatim: bool = False) -> str:
     """The template that writes conversations of training: the tokenizer's own, or the packaged one.
 
@@ -90,8 +122,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase, *, verbatim: bool = Fa
         if has_turns:
             return packaged_template()
         raise DataError(
-            "the tokenizer has no chat template, so conversations cannot be written; give it one, or write rows of "
-            "prompt and response without data.chat"
+            "the tokenizer has no chat template, so conversations cannot be written; name a file with one as "
+            "data.template, or write rows of prompt and response and leave data.chat out"
         )
     has_tags = GENERATION_TAG.search(template) is not None
     return packaged_template() if not has_tags and _is_turn_format(tokenizer, template) else template
@@ -129,7 +161,10 @@ def render(
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    asked = [for_template(messages), None if tools is None else list(tools), dict(variables)]
+    written = for_template(messages)
+    if "reasoning_content" in template:  # the name that Qwen3 and others have for it
+        written = [each | {"reasoning_content": each["reasoning"]} if "reasoning" in each else each for each in written]
+    asked = [written, None if tools is None else list(tools), dict(variables)]
     (shown, declared, told), hidden = guard.hide(asked)
     try:
         with time_limit(TEMPLATE_SECONDS):
@@ -174,11 +209,12 @@ def marked(
     try:
         return rendered._replace(spans=merged(assistant_spans(written, messages, only_last)))
     except UnprovedError as error:
-        remedy = (
-            "where it has reasoning, set data.enable_thinking; else add {% generation %} tags around what it has to "
-            "write, or train on data.turns: last"
-        )
-        raise RefusedByTemplate(f"{error}; {remedy}") from None
+        remedies = ["name a file as data.template that is the same with {% generation %} tags around what is learnt"]
+        if any("reasoning" in message for message in messages) and not variables.get("enable_thinking"):
+            remedies.insert(0, "set data.thinking: true, as it has reasoning")
+        if not only_last:
+            remedies.append("train on data.turns: last")
+        raise RefusedByTemplate(f"{error}; {', or '.join(remedies)}") from None
 
 
 def is_variable(name: str, template: str) -> bool:

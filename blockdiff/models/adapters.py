@@ -30,9 +30,16 @@ def targets(model: BlockDiffusionModel, parts: Mapping[str, LowRank]) -> dict[st
         if part not in family.adapted_parts:
             there = ", ".join(family.adapted_parts) or "none"
             raise CheckpointError(f"{family.model_type} has no adapters for the part {part!r} (there are: {there})")
+        widest = 0
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | Experts) and family.part_of(f"{name}.{_leaf(module)}") == part:
                 found[name] = replace(low_rank, dropout=0.0) if isinstance(module, Experts) else low_rank
+                adapted = (module.gate_up_proj, module.down_proj) if isinstance(module, Experts) else (module.weight,)
+                widest = max(widest, *(min(weight.shape[-2:]) for weight in adapted))
+        if widest and low_rank.rank > widest:
+            raise CheckpointError(
+                f"rank {low_rank.rank:,} of the part {part!r} is more than its matrices have ({widest:,}); lower it"
+            )
     return found
 
 

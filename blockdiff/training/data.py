@@ -27,6 +27,7 @@ from blockdiff.errors import DataError
 from blockdiff.models.family import family_of
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.rl.prompts import Prompts, read_prompts
+from blockdiff.terminal import counted
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
 
@@ -106,14 +107,12 @@ class Data:
         count, batch, pack = len(self.train), self.recipe.train.batch_size, self.recipe.data.pack
         if batch > count:
             times = f"about {batch / count:,.1f} times in every optimiser step"
-            lines.append(
-                f"note      train.batch_size: {batch:,} is more than the {count:,} examples: each comes {times}"
-            )
+            there = counted(count, "example")
+            lines.append(f"note      train.batch_size: {batch:,} is more than the {there}: each comes {times}")
         longer = 0 if pack is None else int((self.train.lengths > pack).sum())
         if longer:
-            lines.append(
-                f"note      data.pack: {longer:,} examples are longer than its {pack} tokens: each has a row of its own"
-            )
+            long_ones = f"{counted(longer, 'example')} {'is' if longer == 1 else 'are'} longer than its {pack} tokens"
+            lines.append(f"note      data.pack: {long_ones}: each has a row of its own")
         return lines
 
     def report(self) -> dict[str, Any]:
@@ -127,12 +126,13 @@ def _why_dropped(statistics: Statistics, encoder: Encoder) -> str:
     if not statistics.dropped:
         return ""
     limit, first = encoder.max_length, statistics.first_dropped
-    why, remedy = "have no room for a canvas within", "raise it"
+    is_one = statistics.dropped == 1
+    why, remedy = f"{'has' if is_one else 'have'} no room for a canvas within", "raise it"
     if encoder.too_long == "drop":
-        why, remedy = "are longer than", f"raise it, or write {{truncate: {limit}}},"
+        why, remedy = f"{'is' if is_one else 'are'} longer than", f"raise it, or write {{truncate: {limit}}},"
     return (
-        f"dropped: {statistics.dropped:,} rows {why} the {limit} tokens of data.max_length, {first} the first; "
-        f"{remedy} to keep them"
+        f"dropped: {counted(statistics.dropped, 'row')} {why} the {limit} tokens of data.max_length, {first} the "
+        f"first; {remedy} to keep them"
     )
 
 
@@ -249,6 +249,11 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -
     if not isinstance(train, Prompts) and train.has_conversations:
         # The model learns this format: the tokenizer saved beside it writes it.
         base.tokenizer.chat_template = encode.template
+    elif d.template != "tokenizer":
+        raise DataError(
+            "data.template: is set, but no row is a conversation; write messages rows, set data.chat: true, or leave "
+            "data.template out"
+        )
     prompts = []
     asked = recipe.evaluation.prompts
     if asked is not None:

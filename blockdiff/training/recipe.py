@@ -119,7 +119,7 @@ class DataSection(Section):
     turns: Literal["all", "last"] = "all"
     system: str | None = None  # put before conversations that bring no system message
     thinking: bool = False
-    template: Literal["tokenizer", "verbatim"] = "tokenizer"  # verbatim: ours, which alters no message
+    template: str = "tokenizer"  # a file, one of several of the tokenizer, or verbatim: ours
     control_tokens: Literal["text", "allow"] = "text"  # what rows that spell control tokens become
     on_bad_row: Literal["stop", "skip"] = "stop"  # at rows that cannot be used
     max_length: Annotated[choices.MaxLength | None, choices.MAX_LENGTH] = None  # null = whatever the rows need
@@ -217,7 +217,7 @@ class TrainSection(Section):
 
     steps: Positive | None = None
     epochs: AboveZero | None = None  # passes over the examples instead of steps; the last step is not cut short
-    batch_size: Positive
+    batch_size: Annotated[int, Field(gt=0, le=1_000_000)]
     micro_batch_size: Positive | None = None  # rows of one forward on one rank; null = all of them
     autocast: Literal["bfloat16"] | None = None
     activation_checkpointing: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -15,34 +16,40 @@ Origins = dict[Key, Place]  # of the last layer that has a key
 Keys = Mapping[Key, list[str]]  # the keys below each key
 
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names
+OF_UNIONS = re.compile(r"(constrained-|dict\[).*|str")  # pydantic's names for the members of a union
+SWITCH = "; YAML reads a bare on, off, yes or no as true or false"
 # The keys that take sources of rows.
 SOURCES = (("data", "train"), ("data", "heldout"), ("evaluation", "prompts"))
 
 
 def one_line(error: ValidationError, keys: Keys, origins: Origins, path: str) -> str:
-    """A mistake that pydantic found, in one line; keys that are not known come first.
+    """A mistake that pydantic found, in one line; keys that are not known come first, wrong types last.
 
     keys: those of a recipe; origins: where the given ones stand; path: what says the others.
     """
-    first = min(error.errors(), key=lambda each: each["type"] not in UNKNOWN)
+    first = min(error.errors(), key=lambda each: (each["type"] not in UNKNOWN, each["type"].endswith("_type")))
     kind, value, reason = first["type"], first["input"], first["msg"].removeprefix("Value error, ")
-    key = tuple(word for word in first["loc"] if isinstance(word, str))
+    words = [word for word in first["loc"] if isinstance(word, str)]
+    key = tuple(word for at, word in enumerate(words) if at < 2 or not OF_UNIONS.fullmatch(word))
     given_key = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in origins), None)
-    origin = path if given_key is None or kind == "missing" else origins[given_key][0]
+    is_pair = kind in ("tuple_type", "too_long") or (kind == "missing" and isinstance(first["loc"][-1], int))
+    origin = path if given_key is None or (kind == "missing" and not is_pair) else origins[given_key][0]
     name = ".".join(filter(None, key))
     number = next((word for word in first["loc"] if isinstance(word, int)), None)
     if number is not None and key[:2] in SOURCES:
         name = f"{'.'.join(key[:2])}: source {number + 1}" + "".join(f": {word}" for word in key[2:])
     if kind in UNKNOWN:
         return f"{origin}: unknown key {name}; {_nearest(key, keys)}"
-    if kind == "missing":
+    if is_pair:
+        reason = "give a list of two numbers"
+    elif kind == "missing":
         return f"{origin}: {name}: missing; every recipe has to say it"
-    if kind in ("model_type", "dataclass_type", "dict_type"):
+    elif kind in ("model_type", "dataclass_type", "dict_type"):
         reason = f"a mapping with the keys {', '.join(keys.get(key, ()))}"
     elif kind == "too_short":
         reason = "name at least one source"
     has_value = kind == "value_error" and (isinstance(value, Mapping) or "got " in reason)
-    got = "" if has_value else f" (got {shorten(repr(value), 100)})"
+    got = "" if has_value else f" (got {shorten(repr(value), 100)}{SWITCH if isinstance(value, bool) else ''})"
     return f"{origin}: {name}: {reason[:1].lower()}{reason[1:]}{got}"
 
 

@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from blockdiff.data.sources import Source
+from blockdiff.data.template import is_template_file
 from blockdiff.errors import RecipeError
 from blockdiff.files import is_hub_id, matching
 from blockdiff.training.recipe import CHOICES, KEYS, Recipe, Section
@@ -22,8 +23,9 @@ from blockdiff.training.recipe_errors import SOURCES, Key, Origins, Place, one_l
 ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora": ("rank", "parts")}
 # Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
 # too where a name cannot be a file's).
+TEMPLATE = ("data", "template")  # a file, unless it is the name of a template
 FILE_KEYS: dict[Key, bool] = {
-    **dict.fromkeys([*SOURCES, ("data", "images", "root")], True),
+    **dict.fromkeys([*SOURCES, ("data", "images", "root"), TEMPLATE], True),
     **dict.fromkeys([("model", "path"), ("model", "tokenizer"), ("objective", "draft_for")], False),
     ("objective", "distil", "", "teacher"): False,
 }
@@ -68,7 +70,7 @@ def read_recipe(
             inner = inner.get(name) if isinstance(inner, dict) else None
         if isinstance(inner, dict) and last in inner:
             origin, directory = origins[key]
-            if directory is not None:
+            if directory is not None and (key != TEMPLATE or is_template_file(str(inner[last]))):
                 name = ".".join(filter(None, key))
                 inner[last] = _located(inner[last], name, origin, directory, must_exist)
     try:

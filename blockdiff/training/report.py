@@ -15,6 +15,7 @@ import torch
 
 from blockdiff import __version__
 from blockdiff.metrics import METRICS, Record, of_kind, texts
+from blockdiff.terminal import counted
 
 PACKAGES = ("torch", "transformers", "accelerate")
 LAST_AND_BEST = (
@@ -28,6 +29,11 @@ LINE = (
     *("heldout_accepted_length", "heldout_draft_accuracy"),
     *("sample_accuracy", "sample_steps_per_canvas", "tokens_per_second", "memory_gib"),
 )
+
+
+def epochs_in_words(epochs: float) -> str:
+    """A number of passes over the examples, such as "2.5 epochs" or "0.04 epochs"."""
+    return f"{epochs:,.1f} epochs" if epochs >= 0.1 else f"{epochs:.1g} epochs"
 
 
 def run_report(
@@ -55,7 +61,7 @@ def run_report(
         "run": run,
         "steps": steps,
         "examples_seen": steps * batch_size,
-        "epochs": round(steps * batch_size / examples, 3) if examples else None,
+        "epochs": round(steps * batch_size / examples, 6) if examples else None,
         "skipped": max((record.get("skipped", 0) for record in records), default=0),
         **{key: last.get(key) for key in ("loss", "canvas_loss", "ar_loss")},
         **{key: record[key] for record in records for key in LAST if key in record},
@@ -78,9 +84,9 @@ def run_report(
 
 def report_line(report: Mapping[str, Any]) -> str:
     """A report as one line; what was not measured is left out."""
-    words = [report["run"], f"{report['steps']:,} optimiser steps", f"{report['examples_seen']:,} examples"]
+    words = [report["run"], counted(report["steps"], "optimiser step"), counted(report["examples_seen"], "example")]
     if report["epochs"] is not None:
-        words.append(f"{report['epochs']:.1f} epochs")
+        words.append(epochs_in_words(report["epochs"]))
     for key, text in texts(report, LINE).items():
         best = report.get(f"best_{key}", report[key])
         if best != report[key]:

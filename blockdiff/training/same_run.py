@@ -27,6 +27,7 @@ FREE = {
     "data.train",  # likewise
     "data.heldout",
     "data.images",
+    "data.template",  # likewise, by the tokens that it makes
     "data.cache",
     "evaluation.prompts",  # likewise
     "evaluation.prompts_every",

@@ -16,7 +16,7 @@ from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.opening import model_files
 from blockdiff.checkpoint.tokenizer import load_tokenizer, mismatch, rows_needed
-from blockdiff.data.template import turn_ends
+from blockdiff.data.template import give_template, turn_ends
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
 from blockdiff.draft_objective import BlockMask, DraftObjective
 from blockdiff.errors import BlockdiffError, CheckpointError, RecipeError
@@ -138,6 +138,7 @@ def _with_tokens(
     recipe: Recipe, config: Any, generation: Generation | None, tokenizer: Any, target: Any = None
 ) -> StartingModel:
     """The starting model with the special tokens and the settings that its tokenizer and generation bring."""
+    give_template(tokenizer, recipe.data.template)
     special = checkpoint.special_tokens(target or config, generation, tokenizer)
     if not special.eos_ids:
         raise RecipeError("model: neither generation_config.json nor the tokenizer names an eos token; set one")

@@ -32,6 +32,7 @@ from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.parallel.watch import watched
 from blockdiff.rl.rollouts import Rollouts
 from blockdiff.sampling import Sampler
+from blockdiff.terminal import counted
 from blockdiff.training import export
 from blockdiff.training.build import Built, build
 from blockdiff.training.callbacks import Callback, checked
@@ -44,6 +45,7 @@ from blockdiff.training.progress import Progress
 from blockdiff.training.recipe_checks import refuse, without_effect
 from blockdiff.training.recipe_choices import described
 from blockdiff.training.recipe_files import AnyRecipe, settled
+from blockdiff.training.report import epochs_in_words
 from blockdiff.training.run import Run, best_saved, best_step, evaluations_since_best, hold_run, prune
 from blockdiff.training.samples import TEXTS, sample_prompts
 from blockdiff.training.starting_model import with_objective_of_base
@@ -456,10 +458,11 @@ class Trainer:
         if isinstance(canvases, dict):  # {last: 2}
             canvases = " ".join(str(word) for item in canvases.items() for word in item)
         epochs = self.steps_per_epoch()
-        length = "" if epochs is None else f", {self.steps / epochs:.1f} epochs"
+        length = "" if epochs is None else f", {epochs_in_words(self.steps / epochs)}"
         saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
         scored = f"{canvases} canvas{'es' * (canvases != 1)}" if self.built.base.denoises else "next tokens"
-        return f"{self.steps} optimiser steps of {t.batch_size} examples, {scored} of each{length}, {saved}"
+        steps, examples = counted(self.steps, "optimiser step"), counted(t.batch_size, "example")
+        return f"{steps} of {examples}, {scored} of each{length}, {saved}"
 
     def steps_per_epoch(self) -> float | None:
         """Optimiser steps that see every example once; None where the data are a stream."""

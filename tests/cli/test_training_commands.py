@@ -83,7 +83,7 @@ def test_training_says_what_trains_and_what_the_data_are(workshop: Path, tmp_pat
         "--set", "data.max_length=30", "--set", "objective.router=frozen", "--output", tmp_path / "run",
     )  # fmt: skip
     assert "3 rows (1 dropped, 2 truncated: 16 tokens cut)" in text
-    assert "dropped: 1 rows have no room for a canvas within the 30 tokens of data.max_length, rows.jsonl:3 the" in text
+    assert "dropped: 1 row has no room for a canvas within the 30 tokens of data.max_length, rows.jsonl:3 the" in text
     assert re.search(r"router +\d+ +- +[\d,]+\n", text)
 
 

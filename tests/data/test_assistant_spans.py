@@ -8,7 +8,7 @@ import pytest
 
 from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import Row
-from blockdiff.data.template import RefusedByTemplate, marked, render, turn_ends
+from blockdiff.data.template import RefusedByTemplate, give_template, marked, render, turn_ends
 from blockdiff.errors import DataError
 from tests.chat_tokenizer import chat_tokenizer
 
@@ -88,7 +88,8 @@ def test_turns_are_found_where_the_same_template_with_tags_marks_them(template, 
     arguments = messages, variables, tools
     # an answer before another one, and reasoning where thinking is off, are not written as they would be sampled
     if template is QWEN and (name == "two of the assistant" or (name == "reasoning" and not thinking)):
-        with pytest.raises(RefusedByTemplate, match="otherwise than after its generation prompt; where it has reason"):
+        remedy = "set data.thinking: true" if name == "reasoning" else "name a file as data.template"
+        with pytest.raises(RefusedByTemplate, match=f"otherwise than after its generation prompt; {remedy}"):
             marked(chat_tokenizer(), without_tags(template), *arguments)
         return
     found = marked(chat_tokenizer(), without_tags(template), *arguments)
@@ -115,6 +116,30 @@ def test_a_template_in_which_a_turn_cannot_be_found_is_refused_with_the_message(
     rows = [Row("f.jsonl:3", messages=(user(), assistant(), user(), assistant()))]
     with pytest.raises(DataError, match=rf"f\.jsonl:3: the chat template refuses it \({words}"):
         encoder.encode(rows)
+
+
+def test_a_template_that_calls_reasoning_by_its_other_name_writes_it():
+    template = without_tags(QWEN).replace("m.reasoning", "m.reasoning_content")
+    messages, variables = CONVERSATIONS["reasoning"], {"enable_thinking": True}
+    assert "<think>\nhm, too\n</think>" in marked(chat_tokenizer(), template, messages, variables).text
+
+
+def test_a_template_is_a_file_or_one_of_several_that_the_tokenizer_names(tmp_path):
+    tokenizer, (path, broken) = chat_tokenizer(), (tmp_path / "own.jinja", tmp_path / "broken.jinja")
+    path.write_text(without_tags(CHATML))
+    broken.write_text("{% if %}")
+    give_template(tokenizer, str(path))
+    assert tokenizer.chat_template == without_tags(CHATML)
+    tokenizer.chat_template = {"default": "d", "tool_use": "t"}
+    for source, words in (
+        ("tools", r"'tools' is no file and no template here \(there are: tokenizer, verbatim, default, tool_use\)"),
+        (str(tmp_path / "none.jinja"), "none.jinja: .*No such file"),
+        (str(broken), "broken.jinja: it cannot write a question"),
+    ):
+        with pytest.raises(DataError, match=f"data.template: .*{words}"):
+            give_template(tokenizer, source)
+    give_template(tokenizer, "tool_use")
+    assert tokenizer.chat_template == "t"
 
 
 def test_the_last_turn_alone_can_be_learnt_where_earlier_ones_are_written_otherwise():

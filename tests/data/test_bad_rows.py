@@ -111,5 +111,5 @@ def test_bad_rows_are_skipped_where_that_is_asked_for_and_never_taken_from_the_c
     again = StreamedExamples([Source(str(mixed))], skipping, 4, seed=0)
     assert again[9] == stream[9]  # whose first two windows were passed over
     mixed.write_text("{\n{\n")
-    with pytest.raises(DataError, match="2 rows cannot be used"):
+    with pytest.raises(DataError, match=r"2 rows cannot be used: .*; no other row is left to learn$"):
         load_dataset([Source(str(mixed))], skipping, cache=None)

@@ -91,11 +91,11 @@ def test_the_command_learns_from_the_texts_of_all_sources(tmp_path):
     words = ["--vocab-size", "282", "--output", tmp_path / "out"]
     result = run(tmp_path / "a.jsonl", "--columns", "prompt=question,response=answer", *words)
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[0] == "279 tokens from 1 rows, 9 characters"  # all merges of "unlikely"
+    assert result.stdout.splitlines()[0] == "279 tokens from 1 row, 9 characters"  # all merges of "unlikely"
     more = "these texts give no more than that, fewer than the 282 of --vocab-size"
     assert result.stdout.splitlines()[1] == more
     result = run(tmp_path / "b.jsonl", *words, "--overwrite")
-    assert result.stdout.splitlines()[:2] == ["281 tokens from 1 rows, 19 characters", more]
+    assert result.stdout.splitlines()[:2] == ["281 tokens from 1 row, 19 characters", more]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert "more than that" not in run(tmp_path / "b.jsonl", "--vocab-size", "281", "--output", tmp_path / "b").stdout
     assert len(tokenizer) == 281 and tokenizer.tokenize("unlikely") == ["unlikely"]

@@ -9,8 +9,9 @@ import pytest
 
 from blockdiff.cli.main import report
 from blockdiff.errors import BlockdiffError
-from blockdiff.terminal import printable, shown
+from blockdiff.terminal import counted, printable, shown
 from blockdiff.training.progress import Progress
+from blockdiff.training.report import epochs_in_words
 
 HOSTILE = {
     "\x1b[2J": "\\u001b[2J",
@@ -36,6 +37,13 @@ def test_what_commands_a_terminal_is_written_as_its_code(text: str, escaped: str
     assert printable(f"a{text}b") == f"a{escaped}b"
     line = json.dumps({"text": f"a{text}b"}, ensure_ascii=False)
     assert json.loads(printable(line)) == json.loads(line)
+
+
+@pytest.mark.quick
+def test_one_thing_is_not_counted_as_several() -> None:
+    counts = [counted(1, "canvas"), counted(2000, "canvas"), counted(1, "optimiser step"), counted(0, "row")]
+    assert counts == ["1 canvas", "2,000 canvases", "1 optimiser step", "0 rows"]
+    assert [epochs_in_words(count) for count in (2.5, 0.04, 1200)] == ["2.5 epochs", "0.04 epochs", "1,200.0 epochs"]
 
 
 @pytest.mark.quick

@@ -54,6 +54,13 @@ def test_the_tokenizer_gets_the_template_of_training_if_rows_were_conversations(
         assert base.tokenizer.chat_template == (packaged_template() if expected else None)
 
 
+def test_a_template_that_writes_no_row_is_refused():
+    tree = {"model": {"preset": "tiny"}, "data": {"train": [{"rows": [PAIR]}], "cache": "off", "template": "verbatim"}}
+    base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    with pytest.raises(DataError, match=r"data\.template: is set, but no row is a conversation"):
+        read_data(Recipe.model_validate(tree | {"train": {"steps": 1, "batch_size": 1}}), base)
+
+
 def test_rows_from_python_are_one_source_with_or_without_saying_so():
     for rows in ([PAIR, PAIR], [TALK], datasets.Dataset.from_list([PAIR])):
         for named in (rows, [{"rows": rows}], {"rows": rows}, Source(rows=rows)):
@@ -72,9 +79,9 @@ def test_rows_that_are_left_out_are_counted_with_the_reason_and_the_first_of_the
     recipe = Recipe.model_validate(
         {"model": {"preset": "tiny"}, "data": section, "train": {"steps": 1, "batch_size": 1}}
     )
-    why = "have no room for a canvas within" if limit == 6 else "are longer than"
+    why = "has no room for a canvas within" if limit == 6 else "is longer than"
     also = "" if limit == 6 else ", or write {truncate: 6},"
-    line = f"dropped: 1 rows {why} the 6 tokens of data.max_length, a.jsonl:2 the first; raise it{also} to keep them"
+    line = f"dropped: 1 row {why} the 6 tokens of data.max_length, a.jsonl:2 the first; raise it{also} to keep them"
     for _ in range(2):  # the second time from the cache
         base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=4, denoises=True)
         lines = read_data(recipe, base).lines()

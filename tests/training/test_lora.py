@@ -181,6 +181,10 @@ def test_an_exported_adapter_names_the_model_it_is_asked_to(trained, inputs, tmp
         (["objective.router=trained"], "only adapters train"),
         ([f"lora.parts={NO_RANKS}", "lora.tokens=[]"], "nothing would be adapted"),
         (["lora.rnk=3"], "did you mean"),
+        (
+            ["lora.parts.attention=100000"],
+            r"rank 100,000 of the part 'attention' is more than its matrices have \(\d+\)",
+        ),
     ],
 )
 def test_a_start_that_would_not_do_what_it_says_is_refused(inputs, overrides, message, tmp_path):

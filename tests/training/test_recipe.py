@@ -61,6 +61,16 @@ def test_data_is_found_in_the_current_directory_first_then_beside_the_recipe(rec
     assert read_recipe(recipes / "base.yaml").data.train[0].path == str(Path.cwd() / "train.jsonl")
 
 
+def test_a_template_is_looked_up_as_data_is_and_a_name_stays_a_name(recipes: Path) -> None:
+    (recipes / "own.jinja").write_text("")
+    (recipes / "verbatim").mkdir()
+    own = str(recipes / "own.jinja")
+    for source, found in (("own.jinja", own), ("verbatim", "verbatim"), ("tool_use", "tool_use")):
+        path = write(recipes, f"extends: base.yaml\ndata: {{template: {source}}}\n")
+        assert read_recipe(path).data.template == found
+    assert "data.template: no file 'none.jinja'" in refusal(path, "data.template=none.jinja")
+
+
 def test_a_resolved_recipe_reads_back_equal_from_anywhere(recipes: Path, tmp_path: Path) -> None:
     recipe = read_recipe(recipes / "base.yaml", ["optim.lr=1e-5", "model.path=org/name"])
     (tmp_path / "run").mkdir()
@@ -130,10 +140,10 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
         ("train: {steps: {a: 1}}", "train.steps: input should be a valid integer (got {'a': 1})"),
         ("train: {steps: 0}", "train.steps: input should be greater than 0 (got 0)"),
         ("train: {steps: many}", "train.steps: input should be a valid integer"),
-        ("train: {save_every: true}", "train.save_every: input should be a number, not a switch (got True)"),
-        ("optim: {ema: yes}", "optim.ema: input should be a number, not a switch (got True)"),
-        ("objective: {coin: off}", "objective.coin: input should be a number, not a switch (got False)"),
-        ("seed: true", "seed: input should be a number, not a switch (got True)"),
+        ("train: {save_every: true}", "train.save_every: input should be a number, not a switch (got True; YAML"),
+        ("optim: {ema: yes}", "optim.ema: input should be a number, not a switch (got True; YAML"),
+        ("objective: {coin: off}", "objective.coin: input should be a number, not a switch (got False; YAML"),
+        ("seed: true", "seed: input should be a number, not a switch (got True; YAML"),
         ("train: {steps: 1, steps: 2}", "not valid YAML: the key 'steps' appears twice"),
         ("data: {canvases: some}", "data.canvases: "),
         (
@@ -175,6 +185,13 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
         ("extends: [a]", "extends: expected the path of one recipe, got ['a']"),
         ("extends: other.yaml", "extends: the recipes extend one another in a circle"),
         ("train: [", "not valid YAML: "),
+        ("optim: {betas: [0.9]}", "other.yaml: optim.betas: give a list of two numbers (got [0.9])"),
+        ("optim: {betas: [0.9, 0.9, 0.9]}", "optim.betas: give a list of two numbers (got [0.9, 0.9, 0.9])"),
+        ("lora: {alpha: -1}", "lora.alpha: input should be greater than 0 (got -1)"),
+        ("lora: {alpha: {mlp: -1}}", "lora.alpha.mlp: input should be greater than 0 (got -1)"),
+        ("lora: {tokens: [-1]}", "lora.tokens: input should be greater than or equal to 0 (got -1)"),
+        ("optim: {name: on}", "(got True; YAML reads a bare on, off, yes or no as true or false)"),
+        ("train: {batch_size: 100000000}", "train.batch_size: input should be less than or equal to 1000000"),
     ],
 )
 def test_a_wrong_recipe_says_where_and_what(recipes: Path, line: str, expected: str) -> None:

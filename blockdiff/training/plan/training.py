@@ -21,6 +21,7 @@ from blockdiff.images import PlacedImage
 from blockdiff.kernels import IN_C, Kernels
 from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.terminal import counted
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.muon import AT_ONCE
 from blockdiff.training.optimiser import matrix_count, trainable
@@ -133,7 +134,8 @@ def breaking(plan: TrainingPlan, limit: int) -> str:
 
 def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
     """A plan for a person to read."""
-    yield f"a micro-batch of {plan.rows} rows of {plan.tokens:,} tokens with {plan.canvases} canvases each"
+    canvases = counted(plan.canvases, "canvas")
+    yield f"a micro-batch of {counted(plan.rows, 'row')} of {plan.tokens:,} tokens with {canvases} each"
     width = max(len(name) for name in (*plan.parts, *plan.host))
     for name, count in plan.parts.items():
         yield f"  {name:{width}}  {size(count):>12}"
