@@ -80,7 +80,6 @@ class CanvasState:
         cls, canvases: Sequence[RunningCanvas], model: BlockDiffusionModel, settings: SamplingSettings
     ) -> CanvasState:
         """The state of canvases before their first steps."""
-        L, B, device = settings.canvas_length, len(canvases), model.device
         numbers = [
             (
                 signed(canvas.sequence.seed),
@@ -91,22 +90,13 @@ class CanvasState:
             )
             for canvas in canvases
         ]
-        seed_B, number_B, offset_B, steps_B, first_B = torch.tensor(numbers, device=device).unbind(1)
-        nothing_BL = torch.full((B, L), -1, device=device)
-        uniform_BTL, noise_BTL = draw_ahead(seed_B, number_B, first_B, L, model.vocab_size)
-        return cls(
-            seed_B=seed_B,
-            number_B=number_B,
-            offset_B=offset_B,
-            steps_B=steps_B,
-            unchanged_B=torch.zeros_like(seed_B),
-            uniform_BTL=uniform_BTL,
-            noise_BTL=noise_BTL,
-            standing_BL=nothing_BL,
-            kept_BL=torch.zeros((B, L), dtype=torch.bool, device=device),
-            previous_BL=nothing_BL,
-            soft_BLD=torch.zeros((B, L, model.vocabulary.table.shape[1]), dtype=model.dtype, device=device),
-        )
+        state = cls.buffers(len(canvases), model, settings)
+        columns_B = torch.tensor(numbers, device=model.device).unbind(1)
+        state.seed_B, state.number_B, state.offset_B, state.steps_B, first_B = columns_B
+        draws = draw_ahead(state.seed_B, state.number_B, first_B, settings.canvas_length, model.vocab_size)
+        state.uniform_BTL, state.noise_BTL = draws
+        state.previous_BL.fill_(-1)
+        return state
 
     @classmethod
     def buffers(cls, count: int, model: BlockDiffusionModel, settings: SamplingSettings) -> CanvasState:
