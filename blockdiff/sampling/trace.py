@@ -137,7 +137,6 @@ class Trace:
     verifications: list[Verification] = field(default_factory=list)
 
     def steps_of(self, canvas: int) -> list[Step]:
-        """The steps of one canvas."""
         return [step for step in self.steps if step.canvas == canvas]
 
 
@@ -166,7 +165,6 @@ class Recorder:
                 trace.verifications.append(step)
 
     def canvas(self, canvas: CommittedCanvas) -> None:
-        """Take one committed canvas."""
         if self._ids is None or canvas.id in self._ids:
             trace = self._trace(canvas.id)
             trace.canvases.append(canvas)

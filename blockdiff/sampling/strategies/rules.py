@@ -33,7 +33,6 @@ class ConstantTemperature:
             raise ValueError(f"t must be more than 0, got {self.t}")
 
     def at(self, step: int, steps: int) -> float:
-        """The temperature."""
         return self.t
 
 
@@ -57,7 +56,6 @@ class LinearTemperature(_Falling):
     """
 
     def at(self, step: int, steps: int) -> float:
-        """The float32 number."""
         remaining = torch.tensor(steps - step, dtype=torch.int32)
         return float(self.t_min + (self.t_max - self.t_min) * (remaining / steps))
 
@@ -221,7 +219,6 @@ class StableAndConfident:
             )
 
     def stop(self, canvases: Canvases) -> Tensor | None:
-        """is_stopped [B]."""
         is_stable_B = canvases.unchanged_B >= self.stability
         if self.confidence == math.inf:
             return is_stable_B
@@ -235,7 +232,6 @@ class AllKept:
     is_capturable: ClassVar[bool] = True
 
     def stop(self, canvases: Canvases) -> Tensor | None:
-        """is_stopped [B]."""
         return canvases.kept_BL.all(-1)
 
 
@@ -246,7 +242,6 @@ class Never:
     is_capturable: ClassVar[bool] = True
 
     def stop(self, canvases: Canvases) -> Tensor | None:
-        """None."""
         return None
 
 
