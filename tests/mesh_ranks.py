@@ -29,6 +29,7 @@ from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.recipes.sudoku import alphabet, make_splits
+from blockdiff.sampling import Result
 from blockdiff.tensor_pieces import Block, Piece, gathered, piece_of
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.freeze import freeze
@@ -234,8 +235,26 @@ def write_recipes(directory: Path) -> None:
     drafter = {**recipe, "model": {"path": "draft"}, "objective": {"draft_for": "base", "anchors": 3}}
     drafter |= {"evaluation": {"best": "heldout_draft_loss"}, "generation": {}}
     (directory / "drafter.yaml").write_text(json.dumps(drafter))
+    save(init(CONFIGS["minimax_m3"](), seed=3), directory / "m3", tokenizer=tokenizer)
+    reinforced = {**recipe, "data": {"train": "train.jsonl"}, "generation": {"max_steps": 3, "max_new_tokens": 18}}
+    reinforced |= {"evaluation": {"prompts": "test.jsonl", "task": "sudoku"}}
+    reinforced |= {"train": recipe["train"] | {"eval_every": 0}, "optim": recipe["optim"] | {"lr": 2e-3}}
+    for name, model, more in (
+        ("canvas", "base", {"kl": 0.1, "sft": 0.5}),
+        ("head", "base", {"epochs": 2, "kl": 0.1}),
+        ("m3 head", "m3", {}),
+    ):
+        rl = {"policy": name.split()[-1], "reward": "tests.mesh_ranks:checksum", "prompts": 2, "group": 3, **more}
+        adapted = {"lora": "none"} if model == "m3" else {"lora": {"rank": 2}}
+        asked = {**reinforced, "model": {"path": model}, "rl": rl, **adapted}
+        (directory / f"{name}.yaml").write_text(json.dumps(asked))
     in_fp8 = {"path": "base", "quantize": "fp8"}
     (directory / "adapters over fp8.yaml").write_text(json.dumps({**recipe, "model": in_fp8, "lora": lora}))
+
+
+def checksum(row: dict[str, Any], result: Result) -> float:
+    """A reward that differs from answer to answer."""
+    return float(sum(result.tokens) % 7)
 
 
 def train_runs(directory: Path, runs: dict[str, list[str]]) -> None:

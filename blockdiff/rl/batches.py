@@ -28,6 +28,9 @@ class Answer:
     failures: dict[str, str]
     steps: list[int]
     canvases: list[Trajectory] = field(default_factory=list)
+    agreed: list[int] = field(
+        default_factory=lambda: [0, 0]
+    )  # tokens that canvases proposed, and the head chooses, too
     advantage: float = 0.0
 
     @property

@@ -172,23 +172,21 @@ class Rollouts:
                 earned = self.rewards(row, result)
                 parts = earned.total, earned.values, earned.failures, list(result.steps)
                 canvases = recorder.take(places[n]) if rl.policy == "canvas" else []
-                drawn.append(Answer(places[n], prompt_of[slot], list(result.tokens), *parts, canvases))
-                recorder.foretell(result)
+                agreed = recorder.agreed(places[n], result)
+                drawn.append(Answer(places[n], prompt_of[slot], list(result.tokens), *parts, canvases, agreed))
                 tokens += len(result.tokens)
                 self.show.rollouts(count, len(requests), tokens / (time.perf_counter() - began))
-        self._counted["drafted"] += recorder.drafted
-        self._counted["stood"] += recorder.stood
         names = [each.name for each in fields(Answer)]
         gathered = ranks.gather_rows([[getattr(answer, name) for name in names] for answer in drawn])
         found = [Answer(**dict(zip(names, values, strict=True))) for of_rank in gathered for values in of_rank]
         return sorted(found, key=lambda answer: answer.place)
 
     def _request(self, number: int, place: int, row: Prompt) -> Request:
-        """The request of one draw, with the seed of its address; beside canvases the head says its likeliest tokens."""
-        data, is_canvas = self.recipe.data, self.rl.policy == "canvas"
+        """The request of one draw, with the seed of its address; beside canvases a trained head says its likeliest."""
+        data, is_foretold = self.recipe.data, self.rl.policy == "canvas" and self.recipe.objective.ar_loss is not None
         high, low = words(self.recipe.seed, Stream.ROLLOUT, (number, *divmod(place, self.rl.group)), 2).tolist()
         asked = row.question.request(data.thinking, allow_control_tokens=data.control_tokens == "allow")
-        return replace(asked, id=place, seed=(high << 32) | low, scores=is_canvas, top_logprobs=int(is_canvas))
+        return replace(asked, id=place, seed=(high << 32) | low, scores=is_foretold, top_logprobs=int(is_foretold))
 
     def _prompt_tokens(self, request: Request, sampler: Sampler) -> list[int]:
         return list(request.as_tokens(sampler.tokenizer, sampler.settings.vocab_size).tokens)
@@ -203,6 +201,8 @@ class Rollouts:
             counted["tokens"] += len(answer.tokens)
             counted["canvases"] += len(answer.steps) * (self.rl.policy == "canvas")
             counted["steps"] += sum(answer.steps)
+            counted["drafted"] += answer.agreed[0]
+            counted["stood"] += answer.agreed[1]
             for name, value in answer.rewards.items():
                 counted[f"reward {name}"] += value
             failed.update(f"{name}: {why}" for name, why in answer.failures.items())
@@ -245,31 +245,33 @@ class Rollouts:
 
 
 class _Recorder:
-    """Takes note of the steps of canvases, and of how far head and canvases agree.
-
-    drafted, stood: tokens that canvases drafted, and those of them that the head draws, too; of canvases that are not
-    verified, tokens of answers, and those of them that are the head's likeliest.
-    """
+    """Takes note of the steps of canvases, and of the verifications of drafts."""
 
     def __init__(self) -> None:
-        self.drafted = self.stood = 0
         self._steps: defaultdict[str | int, defaultdict[int, list[Step]]] = defaultdict(lambda: defaultdict(list))
         self._committed: defaultdict[str | int, list[CommittedCanvas]] = defaultdict(list)
+        self._verified: defaultdict[str | int, list[int]] = defaultdict(lambda: [0, 0])
 
     def step(self, step: Step | Verification) -> None:
         if isinstance(step, Verification):
-            self.drafted += len(step.draft) - step.given
-            self.stood += step.accepted - step.given
+            self._verified[step.id][0] += len(step.draft) - step.given
+            self._verified[step.id][1] += step.accepted - step.given
         else:
             self._steps[step.id][step.canvas].append(step)
 
     def canvas(self, canvas: CommittedCanvas) -> None:
         self._committed[canvas.id].append(canvas)
 
-    def foretell(self, result: Result) -> None:
-        for token, likeliest in zip(result.tokens, result.top_logprobs or (), strict=False):
-            self.drafted += 1
-            self.stood += token == likeliest[0][0]
+    def agreed(self, id: str | int, result: Result) -> list[int]:
+        """The tokens that canvases proposed for an answer, and how many of them the head chooses, too.
+
+        Of verified canvases those are drafted tokens, and the ones that stand; else the answer's tokens, and the ones
+        that are the head's likeliest, where it was asked.
+        """
+        if result.top_logprobs is None:
+            return self._verified.pop(id, [0, 0])
+        agreed = [token == top[0][0] for token, top in zip(result.tokens, result.top_logprobs, strict=True)]
+        return [len(agreed), sum(agreed)]
 
     def take(self, id: str | int) -> list[Trajectory]:
         """The canvases of an answer: what their steps saw and drew, and the tokens that were committed."""

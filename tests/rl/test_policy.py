@@ -74,7 +74,7 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
 
 
 def answer(place: int, tokens: list[int], canvases: Any = (), advantage: float = 0.0) -> Answer:
-    return Answer(place, PROMPT, tokens, 0.0, {}, {}, [], list(canvases), advantage)
+    return Answer(place, PROMPT, tokens, 0.0, {}, {}, [], list(canvases), advantage=advantage)
 
 
 def value(tokens: list[int]) -> float:
