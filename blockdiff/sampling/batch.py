@@ -62,9 +62,8 @@ class CanvasBatch:
         self._memory: abc.Hashable = None  # where the weights lay when steps were captured
 
     def can_capture(self, shape: Shape) -> bool:
-        """True where a step of this shape only launches kernels; native top_p asks how many tokens it needs."""
-        filters = self.model.kernels.filters_on_device and self.model.vocabulary.head is None
-        return shape.top_p >= 1 or filters
+        """True where a step of this shape only launches kernels; top_p in torch asks how many tokens it needs."""
+        return shape.top_p >= 1 or self.model.kernels.filters_on_device
 
     # -- the canvases and their places -------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 1e-5  # relative
 OPS = ("linear_cross_entropy", "soft_embedding", "token_stats", "token_scores")
-NAMES = "tiles", "rows", "tokens", "filters", "classes", "probabilities", "gradients"
+NAMES = "tiles", "rows", "tokens", "classes", "probabilities", "gradients"
 KERNELS = tuple(f"vocabulary_{name}" for name in NAMES)
 
 
@@ -182,20 +182,24 @@ def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap,
 
 @pytest.mark.parametrize("temperature", [0.1, 0.8, 2.0])
 @pytest.mark.parametrize("chunk", ["whole", "parts"])
-def test_the_soft_embedding_and_its_tables_gradient(temperature, chunk, small_tiles, monkeypatch):
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_soft_embedding_and_its_tables_gradient(temperature, chunk, is_tied, small_tiles, monkeypatch):
+    """Untied: of another table than the one that makes the logits, which then gets no gradient."""
     N, V, D = 37, 203, 24
     hidden, table, _ = case(N, V, D)
     direction = torch.randn(N, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    truth = table.double().requires_grad_()
+    embedding = table if is_tied else torch.randn(V, D, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    truth = embedding.double().requires_grad_()
     p = (reference.logits(hidden.double(), table.double(), 30.0) / temperature).softmax(-1)
     ((p @ truth) * direction).sum().backward()
     hidden.requires_grad_()
     table.requires_grad_()
+    embedding.requires_grad_()
     chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
-    soft = triton.soft_embedding(hidden, table, 30.0, temperature)
+    soft = triton.soft_embedding(hidden, table, 30.0, temperature, None if is_tied else embedding)
     (soft * direction).sum().backward()
-    assert relative_error(soft, p @ truth) < FP32 and relative_error(table.grad, truth.grad) < FP32
-    assert hidden.grad is None
+    assert relative_error(soft, p @ truth) < FP32 and relative_error(embedding.grad, truth.grad) < FP32
+    assert hidden.grad is None and (is_tied or table.grad is None)
 
 
 # -- statistics and samples -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import pack_allowed, triton
+from blockdiff.kernels.vocabulary import Classes, Shaping, pack_allowed, triton
 from blockdiff.kernels.vocabulary import torch as in_torch
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from tests.closeness import relative_error
@@ -50,6 +50,19 @@ def test_stats_match_the_reference(softcap, is_given, N, V, small_tiles, monkeyp
     stats = triton.token_stats(hidden, table, softcap, temperature, uniform, given if is_given else None)
     log_p = reference.log_probabilities(hidden.double(), table.double(), softcap, temperature)
     compare_stats(stats, log_p, table, given if is_given else stats.sample, uniform)
+
+
+def test_statistics_of_an_untied_head_are_those_of_a_tied_one_but_for_the_soft_embedding(small_tiles, monkeypatch):
+    chunks_of_rows(monkeypatch, 4, 203)
+    hidden, table, _, temperature, uniform = stats_case(9, 203)
+    classes = Classes.of(torch.arange(203, device=DEVICE) % 5, 5)
+    other, shaping = table.flip(0).contiguous(), Shaping(top_k=9, top_p=0.9)
+    log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature)
+    for op, rest in ((triton.token_stats, (uniform, None, None, shaping)), (triton.class_stats, (uniform, classes))):
+        tied, untied = (op(hidden, table, 30.0, temperature, *rest, embedding_VD=e) for e in (None, other))
+        columns = zip(tied._asdict().items(), untied, strict=True)
+        assert all(torch.equal(a, b) for (name, a), b in columns if name != "soft_embedding")
+        assert relative_error(untied.soft_embedding, log_p.exp() @ other.double()) < FP32
 
 
 def test_stats_in_tiles_of_full_size():

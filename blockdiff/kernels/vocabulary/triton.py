@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.launch import Unserved, empty, registered
+from blockdiff.kernels.launch import empty, registered
 from blockdiff.kernels.vocabulary.shaping import Shaping
 from blockdiff.kernels.vocabulary.torch import Stats
-from blockdiff.kernels.vocabulary.triton_classes import UNTIED, class_stats
+from blockdiff.kernels.vocabulary.triton_classes import class_stats
 from blockdiff.kernels.vocabulary.triton_launch import (
     Logits,
     Rows,
@@ -110,9 +110,13 @@ def _cross_entropy_backward(
 
 @registered("soft_embedding")
 def _soft_embedding(
-    hidden: Tensor, table: Tensor, softcap: float | None, temperature: float, needs_table: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Soft embeddings, and for a table that trains the probabilities, if one chunk holds them (else no elements)."""
+    hidden: Tensor, table: Tensor, softcap: float | None, temperature: float, needs_table: bool,
+    embedding: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Soft embeddings, and for embeddings that train the probabilities, if one chunk holds them (else no elements).
+
+    embedding: what they are made of where it is not the table.
+    """
     keeps = needs_table and fit(hidden, table)
     soft, kept = empty(hidden), empty(table, len(hidden) if keeps else 0, len(table))
     yield soft, kept
@@ -123,7 +127,7 @@ def _soft_embedding(
         merged = Rows(peak[rows], total[rows])
         x = sweep(hidden[rows], table, how.of(rows), chunks, merged)
         to_probabilities(x, how.of(rows), merged, chunks.tile)
-        torch.mm(x, table, out=soft[rows])
+        torch.mm(x, table if embedding is None else embedding, out=soft[rows])
 
 
 @registered("soft_embedding_backward")
@@ -148,7 +152,7 @@ def _soft_embedding_backward(
 def _token_stats(
     hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, uniform: Tensor,
     given: Tensor | None, allowed: Tensor | None, top_k: int | None, top_p: float, min_p: float,
-    observed: Tensor | None, bonus: Tensor | None,
+    observed: Tensor | None, bonus: Tensor | None, embedding: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """The columns of `Stats`."""
     entropy, log_probability, soft = _vector(hidden), _vector(hidden), empty(hidden)
@@ -172,7 +176,7 @@ def _token_stats(
             x = sweep(hidden[rows], table, how, chunks, merged, uniform=uniform[rows])
         pick(x, how, merged, _some(given, rows), (sample[rows], log_probability[rows]), chunks.tile)
         to_probabilities(x, own.of(rows), of_own, chunks.tile)
-        torch.mm(x, table, out=soft[rows])
+        torch.mm(x, table if embedding is None else embedding, out=soft[rows])
 
 
 @registered("log_sums")
@@ -216,16 +220,17 @@ def _cross_entropy_gradients(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tup
 
 
 def _save_soft_embedding(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, table, ctx.softcap, ctx.temperature, _ = inputs
+    hidden, table, ctx.softcap, ctx.temperature, _, embedding = inputs
+    ctx.is_tied = embedding is None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(hidden, table, output[1])
 
 
 def _soft_embedding_gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    (hidden, table, kept), grad_table = ctx.saved_tensors, None
-    if grad is not None and ctx.needs_input_grad[1]:
-        grad_table = _soft_embedding_backward(hidden, table, ctx.softcap, ctx.temperature, kept, grad)
-    return None, grad_table, *[None] * 4
+    (hidden, table, kept), made = ctx.saved_tensors, None
+    if grad is not None and ctx.needs_input_grad[1 if ctx.is_tied else 5]:
+        made = _soft_embedding_backward(hidden, table, ctx.softcap, ctx.temperature, kept, grad)
+    return None, made if ctx.is_tied else None, None, None, None, None if ctx.is_tied else made
 
 
 _cross_entropy.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)
@@ -280,11 +285,13 @@ def soft_embedding(
     embedding_VD: Tensor | None = None,
 ) -> Tensor:
     """`softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z."""
-    if embedding_VD is not None:
-        raise Unserved(UNTIED)
-    hidden, table = in_autocast(hidden_ND.detach(), table_VD)
-    needs_table = torch.is_grad_enabled() and table.requires_grad
-    return _soft_embedding(hidden, table, softcap, temperature, needs_table)[0].to(table_VD.dtype)
+    hidden, table, *others = in_autocast(
+        hidden_ND.detach(), table_VD, *(() if embedding_VD is None else (embedding_VD,))
+    )
+    embedding = others[0] if others else None
+    needs_table = torch.is_grad_enabled() and (table if embedding is None else embedding).requires_grad
+    arguments = softcap, temperature, needs_table, embedding
+    return _soft_embedding(hidden, table.detach() if others else table, *arguments)[0].to(table_VD.dtype)
 
 
 def token_stats(
@@ -302,9 +309,8 @@ def token_stats(
 
     Samples are those of torch.py except where the uniform number lies within about 1e-6 of an edge of the CDF.
     """
-    if embedding_VD is not None:
-        raise Unserved(UNTIED)
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
+    embedding = None if embedding_VD is None else embedding_VD.detach().to(table.dtype)
     temperature_N = temperatures(temperature_N, hidden)
     if allowed_NW is not None and allowed_NW.stride(1) != 1:  # but one mask expanded to all rows stays one
         allowed_NW = allowed_NW.contiguous()
@@ -312,7 +318,7 @@ def token_stats(
     bonus_N = None if shaping.bonus_N is None else shaping.bonus_N.float() / temperature_N
     vectors = _contiguous(temperature_N, uniform_N.float(), given_N)
     shaped = *shaping[:3], *_contiguous(shaping.observed_N, bonus_N)
-    stats = Stats(*_token_stats(hidden, table, softcap, *vectors, allowed_NW, *shaped))
+    stats = Stats(*_token_stats(hidden, table, softcap, *vectors, allowed_NW, *shaped, embedding))
     return stats._replace(soft_embedding=stats.soft_embedding.to(table_VD.dtype))
 
 

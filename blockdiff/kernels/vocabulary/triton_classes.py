@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.launch import Unserved, empty, launch, registered
+from blockdiff.kernels.launch import empty, launch, registered
 from blockdiff.kernels.tiles import Tile
 from blockdiff.kernels.vocabulary import kernels
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty
 from blockdiff.kernels.vocabulary.triton_launch import Logits, Rows, chunks_of, sweep, temperatures, to_probabilities
 
-UNTIED = "embeddings that are not the rows that make the logits have no Triton kernel"
 TILE = Tile(2, 512, warps=4)  # rows, and tokens of a class that a program takes at a time
 
 
@@ -42,6 +41,7 @@ class OfRows(NamedTuple):
 def _class_stats(
     hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, uniform: Tensor, token: Tensor,
     end: Tensor, seen: Tensor | None, factor: Tensor | None, row: Tensor | None, excluded: int | None,
+    embedding: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """The columns of `ClassStats`."""
     N, C = len(hidden), len(end)
@@ -61,7 +61,7 @@ def _class_stats(
         arguments = x, own, penalty, token, end, uniform[rows], columns, *x.shape, C
         launch(kernels.vocabulary_classes, (TILE.grid(len(x))[0], C), *arguments, **TILE.options)
         to_probabilities(x, own, merged, chunks.tile)
-        torch.mm(x, table, out=soft[rows])
+        torch.mm(x, table if embedding is None else embedding, out=soft[rows])
 
 
 def _all_but(token: int, table: Tensor) -> Tensor:
@@ -84,13 +84,14 @@ def class_stats(
     embedding_VD: Tensor | None = None,
 ) -> ClassStats:
     """As in torch.py, with logarithms in fp32; samples are the same but where rounding moves an edge of the CDF."""
-    if embedding_VD is not None:
-        raise Unserved(UNTIED)
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
+    embedding = None if embedding_VD is None else embedding_VD.detach().to(table.dtype)
     token, end = classes.token_M.contiguous(), classes.end_C.contiguous()
     seen = factor = row = None
     if penalty is not None:
         seen, factor, row = (t.contiguous() for t in (penalty.seen_RV, penalty.factor_R.float(), penalty.row_N))
     numbers = temperatures(temperature_N, hidden), uniform_N.float().contiguous()
-    stats = ClassStats(*_class_stats(hidden, table, softcap, *numbers, token, end, seen, factor, row, excluded))
+    stats = ClassStats(
+        *_class_stats(hidden, table, softcap, *numbers, token, end, seen, factor, row, excluded, embedding)
+    )
     return stats._replace(soft_embedding=stats.soft_embedding.to(table_VD.dtype))
