@@ -27,6 +27,10 @@ class RequestError(BlockdiffError):
     """A sampling request cannot be answered."""
 
 
+class NoText(RequestError):
+    """No text satisfies what a request asks for."""
+
+
 class Full(BlockdiffError):
     """An engine's queue has no place for another request now; ask again when some are answered."""
 

@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from blockdiff.errors import BlockdiffError
+from blockdiff.data.images import image_bytes
+from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.files import write_text
 from blockdiff.terminal import printable
 
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
 
 
 def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
-    """A hash of a request and the settings of the command: equal ones give the same answer."""
-    return hashlib.blake2b(repr((request, sorted(settings.items()))).encode(), digest_size=8).hexdigest()
+    """A hash of a request, the files of its images and the settings of the command: equal ones give the same answer."""
+    images: list[str] = []
+    with suppress(DataError):  # its answer will be that error
+        files = [source for source in getattr(request, "sources", []) if isinstance(source, str)]
+        images = [hashlib.blake2b(image_bytes(source)).hexdigest() for source in files]
+    said = repr((request, *images, sorted(settings.items())))
+    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
 
 def training_row(request: Request | Result, result: Result) -> dict[str, Any]:

@@ -71,6 +71,19 @@ class ModelOptions:
 
         return model_files(self.readable, self.adapter, with_weights=False)
 
+    @property
+    def weights(self) -> list[str]:
+        """Digests of the weights, of the adapter and of the draft model, as far as there are some."""
+        from blockdiff.checkpoint.adapter_names import WEIGHTS
+        from blockdiff.checkpoint.files import find, fingerprint
+        from blockdiff.checkpoint.opening import model_files
+        from blockdiff.files import piecewise_digest
+
+        files = model_files(self.readable, self.adapter)
+        models = [files.weights, *([] if self.draft_model is None else [find(self.draft_model)])]
+        adapters = [] if files.adapter is None else [piecewise_digest(files.adapter / WEIGHTS)]
+        return [*map(fingerprint, models), *adapters]
+
     def open(
         self,
         strategy: Strategy | str | None,

@@ -171,6 +171,8 @@ def sample(
     identity = {**numbers, "strategy": chosen, "model": str(model_name), "dtype": opened.dtype}
     parts = {name: getattr(opened, name) for name in ("adapter", "quantize", "draft_model")}
     identity |= {name: part for name, part in parts.items() if part} | ({"as_rows": True} if as_rows else {})
+    if output is not None:
+        identity["weights"] = opened.weights
     answers = Answers(
         output,
         [fingerprint(entry, identity) for entry in entries],

@@ -55,7 +55,7 @@ class Generation:
             "max_new_tokens": (Integral, "an integer of at least 1", lambda x: x >= 1),
             "entropy_bound": (Real, "a number more than 0", lambda x: x > 0),
             "t_max": (Real, "a number more than 0", lambda x: x > 0),
-            "t_min": (Real, f"a number of at least 0 and less than t_max, {self.t_max}", lambda x: 0 <= x < self.t_max),
+            "t_min": (Real, f"a number of at least 0 and at most t_max, {self.t_max}", lambda x: 0 <= x <= self.t_max),
             "stability": (Integral, "an integer of at least 0", lambda x: x >= 0),
             "confidence": (Real, "a number more than 0", lambda x: x > 0),
             "temperature": (Real, "a number of at least 0", lambda x: x >= 0),

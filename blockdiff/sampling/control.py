@@ -157,10 +157,10 @@ class Control:
             given_BL = pinned_BL = torch.tensor(self.pins[first : first + B * length]).view(B, length)
         if self.automaton is not None:
             is_final_BS = torch.stack([self._is_open(first + (n + 1) * length) for n in range(B)])
-            # What the constraint leaves no choice of is pinned, so that the model sees it from the first step on.
-            each = zip(states, is_final_BS, given_BL, strict=True)
-            pinned_BL = torch.stack([forced(self.automaton, *state_and_ends) for state_and_ends in each])
             is_text_BL = (given_BL < 0) if self.pins is not None else torch.zeros(B, length, dtype=torch.bool)
+            # What the constraint leaves no choice of is pinned, so that the model sees it from the first step on.
+            each = zip(states, is_final_BS, given_BL, is_text_BL, strict=True)
+            pinned_BL = torch.stack([forced(self.automaton, *of_canvas) for of_canvas in each])
             number_B = torch.arange(first // length, first // length + B, device=device)
             parts |= dict(
                 automaton=self.automaton.on(device),

@@ -416,7 +416,8 @@ class Engine:
                 self._encoding.accept(sequence, len(sequence.token_ids), hidden_LD[:0])
                 continue
             sequence.draft = Draft.after(verification)
-            self._commit(sequence, draft.tokens, draft.steps, hidden_LD[: verification.accepted])
+            # without what is behind the end of a response, which nobody has verified
+            self._commit(sequence, draft.tokens[: draft.num_verified], draft.steps, hidden_LD[: verification.accepted])
             following = sequence.draft.tokens
             if sequence.finish_reason is None and self._can_commit(sequence, following):
                 sequence.draft = Draft()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,14 @@ from typer.testing import CliRunner
 
 from blockdiff.checkpoint import init, load, save, save_adapter
 from blockdiff.cli import together
-from blockdiff.cli.answers import Answers
+from blockdiff.cli.answers import Answers, fingerprint
 from blockdiff.cli.main import app
 from blockdiff.cli.tally import AnsweredSoFar
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError, RunError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
-from blockdiff.sampling import Result
+from blockdiff.sampling import Request, Result
 from tests import forked
 from tests.oracle import tiny_config
 
@@ -70,6 +71,27 @@ def test_answers_to_other_settings_are_never_mixed(model, tmp_path, more):
     assert output.read_bytes() == before
     works(words(model, output, *more, "--overwrite"))
     assert output.read_bytes() != before
+
+
+def test_answers_of_other_weights_in_the_same_directory_are_never_mixed(model, tmp_path):
+    shutil.copytree(model, other := tmp_path / "model")
+    works(words(other, output := tmp_path / "o.jsonl"))
+    changed = load(other)
+    with torch.no_grad():
+        changed.layers[0].mlp.up_proj.weight.add_(1)
+    save(changed, other, overwrite=True)
+    shutil.copy(model / "prompts.jsonl", other)
+    result = CliRunner().invoke(app, words(other, output))
+    assert result.exit_code == 1 and "answers to other prompts or by other settings" in result.stderr
+
+
+def test_a_request_with_another_image_in_the_same_file_is_another_one(tmp_path):
+    file, found = tmp_path / "a.png", set()
+    for content in (b"one", b"other", b"one"):
+        file.write_bytes(content)
+        found.add(fingerprint(Request(1, prompt="a", images=[str(file)]), {}))
+    file.unlink()
+    assert len(found | {fingerprint(Request(1, prompt="a", images=[str(file)]), {})}) == 3
 
 
 def test_what_failed_is_asked_again(model, tmp_path):

@@ -15,7 +15,7 @@ import torch
 
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints import compile_child, outlines
+from blockdiff.sampling.constraints import byte_automaton, compile_child, outlines
 from blockdiff.sampling.constraints import regex as expressions
 from blockdiff.sampling.constraints.byte_automaton import without
 from blockdiff.sampling.constraints.json_schema import FORMATS, NumberRange, schema_regex
@@ -329,7 +329,27 @@ def test_what_a_constraint_leaves_no_choice_of_is_found(regex, pins):
     if canvases:
         every = [{tokens[place] for tokens in canvases} for place in range(4)]
         truth = [each.copy().pop() if len(each) == 1 else -1 for each in every]
-        assert forced(automaton, 0, automaton.is_accepting_S, torch.tensor(pins)).tolist() == truth
+        anywhere = torch.zeros(4, dtype=torch.bool)
+        assert forced(automaton, 0, automaton.is_accepting_S, torch.tensor(pins), anywhere).tolist() == truth
+
+
+def test_the_holes_of_a_template_have_no_end_in_them_and_so_may_leave_no_choice():
+    automaton, free = automaton_of("ac|acc", eos=(EOS,), pad=None), torch.full((3,), -1)
+    for is_text, expected in (([False] * 3, [3, 8, -1]), ([True] * 3, [3, 8, 8])):
+        assert forced(automaton, 0, automaton.is_accepting_S, free, torch.tensor(is_text)).tolist() == expected
+
+
+def test_an_eos_that_is_banned_or_of_another_vocabulary_ends_no_text():
+    automaton = automaton_of("a{1,3}", eos=(EOS, EOS_2, V + 5), banned=(EOS,))
+    assert not bool(automaton.is_accepting_S[automaton.run((3, EOS))])
+    assert bool(automaton.is_accepting_S[automaton.run((3, EOS_2))])
+    assert bool(automaton.is_accepting_S[automaton.run((3, 3, 3))])
+
+
+def test_a_pattern_that_is_too_large_to_be_checked_is_refused_and_does_not_pass(monkeypatch):
+    monkeypatch.setattr(byte_automaton, "MOST_STATES", 3)
+    with pytest.raises(RequestError, match="states or more"):
+        schema_regex('{"type": "string", "pattern": "abcdefg"}')
 
 
 def test_a_long_and_wide_canvas_stays_exact(monkeypatch):

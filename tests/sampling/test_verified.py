@@ -323,6 +323,13 @@ def test_stop_texts_scores_and_the_best_of_several_are_those_of_next_tokens(writ
     assert both(writer, head, banned=[1], stop=[stop])[1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_stands_behind_a_stop_text_is_not_held_to_the_constraint(writer, seed):
+    options = {"regex": "(ab|cd){8}", "stop": ["b"], "seed": seed}
+    expected, found = both(writer, NextToken(1.2), **options)
+    assert (found.tokens, found.finish_reason) == (expected.tokens, expected.finish_reason)
+
+
 def test_every_round_is_told_and_counted(model):
     recorder, asked = Recorder(), requests(4)
     sampler = Sampler(model, generation=SETTINGS, strategy="verified:steps=2")

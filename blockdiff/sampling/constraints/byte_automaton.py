@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from blockdiff.errors import RequestError
+from blockdiff.errors import NoText, RequestError
 from blockdiff.sampling.constraints.outlines import seconds_left, too_large
 
 MOST_STATES = 1 << 14  # an expression can have exponentially many
@@ -37,11 +37,11 @@ class ByteAutomaton:
         return bool(self.is_accepting_S[state])
 
     def trimmed(self) -> ByteAutomaton:
-        """The same language without the states that cannot be reached or cannot accept; RequestError if it is empty."""
+        """The same language without the states that cannot be reached or cannot accept; NoText if it is empty."""
         S = self.states
         can_accept = reaching(self.next_SB, self.is_accepting_S)
         if not bool(can_accept[0]):
-            raise RequestError("no text satisfies the constraint; loosen it")
+            raise NoText("no text satisfies the constraint; loosen it")
         order, place = [0], torch.full((S + 1,), -1, dtype=torch.int64)
         place[0] = 0
         for state in order:  # which grows: breadth first, so the numbering follows the language
@@ -58,7 +58,7 @@ class ByteAutomaton:
         return ByteAutomaton(next_SB, is_accepting_S)
 
     def both(self, other: ByteAutomaton) -> ByteAutomaton:
-        """The texts that are in both languages; RequestError if there is none."""
+        """The texts that are in both languages; NoText if there is none, RequestError for too many states."""
         # Bytes that neither of the two tells apart lead to the same pair, so one of each such class is followed.
         class_B, first_C = alike(torch.cat((self.next_SB, other.next_SB)))
         pairs = {(0, 0): 0}

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-from blockdiff.errors import RequestError
+from blockdiff.errors import NoText, RequestError
 from blockdiff.sampling.constraints.outlines import seconds_left
 from blockdiff.sampling.constraints.regex import from_ecma, regex_automaton, without_ends
 
@@ -282,12 +282,15 @@ def _string(schema: Mapping[str, Any], place: str) -> str:
 
 @lru_cache(maxsize=256)
 def _needs_escapes(pattern: str) -> bool:
-    """True for a pattern whose matches are not all what stands between the quotes of a JSON string."""
+    """True for a pattern whose matches are not all what stands between the quotes of a JSON string.
+
+    Raises RequestError for one that is too large to be checked.
+    """
     breaking = regex_automaton('(?s).*["\\\\\\x00-\\x1f].*')
     matches = regex_automaton(from_ecma(pattern))
     try:
         matches.both(breaking)
-    except RequestError:  # the two have no text in common
+    except NoText:
         return False
     return True
 

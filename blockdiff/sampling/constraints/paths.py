@@ -83,15 +83,16 @@ def completable_pins(automaton: TokenAutomaton, pins: tuple[int, ...]) -> Tensor
     return torch.stack(rows_NS[::-1])
 
 
-def forced(automaton: TokenAutomaton, start: int, is_final_S: Tensor, pinned_L: Tensor) -> Tensor:
+def forced(automaton: TokenAutomaton, start: int, is_final_S: Tensor, pinned_L: Tensor, is_text_L: Tensor) -> Tensor:
     """The tokens that stand in every canvas from the start state to a final one, int64 [L]; -1 where there is a choice.
 
-    pinned_L: int64, tokens that are given, -1 where none is.
+    pinned_L: int64, tokens that are given, -1 where none is; is_text_L: where the text cannot end.
     """
     K, L = automaton.successor_SK.shape[1], len(pinned_L)
     from_E, to_E, class_E = automaton.pair_E // K, automaton.successor_SK.flatten()[automaton.pair_E], automaton.class_E
     of_pin_L = automaton.class_V[pinned_L.clamp(min=0)].where(pinned_L >= 0, -1)
     can_stand_LE = (of_pin_L[:, None] < 0) | (of_pin_L[:, None] == class_E)
+    can_stand_LE &= ~(is_text_L[:, None] & automaton.is_end_C[class_E])
     ahead = is_final_S
     for at in reversed(range(L)):
         can_stand_LE[at] &= ahead[to_E]

@@ -77,7 +77,7 @@ def token_automaton(
     if the tokens cannot write any text of the language, and if it needs too many states.
     """
     V = tokens.vocab_size
-    ends = {*eos_ids} | ({pad_id} if pad_id is not None else set())
+    ends = {id for id in (*eos_ids, pad_id) if id is not None and 0 <= id < V}
     without_text = [id for id in range(V) if not tokens.texts[id] and id not in ends and id not in banned]
     order, place, number_N = _reached(automaton, tokens)
 
@@ -90,7 +90,7 @@ def token_automaton(
     class_V[tokens.ids] = class_of_number[class_N]
     class_V[[*ends]] = -1
     class_V[[id for id in banned if 0 <= id < V]] = -1
-    usable = sorted(id for id in eos_ids if 0 <= id < V)
+    usable = sorted(id for id in eos_ids if id in ends and id not in banned)
     S = len(order) + 1
     end = S - 1
     next_SC = torch.full((S + 1, texts + 3), S, dtype=torch.int64)
