@@ -391,9 +391,14 @@ class Trainer:
     def running(self) -> Iterator[None]:
         """Surrounds the run: the ranks join, everything is built and restored, signals wait for the end of a step."""
         r = self.recipe
-        agreed = {"train.autocast": r.train.autocast, "model.compile": r.model.compile, "optim.clip": r.optim.clip}
-        agreed |= {"parallel.shard": r.parallel.shard, "parallel.offload": r.parallel.offload}
-        agreed |= {"train.activation_checkpointing": r.train.activation_checkpointing}
+        agreed: dict[str, object] = {
+            "train.autocast": r.train.autocast,
+            "train.activation_checkpointing": r.train.activation_checkpointing,
+            "model.compile": r.model.compile,
+            "optim.clip": r.optim.clip,
+            "parallel.shard": r.parallel.shard,
+            "parallel.offload": r.parallel.offload,
+        }
         refuse_settings(os.environ, agreed)
         ranks = from_accelerate(timeout=r.train.timeout)
         catching = caught(speaks=ranks.is_main, is_alone=ranks.world == 1)
