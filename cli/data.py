@@ -93,6 +93,23 @@ def countdown(
     _write(output, counts, overwrite, lambda: write_splits(output, numbers, counts, seed))
 
 
+@data.command(
+    "word-problems",
+    epilog="Example: blockdiff data word-problems --split train=20000 --split test=300 --output data/word_problems",
+)
+def word_problems(
+    output: Output,
+    overwrite: options.Overwrite = False,
+    split: Splits = None,
+    seed: options.SeedOfData = 0,
+) -> None:
+    """Write arithmetic in sentences and a tokenizer learnt from it, for recipes/word_problems.yaml."""
+    from blockdiff.recipes.word_problems import write_splits
+
+    counts = _counts(split or ["train=20000", "test=300"], None)
+    _write(output, counts, overwrite, lambda: write_splits(output, counts, seed))
+
+
 @data.command(epilog="Example: blockdiff data chat --split train=20000 --split test=500 --output data/chat")
 def chat(
     output: Output,

@@ -6,7 +6,15 @@ of GSM8K do. Names, things, events and numbers are drawn anew for every row.
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Mapping
+from pathlib import Path
+
+from blockdiff.errors import DataError
+from blockdiff.files import write_text
+
+TOKENISED, VOCABULARY = 4000, 768  # rows that the tokenizer is learnt from, and its most tokens
 
 NAMES = """
 Ann Ben Clara Dan Eva Finn Greta Hugo Ida Jonas Kira Leo Mia Nils Olga Paul Rosa Sam Tina Vera
@@ -62,7 +70,26 @@ def row(rng: random.Random) -> dict[str, str]:
     return {"prompt": prompt, "response": f"{' '.join(worked)} #### {total}"}
 
 
-def rows(count: int, seed: int) -> list[dict[str, str]]:
+def rows(count: int, seed: int | str) -> list[dict[str, str]]:
     """So many rows; the same seed gives the same ones."""
     rng = random.Random(seed)
     return [row(rng) for _ in range(count)]
+
+
+def write_splits(directory: str | Path, counts: Mapping[str, int], seed: int = 0) -> list[str]:
+    """Write NAME.jsonl for every split, and a tokenizer learnt from the first one into `directory`/tokenizer.
+
+    Returns a line for each split that says how many rows it holds; DataError for no split.
+    """
+    from blockdiff.data.tokenizer import byte_level_bpe, write_tokenizer
+
+    if not counts:
+        raise DataError("no split was asked for; name at least one, such as train=1000")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    splits = {name: rows(count, f"{seed} {name}") for name, count in counts.items()}
+    texts = (each["prompt"] + each["response"] for each in next(iter(splits.values()))[:TOKENISED])
+    write_tokenizer(byte_level_bpe(texts, VOCABULARY), directory / "tokenizer")
+    for name, some in splits.items():
+        write_text(directory / f"{name}.jsonl", "".join(json.dumps(each) + "\n" for each in some))
+    return [f"{name}: {len(some)} word problems" for name, some in splits.items()]

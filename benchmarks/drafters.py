@@ -1,0 +1,228 @@
+"""Drafters: what they gain over next tokens one by one, on addition with its working and on arithmetic in sentences.
+
+    python -m benchmarks.drafters runs/drafters --output benchmarks/results/NAME.json
+
+Targets and drafters that the directory lacks are trained there first, by recipes/word_problems.yaml and
+recipes/drafter_cpu.yaml, each drafter on answers of its target to rows of the training split; addition has the same
+recipes with its own rows and characters. Then every way answers the same test prompts greedily, in turns, at batch 1
+and 8, and its tokens must be those of next-token sampling. Beside the times stand tokens a round and the share of
+repeated 8-grams in the texts, which makes drafting easy.
+
+With the reference package (`pip install --no-deps dflash==0.1.0`) its generation with the same weights is timed, too,
+and our oracle (tests/oracles/dflash.py) is held to it: hidden states of 20 random drafters in fp64 within 1e-10, and
+the tokens of their greedy rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import blockdiff
+from benchmarks import machine
+from blockdiff.data.tokenizer import character_tokenizer, write_tokenizer
+from blockdiff.recipes import addition, word_problems
+from blockdiff.sampling import Request, Result, Sampler
+from blockdiff.training.recipe_files import read_recipe
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+MASK = "_"  # of addition, whose characters leave no row of the embedding free
+ROWS, REPEATS, LONGEST = 6000, 3, 160
+BLOCK, LAYERS = 8, 2
+WAYS = {  # by name: strategy, and whether the drafter is there
+    "next_token": ("next_token", False),
+    "drafted": ("speculative", True),
+    "drafted, whole blocks": (f"speculative:block={BLOCK}", True),
+}
+
+
+def command(*words: object) -> None:
+    """Run `blockdiff` in a process of its own."""
+    subprocess.run([sys.executable, "-m", "blockdiff", *map(str, words)], check=True)
+
+
+def write_rows(task: str, to: Path) -> None:
+    """The rows and the tokenizer of a task."""
+    counts = {"train": 20_000, "test": 300}
+    if task == "prose":
+        word_problems.write_splits(to, counts)
+        return
+    addition.write_splits(to, counts)
+    write_tokenizer(character_tokenizer(addition.ALPHABET + MASK), to / "tokenizer")
+
+
+def trained(task: str, to: Path, seed: int) -> tuple[Path, Path]:
+    """The directories of the target and of its drafter, which are trained where they are not there."""
+    if not (to / "tokenizer").exists():
+        write_rows(task, to)
+    target, drafter = to / "target" / "model", to / f"drafter-{seed}" / "model"
+    if not target.exists():
+        own = [f"data.train={to}/train.jsonl", f"data.heldout={to}/test.jsonl", f"model.tokenizer={to}/tokenizer"]
+        blockdiff.train(RECIPES / "word_problems.yaml", own, target.parent)
+    for name, source, count in (("rows", "train", ROWS), ("heldout_rows", "test", 200)) if not drafter.exists() else ():
+        prompts = to / f"{name}.prompts.jsonl"
+        prompts.write_text("".join((to / f"{source}.jsonl").read_text().splitlines(keepends=True)[:count]))
+        options = ("--max-new-tokens", LONGEST, "--batch-size", 64, "--output", to / f"{name}.jsonl")
+        command("sample", target, "--prompts", prompts, "--as-rows", *options)
+    if not drafter.exists():
+        draft = to / f"draft-{seed}"
+        if not draft.exists():
+            named = ("--mask-token", MASK) if task == "addition" else ()
+            shape = ("--layers", LAYERS, "--block", BLOCK, "--seed", seed, "--output", draft)
+            command("init", "--drafter-for", target, *named, *shape)
+        own = [f"data.train={to}/rows.jsonl", f"data.heldout={to}/heldout_rows.jsonl", f"seed={seed}"]
+        own += [f"model.path={draft}", f"objective.draft_for={target}"]
+        blockdiff.train(read_recipe(RECIPES / "drafter_cpu.yaml", own), output=drafter.parent)
+    return target, drafter
+
+
+def repeated(texts: list[list[int]], n: int = 8) -> float:
+    """The share of n-grams of tokens that stood in the same text before."""
+    total = again = 0
+    for tokens in texts:
+        seen = set[tuple[int, ...]]()
+        for at in range(len(tokens) - n + 1):
+            gram = tuple(tokens[at : at + n])
+            again += gram in seen
+            total += 1
+            seen.add(gram)
+    return again / max(1, total)
+
+
+def measure(target: Path, drafter: Path, prompts: list[str], batch_size: int) -> dict[str, Any]:
+    """Tokens a second of every way over the same prompts, the best of some repeats in turns, and what was drafted."""
+    samplers = {
+        name: Sampler.from_pretrained(target, strategy=strategy, draft_model=drafter if has_drafter else None)
+        for name, (strategy, has_drafter) in WAYS.items()
+    }
+    requests = [Request(n, prompt=text, max_new_tokens=LONGEST) for n, text in enumerate(prompts)]
+    seconds: dict[str, list[float]] = {name: [] for name in samplers}
+    results: dict[str, list[Result]] = {}
+    for _ in range(REPEATS + 1):
+        for name, sampler in samplers.items():
+            began = time.perf_counter()
+            results[name] = sampler.generate(requests, batch_size=batch_size)
+            seconds[name].append(time.perf_counter() - began)
+    truth = [each.tokens for each in results["next_token"]]
+    found = {}
+    for name, of_way in results.items():
+        tokens, rounds = sum(len(each.tokens) for each in of_way), sum(each.forwards.verify for each in of_way)
+        found[name] = {
+            "tokens_per_second": tokens / min(seconds[name][1:]),
+            "tokens_per_round": tokens / rounds if rounds else 1.0,
+            "texts_that_differ": sum(a.tokens != b for a, b in zip(of_way, truth, strict=True)),
+        }
+    return {"ways": found, "repeated_8_grams": repeated(truth), "tokens": statistics.mean(map(len, truth))}
+
+
+def reference(target: Path, drafter: Path, prompts: list[list[int]], eos: int) -> dict[str, Any]:
+    """Tokens a second of the reference package at batch 1, and its texts."""
+    from dflash.model import DFlashDraftModel, dflash_generate  # type: ignore[import-not-found]
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    theirs = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    config = Qwen3Config(**json.loads((drafter / "config.json").read_text()))
+    draft = DFlashDraftModel.from_pretrained(drafter, config=config, dtype=torch.float32).eval()
+    best, texts = float("inf"), list[list[int]]()
+    for _ in range(REPEATS):
+        began, texts = time.perf_counter(), []
+        for tokens in prompts:
+            found = dflash_generate(draft, theirs, torch.tensor([tokens]), LONGEST, [eos], 0.0)
+            texts.append(found[0, len(tokens) :].tolist())
+        best = min(best, time.perf_counter() - began)
+    return {"tokens_per_second": sum(map(len, texts)) / best, "texts": texts}
+
+
+def agreement() -> dict[str, Any]:
+    """The worst relative error of the oracle's hidden states beside the package's in fp64, and runs of other tokens."""
+    from dflash.model import DFlashDraftModel, dflash_generate
+    from transformers import Qwen3Config
+
+    from tests.conftest import _KeepDouble
+    from tests.drafters import drafter_for, drafter_values, hub_weights
+    from tests.families import SMALL
+    from tests.models.test_llama import oracle, ours
+    from tests.oracles import dflash as plain
+
+    theirs, worst, others = oracle(Qwen3Config(**SMALL)), 0.0, 0
+    for number in range(20):
+        rng = random.Random(number)
+        drafter = drafter_for(ours(theirs), drafter_values(theirs.config, rng), seed=number)
+        weights, L = hub_weights(drafter), drafter.canvas_length
+        values = {key: value for key, value in drafter.config.to_dict().items() if key != "architectures"}
+        package = DFlashDraftModel(Qwen3Config(**values)).double().eval()
+        package.load_state_dict(weights)
+        prompt = torch.randint(6, 90, (1, rng.randint(1, 24)), generator=torch.Generator().manual_seed(number))
+        with torch.no_grad(), _KeepDouble():
+            shown = theirs(prompt, output_hidden_states=True).hidden_states
+            features = plain.features_of(shown, list(drafter.target_layers))
+            noisy: Tensor = theirs.get_input_embeddings()(torch.tensor([[7] + [5] * (L - 1)]))
+            places = torch.arange(prompt.shape[1] + L)[None]
+            hidden = package(position_ids=places, noise_embedding=noisy, target_hidden=features[None])[0]
+            error = (hidden - plain.block_hidden(weights, drafter.config, features, noisy[0])).norm() / hidden.norm()
+            tokens = dflash_generate(package, theirs, prompt, 12, None, 0.0)[0, prompt.shape[1] :].tolist()
+            others += tokens != plain.generate(weights, drafter.config, theirs, prompt[0].tolist(), 12)[0]
+        worst = max(worst, float(error))
+    assert worst < 1e-10 and not others, (worst, others)
+    return {"drafters": 20, "worst_error": worst, "runs_of_other_tokens": others}
+
+
+def main() -> None:
+    """Train what is missing, measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--task", choices=("addition", "prose"), action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--train-only", action="store_true")
+    parser.add_argument("--output", type=Path)
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    has_package = importlib.util.find_spec("dflash") is not None
+    report: dict[str, Any] = {"machine": machine.describe(torch.device("cpu")), "tasks": {}, "seed": asked.seed}
+    if has_package and not asked.train_only:
+        report["agreement"] = agreement()
+        print(f"oracle and package: {report['agreement']}")
+    for task in asked.task or ("addition", "prose"):
+        to = asked.directory.absolute() / task
+        target, drafter = trained(task, to, asked.seed)
+        if asked.train_only:
+            continue
+        lines = (to / "test.jsonl").read_text().splitlines()[-asked.prompts :]
+        prompts = [json.loads(line)["prompt"] for line in lines]
+        found = {str(size): measure(target, drafter, prompts, size) for size in (1, 8)}
+        if has_package:
+            sampler = Sampler.from_pretrained(target)
+            asked_of = [Request(0, prompt=text) for text in prompts]
+            tokens = [each.as_tokens(sampler.tokenizer, sampler.model.vocab_size).tokens for each in asked_of]
+            package = reference(target, drafter, tokens, sampler.settings.generation.eos_ids[0])
+            texts = [each.tokens for each in sampler.generate(prompts, max_new_tokens=LONGEST)]
+            package["texts_that_differ"] = sum(a != b for a, b in zip(package.pop("texts"), texts, strict=True))
+            found["1"]["ways"]["reference package"] = package
+        report["tasks"][task] = found
+        for size, of_size in found.items():
+            texts = f"{of_size['tokens']:.0f} tokens, {of_size['repeated_8_grams']:.1%} of 8-grams repeated"
+            print(f"{task}, batch {size}: {texts}")
+            base = of_size["ways"]["next_token"]["tokens_per_second"]
+            for name, way in of_size["ways"].items():
+                rounds = f"{way['tokens_per_round']:.2f} tokens a round" if "tokens_per_round" in way else ""
+                speed = way["tokens_per_second"]
+                others = f"{way['texts_that_differ']} texts differ"
+                print(f"  {name:<22} {speed:8.0f} tokens/s {speed / base:5.2f}x  {others}  {rounds}")
+    if asked.output is not None:
+        asked.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
