@@ -180,7 +180,7 @@ def agreement() -> dict[str, Any]:
 
 def main() -> None:
     """Train what is missing, measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafters", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--task", choices=("addition", "prose"), action="append")
     parser.add_argument("--seed", type=int, default=0)
