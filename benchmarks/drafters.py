@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +129,17 @@ def measure(target: Path, drafter: Path, prompts: list[str], batch_size: int) ->
 
 def reference(target: Path, drafter: Path, prompts: list[list[int]], eos: int) -> dict[str, Any]:
     """Tokens a second of the reference package at batch 1, and its texts."""
-    from dflash.model import DFlashDraftModel, dflash_generate  # type: ignore[import-not-found]
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    package = import_module("dflash.model")
     theirs = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     config = Qwen3Config(**json.loads((drafter / "config.json").read_text()))
-    draft = DFlashDraftModel.from_pretrained(drafter, config=config, dtype=torch.float32).eval()
+    draft = package.DFlashDraftModel.from_pretrained(drafter, config=config, dtype=torch.float32).eval()
     best, texts = float("inf"), list[list[int]]()
     for _ in range(REPEATS):
         began, texts = time.perf_counter(), []
         for tokens in prompts:
-            found = dflash_generate(draft, theirs, torch.tensor([tokens]), LONGEST, [eos], 0.0)
+            found = package.dflash_generate(draft, theirs, torch.tensor([tokens]), LONGEST, [eos], 0.0)
             texts.append(found[0, len(tokens) :].tolist())
         best = min(best, time.perf_counter() - began)
     return {"tokens_per_second": sum(map(len, texts)) / best, "texts": texts}
@@ -146,32 +147,28 @@ def reference(target: Path, drafter: Path, prompts: list[list[int]], eos: int) -
 
 def agreement() -> dict[str, Any]:
     """The worst relative error of the oracle's hidden states beside the package's in fp64, and runs of other tokens."""
-    from dflash.model import DFlashDraftModel, dflash_generate
     from transformers import Qwen3Config
 
-    from tests.conftest import _KeepDouble
-    from tests.drafters import drafter_for, drafter_values, hub_weights
-    from tests.families import SMALL
-    from tests.models.test_llama import oracle, ours
-    from tests.oracles import dflash as plain
-
-    theirs, worst, others = oracle(Qwen3Config(**SMALL)), 0.0, 0
+    package = import_module("dflash.model")
+    plain, made, small = map(import_module, ("tests.oracles.dflash", "tests.drafters", "tests.families"))
+    llama, conftest = map(import_module, ("tests.models.test_llama", "tests.conftest"))
+    theirs, worst, others = llama.oracle(Qwen3Config(**small.SMALL)), 0.0, 0
     for number in range(20):
         rng = random.Random(number)
-        drafter = drafter_for(ours(theirs), drafter_values(theirs.config, rng), seed=number)
-        weights, L = hub_weights(drafter), drafter.canvas_length
+        drafter = made.drafter_for(llama.ours(theirs), made.drafter_values(theirs.config, rng), seed=number)
+        weights, L = made.hub_weights(drafter), drafter.canvas_length
         values = {key: value for key, value in drafter.config.to_dict().items() if key != "architectures"}
-        package = DFlashDraftModel(Qwen3Config(**values)).double().eval()
-        package.load_state_dict(weights)
+        model = package.DFlashDraftModel(Qwen3Config(**values)).double().eval()
+        model.load_state_dict(weights)
         prompt = torch.randint(6, 90, (1, rng.randint(1, 24)), generator=torch.Generator().manual_seed(number))
-        with torch.no_grad(), _KeepDouble():
+        with torch.no_grad(), conftest._KeepDouble():
             shown = theirs(prompt, output_hidden_states=True).hidden_states
             features = plain.features_of(shown, list(drafter.target_layers))
             noisy: Tensor = theirs.get_input_embeddings()(torch.tensor([[7] + [5] * (L - 1)]))
             places = torch.arange(prompt.shape[1] + L)[None]
-            hidden = package(position_ids=places, noise_embedding=noisy, target_hidden=features[None])[0]
+            hidden = model(position_ids=places, noise_embedding=noisy, target_hidden=features[None])[0]
             error = (hidden - plain.block_hidden(weights, drafter.config, features, noisy[0])).norm() / hidden.norm()
-            tokens = dflash_generate(package, theirs, prompt, 12, None, 0.0)[0, prompt.shape[1] :].tolist()
+            tokens = package.dflash_generate(model, theirs, prompt, 12, None, 0.0)[0, prompt.shape[1] :].tolist()
             others += tokens != plain.generate(weights, drafter.config, theirs, prompt[0].tolist(), 12)[0]
         worst = max(worst, float(error))
     assert worst < 1e-10 and not others, (worst, others)
@@ -212,8 +209,8 @@ def main() -> None:
             found["1"]["ways"]["reference package"] = package
         report["tasks"][task] = found
         for size, of_size in found.items():
-            texts = f"{of_size['tokens']:.0f} tokens, {of_size['repeated_8_grams']:.1%} of 8-grams repeated"
-            print(f"{task}, batch {size}: {texts}")
+            answers = f"{of_size['tokens']:.0f} tokens, {of_size['repeated_8_grams']:.1%} of 8-grams repeated"
+            print(f"{task}, batch {size}: {answers}")
             base = of_size["ways"]["next_token"]["tokens_per_second"]
             for name, way in of_size["ways"].items():
                 rounds = f"{way['tokens_per_round']:.2f} tokens a round" if "tokens_per_round" in way else ""
