@@ -23,7 +23,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from blockdiff.serving.answers import Answer, CachedTokens, Choice, Chunk, ReasoningTokens, Usage
-from blockdiff.serving.async_engine import AsyncEngine
+from blockdiff.serving.async_engine import Accepted, AsyncEngine
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
@@ -127,7 +127,7 @@ async def _whole(server: Server, call: ApiCall, measures: CallMetrics, head: dic
 async def _chunks(
     server: Server, call: ApiCall, measures: CallMetrics, head: dict[str, Any]
 ) -> AsyncGenerator[str, None]:
-    """The chunks of a stream as JSON."""
+    """The chunks of a stream as JSON; "" where there is nothing to say but that an answer is accepted."""
     head = dict(head, object=call.format.chunk_object)
     ends: dict[int, Delta] = {}
     has_begun = set[int]()
@@ -138,8 +138,10 @@ async def _chunks(
                 continue
             delta = call.format.delta(call.streams[index], each, index not in has_begun)
             if delta is not None:
-                has_begun.add(index)
                 yield _dumped(Chunk(choices=[delta], **head))
+            elif index not in has_begun:
+                yield ""
+            has_begun.add(index)
             if each.result is not None:
                 ends[index] = each
     measures.outcome = ends[0].finish
@@ -152,10 +154,12 @@ async def _events(
     first: str, chunks: AsyncGenerator[str, None], measures: CallMetrics
 ) -> AsyncGenerator[dict[str, str], None]:
     """Server-sent events; an error under way is one, too."""
-    yield {"data": first}
+    if first:
+        yield {"data": first}
     try:
         async for chunk in chunks:
-            yield {"data": chunk}
+            if chunk:
+                yield {"data": chunk}
     except Exception as error:
         if not isinstance(error, BlockdiffError):
             LOG.exception("%s failed", measures.id)
@@ -169,10 +173,13 @@ async def _events(
 async def _deltas(
     server: Server, call: ApiCall, stream: AnswerStream, measures: CallMetrics
 ) -> AsyncGenerator[Delta, None]:
-    """The deltas of one answer."""
-    async with aclosing(server.engine.generate(stream.request, watch=call.body.stream_frames)) as events:
+    """The deltas of one answer; the first one is empty, and says that it is accepted."""
+    generated = server.engine.generate(stream.request, call.body.stream_frames, measures.began, says_accepted=True)
+    async with aclosing(generated) as events:
         async for event in events:
-            if isinstance(event, Step):
+            if isinstance(event, Accepted):
+                yield Delta()
+            elif isinstance(event, Step):
                 yield stream.frame(event)
             elif isinstance(event, CommittedCanvas):
                 measures.canvas()

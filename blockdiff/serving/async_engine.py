@@ -10,11 +10,11 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,9 +35,15 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("blockdiff.serving")
 MOST_FRAMES = 64  # steps that wait for a slow reader; later ones are left out until it has read some
-PREPARING_THREADS = 2
+PREPARING_THREADS = 2  # for plain requests, and so many for others
+HEAVY_CHARACTERS = 100_000  # of a prompt that is not plain
 DRAIN_LOOKS = 0.05  # seconds between two looks at whether all is answered
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The engine has taken a request, which may wait for others."""
 
 
 @dataclass(eq=False)
@@ -45,11 +51,11 @@ class _Stream:
     """The events of one request on their way to its reader: those that wait, and the loop in which it reads."""
 
     loop: asyncio.AbstractEventLoop
-    events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Event | Accepted | Exception] = field(default_factory=asyncio.Queue)
     ids: list[str | int] = field(default_factory=list)  # of its draws; none while it has not entered the engine
     is_left: bool = False  # nobody reads any more
 
-    def put(self, event: Event | Exception) -> None:
+    def put(self, event: Event | Accepted | Exception) -> None:
         """Add an event, in the reader's loop. Committed canvases are few; steps are left out where many wait."""
         if not (isinstance(event, Step) and self.events.qsize() >= MOST_FRAMES):
             self.events.put_nowait(event)
@@ -60,12 +66,13 @@ class AsyncEngine:
 
     model: a model, with its tokenizer, or a `Sampler`, whose settings are taken. max_waiting: the requests that may be
     unanswered beside those that run; max_prompt_tokens: of a request (None: as many as the model sees);
-    prepare_seconds: to compile its constraint; warms_up: whether the calls of `Engine.warm_up` are made before the
-    first request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or call `start` and
-    `close`.
+    prepare_seconds: to compile its constraint, from its arrival on; warms_up: whether the calls of `Engine.warm_up` are
+    made before the first request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or
+    call `start` and `close`.
 
-    A request is tokenised, and its constraint compiled, in threads beside the engine's. An exception of the engine
-    fails the requests that run with EngineError, and later ones are answered by a new engine.
+    A request is tokenised in threads beside the engine's; those with a constraint, images or a long prompt in
+    threads of their own, so that plain ones never wait for them. An exception of the engine fails the requests that run
+    with EngineError, and later ones are answered by a new engine.
     """
 
     def __init__(
@@ -90,7 +97,9 @@ class AsyncEngine:
         self.max_prompt_tokens, self.prepare_seconds = max_prompt_tokens, prepare_seconds
         self.seed, self.max_unanswered = engine.seed, engine.most_rows + max_waiting
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._preparing = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="blockdiff-prepare")
+        self._plain, self._heavy = (
+            ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix=f"blockdiff-{kind}") for kind in ("plain", "heavy")
+        )
         self._streams: dict[str | int, _Stream] = {}  # by the ids of draws; only the engine's thread looks at it
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
@@ -116,7 +125,8 @@ class AsyncEngine:
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._plain, self._heavy):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self, seconds: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """Take no more requests, let those that are unanswered end for so long, or until it is urgent, and close."""
@@ -133,16 +143,21 @@ class AsyncEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request, watch: bool = False) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, request: Request, watch: bool = False, arrived: float | None = None, says_accepted: bool = False
+    ) -> AsyncGenerator[Event | Accepted, None]:
         """The events of a request as they come: committed canvases, with `watch` also steps, and last its Result.
+
+        arrived: when the request came, by `time.monotonic` (None: now); says_accepted: Accepted comes before them.
 
         Raises RequestError for a request that cannot be answered, Full where too many wait, and EngineError where the
         engine fails. Closing the generator ends the request within one step.
         """
         prepare = partial(prepare_sequences, request, self.settings, self.seed, self.model.device)
-        async with aclosing(self._events(prepare, watch)) as events:
+        async with aclosing(self._events(request, prepare, watch, arrived)) as events:
             async for event in events:
-                yield event
+                if says_accepted or not isinstance(event, Accepted):
+                    yield event
 
     async def read(
         self, request: Request, template: str, choices: Choices | None = None, steps: int = 1, draws: int = 4
@@ -155,13 +170,32 @@ class AsyncEngine:
             readings.append(RunningRead.prepare(*given, steps=steps, draws=draws, seed=self.seed))
             return readings[0].sequences
 
-        async with aclosing(self._events(prepare)) as events:
+        async with aclosing(self._events(request, prepare)) as events:
             async for event in events:
                 if isinstance(event, Result) and event.error is not None:
                     raise EngineError(event.error)
         return readings[0].answer()
 
-    async def _events(self, prepare: Callable[[], list[Sequence]], watch: bool = False) -> AsyncGenerator[Event, None]:
+    async def prepared(self, prepare: Callable[[], T], is_heavy: bool, arrived: float | None = None) -> T:
+        """What a function makes in a thread beside the engine's; Full where its time is over before it begins."""
+        began = time.monotonic() if arrived is None else arrived
+
+        def limited() -> T:
+            if is_heavy and time.monotonic() - began > self.prepare_seconds:
+                raise Full("too many constraints, images and long prompts are being prepared; ask later")
+            with compile_limit(self.prepare_seconds, began):
+                return prepare()
+
+        pool = self._heavy if is_heavy else self._plain
+        return await asyncio.get_running_loop().run_in_executor(pool, limited)
+
+    async def _events(
+        self,
+        request: Request,
+        prepare: Callable[[], list[Sequence]],
+        watch: bool = False,
+        arrived: float | None = None,
+    ) -> AsyncGenerator[Event | Accepted, None]:
         """The events of the draws that `prepare` makes in a thread of its own."""
         if self.is_draining:
             raise Closed("the engine is closed, or will be soon; ask another one")
@@ -171,9 +205,12 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         stream = _Stream(loop)
         self._unanswered += 1
-        event: Event | Exception | None = None
+        event: Event | Accepted | Exception | None = None
         try:
-            draws = await loop.run_in_executor(self._preparing, self._prepare, prepare)
+            characters = _characters(request)
+            is_heavy = request.form is not None or bool(request.banned or request.images)
+            is_heavy |= characters > HEAVY_CHARACTERS or _has_images(request)
+            draws = await self.prepared(partial(self._prepare, prepare, characters), is_heavy, arrived)
             if self._is_closed:  # meanwhile; nobody takes commands any more
                 raise Closed("the engine was closed; ask another one")
             self._commands.put(partial(self._enter, stream, draws, watch))
@@ -188,10 +225,14 @@ class AsyncEngine:
                 stream.is_left = True
                 self._commands.put(partial(self._leave, stream))
 
-    def _prepare(self, prepare: Callable[[], list[Sequence]]) -> list[Sequence]:
-        """The draws of a request; RequestError where there are none, or where it takes too long."""
-        with compile_limit(self.prepare_seconds):
-            draws = prepare()
+    def _prepare(self, prepare: Callable[[], list[Sequence]], characters: int) -> list[Sequence]:
+        """The draws of a request; RequestError where there are none, or where its prompt is too long."""
+        most, tokenizer = self.max_prompt_tokens or self.settings.positions, self.settings.tokenizer
+        if most is not None and tokenizer is not None and characters > (room := most * _longest_token(tokenizer)):
+            raise RequestError(
+                f"the prompt has {characters} characters, more than the {room} of {most} tokens; shorten it"
+            )
+        draws = prepare()
         count, most = len(draws[0].prompt_tokens), self.max_prompt_tokens
         if most is not None and count > most:
             raise RequestError(f"the prompt has {count} tokens, more than the {most} that are taken here; shorten it")
@@ -317,6 +358,7 @@ class AsyncEngine:
             return
         stream.ids = [*{draws[0].request.id, *(draw.id for draw in draws)}]
         self._streams |= dict.fromkeys(stream.ids, stream)
+        self._post(stream, Accepted())
 
     def _leave(self, stream: _Stream) -> None:
         """End the request of a stream that nobody reads any more."""
@@ -339,7 +381,7 @@ class AsyncEngine:
             with suppress(RuntimeError):  # the loop is closed, so nobody reads
                 loop.call_soon_threadsafe(_put_all, several)
 
-    def _post(self, stream: _Stream, event: Exception) -> None:
+    def _post(self, stream: _Stream, event: Accepted | Exception) -> None:
         with suppress(RuntimeError):
             stream.loop.call_soon_threadsafe(stream.put, event)
 
@@ -366,3 +408,22 @@ class AsyncEngine:
 def _put_all(events: list[tuple[_Stream, Event]]) -> None:
     for stream, event in events:
         stream.put(event)
+
+
+def _characters(request: Request) -> int:
+    """The characters of a prompt in words."""
+    contents = [message.get("content") or "" for message in request.messages or () if isinstance(message, Mapping)]
+    parts = [part for each in contents if isinstance(each, list) for part in each if isinstance(part, Mapping)]
+    texts = [request.prompt, *contents, *(part.get("text") for part in parts)]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _has_images(request: Request) -> bool:
+    """True where a message has parts, which may be images."""
+    return any(isinstance(each, Mapping) and isinstance(each.get("content"), list) for each in request.messages or ())
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The characters of the longest token, and one for a space before the prompt."""
+    return 1 + max(map(len, tokenizer.get_vocab()))

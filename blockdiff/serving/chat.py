@@ -7,18 +7,17 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
-from fastapi.concurrency import run_in_threadpool
 
 from blockdiff.data.messages import BadRow, checked_tools
 from blockdiff.data.template import is_variable
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT
 from blockdiff.sampling.constraints.json_schema import schema_regex
-from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.request import FORMS, Request
 from blockdiff.serving.answering import ApiCall, Server, respond
 from blockdiff.serving.answers import (
@@ -49,7 +48,9 @@ def router(server: Server) -> APIRouter:
     async def chat(http: HttpRequest) -> Response:
         body = await read_body(http, ChatRequest)
         server.check_model(body.model)
-        return await respond(server, http, await run_in_threadpool(api_call, body, server))
+        is_forced = body.tool_choice not in ("none", "auto")  # which compiles a schema
+        made = server.engine.prepared(partial(api_call, body, server), is_forced, http.state.measures.began)
+        return await respond(server, http, await made)
 
     return routes
 
@@ -83,7 +84,7 @@ class ChatFormat:
     def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> ChatDelta | None:
         """The delta of an answer, where it says something."""
         calls = [_call(stream, delta.first_call + n, call, is_indexed=True) for n, call in enumerate(delta.calls)]
-        if not (delta.text or delta.reasoning or calls or delta.finish):
+        if not (is_first or delta.text or delta.reasoning or calls or delta.finish):
             return None
         message = Message(
             role="assistant" if is_first else None,
@@ -120,8 +121,7 @@ def api_call(body: ChatRequest, server: Server) -> ApiCall:
         check_size("the characters of response_format", len(json.dumps(fields["json_schema"])), limits.form_characters)
     if body.tool_choice not in ("none", "auto"):
         forced = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else ""
-        with compile_limit(limits.prepare_seconds):
-            set_form(fields, regex=regex_of_call(declared, forced))
+        set_form(fields, regex=regex_of_call(declared, forced))
         fields["stop"] = ()  # which would cut the call
     request = Request(
         uuid.uuid4().hex,

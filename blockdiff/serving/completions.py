@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
-from fastapi.concurrency import run_in_threadpool
 
 from blockdiff.sampling.request import Request
 from blockdiff.serving.answering import ApiCall, Server, respond
@@ -32,7 +31,7 @@ def router(server: Server) -> APIRouter:
     async def complete(http: HttpRequest) -> Response:
         body = await read_body(http, CompletionRequest)
         server.check_model(body.model)
-        return await respond(server, http, await run_in_threadpool(api_call, body, server))
+        return await respond(server, http, api_call(body, server))
 
     return routes
 

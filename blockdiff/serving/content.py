@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from PIL import Image
 
 from blockdiff.data.messages import BadRow, image_source
 from blockdiff.errors import RequestError
@@ -23,9 +26,19 @@ def served_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> li
     """
     served = _one_system([_message(message, f"messages[{place}]") for place, message in enumerate(messages)])
     contents = (message["content"] for message in served if isinstance(message.get("content"), list))
-    count = sum(part["type"] == "image" for content in contents for part in content)
-    check_size("the images of messages", count, limits.images)
+    images = [part["image"] for content in contents for part in content if part["type"] == "image"]
+    check_size("the images of messages", len(images), limits.images)
+    check_size("the pixels of all images", sum(map(pixels, images)), limits.pixels)
     return served
+
+
+def pixels(file: bytes) -> int:
+    """The number of pixels that the head of an image's file says; 0 for what is none, which its reader refuses."""
+    try:
+        with Image.open(io.BytesIO(file)) as image:
+            return image.width * image.height
+    except Exception:  # the file may be anything
+        return 0
 
 
 def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:

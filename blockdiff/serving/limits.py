@@ -11,19 +11,22 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class Limits:
     """The most that one request may ask for; the rest is refused with a 4xx that names the limit.
 
-    body_bytes: of its JSON; prompt_tokens, max_tokens: of its prompt and of each answer (None: as many as the model's
-    positions and the memory of the pages hold); images: the images of its messages; answers: `n`, for all prompts
-    together, and `best_of`; steps: of a canvas; draws: of a read; form_characters: of a regex, schema, template, draft
-    or the tools; prepare_seconds: to compile its constraint; read_seconds: for which a client may keep a body unsent,
-    or a stream unread; stall_seconds: after which a step that has not ended makes the server not ready.
+    body_bytes: of its JSON; bodies_bytes: of all that are read at a time; prompt_tokens, max_tokens: of its prompt and
+    of each answer (None: as many as the model's positions and the memory of the pages hold); images, pixels: the images
+    of its messages, and the pixels of them all; answers: `n`, for all prompts together, and `best_of`; steps: of a
+    canvas; draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to
+    compile its constraint; read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds:
+    after which a step that has not ended makes the server not ready.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (where a file says them)
 
     body_bytes: int = 16 << 20
+    bodies_bytes: int = 256 << 20
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     images: int = 16
+    pixels: int = 1 << 25
     answers: int = 16
     steps: int = 1000
     draws: int = 64

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
 
-from blockdiff.errors import BlockdiffError
+from blockdiff.errors import BlockdiffError, Full
 from blockdiff.serving.limits import Access, Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
 from blockdiff.serving.refusals import Refused, error_body, error_response
@@ -35,6 +35,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, access: Access, limits: Limits, metrics: Metrics):
         self.app, self.access, self.limits, self.metrics = app, access, limits, metrics
+        self._held = 0  # bytes of bodies
         self._keys = [key.encode() for key in access.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,14 +88,22 @@ class Guard:
         return replayed
 
     async def _body(self, receive: Receive) -> list[Message]:
-        read, left = [await receive()], self.limits.body_bytes
-        while True:
-            left -= len(read[-1].get("body", b""))
-            if left < 0:
-                raise self._too_large()
-            if not read[-1].get("more_body"):
-                return read
-            read.append(await receive())
+        read: list[Message] = []
+        held = 0
+        try:
+            while True:
+                read.append(await receive())
+                size = len(read[-1].get("body", b""))
+                held += size
+                self._held += size
+                if held > self.limits.body_bytes:
+                    raise self._too_large()
+                if self._held > self.limits.bodies_bytes:
+                    raise Full("the bodies of too many requests are being read; ask later")
+                if not read[-1].get("more_body"):
+                    return read
+        finally:
+            self._held -= held
 
     def _check(self, path: str, headers: dict[str, str]) -> None:
         """Raise Refused for a request that may not come in."""

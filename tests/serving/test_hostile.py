@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
+import socket
+import threading
 import time
 
+import httpx
 import pytest
 from PIL import Image
 
 from benchmarks.hostile_requests import failures
+from blockdiff.sampling import Request, Sampler
+from blockdiff.serving import Access, AsyncEngine, Limits, app
 from blockdiff.serving.bodies import parsed_body
 from blockdiff.serving.completions import PATH as COMPLETIONS
+from blockdiff.serving.process import Process, listener
 from blockdiff.serving.protocol import ChatRequest, CompletionRequest
 from blockdiff.serving.reads import ReadRequest
 from blockdiff.serving.refusals import Refused
-from tests.asking import served
+from blockdiff.serving.security import Guard
+from tests.asking import chat_tokenizer, served
 
 pytestmark = pytest.mark.quick
 
@@ -109,6 +117,138 @@ def test_large_bodies_are_read_off_the_event_loop(chatty, monkeypatch):
     monkeypatch.setattr(bodies, "parsed_body", slow)
     health, seconds, refused = served(chatty, use)
     assert (health, refused) == (200, 400) and seconds < 0.35
+
+
+def test_plain_requests_never_wait_for_constraints_that_are_compiled(chatty, monkeypatch):
+    """Four slow ones are begun, two at a time; those whose time is over before they begin are told to come again."""
+    gate, prepare = threading.Event(), AsyncEngine._prepare
+
+    def slow(engine, function, characters):
+        draws = prepare(engine, function, characters)
+        if draws[0].request.form:
+            gate.wait(30)
+        return draws
+
+    monkeypatch.setattr(AsyncEngine, "_prepare", slow)
+
+    async def use(asking):
+        forms = [asyncio.create_task(asking.refusal(messages=USER, regex=f"a{{{n}}}")) for n in (1, 2, 3, 4)]
+        await asyncio.sleep(0.3)
+        plain = await asking.http.post("/v1/chat/completions", json={"messages": USER})
+        await asyncio.sleep(0.3)
+        gate.set()
+        return plain.status_code, [each.result() for each in (await asyncio.wait(forms))[0] if not each.exception()]
+
+    plain, told = served(chatty, use, limits=Limits(prepare_seconds=0.5))
+    assert plain == 200 and [status for status, _ in told] == [429, 429]
+
+
+def test_characters_beyond_those_of_the_positions_are_refused_before_they_are_tokenised(chatty, monkeypatch):
+    monkeypatch.setattr(Request, "as_tokens", lambda *_: 1 / 0)
+    prompt = "a" * 1_000_000
+    for body in ({"prompt": prompt}, {"messages": [{"role": "user", "content": [{"type": "text", "text": prompt}]}]}):
+        path = COMPLETIONS if "prompt" in body else "/v1/chat/completions"
+        status, error = served(
+            chatty, lambda asking, body=body, path=path: asking.refusal(path, **body), limits=Limits(prompt_tokens=100)
+        )
+        assert status == 400 and "1000000 characters" in error["message"]
+
+
+def test_a_template_without_an_end_is_refused_in_a_thread_too(chatty, monkeypatch):
+    monkeypatch.setattr("blockdiff.data.template.TEMPLATE_SECONDS", 0.05)
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    sampler = Sampler(chatty.model, tokenizer, chatty.generation)
+    status, error = served(sampler, lambda asking: asking.refusal(messages=USER))
+    assert status == 400 and "more than 0.05 seconds" in error["message"]
+
+
+def test_the_pixels_of_all_images_are_bounded_before_any_is_decoded(chatty):
+    file = io.BytesIO()
+    Image.new("1", (4000, 4000)).save(file, "PNG")
+    uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}] * 3}]
+    status, error = served(chatty, lambda asking: asking.refusal(messages=messages))
+    assert len(file.getvalue()) < 10_000
+    assert status == 400 and "the pixels of all images: 48000000" in error["message"]
+
+
+def test_the_bytes_of_all_bodies_that_are_read_are_bounded(chatty):
+    async def use(asking):
+        sent = asyncio.Event()
+
+        async def slow():
+            yield b"x" * 6000
+            await sent.wait()
+
+        post, headers = asking.http.post, {"content-type": "application/json"}
+        guard = Guard(asking.http._transport.app, Access(), Limits(bodies_bytes=10_000), asking.server.metrics)
+        asking.http._transport.app = guard
+        first = asyncio.create_task(post(COMPLETIONS, content=slow(), headers=headers))
+        while not guard._held:
+            await asyncio.sleep(0.01)
+        second = await post(COMPLETIONS, content=b"x" * 6000, headers=headers)
+        sent.set()
+        return second.status_code, (await first).status_code, guard._held
+
+    assert served(chatty, use) == (429, 400, 0)
+
+
+def test_half_sent_heads_neither_fill_the_server_nor_stay(chatty, monkeypatch):
+    """400 of them, where a process may have 300 files open and so 75 connections without a request."""
+    monkeypatch.setattr("blockdiff.serving.process.MOST_IDLE", 75)
+    monkeypatch.setattr("blockdiff.serving.process.HEAD_SECONDS", 1.0)
+    asgi = app(chatty)
+    with listener("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        process = Process(asgi, asgi.state.server.engine, 5)
+        thread = threading.Thread(target=process.run, kwargs={"sockets": [listening]})
+        thread.start()
+        halves = []
+        for _ in range(400):
+            halves.append(socket.create_connection(("127.0.0.1", port)))
+            halves[-1].sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1")
+        health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=5)
+        held = len(process.server_state.connections)
+        end = time.monotonic() + 10
+        while process.server_state.connections and time.monotonic() < end:
+            time.sleep(0.05)
+        left = len(process.server_state.connections)
+        process.should_exit = True
+        thread.join(30)
+        for each in halves:
+            each.close()
+    assert health.status_code == 200 and held <= 80 and left == 0
+
+
+def test_a_stream_begins_when_it_is_accepted_although_it_waits_for_others(chatty):
+    async def use(asking):
+        engine = asking.server.engine
+        long = engine.generate(Request("long", prompt="a", max_new_tokens=8 * 256))
+        await anext(long)
+        sent = asyncio.Queue()
+        body, left = [json.dumps({"messages": USER, "stream": True}).encode()], asyncio.Event()
+
+        async def receive():
+            if body:
+                return {"type": "http.request", "body": body.pop()}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope = dict(type="http", method="POST", path="/v1/chat/completions", headers=headers, query_string=b"")
+        scope |= dict(http_version="1.1", scheme="http", server=("127.0.0.1", 80), raw_path=b"", root_path="", state={})
+        scope |= dict(asgi={"version": "3.0", "spec_version": "2.3"}, client=("127.0.0.1", 1))
+        task = asyncio.create_task(asking.http._transport.app(scope, receive, sent.put))
+        start, first = await sent.get(), await sent.get()
+        unanswered = engine.unanswered
+        left.set()
+        await task
+        await long.aclose()
+        return start["status"], first["body"].decode(), unanswered
+
+    status, first, unanswered = served(chatty, use, max_rows=1)
+    assert (status, unanswered) == (200, 2) and '"role":"assistant"' in first
 
 
 def test_no_value_of_a_request_raises_in_the_engine():

@@ -26,12 +26,13 @@ _limit: ContextVar[tuple[float, float] | None] = ContextVar("compile_limit", def
 
 
 @contextlib.contextmanager
-def compile_limit(seconds: float = COMPILE_SECONDS) -> Iterator[None]:
+def compile_limit(seconds: float = COMPILE_SECONDS, began: float | None = None) -> Iterator[None]:
     """Raises RequestError where compiling inside this block takes longer altogether; in any thread.
 
+    began: when the seconds began, by `time.monotonic` (None: now).
     Inside another limit the outer one holds, so a caller may shorten or lengthen what a request has.
     """
-    token = _limit.set(_limit.get() or (seconds, time.monotonic() + seconds))
+    token = _limit.set(_limit.get() or (seconds, (time.monotonic() if began is None else began) + seconds))
     try:
         yield
     finally:
