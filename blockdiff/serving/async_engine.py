@@ -177,7 +177,7 @@ class AsyncEngine:
         return readings[0].answer()
 
     async def prepared(self, prepare: Callable[[], T], is_heavy: bool, arrived: float | None = None) -> T:
-        """What a function makes in a thread beside the engine's; Full where its time is over before it begins."""
+        """The value that a function makes in a thread beside the engine; Full where its time is over before it begins."""
         began = time.monotonic() if arrived is None else arrived
 
         def limited() -> T:

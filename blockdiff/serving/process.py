@@ -20,7 +20,7 @@ MOST_IDLE = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # con
 CLOSE_SECONDS = 5  # for what is written after the last answer
 
 
-class Connection(AutoHTTPProtocol):
+class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
     """A connection that ends where no request comes on it for a time; of too many such ones the oldest end."""
 
     idle: ClassVar[dict[Any, asyncio.TimerHandle]] = {}  # those without a request, the oldest first, and their ends
