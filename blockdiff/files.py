@@ -217,6 +217,12 @@ def unwritten(path: Path, error: Exception, needed: int) -> str:
     return f"{path}: cannot be written ({reason}{room})"
 
 
+def room_remedy(error: Exception) -> str:
+    """The first thing to do where something could not be written: make room, unless the place is the reason."""
+    is_place = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+    return "see to the permissions of the place" if is_place else "make room"
+
+
 def remove_directory(path: Path) -> None:
     """Remove a directory whose name goes first, so that a kill leaves nothing that looks complete.
 

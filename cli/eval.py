@@ -157,7 +157,11 @@ def _write(report: dict[str, Any], output: Path | None, as_json: bool) -> None:
     """Write the numbers to a file, to stdout, to both or to none."""
     text = json.dumps(report, indent=1, default=str) + "\n"
     if output is not None:
-        output.write_text(text, encoding="utf-8")
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:  # the answers may have taken hours
+            sys.stdout.write(text)
+            raise BlockdiffError(f"{output}: cannot be written ({error.strerror}); the JSON is on stdout") from None
     if as_json:
         sys.stdout.write(text)
 

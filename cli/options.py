@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated
 
 import typer
@@ -325,8 +326,13 @@ def make_parent(path: Path | None) -> None:
     """Make the directory that a file is to be written into, before any work is done for it."""
     if path is None:
         return
+    missing = [each for each in path.absolute().parents if not each.exists()]
+    if missing and missing[-1].parent == Path(path.absolute().anchor):
+        raise BlockdiffError(f"{path}: there is no {missing[-1]}; make it, or choose another place")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass  # a file can be written there
     except OSError as error:
         raise BlockdiffError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 

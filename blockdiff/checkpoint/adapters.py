@@ -35,7 +35,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.stream import TensorSource, write_stream
 from blockdiff.errors import CheckpointError
-from blockdiff.files import unwritten, whole_directory, write_text
+from blockdiff.files import room_remedy, unwritten, whole_directory, write_text
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapter_tensors
 from blockdiff.models.family import BlockDiffusionModel, family_of
@@ -60,6 +60,16 @@ class Adapter:
 def has_adapter(directory: str | Path) -> bool:
     """True for a directory that holds an adapter."""
     return (Path(directory) / CONFIG).is_file()
+
+
+README = """\
+# A LoRA adapter
+
+It is in PEFT's format: transformers with PEFT computes with it what blockdiff does.
+
+To merge it, use `blockdiff export` of the run that made it. Where encoder and decoder share their weights
+(DiffusionGemma), PEFT's `merge_and_unload()` would add the adapter to them twice.
+"""
 
 
 def save_adapter(
@@ -94,6 +104,7 @@ def save_adapter(
                 (fresh / CONFIG).write_text(config + "\n", encoding="utf-8")
                 form, said = fp8_form(model), {"format": "pt", BASE: base_record(model)}
                 said |= {} if form is None else {FORM: form}
+                write_text(fresh / "README.md", README)
                 write_digests(fresh, {WEIGHTS: write_stream(fresh / WEIGHTS, sources, said)})
                 if tokenizer is not None:
                     tokenizer.save_pretrained(fresh)
@@ -104,7 +115,7 @@ def save_adapter(
         except (OSError, SafetensorError) as error:
             bytes_to_write = sum(source.nbytes for source in sources.values())
             raise CheckpointError(
-                f"{unwritten(target, error, bytes_to_write)}; make room, or choose another place"
+                f"{unwritten(target, error, bytes_to_write)}; {room_remedy(error)}, or choose another place"
             ) from error
 
     gathering.run(write)

@@ -25,7 +25,7 @@ from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.checkpoint.stream import TensorSource, in_order, write_stream
 from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
-from blockdiff.files import unwritten, whole_directory
+from blockdiff.files import room_remedy, unwritten, whole_directory
 from blockdiff.layers.fp8 import SCALE, is_scale
 from blockdiff.models.adapters import is_adapted
 from blockdiff.models.family import BlockDiffusionModel, family_of
@@ -90,7 +90,7 @@ def save(
             bytes_to_write = sum(source.nbytes for sources in files.values() for source in sources.values())
             kept = "what stood there is as it was" if target.exists() else "nothing is left of it"
             raise CheckpointError(
-                f"{unwritten(target, error, bytes_to_write)}; {kept}; make room, or choose another place"
+                f"{unwritten(target, error, bytes_to_write)}; {kept}; {room_remedy(error)}, or choose another place"
             ) from error
 
     gathering.run(write)

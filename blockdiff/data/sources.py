@@ -25,6 +25,7 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev", "heldout"),
 }
+SPLITS_STATE = "dataset_dict.json"  # beside the directories of splits that `datasets` saves
 ARROW_STATE = "state.json"  # beside the Arrow files that `datasets` saves
 
 
@@ -35,7 +36,8 @@ class Source:
     `weight` is its part of a mixture, `name` what statistics call it. `subset` and `split` choose within a data set
     of the Hub (`split` also among the files of a directory). `columns` maps prompt, response, messages, system, images
     or id to the column that holds it. Where `split` and `columns` are None, a recipe fills them in; otherwise they are
-    "train" and nothing. `rows` is a `datasets.Dataset` or any other sequence of mappings.
+    "train" and nothing. `rows` is a `datasets.Dataset` or any other sequence of mappings; of a `DatasetDict` `split` is
+    taken, and an `IterableDataset` is read into memory.
     """
 
     path: str | None = None
@@ -49,6 +51,7 @@ class Source:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.rows is None):
             raise DataError("a source needs either path or rows; give one of them")
+        object.__setattr__(self, "rows", _of_datasets(self.rows, self.split))
         is_sequence = hasattr(self.rows, "__getitem__") and hasattr(self.rows, "__len__")
         if self.rows is not None and (not is_sequence or isinstance(self.rows, str | Mapping)):
             kind = type(self.rows).__name__
@@ -77,6 +80,17 @@ class Source:
         if not columns <= set(names) or not (CONTENT_KEYS | columns) & set(names):
             return names
         return [name for name in names if name in CONTENT_KEYS | columns | set(KEYS)]
+
+
+def _of_datasets(rows: Any, split: str | None) -> Any:
+    """Rows from Python as a sequence where they are the splits of `datasets` or a stream of it; others as they are."""
+    if isinstance(rows, Mapping) and hasattr(rows, "column_names"):
+        if (split or TRAIN) not in rows:
+            raise DataError(f"rows has no split {split or TRAIN!r} (there are: {', '.join(rows)}); name one as split")
+        rows = rows[split or TRAIN]
+    if hasattr(rows, "column_names") and not hasattr(rows, "__len__"):
+        return list(rows)
+    return rows
 
 
 def titles(sources: Sequence[Source]) -> list[str]:
@@ -142,6 +156,8 @@ def _in_directory(path: Path, split: str) -> list[Path]:
     """The files of a directory: those whose names say the split, or all where no name says any."""
     if (path / ARROW_STATE).is_file():  # saved by datasets.Dataset.save_to_disk
         return sorted(each for each in path.glob("*.arrow") if not each.name.startswith("."))
+    if (path / SPLITS_STATE).is_file() and (path / split).is_dir():  # by datasets.DatasetDict.save_to_disk
+        return _in_directory(path / split, split)
     seen = (each for each in path.iterdir() if not each.name.startswith("."))
     files = sorted(each for each in seen if each.is_file() and file_format(each) is not None)
     if not files:

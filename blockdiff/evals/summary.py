@@ -9,6 +9,7 @@ from typing import Any
 
 from blockdiff.metrics import at_limit
 
+OWN_NUMBERS = ("id", "length", "score", "draw")  # of a record, whatever the task
 CALLS = ("denoise", "draft", "encode", "verify")  # the kinds of model calls
 
 
@@ -21,10 +22,11 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
     - `forwards_per_row`: the mean model calls of a row's answer: `total`, and each kind by the names of
       `blockdiff.sampling.Forwards`; `tokens_per_forward`: tokens up to eos for each of them;
     - `accepted_by_place`, with a drafter: the share of its tokens in each place that stood;
-    - `facts`: for every fact of the task that is true or false, in how many answers it is true;
+    - `facts`: for every fact of the task that is true or false, in how many answers it is true; `means`: the mean of
+      every one that is a number;
     - `groups`, with `group`: the same counts for the rows of each value of that fact.
     """
-    found = {**_counts(records), **costs(records), "facts": _facts(records)}
+    found = {**_counts(records), **costs(records), "facts": _facts(records), "means": _means(records)}
     if group is not None:
         values = sorted({record[group] for record in records})
         grouped = {value: [record for record in records if record[group] == value] for value in values}
@@ -67,6 +69,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     told = [
         ("solved", f"{report['solved']} of {count} ({report['solved_share']:.1%})"),
         *((_words(name), f"{number} of {count} ({number / count:.1%})") for name, number in facts.items()),
+        *((_words(name), f"{mean:.4g} (mean)") for name, mean in report["means"].items()),
         *_costs(report),
         ("time", f"{report['seconds']:.1f} s, {rows_per_second:.1f} rows/s, {report['batch_size']} at a time"),
         ("first canvas", "-" if wait is None else f"after {wait:.2f} s (median of the rows)"),
@@ -131,6 +134,16 @@ def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _facts(records: Sequence[dict[str, Any]]) -> dict[str, int]:
     names = [name for name, value in records[0].items() if isinstance(value, bool) and name != "is_solved"]
     return {name: sum(record[name] for record in records) for name in names}
+
+
+def _means(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The mean of each numeric fact over the answers that have it."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and name not in OWN_NUMBERS:
+                found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _steps(row: dict[str, Any]) -> str:

@@ -113,6 +113,8 @@ class ResponseParser:
             before = len(self._settings.text(tokens[:-1]).rstrip(HALF))
             places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops)
             text = text[: min((place for place in places if place >= 0), default=None)]
+        if self._calls and not text.strip():
+            text = ""
         return ParsedResponse(text, self._reasoning(), self._calls or None)
 
     def so_far(self) -> ParsedResponse:
@@ -121,12 +123,14 @@ class ResponseParser:
         Halves of characters are held back, and what may begin a stop text or a call.
         """
         rest = self._answer[self._parsed :]
-        if self._calls_format and self._calls_format.opens in rest:
-            rest = rest[: rest.index(self._calls_format.opens)]
+        if self._calls_format and (begun := self._calls_format.begin(rest, self._tools)) is not None:
+            rest = rest[:begun]
         text = self._text.read(self._text_tokens + rest).rstrip(HALF)
         for stop in self._stops:
             begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
             text = text[: len(text) - begun]
+        if self._calls_format and not text.strip():  # a call may follow, of which white space is no text
+            text = ""
         return ParsedResponse(text, self._reasoning(may_go_on=self._is_open), list(self._calls) or None)
 
     def _reasoning(self, may_go_on: bool = False) -> str | None:

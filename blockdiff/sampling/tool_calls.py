@@ -1,10 +1,11 @@
-"""The calls of tools in the tokens of a response, in the formats of Gemma 4 and of MiniMax M3."""
+"""The calls of tools in the tokens of a response: as Gemma 4, MiniMax M3, Hermes with Qwen, and Llama 3 write them."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     Found = tuple[int, int, list[dict[str, Any]]]
 
 ENDS = ",:]}"  # of a value or key of Gemma's without quotes
+BETWEEN_CALLS = "; \t\r\n"  # of Llama
 TAG = re.compile(r"\s*<(/?)([^<>\s]+)(?:\s+name=\"([^\"]+)\")?\s*>", re.DOTALL)
 
 
@@ -44,6 +46,10 @@ class GemmaCalls:
             return start, end + 1, [_gemma_call(self._characters(tokens[start + 1 : end]))]
         except (_NoCallError, RecursionError):
             return start, end + 1, []
+
+    def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
+        """The place from which tokens may be the beginning of a call; None: none may."""
+        return tokens.index(self.opens) if self.opens in tokens else None
 
     def _characters(self, tokens: Sequence[int]) -> list[str | _Quoted]:
         """The characters of a call from the last to the first, with each string as one of them."""
@@ -92,19 +98,111 @@ class TaggedCalls:
             end += 1
         return places[first], end, calls
 
+    def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
+        """The place from which tokens may be the beginning of a call; None: none may."""
+        return tokens.index(self.opens) if self.opens in tokens else None
+
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))
 
 
+@dataclass(frozen=True)
+class HermesCalls:
+    """Calls of Hermes and Qwen: `<tool_call>{"name": NAME, "arguments": {...}}</tool_call>`, where tags are tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    opens: int
+    closes: int
+
+    MARKS: ClassVar = ("<tool_call>", "</tool_call>")
+
+    def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
+        """The start and the end of the first whole call from a place on, and the call, as `GemmaCalls.find`."""
+        try:
+            start = tokens.index(self.opens, start)
+            end = tokens.index(self.closes, start)
+        except ValueError:
+            return None
+        try:
+            call = _json_call(json.loads(str(self.tokenizer.decode(list(tokens[start + 1 : end])))))
+        except (ValueError, RecursionError):
+            return start, end + 1, []
+        return start, end + 1, [call]
+
+    def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
+        """The place from which tokens may be the beginning of a call; None: none may."""
+        return tokens.index(self.opens) if self.opens in tokens else None
+
+
+@dataclass(frozen=True)
+class LlamaCalls:
+    """Calls of Llama 3: the response is `{"name": NAME, "parameters": {...}}`, several with `;` between them.
+
+    No token stands before them in every template, so only the tools that a request declares can be called.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+
+    MARK: ClassVar = "<|python_tag|>"  # the token by which the family is known
+
+    def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
+        """The same for a call with which the tokens from a place on begin, once it is whole."""
+        rest = tokens[start:]
+        if self.begin(rest, tools) is None or self._object(rest) is None:
+            return None
+        count = bisect_left(range(len(rest)), True, key=lambda count: self._object(rest[:count]) is not None)
+        value, after = self._object(rest[:count]) or (None, "")
+        try:
+            call = _json_call(value)
+        except (ValueError, RecursionError):
+            return start, start + count, []
+        is_declared = call["function"]["name"] in {each["function"]["name"] for each in tools}
+        return start, start + count, [call] * (is_declared and not after)
+
+    def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
+        """0 where tools are declared and the tokens begin as a call does; else None."""
+        return 0 if tools and tokens and self._text(tokens[:8])[:1] in ("", "{") else None
+
+    def _object(self, tokens: Sequence[int]) -> tuple[Any, str] | None:
+        """The JSON value with which tokens begin, and what else their text has; None where it is not whole."""
+        text = self._text(tokens)
+        try:
+            value, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            return None
+        return value, text[end:].strip(BETWEEN_CALLS)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).lstrip(BETWEEN_CALLS)
+
+
+def _json_call(value: Any) -> dict[str, Any]:
+    """A call in the form of messages; ValueError where a JSON value is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise ValueError
+    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError
+    return {"type": "function", "function": {"name": value["name"], "arguments": arguments}}
+
+
+CallFormat = GemmaCalls | TaggedCalls | HermesCalls | LlamaCalls
+
+
 @functools.lru_cache(maxsize=4)
-def call_format(tokenizer: PreTrainedTokenizerBase | None) -> GemmaCalls | TaggedCalls | None:
+def call_format(tokenizer: PreTrainedTokenizerBase | None) -> CallFormat | None:
     """The format of which a vocabulary has the tokens; None where it has none."""
     if tokenizer is None:
         return None
     if (edge := token_ids(tokenizer, TaggedCalls.EDGE)) is not None:
         return TaggedCalls(tokenizer, *edge)
     marks = token_ids(tokenizer, *GemmaCalls.MARKS)
-    return None if marks is None else GemmaCalls(tokenizer, *marks)
+    if marks is not None:
+        return GemmaCalls(tokenizer, *marks)
+    if (tags := token_ids(tokenizer, *HermesCalls.MARKS)) is not None:
+        return HermesCalls(tokenizer, *tags)
+    return None if token_ids(tokenizer, LlamaCalls.MARK) is None else LlamaCalls(tokenizer)
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, *marks: str) -> list[int] | None:

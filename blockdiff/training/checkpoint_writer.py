@@ -22,7 +22,17 @@ from torch import Tensor, nn
 from blockdiff import __version__
 from blockdiff.checkpoint.stream import WORDS, TensorSource, write_stream
 from blockdiff.errors import RESUME, RunError
-from blockdiff.files import digest, hidden_directory, piecewise_digest, publish, seal, sync, unwritten, write_text
+from blockdiff.files import (
+    digest,
+    hidden_directory,
+    piecewise_digest,
+    publish,
+    room_remedy,
+    seal,
+    sync,
+    unwritten,
+    write_text,
+)
 from blockdiff.metrics import FILE_NAME, SAMPLES
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import Block, Piece, is_spread, piece_of
@@ -262,7 +272,7 @@ class CheckpointWriter:
     def _refusal(self, error: Exception) -> str:
         last = max(steps_saved(self.run), default=None)
         kept = "nothing is saved yet" if last is None else f"step {last} is saved"
-        return f"{unwritten(self._final, error, self._needed)}; {kept}: make room and {RESUME}"
+        return f"{unwritten(self._final, error, self._needed)}; {kept}: {room_remedy(error)} and {RESUME}"
 
 
 def save_checkpoint(

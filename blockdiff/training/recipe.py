@@ -30,6 +30,7 @@ from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeD
 from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import RecipeError, RequestError
 from blockdiff.evals import TASKS
+from blockdiff.evals.questions import Task
 from blockdiff.layers.lora import LowRank
 from blockdiff.sampling.strategies import parse_strategy
 from blockdiff.training import recipe_choices as choices
@@ -267,6 +268,18 @@ class ParallelSection(Section):
         return tuple(name for name, is_asked in asked.items() if is_asked) or ("replicate",)
 
 
+def _task(value: Any) -> Any:
+    """The name of a task, or a task from Python."""
+    if isinstance(value, str | Task) and (isinstance(value, Task) or value in TASKS):
+        return value
+    if (
+        isinstance(value, Mapping) and len(value) == 1 and "." in str(next(iter(value)))
+    ):  # as a run directory records it
+        raise ValueError("it was given from Python; give it again from Python")
+    names = ", ".join(map(repr, TASKS))
+    raise ValueError(f"input should be {names} or, from Python, a blockdiff.evals.questions.Task")
+
+
 class EvaluationSection(Section):
     """Measurements during training beside the training losses, and what follows from them."""
 
@@ -275,7 +288,7 @@ class EvaluationSection(Section):
     prompts: choices.Sources | None = None  # rows whose prompts are sampled and whose responses are the reference
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32
-    task: Literal[TASKS] = "exact"  # type: ignore[valid-type]
+    task: Annotated[Any, BeforeValidator(_task), PlainSerializer(by_class)] = "exact"  # or a `Task` from Python
     strategy: Annotated[str, AfterValidator(_strategy)] | None = None  # of the sampling: NAME:key=value,...
     best: str | None = None  # the metric by which the best checkpoint is chosen, which is kept and becomes model/
     patience: Positive | None = None  # evaluations without a better `best` before training ends

@@ -219,6 +219,8 @@ def _with_rows(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rows_as_source(value: Any, key: str) -> Any:
     """Rows become a source of rows: whatever is no name and no source, and a list of mappings without a `path`."""
+    if hasattr(value, "column_names"):  # of datasets, also the splits of a DatasetDict
+        return [{"rows": value}]
     if isinstance(value, Mapping) and not {"path", "rows"} & value.keys():
         names = ", ".join(map(str, value))
         raise RecipeError(f"recipe: {key}: a mapping of {names}; give a sequence of rows, such as one of these")

@@ -180,3 +180,21 @@ def test_the_same_seed_gives_the_same_answers(model, tmp_path):
 def test_what_cannot_be_evaluated_is_one_line_before_the_model_is_read(tmp_path, rows, words, expected):
     data = write(tmp_path / "rows.jsonl", rows)
     assert expected in refusal("eval", tmp_path / "no-model", "--data", data, *words)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_and_the_json_never_lost(model, tmp_path, monkeypatch):
+    data, output = write(tmp_path / "test.jsonl", [CHAT]), tmp_path / "e.json"
+    words = ("eval", model, "--task", "exact", "--data", data, "--output")
+    result = run(*words, Path("/none-of-these/e.json"))
+    assert result.exit_code == 1 and "there is no /none-of-these; make it" in result.stderr and not result.stdout
+    kept = Path.write_text
+
+    def full(path, *rest, **more):
+        if path == output:
+            raise OSError(28, "No space left on device")
+        return kept(path, *rest, **more)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = run(*words, output)
+    assert result.exit_code == 1 and "e.json: cannot be written (No space left on device); the JSON is" in result.stderr
+    assert json.loads(result.stdout[result.stdout.index("{") :])["count"] == 1

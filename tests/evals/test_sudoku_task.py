@@ -62,7 +62,7 @@ def test_every_puzzle_has_a_record_and_the_report_is_json(rows):
         "is_valid": True,
         "keeps_givens": True,
         "steps": [2],
-        "forwards": {"denoise": 2, "encode": 0, "verify": 0},
+        "forwards": {"denoise": 2, "encode": 0, "verify": 0, "draft": 0},
         "length": 17,
         "finish_reason": "eos",
     }

@@ -55,6 +55,7 @@ def test_facts_that_are_true_or_false_are_counted_and_groups_are_in_order():
     ]
     found = summary(records, "size")
     assert found["facts"] == {"is_valid": 2}
+    assert found["means"] == {"size": pytest.approx(29 / 3)}
     assert [(row["size"], row["count"], row["solved"], row["steps_per_canvas"]) for row in found["groups"]] == [
         (9, 1, 0, 3.0),
         (10, 2, 1, 3.0),

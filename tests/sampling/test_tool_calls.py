@@ -14,6 +14,7 @@ from blockdiff.sampling import Generation, Request
 from blockdiff.sampling.response import ResponseParser, parse
 from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.settings import sampling_settings
+from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -112,3 +113,48 @@ def test_calls_in_the_tags_of_minimax_m3_are_read_with_the_types_of_the_declarat
     declared = {"name": "get", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
     found = read(tokenizer, text, [{"type": "function", "function": declared}])
     assert found == (calls, text if rest is None else rest)
+
+
+LOOK = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+CALL = '{"name": "look", "arguments": {"at": "a {b}"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "rest"),
+    [
+        (f"so<tool_call>\n{CALL}\n</tool_call>", [("look", {"at": "a {b}"})], "so"),
+        (f"\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", [("look", {"at": "a {b}"})] * 2, ""),
+        (f"<tool_call>{CALL}", [], None),
+        ('<tool_call>{"name": 3}</tool_call>', [], None),
+        ('<tool_call>{"name": "look", "arguments": 3}</tool_call>', [], None),
+        ("<tool_call><function=look></function></tool_call>", [], None),
+        (CALL, [], None),
+    ],
+)
+def test_calls_of_hermes_and_qwen_are_json_between_two_tokens(text, calls, rest):
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    assert read(tokenizer, text, LOOK) == (calls, text if rest is None else rest)
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "calls", "rest"),
+    [
+        ('{"name": "look", "parameters": {"n": 1}}', LOOK, [("look", {"n": 1})], ""),
+        (
+            '<|python_tag|>{"name": "look", "parameters": {}}; ' + CALL,
+            LOOK,
+            [("look", {}), ("look", {"at": "a {b}"})],
+            "",
+        ),
+        ('{"name": "look", "parameters": {"n": 1}}', [], [], None),  # nothing can be called
+        ('{"name": "leap", "parameters": {}}', LOOK, [], None),
+        ('{"name": "look", "parameters": {"n": 1}} or so', LOOK, [("look", {"n": 1})], " or so"),
+        ('{"name": "look", "parameters"', LOOK, [], None),
+        ("I look.", LOOK, [], None),
+    ],
+)
+def test_a_call_of_llama_is_a_response_of_json_that_names_a_declared_tool(text, tools, calls, rest):
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+    assert read(tokenizer, text, tools) == (calls, text if rest is None else rest)

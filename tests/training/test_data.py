@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
-from blockdiff.data.sources import Source
+from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.template import packaged_template
 from blockdiff.errors import DataError
 from blockdiff.training.data import cache_directory, read_data
 from blockdiff.training.recipe import DataSection, Recipe
+from blockdiff.training.recipe_files import read_recipe
 from tests.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick
@@ -68,6 +69,21 @@ def test_rows_from_python_are_one_source_with_or_without_saying_so():
             assert source.rows is rows and source.title == "rows"
     both = DataSection.model_validate({"train": ["a.jsonl", {"rows": [PAIR], "weight": 2.0}]}).train
     assert [(source.path, source.weight) for source in both] == [("a.jsonl", 1.0), (None, 2.0)]
+
+
+def test_splits_and_streams_of_datasets_are_rows(tmp_path):
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list([PAIR]), test=datasets.Dataset.from_list([TALK]))
+    tree = {"model": {"preset": "tiny"}, "train": {"steps": 1, "batch_size": 1}}
+    recipe = read_recipe(tree | {"data": {"train": splits, "heldout": {"rows": splits, "split": "test"}}})
+    assert [next(read_rows(source)).prompt for source in recipe.data.train] == ["a"]
+    assert [next(read_rows(source)).prompt for source in recipe.data.heldout] == [None]
+    stream = datasets.IterableDataset.from_generator(lambda: iter([PAIR, PAIR]))
+    (source,) = read_recipe(tree | {"data": {"train": stream}}).data.train
+    assert len(list(read_rows(source))) == 2
+    with pytest.raises(DataError, match=r"rows has no split 'dev' \(there are: train, test\)"):
+        Source(rows=splits, split="dev")
+    splits.save_to_disk(tmp_path / "saved")
+    assert [row.prompt for row in read_rows(Source(str(tmp_path / "saved"), split="test"))] == [None]
 
 
 @pytest.mark.parametrize("limit", [6, {"drop": 6}], ids=["no room", "too long"])

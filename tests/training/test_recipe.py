@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from blockdiff import evals
 from blockdiff.data.collate import AllCanvases, RandomCanvases
+from blockdiff.errors import RecipeError
+from blockdiff.evals.questions import Task
 from blockdiff.training.recipe import KEYS, Recipe, RlSection
 from blockdiff.training.recipe_choices import ArLoss
 from blockdiff.training.recipe_errors import paths
@@ -59,6 +62,15 @@ def test_data_is_found_in_the_current_directory_first_then_beside_the_recipe(rec
     assert read_recipe(recipes / "base.yaml").data.train[0].path == str(recipes / "train.jsonl")
     Path("train.jsonl").write_text("")
     assert read_recipe(recipes / "base.yaml").data.train[0].path == str(Path.cwd() / "train.jsonl")
+
+
+def test_a_task_is_a_name_or_one_from_python() -> None:
+    own = Task("own", is_solved=lambda question, text: True)
+    tree = {**MINIMAL_TREE, "evaluation": {"task": own}}
+    recipe = Recipe.model_validate(tree)
+    assert recipe.evaluation.task is own and evals.task(own) is own
+    with pytest.raises(RecipeError, match=r"evaluation\.task: it was given from Python; give it again from Python"):
+        Recipe(**yaml.safe_load(recipe.resolved()))
 
 
 def test_a_template_is_looked_up_as_data_is_and_a_name_stays_a_name(recipes: Path) -> None:
