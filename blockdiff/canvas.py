@@ -139,6 +139,11 @@ class Batch:
         moved = {k: x.to(device, non_blocking=non_blocking) for k, x in there.items() if x is not None}
         return replace(self, **moved)
 
+    def pinned(self) -> Self:
+        """The batch with its tensors in pinned memory; images stay where they are."""
+        there = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: x.pin_memory() for name, x in there.items() if isinstance(x, Tensor)})
+
     @property
     def is_fill_BCL(self) -> Tensor:
         """True behind the response's own tokens in its last canvas; also where a canvas is absent."""

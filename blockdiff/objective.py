@@ -213,18 +213,18 @@ class Objective(nn.Module):
             return noisy.visited.signal_BCLD.flatten(1, 2)
         has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
         D = self.model.vocabulary.table.shape[1]
-        shape = (*noisy.canvas_BCL.shape, D)
-        soft_BCLD = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
-        if bool(has_signal_BC.any()):
+        (B, C, L), place_N = noisy.canvas_BCL.shape, _marked(has_signal_BC)
+        soft_NLD = torch.zeros(B * C, L, D, dtype=self.model.dtype, device=self.model.device)
+        if len(place_N):
             kept, rows = noisy.select(has_signal_BC)
             prefix = None if past is None else [tuple(x[rows] for x in layer) for layer in past]
-            soft_BCLD[has_signal_BC] = self._pass_one(kept, prefix)
+            soft_NLD[place_N] = self._pass_one(kept, prefix)
         elif torch.distributed.is_initialized():
             of_rows = {f.name: getattr(noisy, f.name)[:1] for f in fields(noisy) if f.name not in ("images", "visited")}
             first = Batch(**of_rows | {name: of_rows[name][:, :1] for name in CANVAS_FIELDS})
             prefix = None if past is None else [tuple(x[:1] for x in layer) for layer in past]
-            soft_BCLD[has_signal_BC] = self._pass_one(first, prefix)[:0]
-        return soft_BCLD.flatten(1, 2)
+            soft_NLD[place_N] = self._pass_one(first, prefix)[:0]
+        return soft_NLD.view(B, C * L, D)
 
     def _pass_one(self, noisy: Batch, past: list[KV] | None) -> Tensor:
         """Soft embeddings [canvases, L, D] of the canvases present, in row-major order.
@@ -241,7 +241,7 @@ class Objective(nn.Module):
             else:
                 hidden_BTD = self._denoise(noisy, past, None)
         soft_BTD = self.model.vocabulary.soft_embedding(hidden_BTD)
-        return soft_BTD.view(*noisy.canvas_BCL.shape, -1)[noisy.length_BC > 0]
+        return soft_BTD.view(-1, noisy.canvas_BCL.shape[-1], soft_BTD.shape[-1])[_marked(noisy.length_BC > 0)]
 
     def _denoise(self, noisy: Batch, past: list[KV], soft_BTD: Tensor | None) -> Tensor:
         """Run the noisy canvases side by side against the prefix: hidden states [B, C * L, D]."""
@@ -273,13 +273,13 @@ class Objective(nn.Module):
     def _scored(self, of_token_BT: Tensor, batch: Batch, noisy: Batch, is_corrupted_BCL: Tensor) -> _Scored:
         """The tokens of the canvas loss: every position of the canvases whose factor is not 0."""
         factor_BCL, bonus_BC = self._factor(batch, is_corrupted_BCL), self._bonus(batch)
-        is_needed_BT = (factor_BCL != 0).flatten(1)
+        place_N = _marked(factor_BCL != 0)
         observed_N = bonus_N = None
         if bonus_BC is not None:
-            observed_N = noisy.canvas_BCL.flatten(1)[is_needed_BT]
-            bonus_N = bonus_BC[..., None].expand_as(factor_BCL).flatten(1)[is_needed_BT]
-        target_N, factor_N = batch.canvas_BCL.flatten(1)[is_needed_BT], factor_BCL.flatten(1)[is_needed_BT]
-        return _Scored(of_token_BT[is_needed_BT], target_N, factor_N, observed_N, bonus_N)
+            observed_N = noisy.canvas_BCL.flatten()[place_N]
+            bonus_N = bonus_BC[..., None].expand_as(factor_BCL).flatten()[place_N]
+        target_N, factor_N = batch.canvas_BCL.flatten()[place_N], factor_BCL.flatten()[place_N]
+        return _Scored(of_token_BT.flatten(0, 1)[place_N], target_N, factor_N, observed_N, bonus_N)
 
     def _factor(self, batch: Batch, is_corrupted_BCL: Tensor) -> Tensor:
         """The factor of each canvas position's loss, fp32 [B, C, L]; 0 where it has none."""
@@ -345,9 +345,14 @@ class Objective(nn.Module):
 
 def _pairs(of_token_BS: Tensor, batch: Batch) -> _Scored:
     """The tokens of the AR loss: every scored pair of a token and the next one of the clean rows."""
-    is_scored_BS = batch.is_ar_scored_BS
-    target_BS = batch.tokens_BS.roll(-1, dims=1)
-    return _Scored(of_token_BS[is_scored_BS], target_BS[is_scored_BS], batch.ar_weight_BS[is_scored_BS])
+    place_N, target_BS = _marked(batch.is_ar_scored_BS), batch.tokens_BS.roll(-1, dims=1)
+    target_N, weight_N = target_BS.flatten()[place_N], batch.ar_weight_BS.flatten()[place_N]
+    return _Scored(of_token_BS.flatten(0, 1)[place_N], target_N, weight_N)
+
+
+def _marked(is_marked: Tensor) -> Tensor:
+    """The places [N] of what is True, in row-major order; the host waits once for how many there are."""
+    return is_marked.flatten().nonzero()[:, 0]
 
 
 def _loss(vocabulary: Vocabulary, scored: _Scored) -> Tensor:

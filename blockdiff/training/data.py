@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -32,6 +33,35 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
 
 FILL = "(fill: end-of-sequence tokens after a response, up to the end of its last canvas)"
+
+
+class Ahead:
+    """Makes the micro-batches of optimiser steps in a thread, those of the next step while this one runs.
+
+    make: makes those of a step; steps: the last step there is; is_pinned: whether their memory is pinned, from which a
+    GPU copies while the host goes on.
+    """
+
+    def __init__(self, make: Callable[[int], list[Batch]], steps: int, is_pinned: bool):
+        self._make, self._steps, self._is_pinned = make, steps, is_pinned
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="blockdiff-batches")
+        self._next: tuple[int, Future[list[Batch]]] | None = None
+
+    def __call__(self, step: int) -> list[Batch]:
+        """The micro-batches of an optimiser step, on the CPU; raises what `make` raises for this step."""
+        number, future = self._next or (0, None)
+        self._next = None
+        batches = (future if future is not None and number == step else self._begin(step)).result()
+        if step < self._steps:
+            self._next = step + 1, self._begin(step + 1)
+        return batches
+
+    def _begin(self, step: int) -> Future[list[Batch]]:
+        return self._thread.submit(self._made, step)
+
+    def _made(self, step: int) -> list[Batch]:
+        batches = self._make(step)
+        return [batch.pinned() for batch in batches] if self._is_pinned else batches
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def backpropagate(
     for index, batch in enumerate(batches):
         with exchanging(module, now=index == len(batches) - 1):
             with autocast(ranks.device, precision):
-                losses = module(batch.to(ranks.device))
+                losses = module(batch.to(ranks.device, non_blocking=True))
                 require_sums(losses)
             # The one place that divides; where the ranks' gradients are averaged, the factor makes a sum of it.
             mean = share * (losses.canvas_sum / canvas_count + ar_weight * losses.ar_sum / ar_count)

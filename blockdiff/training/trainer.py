@@ -38,6 +38,7 @@ from blockdiff.training.build import Built, build
 from blockdiff.training.callbacks import Callback, checked
 from blockdiff.training.checkpoint_writer import CheckpointWriter
 from blockdiff.training.clock import Clock, memory_gib
+from blockdiff.training.data import Ahead
 from blockdiff.training.heldout import heldout
 from blockdiff.training.heldout_drafts import heldout_drafts
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
@@ -132,11 +133,15 @@ class Trainer:
 
     def fetch(self, step: int) -> Sequence[Batch]:
         """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none."""
-        rows = self.recipe.train.micro_batch_size
         if isinstance(self.built.rollouts, Rollouts):
             return self.built.rollouts(step)
-        batches = self.built.data.batches(step, self.ranks.row_rank, self.ranks.row_world, rows)
+        batches = self.ahead(step)
         return batches if self.built.rollouts is None else self.built.rollouts(batches)
+
+    def make_batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of an optimiser step, made in a thread while the step before it runs."""
+        rows = self.recipe.train.micro_batch_size
+        return self.built.data.batches(step, self.ranks.row_rank, self.ranks.row_world, rows)
 
     def next_batches(self) -> tuple[Sequence[Batch], Counts]:
         """The micro-batches of the next optimiser step, and the counts over those of all ranks.
@@ -456,6 +461,7 @@ class Trainer:
         self.skipped = SkippedSteps(self.recipe.train.non_finite, self.ranks.agree(skipped))
         seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)
         self.clock = Clock(self.ranks.device, seconds)
+        self.ahead = Ahead(self.make_batches, self.steps, is_pinned=self.ranks.device.type == "cuda")
 
     def in_words(self) -> str:
         """The run that is about to begin, in words."""
