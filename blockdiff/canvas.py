@@ -141,8 +141,9 @@ class Batch:
 
     def pinned(self) -> Self:
         """The batch with its tensors in pinned memory; images stay where they are."""
-        there = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.pin_memory() for name, x in there.items() if isinstance(x, Tensor)})
+        there: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        pinned: dict[str, Any] = {name: x.pin_memory() for name, x in there.items() if isinstance(x, Tensor)}
+        return replace(self, **pinned)
 
     @property
     def is_fill_BCL(self) -> Tensor:
