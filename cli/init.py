@@ -39,6 +39,10 @@ def init(
         str | None,
         typer.Option(metavar="TOKEN", help="With --drafter-for: the mask token (else found)."),
     ] = None,
+    add_tokens: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --from: new tokens, one a line; MODEL may have canvases already."),
+    ] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="The same as DIR.")] = None,
     seed: options.SeedOfData = 0,
     dtype: Annotated[
@@ -60,20 +64,36 @@ def init(
         raise typer.BadParameter(usage, param_hint="PRESET DIR")
     if source is None and canvas_length is not None:
         raise typer.BadParameter("a preset has its own; only --from takes another", param_hint="--canvas-length")
-    canvas_length = canvas_length or 256
+    if source is None and add_tokens is not None:
+        raise typer.BadParameter("it adds to the tokens of a model; name it with --from", param_hint="--add-tokens")
+    new_tokens = (options.read_text(add_tokens) or "").splitlines()
     if (directory / "config.json").exists():
         raise CheckpointError(f"{directory}: holds a checkpoint already; name another directory or remove it")
     from blockdiff import checkpoint
     from blockdiff.checkpoint.tokenizer import load_tokenizer
+    from blockdiff.models.family import family_of
+    from blockdiff.terminal import counted
 
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
+    if add_tokens is not None:
+        loaded = loaded or load_tokenizer(str(source))
+        checkpoint.add_tokens(loaded, new_tokens)
     origin = preset
     if drafter_for is not None:
         model = checkpoint.drafter_for(drafter_for, layers, block, seed, dtype or "float32", mask_token)
         origin = f"a drafter of {layers} layers and blocks of {block} tokens for {drafter_for}"
     elif source is not None:
-        model = checkpoint.convert(source, canvas_length, seed, dtype or "auto")
-        origin = f"from {source}, canvases of {canvas_length} tokens"
+        config = checkpoint.read_config(source)
+        if add_tokens is not None and family_of(config).outline(config).denoises:
+            if canvas_length is not None:
+                raise typer.BadParameter(f"{source} has canvases already; leave it out", param_hint="--canvas-length")
+            model, origin = checkpoint.load(source, dtype or "auto"), f"from {source}"
+        else:
+            model = checkpoint.convert(source, canvas_length or 256, seed, dtype or "auto")
+            origin = f"from {source}, canvases of {canvas_length or 256} tokens"
+        if add_tokens is not None:
+            model = checkpoint.with_rows_for(model, loaded)
+            origin += f", {counted(len(new_tokens), 'new token')}"
     else:
         model = checkpoint.init(str(preset), seed=seed, dtype=dtype or "float32")
     checkpoint.save(model, directory, tokenizer=loaded)

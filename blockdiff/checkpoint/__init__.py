@@ -2,7 +2,7 @@
 
 from blockdiff.checkpoint.adapters import load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.config import fitted, preset_config, presets, read_config, released_preset
-from blockdiff.checkpoint.convert import convert, drafter_for
+from blockdiff.checkpoint.convert import add_tokens, convert, drafter_for, with_rows_for
 from blockdiff.checkpoint.create import draw_weights, init
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.generation import Generation, SpecialTokens, default_generation, special_tokens
@@ -16,6 +16,7 @@ __all__ = [
     "Carried",
     "Generation",
     "SpecialTokens",
+    "add_tokens",
     "convert",
     "default_generation",
     "drafter_for",
@@ -38,4 +39,5 @@ __all__ = [
     "special_tokens",
     "weights_dtype",
     "with_image_side",
+    "with_rows_for",
 ]

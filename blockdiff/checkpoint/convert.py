@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from tokenizers import AddedToken
 
-from blockdiff.checkpoint.added import added_to, fill
+from blockdiff.checkpoint.added import added_to, fill, tensor_shapes
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.create import drawn, init
 from blockdiff.checkpoint.generation import special_tokens
 from blockdiff.checkpoint.opening import load, model_files
 from blockdiff.checkpoint.read import empty
-from blockdiff.checkpoint.tokenizer import mask_token
+from blockdiff.checkpoint.tokenizer import mask_token, rows_needed
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.mlp import SelfConditioning
 from blockdiff.models.family import BlockDiffusionModel, families, family_of
@@ -81,3 +84,34 @@ def drafter_for(
     for_target = next(each.for_target for each in families().values() if each.for_target is not None)
     vocabulary = target.vocabulary
     return init(for_target(config, layers, block, mask_id, vocabulary.root, vocabulary.softcap), seed, dtype=dtype)
+
+
+@torch.no_grad()
+def with_rows_for(model: BlockDiffusionModel, tokenizer: Any) -> BlockDiffusionModel:
+    """The model with a row of the embedding table for every token of a tokenizer; itself where it has them.
+
+    New rows are the mean of the others, so that the new tokens begin as no token in particular.
+    """
+    if (needed := rows_needed(tokenizer)) <= model.vocab_size:
+        return model
+    family = family_of(model.config)
+    config = family.with_tokens(model.config, needed, {})
+    larger = empty(config, model.kernels)
+    for name, shape in tensor_shapes(larger).items():
+        tensor = model.state_dict()[name]
+        if tuple(tensor.shape) != tuple(shape):
+            mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+            tensor = torch.cat([tensor, mean.expand(shape[0] - len(tensor), *tensor.shape[1:])])
+        fill(larger, name, tensor)
+    larger.carried = model.carried
+    return larger.eval()
+
+
+def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    """Add tokens to a tokenizer; CheckpointError for one that is empty, or that it has already."""
+    known = tokenizer.get_vocab()
+    for token in tokens:
+        if not token.strip() or token in known:
+            why = "it is in the vocabulary already" if token in known else "it is empty"
+            raise CheckpointError(f"--add-tokens: {token!r} cannot be added: {why}; leave it out")
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from blockdiff.checkpoint import (
     draw_weights,
@@ -16,6 +17,9 @@ from blockdiff.checkpoint import (
     read_config,
     save,
 )
+from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.cli.main import app
+from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError
 from tests.hub_files import assert_same, in_transformers
 
@@ -104,3 +108,22 @@ def test_the_presets_have_the_sizes_they_say():
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
     with pytest.raises(CheckpointError, match="did you mean sudoku4"):
         init("sudoko4")
+
+
+@pytest.mark.parametrize("preset", ["sudoku4", "sudoku4-causal"])
+def test_new_tokens_get_rows_and_the_others_stay(tmp_path, preset):
+    (tmp_path / "tokens.txt").write_text("<plan>\n<act>\n")
+    tokenizer = character_tokenizer("1234.=")
+    base = init(preset, seed=3, tokenizer=tokenizer, device="cpu")
+    save(base, tmp_path / "base", tokenizer=tokenizer)
+    asked = ["--add-tokens", str(tmp_path / "tokens.txt")]
+    words = ["init", "--from", str(tmp_path / "base"), str(tmp_path / "more"), *asked]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "2 new tokens" in result.output, result.output
+    model, old = load(tmp_path / "more", "auto", "cpu"), base.vocabulary.table
+    ids = load_tokenizer(tmp_path / "more").convert_tokens_to_ids(["<plan>", "<act>"])
+    assert ids == [len(old), len(old) + 1] and model.denoises
+    assert torch.equal(model.vocabulary.table[: len(old)], old)
+    assert torch.allclose(model.vocabulary.table[ids], old.mean(0).expand(2, -1))
+    again = CliRunner().invoke(app, [*words[:2], str(tmp_path / "more"), str(tmp_path / "again"), *words[4:]])
+    assert again.exit_code == 1 and "'<plan>' cannot be added: it is in the vocabulary already" in again.stderr
