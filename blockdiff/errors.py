@@ -39,5 +39,9 @@ class EngineError(BlockdiffError):
     """An engine failed, was closed or was called by two threads at once; no request is to blame."""
 
 
+class TimedOut(EngineError):
+    """An answer took longer than its request, or the server, lets it."""
+
+
 class Closed(EngineError):
     """An engine was closed, or is about to be; another one has to be asked."""

@@ -494,6 +494,8 @@ class Engine:
             sequence.propose(canvas)
         else:
             self._commit(sequence, tokens, canvas.steps)
+            if not (sequence.is_done or sequence.finish_reason or self.settings.is_next_token):
+                self._scheduler.give_way(sequence)
 
     def _commit(
         self,

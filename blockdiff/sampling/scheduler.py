@@ -5,7 +5,7 @@ Nothing here computes. The engine asks which tokens to encode in a step and says
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Scheduler:
-    """The sequences that are admitted, and a queue of at most `max_waiting` before them, in the order of arrival.
+    """The sequences that are admitted, and a queue of at most `max_waiting` before them.
+
+    They come in the order of their arrival, or by turns of their owners.
 
     At most `max_rows` sequences run. Up to as many more are encoded meanwhile, in groups, so that another one can take
     the place of a sequence that ends in the same step.
@@ -67,7 +69,7 @@ class Scheduler:
         if self.waiting and len(self.admitted) < max_admitted:
             self.pages.follow_weights()
         while self.waiting and len(self.admitted) < max_admitted:
-            first = self.waiting[0]
+            first = self._next()
             first.paged, shared = self.pages.open(), first.shared_tokens
             self._reuse(first)
             tokens = first.num_tokens_until_commit(self.canvas_length)
@@ -75,7 +77,26 @@ class Scheduler:
                 self._release(first)
                 first.shared_tokens = shared  # it finds them again
                 return
-            self.admitted.append(self.waiting.popleft())
+            self.waiting.remove(first)
+            self.admitted.append(first)
+
+    def _next(self) -> Sequence:
+        """The next sequence to admit: the first of those whose owner has the fewest."""
+        if not self.waiting[0].owner:
+            return self.waiting[0]
+        counts = Counter(each.owner for each in self.admitted)
+        return min(self.waiting, key=lambda each: counts[each.owner])
+
+    def give_way(self, sequence: Sequence) -> None:
+        """Send a sequence back to the queue after a canvas, if there is no row for one whose owner has fewer."""
+        if not sequence.owner:
+            return
+        running = [each for each in self.running if each.paged is not None]
+        rows = Counter(each.owner for each in running)
+        others = [*self.waiting, *(each for each in self.admitted if each not in running)]
+        poorer = sum(rows[each.owner] + 1 < rows[sequence.owner] for each in others)
+        if poorer > self.max_rows - len(running):
+            self._preempt(sequence)
 
     def most_added(self, run: int) -> int:
         """The most tokens of a sequence that go into one call, where its longest run of images has so many."""
@@ -139,6 +160,9 @@ class Scheduler:
         if len(running) < self.max_rows:
             still_running = set(map(id, running))
             ready = [each for each in self.admitted if each.is_ready and id(each) not in still_running]
+            rows = Counter(each.owner for each in running)
+            if any(rows):  # by turns: those whose owners have few rows come first
+                ready.sort(key=lambda each: rows[each.owner])
             running += ready[: self.max_rows - len(running)]
             has_changed = has_changed or len(running) > len(still_running)
         self.running = running

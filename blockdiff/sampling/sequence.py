@@ -120,16 +120,16 @@ class Sequence:
     The response so far is `tokens`, with the `steps` of each canvas, the `logprobs` of the tokens that are scored, and
     a `finish_reason` or an `error` at its end.
 
-    The rest is the engine's. token_ids: the prompt and the committed canvases, which the next canvas must see; paged:
-    the pages with the keys and values of those that are encoded (None while the sequence is not admitted);
-    draft: of the next tokens, where they are verified (None: canvases are committed as they are); last_hidden_D: the
-    hidden state of the last encoded token, from which the next one is scored, drawn or verified; num_preempted: the
-    number of token_ids that were encoded when it was preempted; shared_tokens: the
-    number of token_ids that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
-    steps are recorded; recorded: the last recorded step of each canvas; may_capture: whether its steps may be captured;
-    on_last_hidden: called with the hidden states [L, D] of the last step of a canvas; on_inputs: called with the number
-    of every step of a canvas, the tokens that it saw [L] and the self-conditioning signal [L, D]; events: the caller's
-    list, which gets pairs of the sequence and an event.
+    The rest is the engine's. owner: who asked, if others are to get their turns beside it ("": in the order of
+    arrival); token_ids: the prompt and the committed canvases, which the next canvas must see; paged: the pages with
+    the keys and values of those that are encoded (None while the sequence is not admitted); draft: of the next tokens,
+    where they are verified (None: canvases are committed as they are); last_hidden_D: the hidden state of the last
+    encoded token, from which the next one is scored, drawn or verified; num_preempted: the number of token_ids that
+    were encoded when it was preempted; shared_tokens: the number of token_ids that others had encoded; canvas: the one
+    that is denoised, if any; is_watched: whether its steps are recorded; recorded: the last recorded step of each
+    canvas; may_capture: whether its steps may be captured; on_last_hidden: called with the hidden states [L, D] of the
+    last step of a canvas; on_inputs: called with the number of every step of a canvas, the tokens that it saw [L] and
+    the self-conditioning signal [L, D]; events: the caller's list, which gets pairs of the sequence and an event.
     """
 
     request: Request
@@ -166,6 +166,7 @@ class Sequence:
     last_hidden_D: Tensor | None = None
     shared_tokens: int = 0
     num_preempted: int = 0
+    owner: str = ""
     canvas: RunningCanvas | None = None
     recorded: dict[int, int] = field(default_factory=dict)
     events: list[tuple[Sequence, Any]] = field(default_factory=list)

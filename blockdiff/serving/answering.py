@@ -84,7 +84,7 @@ async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
         id=call.format.prefix + uuid.uuid4().hex, created=int(time.time()), model=name, system_fingerprint=FINGERPRINT
     )
     measures: CallMetrics = http.state.measures
-    measures.answers, measures.outcome = call.body.n, "left"
+    measures.answers, measures.outcome, measures.owner = call.body.n, "left", http.state.owner
     if not call.body.stream:
         found = await unless_left(http, _whole(server, call, measures, head))
         return Response(status_code=LEFT) if found is None else JSONResponse(found)
@@ -174,7 +174,10 @@ async def _deltas(
     server: Server, call: ApiCall, stream: AnswerStream, measures: CallMetrics
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of one answer; the first one is empty, and says that it is accepted."""
-    generated = server.engine.generate(stream.request, call.body.stream_frames, measures.began, says_accepted=True)
+    seconds = min((each for each in (call.body.timeout, server.limits.answer_seconds) if each), default=None)
+    generated = server.engine.generate(
+        stream.request, call.body.stream_frames, measures.began, True, measures.owner, seconds
+    )
     async with aclosing(generated) as events:
         async for event in events:
             if isinstance(event, Accepted):

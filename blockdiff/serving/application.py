@@ -48,7 +48,8 @@ def app(
     if isinstance(model, AsyncEngine):
         engine = model
     else:
-        options = dict(max_prompt_tokens=limits.prompt_tokens, prepare_seconds=limits.prepare_seconds) | options
+        own = dict(prepare_seconds=limits.prepare_seconds, max_of_owner=limits.answers_each)
+        options = dict(max_prompt_tokens=limits.prompt_tokens) | own | options
         engine = AsyncEngine(model, tokenizer, **options)
     server = Server(engine, names, limits)
 

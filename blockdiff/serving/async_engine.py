@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -18,7 +19,7 @@ from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from blockdiff.errors import BlockdiffError, Closed, EngineError, Full, RequestError
+from blockdiff.errors import BlockdiffError, Closed, EngineError, Full, RequestError, TimedOut
 from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS, compile_limit
 from blockdiff.sampling.engine import Engine, Event
 from blockdiff.sampling.read import Choices, Read, RunningRead
@@ -65,10 +66,10 @@ class AsyncEngine:
     """Answers requests in one thread, which alone touches the engine: `async for event in engine.generate(request)`.
 
     model: a model, with its tokenizer, or a `Sampler`, whose settings are taken. max_waiting: the requests that may be
-    unanswered beside those that run; max_prompt_tokens: of a request (None: as many as the model sees);
-    prepare_seconds: to compile its constraint, from its arrival on; warms_up: whether the calls of `Engine.warm_up` are
-    made before the first request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or
-    call `start` and `close`.
+    unanswered beside those that run; max_of_owner: answers to one owner that may be unanswered (None: as many as all);
+    max_prompt_tokens: of a request (None: as many as the model sees); prepare_seconds: to compile its constraint, from
+    its arrival on; warms_up: whether the calls of `Engine.warm_up` are made before the first request. options: those of
+    `Engine`, such as max_rows and seed. Use it with `async with`, or call `start` and `close`.
 
     A request is tokenised in threads beside the engine's; those with a constraint, images or a long prompt in
     threads of their own, so that plain ones never wait for them. An exception of the engine fails the requests that run
@@ -82,6 +83,7 @@ class AsyncEngine:
         *,
         settings: SamplingSettings | None = None,
         max_waiting: int = 1000,
+        max_of_owner: int | None = None,
         max_prompt_tokens: int | None = None,
         prepare_seconds: float = COMPILE_SECONDS,
         warms_up: bool = False,
@@ -94,6 +96,7 @@ class AsyncEngine:
         self.settings = settings or sampling_settings(model, tokenizer)
         self._make = partial(Engine, model, settings=self.settings, max_waiting=sys.maxsize, **options)
         self._engine: Engine | None = (engine := self._make())
+        self.max_of_owner = max_of_owner
         self.max_prompt_tokens, self.prepare_seconds = max_prompt_tokens, prepare_seconds
         self.seed, self.max_unanswered = engine.seed, engine.most_rows + max_waiting
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -104,6 +107,7 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
         self._unanswered = 0
+        self._of_owner = Counter[str]()  # answers that are unanswered
         self._is_warm = threading.Event()
         if not warms_up:
             self._is_warm.set()
@@ -144,17 +148,24 @@ class AsyncEngine:
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def generate(
-        self, request: Request, watch: bool = False, arrived: float | None = None, says_accepted: bool = False
+        self,
+        request: Request,
+        watch: bool = False,
+        arrived: float | None = None,
+        says_accepted: bool = False,
+        owner: str = "",
+        seconds: float | None = None,
     ) -> AsyncGenerator[Event | Accepted, None]:
         """The events of a request as they come: committed canvases, with `watch` also steps, and last its Result.
 
-        arrived: when the request came, by `time.monotonic` (None: now); says_accepted: Accepted comes before them.
+        arrived: when the request came, by `time.monotonic` (None: now); says_accepted: Accepted comes before them;
+        owner: who asks, if others are to get their turns beside it; seconds: after which it ends with TimedOut.
 
         Raises RequestError for a request that cannot be answered, Full where too many wait, and EngineError where the
         engine fails. Closing the generator ends the request within one step.
         """
         prepare = partial(prepare_sequences, request, self.settings, self.seed, self.model.device)
-        async with aclosing(self._events(request, prepare, watch, arrived)) as events:
+        async with aclosing(self._events(request, prepare, watch, arrived, owner, seconds)) as events:
             async for event in events:
                 if says_accepted or not isinstance(event, Accepted):
                     yield event
@@ -177,7 +188,7 @@ class AsyncEngine:
         return readings[0].answer()
 
     async def prepared(self, prepare: Callable[[], T], is_heavy: bool, arrived: float | None = None) -> T:
-        """The value that a function makes in a thread beside the engine; Full where its time is over before it begins."""
+        """The value that a function makes in a thread beside the engine; Full where its time is over by then."""
         began = time.monotonic() if arrived is None else arrived
 
         def limited() -> T:
@@ -195,16 +206,21 @@ class AsyncEngine:
         prepare: Callable[[], list[Sequence]],
         watch: bool = False,
         arrived: float | None = None,
+        owner: str = "",
+        seconds: float | None = None,
     ) -> AsyncGenerator[Event | Accepted, None]:
         """The events of the draws that `prepare` makes in a thread of its own."""
         if self.is_draining:
             raise Closed("the engine is closed, or will be soon; ask another one")
         if self._unanswered >= self.max_unanswered:
             raise Full(f"{self._unanswered} requests are unanswered, and no more may wait; ask later")
+        if owner and self.max_of_owner is not None and self._of_owner[owner] + request.best_of > self.max_of_owner:
+            raise Full(f"{self._of_owner[owner]} answers to you are under way, and {self.max_of_owner} are the most")
         self.start()
         loop = asyncio.get_running_loop()
-        stream = _Stream(loop)
+        stream, end = _Stream(loop), None if seconds is None else loop.time() + seconds
         self._unanswered += 1
+        self._of_owner[owner] += request.best_of
         event: Event | Accepted | Exception | None = None
         try:
             characters = _characters(request)
@@ -213,14 +229,23 @@ class AsyncEngine:
             draws = await self.prepared(partial(self._prepare, prepare, characters), is_heavy, arrived)
             if self._is_closed:  # meanwhile; nobody takes commands any more
                 raise Closed("the engine was closed; ask another one")
+            for draw in draws:
+                draw.owner = owner
             self._commands.put(partial(self._enter, stream, draws, watch))
             while not isinstance(event, Result):
-                event = await stream.events.get()
+                try:
+                    async with asyncio.timeout_at(end):
+                        event = await stream.events.get()
+                except TimeoutError:
+                    raise TimedOut(f"the answer took more than {seconds:g} s; ask for less, or later") from None
                 if isinstance(event, Exception):
                     raise event
                 yield event
         finally:
             self._unanswered -= 1
+            self._of_owner[owner] -= request.best_of
+            if not self._of_owner[owner]:
+                del self._of_owner[owner]
             if not isinstance(event, Result | Exception):
                 stream.is_left = True
                 self._commands.put(partial(self._leave, stream))

@@ -13,10 +13,11 @@ class Limits:
 
     body_bytes: of its JSON; bodies_bytes: of all that are read at a time; prompt_tokens, max_tokens: of its prompt and
     of each answer (None: as many as the model's positions and the memory of the pages hold); images, pixels: the images
-    of its messages, and the pixels of them all; answers: `n`, for all prompts together, and `best_of`; steps: of a
-    canvas; draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to
-    compile its constraint; read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds:
-    after which a step that has not ended makes the server not ready.
+    of its messages, and the pixels of them all; answers: `n`, for all prompts together, and `best_of`; answers_each:
+    that are under way for one key, or one connection; answer_seconds: for an answer; steps: of a canvas; draws: of a
+    read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to compile its constraint;
+    read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds: after which a step that
+    has not ended makes the server not ready.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (where a file says them)
@@ -28,6 +29,8 @@ class Limits:
     images: int = 16
     pixels: int = 1 << 25
     answers: int = 16
+    answers_each: int | None = None
+    answer_seconds: float | None = None
     steps: int = 1000
     draws: int = 64
     form_characters: int = 100_000

@@ -80,6 +80,7 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
 
     # beyond the protocol
+    timeout: float | None = Field(None, gt=0)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     stream_frames: bool = False

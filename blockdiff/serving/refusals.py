@@ -7,7 +7,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from blockdiff.errors import BlockdiffError, Closed, Full, RequestError
+from blockdiff.errors import BlockdiffError, Closed, Full, RequestError, TimedOut
 
 RETRY_SECONDS = "1"
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -31,6 +31,8 @@ def error_body(error: Exception, id: str | None = None) -> tuple[int, dict[str, 
         status, code = 400, "bad_request"
     elif isinstance(error, Full):
         status, code = 429, "too_many_requests"
+    elif isinstance(error, TimedOut):
+        status, code = 504, "timeout"
     elif isinstance(error, Closed):
         status, code = 503, "closing"
     elif isinstance(error, HTTPException):

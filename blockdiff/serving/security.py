@@ -60,7 +60,9 @@ class Guard:
             await send(message)
 
         try:
-            self._check(scope["path"], headers)
+            key = self._check(scope["path"], headers)
+            client = "" if scope.get("client") is None else "{}:{}".format(*scope["client"])
+            scope["state"]["owner"] = client if key is None else f"key {key}"
             await self.app(scope, await self._read(receive), tagged)
         except Exception as error:
             if not isinstance(error, BlockdiffError):
@@ -105,8 +107,9 @@ class Guard:
         finally:
             self._held -= held
 
-    def _check(self, path: str, headers: dict[str, str]) -> None:
-        """Raise Refused for a request that may not come in."""
+    def _check(self, path: str, headers: dict[str, str]) -> int | None:
+        """The number of the key that was given, if any is asked for; Refused for a request that may not come in."""
+        found: int | None = None
         host, origin, access = headers.get("host", ""), headers.get("origin"), self.access
         if access.hosts is not None and _name(host) not in access.hosts:
             raise Refused(f"the host {host!r:.80} is not one of this server's names", 403, "host_not_allowed")
@@ -120,9 +123,11 @@ class Guard:
                 asks = "this server asks for an API key: Authorization: Bearer KEY"
                 words = f"{asks}; the one that came is none of its keys" if given else asks
                 raise Refused(words, 401, "invalid_api_key")
+            found = is_known.index(True)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self.limits.body_bytes:
             raise self._too_large()
+        return found
 
     def _too_large(self) -> Refused:
         most = self.limits.body_bytes

@@ -186,6 +186,32 @@ def test_a_page_that_a_request_found_counts_once_however_often_it_waits_or_is_pr
     assert {found[request.id].cached_tokens for request in shared} == {0, 16}
 
 
+def test_an_owner_of_many_answers_delays_anothers_first_canvas_by_two_canvases_at_most(model):
+    """Counted in steps, of which a canvas takes at most six; all answers are those alone."""
+    engine = Engine(model, None, LIVELY, page_tokens=8, max_rows=4)
+    flood, late = requests_of(32, longest=12), Request("late", tokens=[12, 13, 14], seed=1)
+
+    def submit(request: Request, owner: str) -> None:
+        draws = prepare_sequences(request, engine.settings)
+        draws[0].owner = owner
+        engine.submit(request, draws=draws)
+
+    for request in flood:
+        submit(request, "a")
+    for _ in range(8):
+        engine.step()
+    submit(late, "b")
+    steps, events, results = 0, engine.events(), {}
+    while not any(isinstance(event, CommittedCanvas) and event.id == "late" for event in events):
+        engine.step()
+        steps += 1
+        events += engine.events()
+    results = {event.id: event for event in events if isinstance(event, Result)} | finished(engine)
+    assert steps <= (2 + 1) * 6 + 1  # two canvases, its own, and the step in which it is encoded
+    assert results == alone(model, [*flood, late])
+    nothing_is_left(engine)
+
+
 def test_what_can_never_fit_into_memory_is_refused(model):
     engine = Engine(model, None, LIVELY, page_tokens=8, capacity=64)
     with pytest.raises(

@@ -12,7 +12,7 @@ import torch
 
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.errors import EngineError, Full, RequestError
+from blockdiff.errors import EngineError, Full, RequestError, TimedOut
 from blockdiff.sampling import CommittedCanvas, Engine, Request, Result, Sampler, Step
 from blockdiff.serving import AsyncEngine
 from tests.oracle import TWO_LAYERS, tiny_config
@@ -187,3 +187,30 @@ def test_closing_tells_those_whose_request_is_still_prepared(sampler, monkeypatc
             await asked
 
     with_engine(sampler, ask)
+
+
+def test_answers_by_turns_are_those_alone(sampler):
+    asked = [request(f"n{n}", tokens=[12, 13, 14 + n], max_new_tokens=4 * L) for n in range(8)]
+    alone = sampler.generate(asked)
+
+    async def ask(engine):
+        async def of(number, each):
+            return [event async for event in engine.generate(each, owner="a" if number < 6 else "b")][-1]
+
+        return await asyncio.gather(*(of(number, each) for number, each in enumerate(asked)))
+
+    assert with_engine(sampler, ask, max_rows=2) == alone
+
+
+def test_an_owner_may_have_so_many_answers_and_an_answer_may_take_so_long(sampler):
+    async def ask(engine):
+        first = engine.generate(request("a", max_new_tokens=64 * L), owner="a")
+        await anext(first)
+        with pytest.raises(Full, match="1 answers to you"):
+            await anext(engine.generate(request("bb"), owner="a"))
+        await first.aclose()
+        with pytest.raises(TimedOut, match=r"more than 0\.05 s"):
+            [event async for event in engine.generate(request("ccc", max_new_tokens=200 * L), seconds=0.05)]
+        return engine.unanswered
+
+    assert with_engine(sampler, ask, max_of_owner=1) == 0

@@ -146,6 +146,17 @@ def test_constraints_that_take_too_long_are_refused_and_the_others_go_on(chatty)
     assert status == 400 and "constraint" in error["message"] and answered.choices
 
 
+def test_an_answer_that_takes_too_long_is_a_504_or_an_event_of_the_stream(chatty):
+    async def use(asking):
+        body = {**LONG, "timeout": 0.05}
+        whole = await asking.http.post("/v1/chat/completions", json=body)
+        return whole, await asking.http.post("/v1/chat/completions", json={**body, "stream": True})
+
+    whole, stream = served(chatty, use)
+    assert whole.status_code == 504 and whole.json()["error"]["code"] == "timeout"
+    assert stream.status_code == 200 and '"code": "timeout"' in stream.text and "[DONE]" not in stream.text
+
+
 def test_too_many_are_told_to_come_again(chatty):
     async def use(asking):
         long = asking.server.engine.generate(Request("long", prompt="a", max_new_tokens=8 * 256))
