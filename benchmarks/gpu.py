@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 SUITES = ("attention", "vocabulary", "experts", "block_sparse", "denoise", "training", "lora")  # kernels come first
 NEEDED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pytest")
+QUICK_SECONDS, QUICK_PARTS = 900, ("bf16", "fp8", "nccl")
 PASSED, DONE, NOTHING = "passed", "done", "nothing to compare with here"
 PEERS = {
     "peft": "LoRA steps are compared with PEFT",
@@ -134,10 +135,43 @@ def run_suites(suites: Sequence[str], words: Sequence[str], output: Path, limit:
     return found
 
 
+def run_quick(output: Path, words: Sequence[str]) -> int:
+    """The tests of the files that choose their device and of graphs, then every part of `benchmarks.quick`.
+
+    Tests take half of QUICK_SECONDS at most. A line of JSON in `output` for each, and a table of what falls short;
+    returns 0 where nothing does.
+    """
+    end, found = time.monotonic() + QUICK_SECONDS, {}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.unlink(missing_ok=True)
+    files = {path: mark for path, mark in test_files().items() if not mark or path.name == "test_graphs.py"}
+    for path, mark in files.items():
+        begin = time.monotonic()
+        found |= (ended := run_tests({path: mark}, max(1, min(120, end - begin - QUICK_SECONDS / 2))))
+        for name, what in ended.items():
+            line = dict(part="tests", figure=name, seconds=round(time.monotonic() - begin, 1))
+            text = json.dumps(line | dict(short="" if what == PASSED else what))
+            print(text, flush=True)
+            with output.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+    for part in QUICK_PARTS:
+        print(f"\n== benchmarks.quick: {part}", flush=True)
+        arguments = ["-m", "benchmarks.quick", part, *words, "--output", str(output)]
+        found[part] = process(arguments, max(1, end - time.monotonic())) or DONE
+    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    fallen = [f"| {line['part']} | {line['figure']} | {line['short']} |" for line in lines if line.get("short")]
+    fallen += [f"| {part} | | {found[part]} |" for part in QUICK_PARTS if found[part] != DONE]
+    print("\n| part | figure | falls short |\n|---|---|---|")
+    print("\n".join(fallen or ["| | | nothing |"]))
+    print(f"\nwritten: {output}")
+    return 1 if fallen else 0
+
+
 def main(words: list[str] | None = None) -> int:
     """Returns 0 where all tests pass and all lines agree."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--only", action="append", choices=SUITES, help="a suite (may be repeated); default: all")
+    parser.add_argument("--quick", action="store_true", help="15 minutes: kernels' tests, then `benchmarks.quick`")
     parser.add_argument("--no-tests", action="store_true", help="the benchmarks alone")
     parser.add_argument("--no-benchmarks", action="store_true", help="the tests alone")
     parser.add_argument("--checkpoint", help="a released model that is to be checked, too (`benchmarks.released`)")
@@ -156,6 +190,8 @@ def main(words: list[str] | None = None) -> int:
             print(f"{package} is not installed: {what} where it is", file=sys.stderr)
     name = "-".join([slug_of(gpu), datetime.date.today().isoformat(), *(options.only or ())])
     output = (options.output or RESULTS / f"{name}.json").resolve()
+    if options.quick:
+        return run_quick(output.with_name(f"{output.stem}-quick.jsonl"), others)
     found = {} if options.no_tests else run_tests(test_files(), options.limit)
     if options.checkpoint:
         print(f"\n== {options.checkpoint}", flush=True)

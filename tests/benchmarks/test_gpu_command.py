@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attempts, gpu, training_step
+from benchmarks import attempts, gpu, quick, training_step
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result
 from benchmarks.settings import Settings
@@ -74,6 +74,38 @@ def test_a_file_that_fails_is_run_again_with_launches_by_triton(named, monkeypat
     assert f"{bad.name}: ended with code 1; with BLOCKDIFF_RELAUNCH=0 it passes" in said
     assert said.count(": passed") == len(gpu.test_files()) - 1
     assert [environment for _, environment in runs if environment] == [{"BLOCKDIFF_RELAUNCH": "0"}]
+
+
+def test_the_quick_run_ends_with_what_fell_short(named, monkeypatch, tmp_path, capsys):
+    def process(words: list[str], limit: float, environment: Any = None) -> str:
+        assert 0 < limit <= gpu.QUICK_SECONDS
+        if words[1] != "benchmarks.quick":
+            return "ended with code 1" if words[-1].endswith("test_triton_fp8.py") else ""
+        with Path(words[-1]).open("a") as file:
+            file.write(json.dumps(dict(part=words[2], figure="step", short="slow" if words[2] == "fp8" else "")) + "\n")
+        return "was ended after 5 s" if words[2] == "nccl" else ""
+
+    monkeypatch.setenv("BLOCKDIFF_RELAUNCH", "0")
+    monkeypatch.setattr(gpu, "process", process)
+    assert gpu.main(["--quick", "--output", str(tmp_path / "out.json")]) == 1
+    fallen = capsys.readouterr().out.rpartition("|---|---|---|\n")[2].splitlines()[:-2]
+    name = "tests/kernels/test_triton_fp8.py"
+    assert fallen == [
+        f"| tests | {name} | ended with code 1 |",
+        "| fp8 | step | slow |",
+        "| nccl | | was ended after 5 s |",
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "out-quick.jsonl").read_text().splitlines()]
+    assert len(lines) > 15 and {line["part"] for line in lines} == {"tests", *gpu.QUICK_PARTS}
+
+
+def test_the_quick_parts_of_one_gpu_run_on_a_cpu(tmp_path):
+    words = ["--device", "cpu", "--preset", "tiny", "--prompt", "20", "--rows", "2"]
+    for part in ("bf16", "fp8"):
+        assert quick.main([part, *words, "--output", str(tmp_path / "out.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    kinds = [(line["part"], line["rows"], line["kind"]) for line in lines if line["figure"] == "step"]
+    assert kinds == [(part, rows, kind) for part in ("bf16", "fp8") for rows in (1, 2) for kind in quick.STEPS]
 
 
 NOT_ON_A_GPU = {
