@@ -141,7 +141,7 @@ def run_quick(output: Path, words: Sequence[str]) -> int:
     Tests take half of QUICK_SECONDS at most. A line of JSON in `output` for each, and a table of what falls short;
     returns 0 where nothing does.
     """
-    end, found = time.monotonic() + QUICK_SECONDS, {}
+    end, found = time.monotonic() + QUICK_SECONDS, dict[str, str]()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.unlink(missing_ok=True)
     files = {path: mark for path, mark in test_files().items() if not mark or path.name == "test_graphs.py"}
