@@ -78,10 +78,11 @@ def serve(
     names = settings.names(opened.model)
     asgi = app(sampler, names=names, limits=settings.limits, access=access, **settings.engine_options())
     log_to_stderr()
+    engine = asgi.state.server.engine.start()  # now, so that threads that cannot start are one line
     address = f"[{settings.host}]" if ":" in settings.host else settings.host
     port = listening.getsockname()[1]
     print(f"blockdiff: serving {names[0]} on http://{address}:{port}", file=sys.stderr, flush=True)
     AppStatus.disable_automatic_graceful_drain()  # streams go on to their end
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when everything has ended
         signal.signal(number, lambda *_: None)
-    Process(asgi, asgi.state.server.engine, settings.drain_seconds).run(sockets=[listening])
+    Process(asgi, engine, settings.drain_seconds).run(sockets=[listening])

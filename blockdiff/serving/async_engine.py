@@ -115,12 +115,24 @@ class AsyncEngine:
         self._is_closed = False
 
     def start(self) -> AsyncEngine:
-        """Start the engine's thread, if it does not run yet."""
+        """Start the engine's thread, and those that prepare requests, if they do not run yet.
+
+        Raises EngineError where the system lets no more threads start.
+        """
         if self._is_closed:
             raise EngineError("the engine is closed; make another one")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="blockdiff-engine", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="blockdiff-engine", daemon=True)
+            try:
+                all_there = threading.Barrier(2 * PREPARING_THREADS)
+                for pool in (self._plain, self._heavy):
+                    for _ in range(PREPARING_THREADS):
+                        pool.submit(all_there.wait)
+                thread.start()
+            except RuntimeError as error:
+                all_there.abort()
+                raise EngineError(f"{error}; let this user have more processes (ulimit -u)") from None
+            self._thread = thread
         return self
 
     async def close(self) -> None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from blockdiff.serving.answering import Server
 from blockdiff.serving.answers import Model, Models
 
 LOOKS = ["GET", "HEAD"]
+
+
+async def _obstacle_to_threads() -> str | None:
+    """The reason why no thread can be had, in which requests are read; None where one can."""
+    try:
+        await run_in_threadpool(int)
+    except RuntimeError as error:
+        return f"{error}; let this user have more processes (ulimit -u)"
+    return None
 
 
 def router(server: Server) -> APIRouter:
@@ -24,7 +34,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.api_route("/ready", methods=LOOKS)
     async def ready() -> Response:
-        reason = obstacle(server)
+        reason = obstacle(server) or await _obstacle_to_threads()
         found = {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
         return JSONResponse(found, 200 if reason is None else 503)
 

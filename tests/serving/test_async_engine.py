@@ -38,6 +38,16 @@ async def events_of(engine: AsyncEngine, asked: Request, watch: bool = False) ->
     return [event async for event in engine.generate(asked, watch)]
 
 
+def test_an_engine_whose_threads_cannot_start_says_so_at_its_start(sampler, monkeypatch):
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    engine = AsyncEngine(sampler)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(EngineError, match=r"can't start new thread; let this user have more processes"):
+        engine.start()
+
+
 def with_engine(sampler: Sampler, use: Callable[[AsyncEngine], Awaitable], **options):
     async def run():
         async with AsyncEngine(sampler, **options) as engine:

@@ -245,6 +245,22 @@ def test_a_failing_engine_answers_500_and_the_next_request_is_answered(chatty, m
     assert answered.choices[0].message.content and ready == 200
 
 
+def no_thread(_):
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_server_that_can_start_no_thread_for_requests_is_not_ready(chatty, monkeypatch):
+    async def use(asking):
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        full = await asking.http.get("/ready")
+        monkeypatch.undo()
+        return full, await asking.http.get("/ready")
+
+    full, after = served(chatty, use)
+    assert (full.status_code, after.status_code) == (503, 200)
+    assert "can't start new thread; let this user have more processes" in full.text
+
+
 def test_a_step_that_hangs_shows_in_ready_and_not_in_health(chatty, monkeypatch):
     async def use(asking):
         before = await asking.http.get("/ready")

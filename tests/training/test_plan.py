@@ -152,6 +152,8 @@ def test_what_does_not_fit_gets_the_change_that_makes_it_fit(folder):
 
 def test_sampling_is_planned_from_the_config_alone(folder):
     made = plan_sampling(checkpoint.read_config(folder / "base"), torch.float32, device="cpu")
+    with torch.autocast("cpu"):  # of a caller, which says nothing about the plan
+        assert plan_sampling(checkpoint.read_config(folder / "base"), torch.float32, device="cpu") == made
     model = checkpoint.load(folder / "base", dtype="float32")
     assert made.weights == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     prefix = model.encode(torch.zeros(1, 1000, dtype=torch.int64))
@@ -194,6 +196,8 @@ def test_the_command_says_what_fits_and_exits_with_1_where_nothing_does(folder, 
 def test_two_plans_at_once_are_each_what_they_are_alone_and_an_error_leaves_nothing_behind(folder):
     recipes = [recipe_of(folder), recipe_of(folder, "train.activation_checkpointing=true", "data.canvases=1")]
     alone = [plans.plan_training(recipe, device="cpu").parts for recipe in recipes]
+    with torch.autocast("cpu"):
+        assert plans.plan_training(recipes[0], device="cpu").parts == alone[0]
     names = {name: getattr(torch, name) for name in ("autocast", "is_autocast_enabled", "empty")}
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda recipe: plans.plan_training(recipe, device="cpu").parts, recipes))

@@ -74,7 +74,7 @@ def _step(model: BlockDiffusionModel, rows: int) -> int:
     """The peak of one denoising step with a signal and the statistics of all its tokens, in which layers follow."""
     counted = LiveBytes()
     counted.fill(model)
-    with torch.no_grad(), counted:
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), counted:
         canvas = torch.zeros(rows, model.canvas_length, dtype=torch.int64)
         prefix = model.encode(torch.zeros(rows, 1000, dtype=torch.int64))
         counted.start_again()

@@ -7,7 +7,6 @@ gradients are. The units of sharded weights are whole while they run.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ class Step:
             module.register_forward_pre_hook(self._before)
             module.register_forward_hook(self._after)
         with counted:
-            with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):  # whatever the caller computes in
                 losses = self.objective(batch)
             (losses.canvas_sum + losses.ar_sum).backward()
             self._begin(self.objective.model.vocabulary, 0)
