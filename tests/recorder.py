@@ -28,6 +28,47 @@ class Refused(Exception):
     """An operation that a CUDA graph cannot hold."""
 
 
+def refuse_waiting(func: Any, args: Any) -> None:
+    """Raise Refused for an operation, with its arguments, that a graph cannot hold."""
+    if func.overloadpacket.__name__ in REFUSED or (
+        func.overloadpacket.__name__ in ("index", "index_put", "index_put_")
+        and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    ):
+        raise Refused(f"{func} while steps are recorded")
+
+
+class _Looking(TorchDispatchMode):
+    """Lets operations run, but for those that a graph cannot hold."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_waiting(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+class Looker:
+    """`Capture` that replays nothing: where a graph would be replayed it runs the work, in which nothing may wait.
+
+    So it can be used where ranks exchange something, whose end a recording does not see. captures: how often it was
+    asked to capture.
+    """
+
+    captures = 0
+
+    def warm_up(self, work: Work) -> None:
+        """Run work."""
+        work()
+
+    def capture(self, work: Work) -> Work:
+        """The work, which fails where a graph could not hold it."""
+        self.captures += 1
+
+        def looked_at() -> None:
+            with _Looking():
+                work()
+
+        return looked_at
+
+
 class _Recording(TorchDispatchMode):
     """The operations that run under it, in order, with their tensors."""
 
@@ -39,11 +80,7 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket.__name__ in REFUSED or (
-            func.overloadpacket.__name__ in ("index", "index_put", "index_put_")
-            and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-        ):
-            raise Refused(f"{func} while steps are recorded")
+        refuse_waiting(func, args)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._keep(value)

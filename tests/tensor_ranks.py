@@ -24,6 +24,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.evals import task
 from blockdiff.kernels import IN_TORCH
 from blockdiff.kernels.fp8.torch import quantised
+from blockdiff.kernels.span_attention import torch as span_attention
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed
 from blockdiff.layers.experts import local_part
 from blockdiff.layers.lora import LowRank
@@ -38,6 +39,7 @@ from blockdiff.parallel.shard import load_split
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.parallel.tensor import split_vocabulary, tensor_parallel
 from blockdiff.sampling import Generation, Request, Result, Sampler
+from blockdiff.sampling import engine as engines
 from blockdiff.training.freeze import freeze
 from blockdiff.training.heldout import heldout
 from blockdiff.training.samples import sample_prompts
@@ -45,6 +47,7 @@ from tests.expert_ranks import assert_same, error
 from tests.families import CONFIGS, small_model
 from tests.objective.test_objective import L, V, batch_of, rows
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
+from tests.recorder import Looker
 
 Found = dict[str, Tensor]
 OVER_FOUR = ("diffusion_gemma, adapted", "llama", "minimax_m3, adapted", "qwen3 sliding, denoising")
@@ -261,6 +264,19 @@ def sampled_alone(directory: Path) -> None:
     """Write the tokens, the steps and the first score of each model on one process."""
     found = [[[list(one.tokens), one.steps, one.score] for one in results] for results in samplings(None)]
     (directory / "sampled.json").write_text(json.dumps(found))
+
+
+def capturable(ranks: Ranks, directory: Path) -> None:
+    """In a step of two ranks that would be captured the host waits for nothing, and the answers are those of others."""
+    model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
+    tensor_parallel(model, init_device_mesh("cpu", (ranks.world,)))
+    span_attention.SMALL_SCORES = -1
+    asked = [Request(n, tokens=list(range(5, 9 + 3 * n)), banned=[11] * (n > 2)) for n in range(6)]
+    expected = Sampler(model, None, Generation(max_steps=6, max_new_tokens=10)).generate(asked, seed=4, batch_size=3)
+    looker = Looker()
+    engines.step_capture = lambda _: looker
+    found = Sampler(model, None, Generation(max_steps=6, max_new_tokens=10)).generate(asked, seed=4, batch_size=3)
+    assert [result.tokens for result in found] == [result.tokens for result in expected] and looker.captures > 2
 
 
 def stopped_together(ranks: Ranks, mesh: DeviceMesh) -> None:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Hashable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.parallel.tensor_vocabulary import SharedVocabulary
 from blockdiff.tensor_pieces import is_spread
 
 MOST_GRAPHS = 64  # kept at once; they share the memory of what they compute, and each takes some of its own
@@ -85,14 +87,24 @@ class CudaCapture:
 def step_capture(model: BlockDiffusionModel) -> Capture | None:
     """The way in which steps of a model can be captured; None off CUDA, and where a step does more than launch.
 
-    That is where ranks exchange something within it, where layers keep what they select in the first one, and where
-    ops run in torch.
+    That is where weights are gathered within it, where layers keep what they select in the first one, and where ops run
+    in torch. What the ranks of tensor parallelism exchange by NCCL is captured with the rest: they make the same calls.
     """
     if model.device.type != "cuda" or any(kind.keeps_selection for kind in model.kinds.values()):
         return None
     if not model.kernels.is_capturable:
         return None
-    return None if any(map(is_spread, model.parameters())) else CudaCapture(model.device)
+    if any(map(is_spread, model.parameters())) and not _exchanges_alone(model):
+        return None
+    return CudaCapture(model.device)
+
+
+def _exchanges_alone(model: BlockDiffusionModel) -> bool:
+    """True where all that the ranks of a split model do in a step is to exchange tensors on the device."""
+    vocabulary = model.vocabulary
+    if not isinstance(vocabulary, SharedVocabulary) or model.gathered_on is not None:
+        return False
+    return bool(dist.get_backend(vocabulary.group) == "nccl")
 
 
 class Graphs:

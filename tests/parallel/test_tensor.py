@@ -10,7 +10,7 @@ import blockdiff
 from blockdiff import checkpoint
 from tests.families import CONFIGS
 from tests.forked import run, run_ranks
-from tests.tensor_ranks import models_alone, read_in_fp8, sampled, sampled_alone, vocabularies, whole_models
+from tests.tensor_ranks import capturable, models_alone, read_in_fp8, sampled, sampled_alone, vocabularies, whole_models
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +46,8 @@ def test_a_vocabulary_over_ranks_gives_what_one_gives_and_gathers_no_logits(worl
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_number_of_ranks_samples_the_same_tokens(world, alone: Path, tmp_path: Path):
     run_ranks(world, sampled, tmp_path, alone)
+
+
+@pytest.mark.quick
+def test_the_host_waits_for_nothing_in_a_step_that_two_ranks_would_capture(tmp_path: Path):
+    run_ranks(2, capturable, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.parallel.tensor_vocabulary import SharedVocabulary
 from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.control import Control
@@ -274,6 +276,25 @@ def test_graphs_are_refused_where_there_are_none_and_left_out_where_nobody_asks(
     with pytest.raises(ValueError, match=r"graphs: no step of this model can be captured"):
         Engine(model, None, LIVELY, graphs=True)
     assert Engine(model, None, LIVELY)._batch.graphs is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "gathered_on", "is_captured"), [("nccl", None, 1), ("gloo", None, 0), ("nccl", "cuda", 0)]
+)
+def test_a_model_over_the_ranks_of_tensor_parallelism_is_captured_where_nccl_exchanges(
+    monkeypatch, backend, gathered_on, is_captured
+):
+    vocabulary = SharedVocabulary.__new__(SharedVocabulary)
+    object.__setattr__(vocabulary, "group", "the ranks")
+    part = torch.zeros(1)
+    part.device_mesh = "as a DTensor has"
+    model = SimpleNamespace(
+        device=torch.device("cuda"), kinds={}, kernels=SimpleNamespace(is_capturable=True), parameters=lambda: [part],
+        vocabulary=vocabulary, gathered_on=gathered_on,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    monkeypatch.setattr(capturing, "CudaCapture", lambda device: "captures")
+    assert capturing.step_capture(model) == ("captures" if is_captured else None)
 
 
 class Broken(Recorder):
