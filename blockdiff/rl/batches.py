@@ -12,6 +12,8 @@ from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator
 from blockdiff.rl.policy import RolloutBatch
 
+ROWS = 64  # answers that are drawn together
+
 # Of a canvas: what each step saw, what it drew where that was accepted, else -1, and the tokens committed.
 Trajectory = tuple[list[list[int]], list[list[int]], list[int]]
 

@@ -22,7 +22,7 @@ from blockdiff.metrics import Record
 from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.turns import measuring
-from blockdiff.rl.batches import Answer, Trajectory, canvas_batch, examples, head_batch
+from blockdiff.rl.batches import ROWS, Answer, Trajectory, canvas_batch, examples, head_batch
 from blockdiff.rl.policy import PolicyObjective, RolloutBatch
 from blockdiff.rl.prompts import Prompt, Prompts
 from blockdiff.rl.reward import Rewards, advantages, make_rewards
@@ -36,7 +36,6 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
 from blockdiff.training.step import autocast
 
-ROWS = 64  # answers that are drawn together
 NAMED = 3  # failures of rewards that a line names
 
 

@@ -14,7 +14,7 @@ from blockdiff.training.recipe_files import read_recipe
 from tests.documents import ROOT, Python, blocks, code_of, table_rows
 
 DOCUMENT = ROOT / "docs" / "coming-from.md"
-KEY = re.compile(r"(seed|output|(model|lora|parallel|data|objective|optim|train|evaluation|generation)\.\w+)=")
+KEY = re.compile(r"(seed|output|(model|lora|parallel|data|objective|rl|optim|train|evaluation|generation)\.\w+)=")
 
 
 def test_every_line_runs_or_says_why_there_is_none(quickstart: Path) -> None:
@@ -26,7 +26,8 @@ def test_every_line_runs_or_says_why_there_is_none(quickstart: Path) -> None:
         if not code:
             assert here == "—" and len(why) > 10, f"{DOCUMENT.name}:{line}: neither code nor a reason"
         elif KEY.match(code[0]):
-            read_recipe("recipes/quickstart.yaml", code)
+            policy = ["rl.policy=head"] if code[0].startswith("rl.") else []  # every section rl has to say it
+            read_recipe("recipes/quickstart.yaml", [*policy, *code])
         else:
             pieces += [Python(DOCUMENT, line, each) for each in code]
     for piece in sorted(pieces, key=lambda piece: piece.line):

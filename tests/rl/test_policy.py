@@ -197,6 +197,8 @@ def test_the_expected_gradient_of_canvases_is_the_exact_one_and_held_leaves_out_
         if signal == "held":
             assert objective.measured["reaccepted"] == 0 and objective.measured["positions"] == len(every) * L
     assert largest_error(found["held"], found["through"]) > 1e-3
+    through, held = (torch.cat([found[signal][n].flatten() for n in found["held"]]) for signal in ("through", "held"))
+    assert float(torch.cosine_similarity(through, held, dim=0)) == pytest.approx(0.88, abs=0.02)  # docs/rl.md
 
 
 # -- what the engine drew ------------------------------------------------------------------------------------------

@@ -91,7 +91,8 @@ class Step:
         with counted:
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):  # whatever the caller computes in
                 losses = self.objective(batch)
-            (losses.canvas_sum + losses.ar_sum).backward()
+            total = losses.canvas_sum + losses.ar_sum
+            (total if losses.policy_sum is None else total + losses.policy_sum).backward()
             self._begin(self.objective.model.vocabulary, 0)
             self._close()
         return counted

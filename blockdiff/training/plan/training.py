@@ -16,11 +16,15 @@ import torch
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.files import DTYPES
+from blockdiff.data.collate import Collator
+from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.errors import RecipeError
 from blockdiff.images import PlacedImage
 from blockdiff.kernels import IN_C, Kernels
 from blockdiff.memory import size
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.rl.batches import ROWS, Answer, canvas_batch, head_batch
+from blockdiff.rl.policy import RolloutBatch
 from blockdiff.terminal import counted
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.muon import AT_ONCE
@@ -93,6 +97,8 @@ def plan_training(
     if batch is None:
         few = min(rows, MOST_ROWS)
         batch, times = worst_batch(recipe, model, _longest(recipe, tokens), few), rows / few
+        if recipe.rl is not None:
+            batch = worst_rollouts(recipe, base, batch)
     if ranks > 1 and not is_sharded and share > rows:  # DDP's buckets, beside what earlier micro-batches left
         static["buckets"] = static.get("gradients", 0)
     orthogonalised = _orthogonalised(objective, recipe, ranks)
@@ -110,10 +116,33 @@ def plan_training(
     moving = {"activations": int(times * max(0, peak - sum(others.values())))} | others
     if orthogonalised > sum(moving.values()):
         moving = {"orthogonalised": orthogonalised}
+    if recipe.rl is not None:  # pages are given back before the step
+        pages = rollout_bytes(recipe, base, batch.tokens_BS.shape[1], computed)
+        moving = {"pages of rollouts": pages} if pages > sum(moving.values()) else moving
     host = static if recipe.parallel.offload else {}
     parts = ({} if recipe.parallel.offload else static) | moving
     sizes = batch.tokens_BS.shape[1], batch.start_BC.shape[1], round(times * batch.tokens_BS.shape[0])
     return TrainingPlan(parts, host, *sizes, numbers, trains)
+
+
+def worst_rollouts(recipe: Recipe, base: StartingModel, batch: Batch) -> RolloutBatch:
+    """Answers as long as the rows of a batch, every token of which is an action, of canvases in every step."""
+    assert recipe.rl is not None
+    L, steps = base.canvas_length, base.generation.max_steps
+    (rows, tokens), is_canvas = batch.tokens_BS.shape, recipe.rl.policy == "canvas"
+    canvases = max(1, (tokens - 1) // L)
+    start, drawn = max(1, tokens - canvases * L), [[0] * L] * steps
+    answer = Answer(0, [0] * start, [0] * (tokens - start), 0.0, {}, {}, [], [(drawn, drawn, [0] * L)] * canvases)
+    collator = Collator(L, 0, 0, 0, StratifiedTime())
+    made = canvas_batch([answer] * rows, collator, steps) if is_canvas else head_batch([answer] * rows, collator)
+    return replace(made, examples=batch) if recipe.rl.sft else made
+
+
+def rollout_bytes(recipe: Recipe, base: StartingModel, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the pages of as many rollouts as are drawn together, each of so many tokens."""
+    assert recipe.rl is not None
+    rows = min(ROWS, recipe.rl.prompts * recipe.rl.group)
+    return rows * tokens * family_of(base.config).outline(base.config).cached_per_token * dtype.itemsize
 
 
 def micro_batch_rows(recipe: Recipe, ranks: int) -> int:
