@@ -40,6 +40,16 @@ BAD: Sequence[dict[str, Any]] = (
     {"json": {"prompt": "1", "regex": "("}},
     {"json": {"prompt": "1", "temperature": -1}},
     {"json": {"prompt": "1", "seed": "x"}},
+    # what is sent to do harm: items and texts without number, halves of characters, numbers that overflow
+    {"json": {"prompt": [{}] * 20_000}},
+    {"json": {"prompt": "1", "stop": ["a"] * 20_000}},
+    {"json": {"prompt": "1", "strategy": "a" * 100_000}},
+    {"json": {"prompt": "1" * 2_000_000}},
+    {"json": {"prompt": "1", "regex": "[ab]*a[ab]{500}"}},
+    {"json": {f"key{number}": 1 for number in range(20_000)}},
+    {"content": rb'{"prompt": "1", "stop": ["\ud800"]}', "headers": {"content-type": "application/json"}},
+    {"json": {"prompt": "1", "strategy": "entropy_bound:stability=99999999999999999999"}},
+    {"json": {"prompt": "1", "repetition_penalty": 1e-300}},
 )
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import openai
 import pytest
 
 from blockdiff.sampling import Request, Sampler
 from blockdiff.sampling.scores import score
+from blockdiff.serving.protocol import INERT, NEUTRAL, ChatRequest, CompletionRequest
 from tests.asking import answering, chat_tokenizer, served
 
 pytestmark = pytest.mark.quick
 
 USER = [{"role": "user", "content": "hi"}]
+KINDS = {"chat": ChatRequest, "completions": CompletionRequest}
 ASKED = {"model": "blockdiff", "messages": USER, "seed": 5}
 WEATHER = {
     "type": "function",
@@ -486,3 +490,27 @@ def test_a_read_gives_the_probabilities_of_holes_as_the_sampler_does(chatty):
     assert found["holes"]["one"]["probabilities"] == pytest.approx(alone.probabilities["one"])
     assert found["holes"]["two"]["spread"].keys() == alone.spread["two"].keys()
     assert [status for status, _ in refused] == [400] * 5
+
+
+def test_the_table_of_fields_is_that_of_the_protocol():
+    """Line by line: whose field it is, and what happens to it; and no field is left out."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Fields\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|", 2) for line in section.splitlines() if line.startswith("| `")]
+    lines = [[cell.strip() for cell in row] for row in rows]
+    own = {name: {field.alias or key for key, field in kind.model_fields.items()} for name, kind in KINDS.items()}
+    told: dict[str, set[str]] = {name: set() for name in KINDS}
+    for names, of, what in lines:
+        fields = {name.partition(".")[0] for name in re.findall(r"`([a-z_.]+)`", re.sub(r"\(.*?\)", "", names))}
+        if "refused" in what[:40] or "these values pass" in what:
+            assert fields <= {*NEUTRAL}
+        elif what.startswith("pass"):
+            assert fields <= INERT
+        else:
+            for name in ("chat", "completions") if of == "both" else (of,):
+                assert fields <= own[name], (fields - own[name], of)
+                told[name] |= fields
+    beyond = {*re.findall(r"`([a-z_]+)`", section.partition("Fields beyond the protocol")[2].partition("\n\n")[0])}
+    for name, fields in own.items():
+        assert fields <= told[name] | beyond, fields - told[name] - beyond
+    assert {*NEUTRAL} | INERT <= {*re.findall(r"`([a-z_]+)`", section)}
