@@ -19,6 +19,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.parallel.tensor_vocabulary import SharedVocabulary
 from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling import engine as engines
+from blockdiff.sampling import graphs as capturing
 from blockdiff.sampling.control import Control
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.graphs import BrokenCapture, CudaCapture, Graphs, HostCopy
