@@ -93,11 +93,15 @@ def _sampling(
     from blockdiff import checkpoint
     from blockdiff.checkpoint.fp8 import form_below, is_fp8
     from blockdiff.checkpoint.opening import model_files
+    from blockdiff.errors import CheckpointError
     from blockdiff.memory import size
+    from blockdiff.models.family import family_of
     from blockdiff.training.plan.sampling import plan_sampling
 
     files = model_files(target, with_weights=False)
     config = checkpoint.read_config(files.weights)
+    if family_of(config).outline(config).mask is not None:
+        raise CheckpointError(f"{target} is a drafter, which samples nothing alone; plan the recipe that trains it")
     if quantize is None and files.adapter is not None:
         quantize = form_below(files.adapter)
     made = plan_sampling(config, device=device, quantize=quantize, adapter=files.adapter)

@@ -76,7 +76,7 @@ def export(
         adapted = base or (adapted_checkpoint(beside) if adapter is None else str(source))
         return read_back(save_adapter(model, directory, adapted))
     stored = stored_weights(model, weights)
-    kept = stored["vocabulary.table"].dtype if dtype == "auto" else resolve_dtype(dtype)
+    kept = stored[model.typical].dtype if dtype == "auto" else resolve_dtype(dtype)
     model.to(kept)
     read_added(model, weights, kept, torch.device("cpu"))
     model.carried = carried_by(weights, model)

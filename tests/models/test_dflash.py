@@ -171,6 +171,18 @@ def test_what_a_drafter_does_not_compute_is_refused(change, said):
         config_from(values, "here")
 
 
+def test_a_drafter_in_fp8_drafts(tmp_path):
+    target = small_model("qwen3", dtype=torch.float32)
+    drafter = drafter_for(target, drafter_values(target.config))
+    blockdiff.save(drafter, tmp_path / "a")
+    rounded = blockdiff.load(tmp_path / "a", device="cpu", kernels="torch", quantize="fp8")
+    block, prompt = torch.tensor([[7, *[5] * (drafter.canvas_length - 1)]]), tokens(1, 9)
+    found, truth = (
+        Drafted(target, each).denoise(block, Drafted(target, each).encode(prompt)) for each in (rounded, drafter)
+    )
+    assert 1e-4 < float((found - truth).norm() / truth.norm()) < 0.2
+
+
 def test_a_target_of_another_shape_is_refused():
     drafter = drafter_for(small_model("qwen3"), drafter_values(CONFIGS["qwen3"]()) | {"num_target_layers": 8})
     with pytest.raises(BlockdiffError, match="with hidden size 32 and 8 layers, and this one has 32 and 3"):

@@ -161,5 +161,13 @@ def test_a_drafter_beside_its_target_gives_the_same_texts_in_every_command(here,
     assert len(json.loads(report.read_text())["accepted_by_place"]) == 3
     refused = run("sample", *asked, "--draft-model", here / "draft", "--strategy", "entropy_bound")
     assert refused.exit_code == 2 and "a drafter drafts for --strategy speculative alone" in refused.output
+    exported = run("export", here / "draft", "-o", tmp_path / "bf16", "--dtype", "bfloat16")
+    assert exported.exit_code == 0 and weights(tmp_path / "bf16")["fc.weight"].dtype == torch.bfloat16
+    assert "drafts blocks of 4 and reads layers 1 of a target's 3" in run("inspect", here / "draft").output
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe(here)))
+    assert "20 canvases" in run("plan", tmp_path / "recipe.yaml").output
+    assert run("inspect", tmp_path / "recipe.yaml", "--rows", 1).exit_code == 0
+    planned = run("plan", here / "draft")
+    assert planned.exit_code == 1 and "is a drafter, which samples nothing alone" in planned.output
     alone = run("sample", here / "draft", "--prompt", "a12=", "--device", "cpu")
     assert alone.exit_code == 1 and "is a drafter; give it with --draft-model" in alone.output, alone.output

@@ -37,6 +37,7 @@ FAMILY = Family(
         "mlp": ("layers.*.mlp.*",),
     },
     adapted_parts=(),
+    fp8_parts=("attention", "mlp"),
     sharding_units=("layers.{}",),
     capabilities=Capabilities(
         kernels=("torch", "triton"),
