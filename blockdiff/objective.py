@@ -33,14 +33,21 @@ ROW_FIELDS = ("tokens_BS", "positions_BS", "doc_start_BS", "is_ar_scored_BS", "a
 
 
 class Losses(NamedTuple):
-    """Sums, fp32 scalars with gradient; their counts are the batch's `canvas_count()`, `ar_count()`, `answer_count()`.
+    """Sums, fp32 scalars with gradient; their counts are the batch's `canvas_count()` and `ar_count()`.
 
-    Canvas and AR loss are in nats. policy_sum: that of reinforcement learning (None: there is none).
+    Both losses are in nats.
     """
 
     canvas_sum: Tensor
     ar_sum: Tensor
-    policy_sum: Tensor | None = None
+
+
+class PolicyLosses(NamedTuple):
+    """The sums of `Losses`, and that of reinforcement learning, whose count is the batch's `answer_count()`."""
+
+    canvas_sum: Tensor
+    ar_sum: Tensor
+    policy_sum: Tensor
 
 
 class Evaluation(NamedTuple):

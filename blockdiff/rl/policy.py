@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blockdiff.canvas import Batch
 from blockdiff.models.adapters import without_adapters
-from blockdiff.objective import Losses, Objective
+from blockdiff.objective import Losses, Objective, PolicyLosses
 from blockdiff.sampling.strategies import EntropyBound
 
 
@@ -99,7 +99,7 @@ class PolicyObjective(Objective):
         self.policy = policy
         self.measured: defaultdict[str, Tensor | float] = defaultdict(float)
 
-    def forward(self, batch: Batch) -> Losses:
+    def forward(self, batch: Batch) -> Losses | PolicyLosses:  # type: ignore[override]  # of rollouts
         """The sums of all losses over a batch."""
         if not isinstance(batch, RolloutBatch):
             return super().forward(batch)
@@ -120,7 +120,7 @@ class PolicyObjective(Objective):
             self._measure(kl=divergence.detach())
         zero = policy_sum.new_zeros(())
         losses = Losses(zero, zero) if batch.examples is None else super().forward(batch.examples)
-        return losses._replace(policy_sum=policy_sum)
+        return PolicyLosses(*losses, policy_sum)
 
     def actions(self, batch: RolloutBatch, is_measured: bool = True) -> Actions:
         """The log-probabilities of a batch's actions under the weights as they are."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from blockdiff.canvas import PADDING_ROW, Batch, lay_out
 from blockdiff.errors import RunError
 from blockdiff.metrics import Record
+from blockdiff.objective import PolicyLosses
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import exchange_others, exchanging, loss_factor, require_sums
@@ -96,11 +97,12 @@ def backpropagate(
                 require_sums(losses)
             # The one place that divides; where the ranks' gradients are averaged, the factor makes a sum of it.
             mean = share * (losses.canvas_sum / canvas_count + ar_weight * losses.ar_sum / ar_count)
-            if losses.policy_sum is not None:
-                mean = mean + losses.policy_sum / answers
+            policy = losses.policy_sum if isinstance(losses, PolicyLosses) else None
+            if policy is not None:
+                mean = mean + policy / answers
             if mean.requires_grad:
                 (factor * mean).backward()
-        parts = losses.canvas_sum, losses.ar_sum, losses.policy_sum
+        parts = losses.canvas_sum, losses.ar_sum, policy
         sums[index] = torch.stack([losses.ar_sum.new_zeros(()) if part is None else part.detach() for part in parts])
     fill_gradients(weights)
     exchange_others(module, weights, mesh)
