@@ -30,6 +30,7 @@ def test_the_defaults_are_those_of_transformers():
         else:
             assert ours[name] == value
     assert Generation.from_dict({}) == Generation()
+    assert Generation.from_dict({"t_min": 0.8, "t_max": 0.8}).t_min == 0.8  # a constant temperature
 
 
 def test_a_file_that_transformers_wrote_reads_back(tmp_path):
