@@ -15,6 +15,9 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.serving.async_engine import AsyncEngine
 
 BACKLOG = 128  # connections that are taken at a time
+KEEP_SECONDS = (
+    10  # an idle connection, longer than clients keep one (5 s in httpx): so none is closed as it is used again
+)
 HEAD_SECONDS = 20.0  # from a connection, or the last answer on it, to the end of a request's head
 MOST_IDLE = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # connections without a request
 CLOSE_SECONDS = 5  # for what is written after the last answer
@@ -64,7 +67,15 @@ class Process(uvicorn.Server):
 
     def __init__(self, asgi: Any, engine: AsyncEngine, drain_seconds: float):
         options: dict[str, Any] = dict(log_level="warning", access_log=False, lifespan="on", http=Connection)
-        super().__init__(uvicorn.Config(asgi, timeout_graceful_shutdown=CLOSE_SECONDS, backlog=BACKLOG, **options))
+        super().__init__(
+            uvicorn.Config(
+                asgi,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+                timeout_keep_alive=KEEP_SECONDS,
+                backlog=BACKLOG,
+                **options,
+            )
+        )
         self._engine, self._drain_seconds = engine, drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
