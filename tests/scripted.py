@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdiff.kernels import IN_TORCH
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
 from blockdiff.kernels.vocabulary.torch import class_stats, token_stats
 from blockdiff.sampling.sampler import Sampler
@@ -32,7 +33,7 @@ class ScriptedModel:
     def __init__(self, script: Script, canvas_length: int, vocab_size: int):
         self.script, self.canvas_length, self.vocab_size = script, canvas_length, vocab_size
         self.device, self.dtype, self.table = torch.device("cpu"), torch.float32, torch.eye(vocab_size)
-        self.vocabulary = self
+        self.vocabulary, self.kernels = self, IN_TORCH
         self.encoded: list[tuple[int, int]] = []  # shape of every encode
         self.denoised: list[int] = []  # rows of every denoise
         self.signals: dict[tuple[int, int, int], Tensor | None] = {}
