@@ -17,6 +17,8 @@ from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example, ExampleImage
 from blockdiff.data.images import ImageReader, decoded, image_bytes, image_name
+from blockdiff.data.order import AnyOrder
+from blockdiff.rl.prompts import Prompts
 from blockdiff.terminal import counted, printable
 from blockdiff.training.build import checked_data
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
@@ -72,6 +74,9 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
         show.line(f"objective {said}")
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):
         show.line(line)
+    if isinstance(data.train, Prompts):
+        asked = show_prompts(recipe, data.train, data.order, show, step, rows)
+        return {"model": model, "data": data.report(), "batch": asked}
     batch, examples = data.batches(step)[0], data.step_examples(step)
     reader = data.collator.reader
     alpha_BC = recipe.objective.schedule.alpha(batch.t_BC)
@@ -89,6 +94,18 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
             if reader is not None:
                 show.console.print(shown(reader, column, *source, is_terminal=show.console.is_terminal))
     return {"model": model, "data": data.report(), "batch": numbers}
+
+
+def show_prompts(
+    recipe: Recipe, prompts: Prompts, order: AnyOrder, show: Progress, step: int, rows: int
+) -> dict[str, Any]:
+    """Print the first prompts of the round that optimiser step `step` belongs to; returns its sizes as JSON values."""
+    assert recipe.rl is not None
+    number, answers = (step - 1) // recipe.rl.steps(recipe.train.batch_size) + 1, recipe.rl.prompts * recipe.rl.group
+    show.line(f"round {number}: {recipe.rl.prompts} prompts with {recipe.rl.group} answers each, drawn when it begins")
+    for _, index in order(number)[:rows]:
+        show.line(f"prompt    {printable(prompts.rows[index].question.last_message)}")
+    return {"step": step, "round": number, "prompts": recipe.rl.prompts, "answers": answers}
 
 
 def token_words(tokenizer: Any) -> Words:

@@ -232,12 +232,14 @@ def test_verified_canvases_draw_the_head_s_answers(inputs, tmp_path, monkeypatch
 
 
 def test_the_commands_name_each_other(inputs, tmp_path):
-    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows, run, rl, plain = (tmp_path / name for name in ("rows.jsonl", "run", "rl.yaml", "plain.yaml"))
     rows.write_text("".join(json.dumps(row) + "\n" for row in inputs["data"]["train"]))
     asked = inputs | {"data": {"train": str(rows)}, "rl": inputs["rl"] | {"reward": "sudoku"}}
-    for name, keys in {"rl": asked.keys(), "plain": asked.keys() - {"rl"}}.items():
-        (tmp_path / name).write_text(json.dumps({key: asked[key] for key in keys}))
-    assert "has a section rl; `blockdiff rl` runs it" in refusal("train", tmp_path / "rl", "-o", run)
-    assert "has no section rl; `blockdiff train` runs it" in refusal("rl", tmp_path / "plain", "-o", run)
-    works("rl", tmp_path / "rl", "-o", run, "--set", "train.steps=1", "--set", "train.save_every=1")
+    for path, keys in {rl: asked.keys(), plain: asked.keys() - {"rl"}}.items():
+        path.write_text(json.dumps({key: asked[key] for key in keys}))
+    assert "has a section rl; `blockdiff rl` runs it" in refusal("train", rl, "-o", run)
+    assert "has no section rl; `blockdiff train` runs it" in refusal("rl", plain, "-o", run)
+    said = works("inspect", rl, "--step", 2)
+    assert "round 2: 2 prompts with 3 answers each" in said and said.count("prompt    ") == 2
+    works("rl", rl, "-o", run, "--set", "train.steps=1", "--set", "train.save_every=1")
     assert (run / "model" / "config.json").exists()
