@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from blockdiff.cli import options
+from blockdiff.errors import BlockdiffError
 
 data = typer.Typer(
     help="Make the data of a task, or a tokenizer from data.",
@@ -170,6 +171,8 @@ def tokenizer(
 
 def _write(output: Path, counts: Iterable[str], overwrite: bool, write: Callable[[], Iterable[str]]) -> None:
     """Have the splits and the tokenizer written where no file is in the way, and print what `write` says of them."""
+    if output.exists() and not output.is_dir():
+        raise BlockdiffError(f"{output}: is a file; name a directory for the files of the splits and the tokenizer")
     for name in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
         options.require_free(output / name, overwrite=overwrite)
     for line in write():

@@ -120,6 +120,8 @@ def sample(
     error, and the others are answered.
     """
     _check_usage(prompt, chat, prompts, image, output, trace)
+    if output is not None and output.suffix.lower() in (".csv", ".tsv", ".parquet", ".xlsx"):
+        raise typer.BadParameter(f"{output}: lines of JSON are written; name it .jsonl", param_hint="--output")
     gives_lines = prompts is not None or output is not None or as_rows
     if output == options.STREAM:
         output = None

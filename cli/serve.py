@@ -58,6 +58,8 @@ def serve(
         raise BlockdiffError(
             f"blockdiff serve needs the package {error.name}; pip install 'blockdiff[serve]'"
         ) from None
+    if no_key and api_key_file is not None:
+        raise typer.BadParameter("--api-key-file asks for a key; leave one of the two out", param_hint="--no-key")
     given = dict(host=host, port=port, api_key_file=api_key_file, max_rows=max_rows)
     given |= {name: getattr(opened, name) for name in MODEL_KEYS}
     settings = read_settings(config, given)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from blockdiff.errors import RunError
+from blockdiff.files import room_remedy
 from blockdiff.metrics import read
 from blockdiff.plots.panels import LEVEL, TOKENS, Line, NamedRun, Panel, make_panels, named_apart, read_run
+from blockdiff.plots.picture import drawable
 
 LEVEL_WORDS = (
     "corrupted: tokens that the noise replaced; kept: the others; "
     "signal: the model's last prediction, fed back into the canvas"
 )
 SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)  # the ticks of an axis that has 95 to 100 % apart
+SMOOTHED = 40  # so many values have a moving average over one to each side
 LEAST_WRONG = 0.005  # the share of wrong tokens at which such an axis stops to grow
 
 
@@ -62,15 +67,23 @@ def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
     for number, panel in enumerate(panels):
         _fill(axes[number], panel, last, legend_columns=(4 if number == 0 else 2) * is_alone)
     if is_alone:
-        figure.suptitle(runs[0].name, x=0.01, ha="left", fontsize=11)
+        figure.suptitle(drawable(runs[0].name), x=0.01, ha="left", fontsize=11)
     else:
         names = {line.label: line.colour for panel in panels for line in panel.lines if line.label}
         handles = [Line2D([], [], color=colour, linewidth=2) for colour in names.values()]
         columns = max(1, min(len(names), 110 // (max(map(len, names)) + 8)))
-        figure.legend(handles, list(names), loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
+        figure.legend(
+            handles, list(map(drawable, names)), loc="outside upper left", ncols=columns, frameon=False, fontsize=9
+        )
     if any(panel.x == LEVEL for panel in panels):
         figure.supxlabel(LEVEL_WORDS, x=0.01, ha="left", fontsize=8.5)
-    figure.savefig(str(picture))
+    png = BytesIO()
+    figure.savefig(png, format="png")
+    try:
+        Path(picture).write_bytes(png.getvalue())
+    except OSError as error:
+        Path(picture).unlink(missing_ok=True)
+        raise RunError(f"{picture}: cannot be written ({error.strerror}); {room_remedy(error)}") from None
 
 
 def _places(count: int, has_large: bool) -> list[list[int]]:
@@ -114,7 +127,10 @@ def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None
         axes.set_xlim(-0.03 * last, 1.03 * last + (last == 0))
     labels = [line.label for line in panel.lines if line.label] if len(panel.lines) > 1 else []
     legend_rows = -(-len(labels) // legend_columns) if legend_columns else 0
-    axes.set_title(panel.title, loc="left", fontsize=9.5, pad=6 + 12 * legend_rows)
+    is_smoothed = any(line.style == "noisy" and len(line.points[1]) >= SMOOTHED for line in panel.lines)
+    axes.set_title(
+        panel.title + " (faint: as logged)" * is_smoothed, loc="left", fontsize=9.5, pad=6 + 12 * legend_rows
+    )
     axes.set_xlabel(panel.x, fontsize=8)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -147,5 +163,6 @@ def _line(axes: Any, line: Line) -> None:
         return
     if line.style == "noisy":
         axes.plot(x, values, color=line.colour, alpha=0.2, linewidth=0.8)
-        values = smooth(values, len(values) // 40)
-    axes.plot(x, values, color=line.colour, label=line.label, linewidth=1.7, linestyle=dash)
+        values = smooth(values, len(values) // SMOOTHED)
+    marker = "o" if len(x) == 1 else ""  # a line of one point is invisible
+    axes.plot(x, values, color=line.colour, label=line.label, linewidth=1.7, linestyle=dash, marker=marker)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ def draw_picture(trace: Trace, path: str | Path, decode: Decode) -> None:
         panels = [_lines(moment, f"canvas {canvas.canvas + 1}, ", most) for canvas, moment in named]
     elif not side:
         moments = canvas_moments(trace, trace.canvases[0], decode) if trace.canvases else []
-        panels = [_rows(moments, most)]
+        panels = [_rows(_before_fill(moments), most, trace.prompt)]
     if is_moving:
         _save_moving([_framed([panel], most) for panel in thinned(panels, -(-len(panels) // FRAMES))], path)
     else:
@@ -150,11 +151,22 @@ def _square(moment: Moment, side: int, most: float) -> Image:
     return board.image
 
 
-def _rows(moments: Sequence[Moment], most: float) -> Image:
-    """A row per moment, a column per position."""
+def _before_fill(moments: Sequence[Moment]) -> list[Moment]:
+    """Moments without the positions after the end of the response, of which nothing was committed."""
+    last = moments[-1].cells if moments else ()
+    count = max((place for place, cell in enumerate(last, start=1) if cell.state == "committed"), default=len(last))
+    return [replace(moment, cells=moment.cells[:count]) for moment in moments]
+
+
+def _rows(moments: Sequence[Moment], most: float, prompt: str) -> Image:
+    """A row per moment, a column per position; the end of the prompt stands below."""
     length = max((len(moment.cells) for moment in moments), default=0)
     width, size = min(WIDEST, length), 28
-    board = Board(66 + width * size + 34 * (length > width), 8 + 22 * max(1, len(moments)))
+    board = Board(66 + width * size + 34 * (length > width), 26 + 22 * max(1, len(moments)))
+    asked, room = drawable(visible(prompt)), max(8, width * size // 5)  # characters of about five points
+    asked = asked if len(asked) <= room else "…" + asked[1 - room :]
+    board.words(60, 17 + 22 * max(1, len(moments)), "prompt", 8, SOFT, anchor="rm")
+    board.words(64, 17 + 22 * max(1, len(moments)), asked, 8)
     for row, moment in enumerate(moments):
         board.words(60, 15 + 22 * row, moment.name, 8, anchor="rm")
         for column, cell in enumerate(moment.cells[:width]):

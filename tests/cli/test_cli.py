@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from typer.testing import CliRunner
 
 from blockdiff.__main__ import main
 from blockdiff.cli.main import app
@@ -181,6 +182,7 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
         "/dev/full: No space left on device; it has the answers before that of 1,",
         GOOD,
     ),
+    "data in a file": ("data sudoku --count 5 --output {recipe}", "is a file; name a directory", ""),
     "an output below a file": ("sample {model} --prompt 1= --output {recipe}/o", "cannot be written", ""),
     "prompts as output": (
         "sample {model} --prompts {here}/rows.jsonl --output {here}/../{here.name}/rows.jsonl --overwrite",
@@ -325,3 +327,13 @@ def test_our_warnings_are_one_line_and_those_of_others_stay_whole(capsys: pytest
     main._show_warning(UserWarning("theirs"), UserWarning, "/elsewhere/library.py", 7)
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["blockdiff: warning: two lines", "/elsewhere/library.py:7: UserWarning: theirs"]
+
+
+@pytest.mark.quick
+def test_a_table_is_no_output_and_a_key_goes_not_without_one(tmp_path: Path) -> None:
+    for words, remedy in (
+        (["sample", "none", "--prompt", "1=", "--output", str(tmp_path / "a.csv")], "name it .jsonl"),
+        (["serve", "none", "--api-key-file", str(tmp_path), "--no-key"], "leave one of the two out"),
+    ):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 2 and remedy in result.stderr, result.output

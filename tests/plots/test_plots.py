@@ -13,8 +13,8 @@ import pytest
 from blockdiff.errors import RunError
 from blockdiff.plots.curves import _fill, draw_comparison, draw_curves, smooth
 from blockdiff.plots.panels import LEVEL, STEP, TOKENS, NamedRun, by_level, make_panels, named_apart, read_run, series
-from blockdiff.plots.picture import HOT, SURE, draw_picture, drawable, heat
-from blockdiff.plots.trace_moments import canvas_moments, grid_moments, grid_side, most_entropy, visible
+from blockdiff.plots.picture import HOT, SURE, _before_fill, draw_picture, drawable, heat
+from blockdiff.plots.trace_moments import Cell, canvas_moments, grid_moments, grid_side, most_entropy, visible
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
 WORDS = ["<pad>", "<eos>", "<bos>", ".", "=", "1", "2", "3", "4", "\n", "<b>", "a b"]
@@ -300,6 +300,43 @@ def write_run(directory: Path, records: list[dict]) -> Path:
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return directory
+
+
+@pytest.mark.quick
+def test_a_single_record_is_a_point_and_faint_values_are_explained() -> None:
+    from matplotlib.figure import Figure
+
+    for count in (1, 50):
+        axes = Figure().subplots()
+        records = [{"step": step, "kind": "train", "grad_norm": 1.0} for step in range(1, count + 1)]
+        (panel,) = make_panels([NamedRun("a", records)])
+        _fill(axes, panel, last=count)
+        assert (axes.lines[-1].get_marker() == "o") == (count == 1)
+        assert axes.get_title(loc="left").endswith("(faint: as logged)") == (count == 50)
+
+
+@pytest.mark.quick
+def test_a_still_ends_before_the_fill(trace: Trace) -> None:
+    moments = canvas_moments(trace, trace.canvases[0], decode)
+    count = sum(cell.state == "committed" for cell in moments[-1].cells)
+    longer = [replace(moment, cells=(*moment.cells, Cell("x", "noise"))) for moment in moments]
+    assert {len(moment.cells) for moment in _before_fill(longer)} == {count}
+
+
+@pytest.mark.quick
+def test_a_full_disk_and_a_name_that_the_font_lacks_are_no_traceback_and_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    run = write_run(tmp_path / "你好", measured())
+    draw_comparison([run], tmp_path / "a.png")
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RunError, match=r"b\.png: cannot be written \(No space left on device\); make room"):
+        draw_comparison([run], tmp_path / "b.png")
 
 
 @pytest.mark.quick
