@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from blockdiff.data.images import image_bytes
 from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.files import write_text
 from blockdiff.terminal import printable
@@ -27,6 +26,8 @@ def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
     images: list[str] = []
     with suppress(DataError):  # its answer will be that error
         files = [source for source in getattr(request, "sources", []) if isinstance(source, str)]
+        from blockdiff.data.images import image_bytes  # which imports torch
+
         images = [hashlib.blake2b(image_bytes(source)).hexdigest() for source in files]
     said = repr((request, *images, sorted(settings.items())))
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
