@@ -72,7 +72,7 @@ def block_sparse_scores(
         start = tl.min(tl.where((visible_M > 0) & (first_M > start), first_M, FAR), 0)
 
 
-@triton.jit(do_not_specialize=["R", "N", "LOCAL", "INIT"])
+@triton.jit(do_not_specialize=["R"])
 def block_sparse_choose(
     scores, visible, ids, R, N, LOCAL, INIT, BLOCK: tl.constexpr, H: tl.constexpr, TOPK: tl.constexpr,
     CHOICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

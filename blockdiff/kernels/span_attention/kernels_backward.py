@@ -63,7 +63,7 @@ def _load_row_numbers(lse, delta, at, is_row):
     return tl.where(lse_M == -INF, INF, lse_M * LOG2E), tl.load(delta + at, mask=is_row, other=0.0)
 
 
-@triton.jit(do_not_specialize=["T", "prefix_keys", "own_keys"])
+@triton.jit
 def span_attention_backward_queries(
     q, q_strides, k, k_strides, v, v_strides, bounds, lse, delta, grad_out, grad_q, T, prefix_keys, own_keys,
     scale,
@@ -133,7 +133,7 @@ def span_attention_backward_intervals(bounds, first, interval, T, keys, tiles, C
     tl.store(at + 3, tl.where(full == full_end - full_begin, full_end, full_begin))
 
 
-@triton.jit(do_not_specialize=["first", "T", "keys"])
+@triton.jit(do_not_specialize=["first"])  # one compilation for both sources
 def span_attention_backward_keys(
     q, q_strides, k, k_strides, v, v_strides, bounds, first, lse, delta, grad_out, interval, grad_k, grad_v,
     T, keys, scale,
