@@ -96,12 +96,12 @@ def test_micro_batches_change_nothing_and_a_reward_is_learnt(inputs, tmp_path, p
     changes += ["train.save_every=2", "train.keep=9"]
     runs = [
         blockdiff.reinforce(inputs, [*changes, *more], tmp_path / str(n), reward=ones)
-        for n, more in enumerate((["train.steps=12"], ["train.steps=2", "train.micro_batch_size=5"]))
+        for n, more in enumerate((["train.steps=8"], ["train.steps=2", "train.micro_batch_size=5"]))
     ]
     one, other = (weights(run, 2) for run in runs)
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4
     found = [record["reward"] for record in runs[0].records]
-    assert sum(found[-3:]) > sum(found[:3]) + 1
+    assert min(found[-2:]) > max(found[:2]) + 0.5
 
 
 def test_equal_rewards_leave_the_weights_unchanged_to_the_bit(inputs, tmp_path):

@@ -187,6 +187,8 @@ def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
 def _longest(recipe: Recipe, tokens: int | None) -> int:
     """Tokens of the longest row; RecipeError where nothing says it."""
     length = tokens or recipe.data.pack or getattr(recipe.data.max_length, "tokens", None)
+    if length is None and recipe.rl is not None:
+        raise RecipeError("rl: how long a prompt and its answer are together is not known; say --tokens")
     if length is None:
         raise RecipeError("data.max_length: missing, and so the longest row is not known; set it, or say --tokens")
     return int(length)
