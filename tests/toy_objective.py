@@ -24,7 +24,6 @@ SEED = 7
 class Losses(NamedTuple):
     canvas_sum: Tensor
     ar_sum: Tensor
-    policy_sum: Tensor | None = None
 
 
 class Vocabulary(nn.Module):
