@@ -73,7 +73,7 @@ def judge(schema: Any) -> jsonschema.protocols.Validator:
 
 
 def invalid_texts(seed: int, tries: int = 40) -> tuple[int, list[str]]:
-    """How many texts of the schema of a seed were judged, every third of them recursive, and those that are invalid."""
+    """The number of judged texts of the schema of a seed (every third is recursive), and the texts that are invalid."""
     generator = random.Random(seed)
     schema = recursive_schema(generator) if seed % 3 == 2 else random_schema(generator)
     try:
