@@ -19,7 +19,7 @@ def inspect(
 ) -> None:
     """Show the sizes, trained parts and memory of a model; for a recipe also one batch as training draws it.
 
-    It loads no weights. Those that blockdiff wrote are read once and compared with their digests.
+    No weights are loaded; those that blockdiff wrote are checked by digest.
     """
     is_recipe = options.is_recipe(target, set_)
     if not is_recipe and (step, rows) != (1, 3):
