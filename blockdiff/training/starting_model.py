@@ -197,6 +197,11 @@ def without_weights(
     corruption = make_corruption(recipe, base)
     if recipe.objective.images != "none":
         model.image_side = checkpoint.empty_image_side(base.config)
+        if family_of(base.config).image_tokens(base.config) is None:
+            raise RecipeError(
+                "objective.images: the model takes no images, because its vocabulary has no token for them; leave it "
+                "out, or give a model or preset whose image tokens the tokenizer has"
+            )
     if recipe.model.quantize is not None:
         put_in_fp8(model, fp8_layers(model), recipe.model.quantize == "fp8-dynamic")
     if dtype is not None:

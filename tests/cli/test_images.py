@@ -69,6 +69,10 @@ def test_what_cannot_be_is_said_in_one_line(model, red, tmp_path):
     bare = seeing_checkpoint(tmp_path / "bare")
     (bare / "processor_config.json").unlink()
     assert "says how images are cut" in refusal("sample", bare, "--image", red, "--prompt", "a")
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config | {"image_token_id": 258_880}))  # as of a preset of text
+    for name in ("--prompt", "--chat"):
+        assert "the model takes no images" in refusal("sample", bare, "--image", red, name, "a")
 
 
 def test_a_chat_puts_pictures_into_the_next_message_and_keeps_them_where_it_is_refused(model, red, capsys):

@@ -135,3 +135,13 @@ def test_adapters_of_the_image_side_train_alone(base, tmp_path):
 def test_recipes_whose_image_side_cannot_work_are_refused_in_one_line(images, sections, message, base, tmp_path):
     with pytest.raises(RecipeError, match=re.escape(message)):
         blockdiff.train(recipe(base, tmp_path / "run", images) | sections)
+
+
+def test_images_are_refused_for_a_preset_whose_vocabulary_has_none(base, tmp_path):
+    config = json.loads((base / "model" / "config.json").read_text()) | {"image_token_id": 258_880}
+    (tmp_path / "text.json").write_text(json.dumps(config))
+    wanted = recipe(base, tmp_path / "run")
+    del wanted["lora"]
+    wanted["model"] = {"preset": str(tmp_path / "text.json"), "tokenizer": str(base / "model")}
+    with pytest.raises(RecipeError, match=r"objective.images: the model takes no images"):
+        blockdiff.train(wanted)

@@ -50,5 +50,10 @@ def image_side(config: Any) -> GemmaImages | None:
 
 
 def image_tokens(config: Any) -> tuple[int, int, int] | None:
-    """The tokens before an image, for each of its parts and after it; None where the config has no image side."""
-    return None if config.vision_config is None else (config.boi_token_id, config.image_token_id, config.eoi_token_id)
+    """The tokens before an image, for each of its parts and after it; None for a model that takes no images.
+
+    That is one without an image side, and one whose vocabulary has no such tokens.
+    """
+    tokens = config.boi_token_id, config.image_token_id, config.eoi_token_id
+    is_known = config.vision_config is not None and max(tokens) < config.text_config.vocab_size
+    return tokens if is_known else None

@@ -54,8 +54,13 @@ def image_side(config: Any) -> MiniMaxM3Images | None:
 
 
 def image_tokens(config: Any) -> tuple[str, int, str] | None:
-    """The tokens before an image, for each of its parts and after it; None where the config has no image side."""
-    return None if getattr(config, "vision_config", None) is None else (BEFORE, config.image_token_index, AFTER)
+    """The tokens before an image, for each of its parts and after it; None for a model that takes no images.
+
+    That is one without an image side, and one whose vocabulary has no such token.
+    """
+    has_side = getattr(config, "vision_config", None) is not None
+    is_known = has_side and config.image_token_index < config.get_text_config().vocab_size
+    return (BEFORE, config.image_token_index, AFTER) if is_known else None
 
 
 def image_processor(values: Mapping[str, Any]) -> Mapping[str, Any]:
