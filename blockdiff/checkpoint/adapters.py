@@ -169,7 +169,7 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
     a part raises it where the adapters of the two copies of a module differ.
     """
     directory = Path(directory).expanduser()
-    config = read_json(directory / CONFIG)
+    config = _read_config(directory)
     require_plain(config, directory)
     require_base(directory, model)
     if adapts_images(directory, model):
@@ -193,12 +193,21 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
     return Adapter(modules, parts, tokens, config.get("base_model_name_or_path"))
 
 
+def _read_config(directory: Path) -> dict[str, Any]:
+    """The content of an adapter's config; CheckpointError where the directory holds no adapter."""
+    if not (directory / CONFIG).exists():
+        raise CheckpointError(
+            f"{directory}: holds no adapter (no {CONFIG}); name the directory of one, as RUN/adapter of a run with lora"
+        )
+    return read_json(directory / CONFIG)
+
+
 def adapted_checkpoint(directory: str | Path) -> str:
     """The checkpoint or Hub id that the adapter in a directory says it belongs to; CheckpointError where it does not.
 
     A relative path is looked for beside the adapter, too.
     """
-    base = read_json(Path(directory) / CONFIG).get("base_model_name_or_path")
+    base = _read_config(Path(directory)).get("base_model_name_or_path")
     if not base:
         raise CheckpointError(f"{directory}: does not say what it adapts; name the model, and this as its adapter")
     beside = Path(directory) / str(base)

@@ -12,6 +12,7 @@ from blockdiff.errors import CheckpointError
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character
 PADDING = 512  # rows that a table may have beyond the tokens, whatever its size
+OTHER_MODELS = "is it that of the model? If not, put the tokenizer.json that the weights were trained with beside them"
 LONGEST = 8  # tokens that may share their characters before they count as broken
 
 
@@ -56,7 +57,7 @@ def mismatch(tokenizer: Any, vocab_size: int) -> str | None:
     """
     count = rows_needed(tokenizer)
     if count > vocab_size or vocab_size - count > max(PADDING, vocab_size // 10):
-        return f"the tokenizer has {count:,} tokens, the model {vocab_size:,}; is it that of the model?"
+        return f"the tokenizer has {count:,} tokens, the model {vocab_size:,}; {OTHER_MODELS}"
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -106,6 +107,11 @@ def processor_settings(directory: Path) -> Mapping[str, Any]:
     )
 
 
+def _is_no_guess(record: logging.LogRecord) -> bool:
+    """False for the warning on images of at most 3 pixels' width, whose channels come first as those of all others."""
+    return "channel dimension is ambiguous" not in record.getMessage()
+
+
 @dataclass(frozen=True)
 class ImageProcessor:
     """transformers' image processor of a checkpoint, for one image at a time."""
@@ -128,6 +134,7 @@ class ImageProcessor:
             raise DataError(
                 f"image_processor_type: transformers has no {kind}Pil, which would cut images without a GPU"
             )
+        logging.getLogger("transformers.image_utils").addFilter(_is_no_guess)
         try:
             cut = made.from_dict(dict(values))
         except Exception as error:  # transformers raises a dozen kinds

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import DIFFUSION
 from blockdiff.checkpoint.generation import Generation, special_tokens
-from blockdiff.checkpoint.tokenizer import mismatch
+from blockdiff.checkpoint.tokenizer import OTHER_MODELS, mismatch
 from blockdiff.data.images import PROCESSORS, ImageReader
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.drafted import Drafted
@@ -85,8 +85,7 @@ class SamplingSettings:
         if "text" not in self._warned and any(token >= size for token in tokens):
             self._warned.add("text")
             warnings.warn(
-                f"the model answers with tokens that the tokenizer, which has {size}, has no text for; "
-                "is it that of the model?",
+                f"the model answers with tokens that the tokenizer, which has {size}, has no text for; {OTHER_MODELS}",
                 stacklevel=1,
             )
         has_end = bool(tokens) and tokens[-1] in self.generation.eos_ids

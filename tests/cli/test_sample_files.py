@@ -25,6 +25,7 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.sampling import Request, Result
 from tests import forked
+from tests.commands import refusal
 from tests.oracle import tiny_config
 
 TOKENIZER = character_tokenizer("abcdefgh")
@@ -187,6 +188,11 @@ def adapter_of(model: Path, directory: Path) -> Path:
     for tensor in adapter_tensors(adapted).values():
         tensor.add_(0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)))
     return save_adapter(adapted, directory)
+
+
+def test_a_directory_without_an_adapter_is_said_to_be_one(model, tmp_path):
+    text = refusal("sample", model, "--adapter", tmp_path, "--prompt", "1")
+    assert "holds no adapter (no adapter_config.json); name the directory of one" in " ".join(text.split())
 
 
 def test_processes_that_share_a_model_are_launched_as_one_group_and_end_with_an_error_of_any(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import struct
 from concurrent.futures import wait
 from dataclasses import replace
@@ -177,6 +178,13 @@ def test_every_kind_of_source_of_the_same_picture_is_the_same_image(folder):
     assert all(prompt.tokens == whole[0].tokens and prompt.text == whole[0].text for prompt in whole)
     other = ImageReader({**GEMMA, "rescale_factor": 0.5}, AROUND).read(content)
     assert other.digest != reader().read(content).digest
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 3)])
+def test_an_image_of_a_few_pixels_is_one_of_any_other_and_nothing_is_guessed(size, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert reader().read(bytes_of(picture(*size))).tokens > 0
+    assert not caplog.messages
 
 
 def test_a_prompt_to_answer_has_the_tokens_of_training(folder):
