@@ -276,9 +276,7 @@ def test_a_tokenizer_of_another_size_is_one_warning():
         sampler.generate(["1", "2"])
         sampler.generate(["3"])
     assert len(caught) == 1 and f"which has {len(few)}" in str(caught[0].message)
-    with pytest.warns(
-        UserWarning, match="has 66 tokens, the model 40; .* put the tokenizer.json that the weights were trained with"
-    ):
+    with pytest.warns(UserWarning, match="has 66 tokens, the model 40; .* put the tokenizer.json that"):
         sampler_for(scripted(), character_tokenizer("".join(map(chr, range(40, 103)))), GENERATION)
 
 
