@@ -67,7 +67,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     model = show_shape(
         objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs
     )
-    data = checked_data(recipe, base)
+    data = checked_data(recipe, base, show)
     if step > data.steps:
         raise typer.BadParameter(f"{step} is past the end: the run has {data.steps} steps", param_hint="--step")
     if said:

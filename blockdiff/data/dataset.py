@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from blockdiff.data.cache import cache_key, cached, temporary
 from blockdiff.data.chat import Encoder
 from blockdiff.data.examples import Examples, write_examples
+from blockdiff.data.rows import Row
 from blockdiff.data.sources import OpenedSource, Source, open_source, titles
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
 
 TOTAL = "total"
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
+Watch = Callable[[Iterator[Row]], Iterator[Row]]  # gives rows on as they are, and may say how many there were
 
 
 @dataclass(frozen=True)
@@ -77,19 +79,21 @@ def load_dataset(
     *,
     cache: Path | None,
     first: AbstractContextManager[object] | None = None,
+    watch: Watch | None = None,
 ) -> Dataset:
     """Read, check and encode the rows of every source, or take them from `cache`, a directory.
 
     Without one they go into a temporary file. `first` is a context that one process enters before the others,
-    so that only one fills the cache. Raises DataError with file and line for a row that cannot be used, for a
-    source of which nothing is left, and for options that need conversations where there are none.
+    so that only one fills the cache; rows that are encoded pass through `watch`. Raises DataError with file and line
+    for a row that cannot be used, for a source of which nothing is left, and for options that need conversations where
+    there are none.
     """
     parts: list[tuple[pa.Table, Statistics]] = []
     files, first_ids, hashes = [], [0], []
     with first if first is not None and cache is not None else nullcontext():
         for source in sources:
             opened = open_source(source)
-            write = partial(_write, source=opened, encoder=encoder)
+            write = partial(_write, source=opened, encoder=encoder, watch=watch)
             key = cache_key(opened, encoder)
             parts.append(temporary(write) if cache is None else cached(cache, key, write))
             files.append(opened.files)
@@ -107,9 +111,10 @@ def load_dataset(
     )
 
 
-def _write(file: IO[bytes], source: OpenedSource, encoder: Encoder) -> Statistics:
+def _write(file: IO[bytes], source: OpenedSource, encoder: Encoder, watch: Watch | None) -> Statistics:
     statistics = Statistics(encoder.canvas_length)
     rows = source.rows(counts=statistics)
+    rows = rows if watch is None else watch(rows)
     count = write_examples(file, encoder.examples(rows, statistics, counts_bad=True), source.files)
     if statistics.bad and not (encoder.skips_bad_rows and count):
         is_choice = statistics.bad > 1 and not encoder.skips_bad_rows

@@ -73,7 +73,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     mesh = make_mesh(recipe, ranks)
     require_kept(objective, recipe, base, ranks)
 
-    data = checked_data(recipe, base, ranks)
+    data = checked_data(recipe, base, show, ranks)
     for line in data.lines():
         show.line(line)
     require_step(objective, recipe, base, ranks, data, show)
@@ -191,9 +191,12 @@ def warmup_steps(recipe: Recipe, steps: int) -> int:
     return schedule.default_warmup(steps) if recipe.optim.warmup_steps is None else recipe.optim.warmup_steps
 
 
-def checked_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -> Data:
-    """The data of a recipe; DataError for a row of `evaluation.prompts` that is no question of `evaluation.task`."""
-    data = read_data(recipe, base, ranks)
+def checked_data(recipe: Recipe, base: StartingModel, show: Progress, ranks: Ranks | None = None) -> Data:
+    """The data of a recipe, with lines while rows are encoded.
+
+    Raises DataError for a row of `evaluation.prompts` that is no question of `evaluation.task`.
+    """
+    data = read_data(recipe, base, ranks, show.reading)
     if data.prompts:
         questions_of(data.prompts, evals.task(recipe.evaluation.task), data.encoder)
     return data

@@ -17,7 +17,7 @@ from blockdiff.canvas import Batch
 from blockdiff.checkpoint.files import find
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, NoCanvases, begin_images, heldout_batches, micro_batches
-from blockdiff.data.dataset import TOTAL, Dataset, load_dataset
+from blockdiff.data.dataset import TOTAL, Dataset, Watch, load_dataset
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder, Order, StreamOrder
 from blockdiff.data.rows import Row
@@ -247,11 +247,11 @@ def collator(recipe: Recipe, base: StartingModel, reader: ImageReader | None = N
     )
 
 
-def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -> Data:
+def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, watch: Watch | None = None) -> Data:
     """Read and encode the rows of a recipe, or find them in the cache.
 
-    With several ranks one of each node fills the cache first. Raises DataError with file and line for what cannot
-    be used.
+    With several ranks one of each node fills the cache first; rows that are encoded pass through `watch`. Raises
+    DataError with file and line for what cannot be used.
     """
     reader = image_reader(recipe, base)
     encode = encoder(recipe, base, reader)
@@ -270,12 +270,12 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -
         train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed)
         order = StreamOrder(recipe.train.batch_size)
     else:
-        train = load_dataset(specs, encode, cache=cache, first=one_first())
+        train = load_dataset(specs, encode, cache=cache, first=one_first(), watch=watch)
         order = Order(train.sizes, recipe.train.batch_size, recipe.seed, train.weights)
     heldout = None
     if d.heldout is not None:
         specs = sources(d.heldout, recipe, d.heldout_split)
-        heldout = load_dataset(specs, encode, cache=cache, first=one_first())
+        heldout = load_dataset(specs, encode, cache=cache, first=one_first(), watch=watch)
     if not isinstance(train, Prompts) and train.has_conversations:
         # The model learns this format: the tokenizer saved beside it writes it.
         base.tokenizer.chat_template = encode.template

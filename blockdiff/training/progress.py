@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from blockdiff.data.rows import Row
 from blockdiff.metrics import Record, texts
-from blockdiff.terminal import console, printable, shown
+from blockdiff.terminal import console, counted, printable, shown
 from blockdiff.training.freeze import PartCounts
 
 # What a line shows of a record, in this order, where the record has it.
@@ -44,6 +45,15 @@ class Progress:
             print(printable(text))  # rich would make an output of every line
         elif self.is_shown:
             self.console.print(shown(text, self.console.file))
+
+    def reading(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """The rows as they are; a line says how many were read after a second, after two, four and so on."""
+        began, wait = time.perf_counter(), 1.0
+        for count, row in enumerate(rows):
+            if (seconds := time.perf_counter() - began) >= wait:
+                wait = 2 * seconds
+                self.line(f"data      {counted(count, 'row')} read in {seconds:.0f} s")
+            yield row
 
     def parts(self, rows: Sequence[PartCounts]) -> None:
         """Print what trains and what stands still, by part of the model (`training.freeze.count_parts`)."""

@@ -26,6 +26,15 @@ TRAINED = {
 }
 
 
+def test_rows_are_counted_while_they_are_read(monkeypatch):
+    show, out = Progress(100, is_shown=True), io.StringIO()
+    show.console = Console(file=out, width=200)
+    monkeypatch.setattr("time.perf_counter", iter(0.6 * n for n in range(9)).__next__)
+    rows = list("abcdefgh")
+    assert list(show.reading(iter(rows))) == rows
+    assert out.getvalue() == "data      1 row read in 1 s\ndata      3 rows read in 2 s\ndata      7 rows read in 5 s\n"
+
+
 def shown(*records, is_shown=True, is_terminal=False, rows=None, **changes):
     show = Progress(100, is_shown)
     out = io.StringIO()
