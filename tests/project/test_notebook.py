@@ -32,6 +32,8 @@ def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
         ("adapt.ipynb", 0, [r"first loss: True", r"at most \de-0[5-9]", r"transformers: [12] of 2 right"]),
         ("pixel_sudoku.ipynb", 2, [r"[34] of 4 solved"]),
         ("steer.ipynb", 1, [r"entropy_bound +[34] of 4 solved", r"pinned (\d+) of \1 givens kept", r"4321[1-4]{12} "]),
+        ("draft.ipynb", 1, [r"held out: 15 texts, all equal, [3-6]\.", r"untrained drafter: 15 texts, all equal, 1\."]),
+        ("reward.ipynb", 1, [r"before: [0-5] of 19 right", r"after: ([89]|1\d) of 19 right"]),
     ],
 )
 def test_a_notebook_runs_and_its_model_learns(
