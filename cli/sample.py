@@ -17,7 +17,7 @@ from blockdiff.cli import options, together
 from blockdiff.cli.answers import Answers, fingerprint
 from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
 from blockdiff.cli.requests import asked_requests, drawn, with_options, with_system
-from blockdiff.cli.tally import AnsweredSoFar, Tally
+from blockdiff.cli.tally import AnsweredSoFar, Tally, encoding_shown
 from blockdiff.errors import RequestError
 from blockdiff.terminal import shown
 
@@ -206,7 +206,12 @@ def sample(
     tally, progress = Tally(), AnsweredSoFar(len(mine), is_shown=is_file and view is None and ranks.is_main)
     texts: dict[int, Result] = {}
     try:
-        with ranks.guarded("sampling"), ranks.at_own_pace("sampling") as look:
+        is_alone = not is_file and view is None and ranks.is_main
+        with (
+            encoding_shown(sampler, is_alone),
+            ranks.guarded("sampling"),
+            ranks.at_own_pace("sampling") as look,
+        ):
             for index, result in results:
                 place = mine[index]
                 tally.add(result)

@@ -301,6 +301,11 @@ class Sampler:
                 if not engine.is_closed:  # who stops listening leaves sequences whose pages others may need
                     engine.drop([first for _, first in left.values()])
 
+    @property
+    def encoded_tokens(self) -> int:
+        """The number of tokens that the engine has encoded so far, padding included."""
+        return 0 if self._engine is None else self._engine.encoded_tokens
+
     def _engine_for(self, rows: int, room: tuple[int, int, int], graphs: bool | None) -> Engine:
         """The engine for a call of so many rows; room: what `Engine.grow` is asked for."""
         model, engine = self.model, self._engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.sampling import Request, Result
 from tests import forked
-from tests.commands import refusal
+from tests.commands import refusal, run
 from tests.oracle import tiny_config
 
 TOKENIZER = character_tokenizer("abcdefgh")
@@ -188,6 +189,14 @@ def adapter_of(model: Path, directory: Path) -> Path:
     for tensor in adapter_tensors(adapted).values():
         tensor.add_(0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)))
     return save_adapter(adapted, directory)
+
+
+def test_a_long_prompt_is_not_read_in_silence(model, monkeypatch):
+    ask = "sample", model, "--prompt", "abcd" * 10, "--max-new-tokens", "64"
+    assert "encoded" not in run(*ask).stderr
+    monkeypatch.setattr("blockdiff.cli.tally.FIRST_LINE", 0.001)
+    monkeypatch.setattr("blockdiff.cli.tally.LONG", 40)
+    assert re.match(r"\d+ tokens encoded so far\n", run(*ask).stderr)
 
 
 def test_a_directory_without_an_adapter_is_said_to_be_one(model, tmp_path):
