@@ -13,7 +13,7 @@ from tests.random_schemas import invalid_texts
 
 def main() -> None:
     """Judge the texts of as many schemas as asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.random_schemas", description=__doc__)
     parser.add_argument("--count", type=int, default=300)
     found = [invalid_texts(seed) for seed in range(parser.parse_args().count)]
     invalid = [{"seed": seed, "texts": texts} for seed, (_, texts) in enumerate(found) if texts]

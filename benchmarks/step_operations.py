@@ -7,6 +7,7 @@ distribution, with top_p, under a JSON schema, and the head's part of a verifica
 
 from __future__ import annotations
 
+import argparse
 import os
 
 if __name__ == "__main__":
@@ -89,6 +90,7 @@ def counted(kind: str) -> Counter[str]:
 
 def main() -> None:
     """Prints a Markdown table."""
+    argparse.ArgumentParser(prog="python -m benchmarks.step_operations", description=__doc__).parse_args()
     print("| step | launches | torch operations | both |\n|---|---|---|---|")
     for kind in (*STEPS, "verified"):
         found = counted(kind)

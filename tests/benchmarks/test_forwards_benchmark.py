@@ -56,6 +56,6 @@ def test_a_task_whose_model_is_missing_is_trained_and_measured(tmp_path, monkeyp
     lines = json.loads((tmp_path / "x.json").read_text())["lines"]
     ways = [way.name for way in WAYS if not way.is_distilled]
     assert [line["name"] for line in lines] == ways and {line["rows"] for line in lines} == {2}
-    assert lines[0]["forwards_per_row"] == {"total": 3, "denoise": 2, "encode": 1, "verify": 0}
+    assert lines[0]["forwards_per_row"] == {"total": 3, "denoise": 2, "encode": 1, "verify": 0, "draft": 0}
     table = (tmp_path / "x.md").read_text().splitlines()
     assert [row.split("|")[1].strip() for row in table if row.startswith("| ")][1:] == ways

@@ -103,11 +103,11 @@ def test_a_run_samples_its_prompts_by_the_strategy_of_its_recipe(model, monkeypa
     given = Sampler.from_pretrained(model, dtype="float32")
     base = SimpleNamespace(tokenizer=given.tokenizer, generation=given.generation)
     data = SimpleNamespace(prompts=[], encoder=SimpleNamespace(reader=None))
-    built = SimpleNamespace(model=given.model, diffusion=given.diffusion, base=base, data=data, precision=None)
+    built = SimpleNamespace(model=given.model, diffusion=given.diffusion, base=base, data=data, precision=None, step=0)
     recipe = SimpleNamespace(seed=0, train=SimpleNamespace(autocast=None))
     recipe.evaluation = SimpleNamespace(strategy=TEXT, task="exact")
     alone = SimpleNamespace(is_main=False)
-    run = SimpleNamespace(built=built, recipe=recipe, averaged=nullcontext, ranks=alone, sampler=None)
+    run = SimpleNamespace(built=built, recipe=recipe, averaged=nullcontext, ranks=alone, sampler=None, step=1)
     seen = []
     sampled = Sampled({}, [])
     monkeypatch.setattr(trainer, "sample_prompts", lambda sampler, *rest, **named: seen.append(sampler) or sampled)

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import yaml
 
@@ -81,9 +80,6 @@ def test_a_recipe_with_rows_of_its_own_says_so_where_it_is_read_without_them(rec
     assert expected in refusal(recipes / "recipe.yaml")
 
 
-STREAMED = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
-
-
 WANTED = "objective.schedule: input should be an object with alpha(), noise(), derivative()"
 
 
@@ -94,7 +90,6 @@ WANTED = "objective.schedule: input should be an object with alpha(), noise(), d
         ({"train": {"stepz": 0}}, "recipe: unknown key train.stepz; did you mean train.steps?"),
         ({"data": {"train": {"train": ROWS, "test": ROWS}}}, "recipe: data.train: a mapping of train, test; give"),
         ({"data": {"train": iter(ROWS)}}, "recipe: data.train: source 1: rows is a list_iterator; give a sequence"),
-        ({"data": {"train": STREAMED}}, "recipe: data.train: source 1: rows is a IterableDataset; give a sequence"),
         ({"given": {"optimiser": "sgd"}}, "recipe: given.optimiser: give a class or a function that makes it"),
         ({"given": {"objective": Step()}}, "recipe: given.objective: give a class or a function that makes it"),
         ({"data": {"train": []}}, "recipe: data.train: name at least one source (got [])"),
