@@ -10,7 +10,7 @@ from typing import Any
 from blockdiff.errors import RunError
 from blockdiff.files import room_remedy
 from blockdiff.metrics import read
-from blockdiff.plots.panels import LEVEL, TOKENS, Line, NamedRun, Panel, make_panels, named_apart, read_run
+from blockdiff.plots.panels import GREY, LEVEL, TOKENS, Line, NamedRun, Panel, make_panels, named_apart, read_run
 from blockdiff.plots.picture import drawable
 
 LEVEL_WORDS = (
@@ -50,7 +50,7 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
-    """Panels on a grid of three columns. The losses of a single run get four cells; several runs share one legend."""
+    """Panels on a grid of three columns. The losses of a single run get four cells; of several one legend has names."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -65,7 +65,8 @@ def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
     axes = figure.subplot_mosaic(places, empty_sentinel=-1)
     last = max((x for panel in panels if panel.x != LEVEL for line in panel.lines for x in line.points[0]), default=0)
     for number, panel in enumerate(panels):
-        _fill(axes[number], panel, last, legend_columns=(4 if number == 0 else 2) * is_alone)
+        columns = (4 if number == 0 else 2) if is_alone else 2 * bool(panel.solid)
+        _fill(axes[number], panel, last, columns)
     if is_alone:
         figure.suptitle(drawable(runs[0].name), x=0.01, ha="left", fontsize=11)
     else:
@@ -125,8 +126,8 @@ def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None
         if panel.x == TOKENS:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlim(-0.03 * last, 1.03 * last + (last == 0))
-    labels = [line.label for line in panel.lines if line.label] if len(panel.lines) > 1 else []
-    legend_rows = -(-len(labels) // legend_columns) if legend_columns else 0
+    shown = _legend(panel) if legend_columns else {}
+    legend_rows = -(-len(shown) // max(1, legend_columns))
     is_smoothed = any(line.style == "noisy" and len(line.points[1]) >= SMOOTHED for line in panel.lines)
     axes.set_title(
         panel.title + " (faint: as logged)" * is_smoothed, loc="left", fontsize=9.5, pad=6 + 12 * legend_rows
@@ -137,7 +138,21 @@ def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None
     axes.tick_params(labelsize=8)
     if legend_rows:
         place = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderpad": 0.0, "borderaxespad": 0.3}
-        axes.legend(**place, ncols=legend_columns, frameon=False, fontsize=8, labelspacing=0.2, columnspacing=1.2)
+        look = {"frameon": False, "fontsize": 8, "labelspacing": 0.2, "columnspacing": 1.2}
+        axes.legend(list(shown.values()), list(shown), **place, ncols=legend_columns, **look)
+
+
+def _legend(panel: Panel) -> dict[str, Any]:
+    """Words of the legend of a panel, each with a line that looks so; several runs are told apart by their dashes."""
+    from matplotlib.lines import Line2D
+
+    shown = dict[str, Any]()
+    for line in panel.lines:
+        word = (panel.dashed if line.is_dashed else panel.solid) if panel.solid else line.label
+        colour, dash = GREY if panel.solid else line.colour, "--" if line.is_dashed else "-"
+        if word:
+            shown[word] = Line2D([], [], color=colour, linestyle=dash, linewidth=1.7)
+    return shown
 
 
 def _bent(share: Any) -> Any:

@@ -39,12 +39,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over one axis. The scale of losses may be logarithmic; `dashed`: what dashed lines are, for the title."""
+    """Lines over one axis. The scale of losses may be logarithmic; of several runs `solid` and `dashed` are what lines
+    that look so show.
+    """
 
     title: str
     lines: tuple[Line, ...]
     x: str = STEP
     has_losses: bool = False
+    solid: str = ""
     dashed: str = ""
 
     @property
@@ -86,10 +89,15 @@ ALONE = [  # one run: losses first, then everything else that it measured; colou
     *_over_steps("grad_norm", "lr", "tokens_per_second"),
 ]
 COMPARED = [  # several runs: colours tell runs apart
-    Panel(METRICS["canvas_loss"].label, CANVAS, has_losses=True, dashed="held out"),
-    Panel(METRICS["ar_loss"].label, NEXT, has_losses=True, dashed="held out"),
-    *(Panel(f"held-out {m}, corrupted", _by_part(m), LEVEL, dashed="kept") for m in ("loss", "accuracy")),
-    Panel("held-out tokens right", (Line(RESPONSE), Line(WHOLE, is_dashed=True)), dashed="with fill"),
+    Panel(METRICS["canvas_loss"].label, CANVAS, has_losses=True, solid="training", dashed="held out"),
+    Panel(METRICS["ar_loss"].label, NEXT, has_losses=True, solid="training", dashed="held out"),
+    *(
+        Panel(f"held-out {m} by noise level", _by_part(m), LEVEL, solid="corrupted", dashed="kept")
+        for m in ("loss", "accuracy")
+    ),
+    Panel(
+        "held-out tokens right", (Line(RESPONSE), Line(WHOLE, is_dashed=True)), solid="without fill", dashed="with fill"
+    ),
     *_over_steps("sample_accuracy", "sample_steps_per_canvas", "tokens_per_second"),
 ]
 
@@ -155,8 +163,9 @@ def by_level(records: Sequence[Record], key: str) -> Points:
         (record["heldout_levels"] for record in reversed(records) if record.get("heldout_levels")), []
     )
     inner = key.removeprefix("heldout_")
-    found = [((level["t_from"] + level["t_to"]) / 2, level[inner]) for level in levels if inner in level]
-    return [t for t, _ in found], [value for _, value in found]
+    found = [((level["t_from"] + level["t_to"]) / 2, measured(level, inner)) for level in levels]
+    points = [(t, value) for t, value in found if value is not None]
+    return [t for t, _ in points], [value for _, value in points]
 
 
 def make_panels(runs: Sequence[NamedRun]) -> list[Panel]:
@@ -180,8 +189,6 @@ def make_panels(runs: Sequence[NamedRun]) -> list[Panel]:
                 elif points[1]:
                     lines.append(replace(line, points=points))
         if lines:
-            is_dashed = panel.dashed and any(line.is_dashed for line in lines)
-            title = f"{panel.title} (dashed: {panel.dashed})" if is_dashed else panel.title
             x = TOKENS if is_by_tokens and panel.x == STEP else panel.x
-            panels.append(replace(panel, title=title, lines=tuple(lines), x=x))
+            panels.append(replace(panel, lines=tuple(lines), x=x))
     return panels

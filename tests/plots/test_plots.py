@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blockdiff.errors import RunError
-from blockdiff.plots.curves import _fill, draw_comparison, draw_curves, smooth
+from blockdiff.plots.curves import _fill, _legend, draw_comparison, draw_curves, smooth
 from blockdiff.plots.panels import LEVEL, STEP, TOKENS, NamedRun, by_level, make_panels, named_apart, read_run, series
 from blockdiff.plots.picture import HOT, SURE, _before_fill, draw_picture, drawable, heat
 from blockdiff.plots.trace_moments import Cell, canvas_moments, grid_moments, grid_side, most_entropy, visible
@@ -186,6 +186,15 @@ def test_series_leave_out_records_without_the_value() -> None:
 
 
 @pytest.mark.quick
+def test_a_panel_without_a_finite_value_is_left_out() -> None:
+    level = {"t_from": 0.0, "t_to": 0.2, "corrupted_loss": float("nan"), "kept_loss": None, "kept_accuracy": 0.5}
+    records = [{"step": 1, "kind": "heldout", "heldout_levels": [level]}]
+    for runs in ([NamedRun("a", records)], [NamedRun("a", records), NamedRun("b", records)]):
+        (panel,) = make_panels(runs)
+        assert panel.title == "held-out accuracy by noise level" and list(_legend(panel)) == ["kept"]
+
+
+@pytest.mark.quick
 def test_smoothing_neither_lags_nor_bends_a_line() -> None:
     line = [float(n) for n in range(20)]
     assert smooth(line, 4) == pytest.approx(line)
@@ -266,7 +275,7 @@ def test_legends_stand_clear_of_the_data_and_all_panels_show_the_whole_run() -> 
             legends += 1
             inside, drawn, title = axes.get_window_extent(), legend.get_window_extent(), axes._left_title
             assert drawn.y0 >= inside.y1 and drawn.y1 <= title.get_window_extent().y0 + 1
-    assert legends == 2  # of the losses, and of those by noise level
+    assert legends == 3  # of the losses, and of both panels by noise level
 
 
 @pytest.mark.quick
@@ -372,13 +381,19 @@ def test_compared_runs_keep_their_colour_in_every_panel() -> None:
     runs = [NamedRun("a", measured(ar=1.0, **sampled)), NamedRun("b", measured(0.5)), NamedRun("c", measured())]
     panels = make_panels(runs)
     assert [panel.title for panel in panels] == [
-        "canvas loss (dashed: held out)",
+        "canvas loss",
         "next-token loss",
-        "held-out loss, corrupted (dashed: kept)",
-        "held-out accuracy, corrupted",
+        "held-out loss by noise level",
+        "held-out accuracy by noise level",
         "sampled prompts right",
         "steps per canvas of sampled prompts",
         "tokens per second",
+    ]
+    assert [list(_legend(panel)) for panel in panels[:4]] == [
+        ["training", "held out"],
+        ["training"],
+        ["corrupted", "kept"],
+        ["corrupted"],
     ]
     colours = {(line.label, line.colour) for panel in panels for line in panel.lines if line.label}
     assert len(colours) == 3 and {label for label, _ in colours} == {"a", "b", "c"}
