@@ -3,7 +3,8 @@
 Most requests wait for their answer, whole or as a stream; some clients go away before it or after the first step of it,
 and some send what no server should take. Every answer is compared with that of the same request asked again, when the
 server has nothing else to do: in fp64 they must be equal, in fp32 near-ties may flip. At the end nothing may run, wait
-or hold a page, and the server's memory (RSS) may have grown by at most a tenth since a fifth of the requests were over.
+or hold a page, and the server's memory (RSS) may have grown by at most a tenth since a fifth of the requests were over; every bad
+body came before, so that what the largest of them need at a time is no growth. A model that refuses its form ends it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ CLIENTS = 32
 DIFFERENT = 400  # requests; each is asked several times, in other company
 SAME = {"float64": 1.0, "float32": 0.99}  # of the answers must equal those alone; near-ties may flip the others
 GROWTH = 1.10
+FORM = "[1-4]{1,16}"  # one token is enough, so it fits canvases of any length
 ENDS = ("whole", "whole", "whole", "whole", "stream", "stream", "left", "left under way", "bad")
 BAD: Sequence[dict[str, Any]] = (
     {"content": b"{"},
@@ -102,7 +104,7 @@ def _body(work: Workload, number: int) -> dict[str, Any]:
     if chance.random() < 0.3:
         more["steps"] = chance.choice((1, 4, 16))
     if chance.random() < 0.2:
-        more["regex"] = "[1-4]{16}"
+        more["regex"] = FORM
     return work.body(number, **more)
 
 
@@ -111,6 +113,12 @@ async def _asked(work: Workload, address: str, pid: int, count: int) -> dict[str
     chance, ends, faults, answers = random.Random(0), Counter[str](), Counter[str](), list[tuple[int, str]]()
     numbers, memory = iter(range(count)), list[float]()
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
+        for number in range(8):
+            answer = await client.post("/v1/completions", json=_body(work, number) | {"regex": FORM})
+            if answer.status_code == 400:
+                raise SystemExit(f"{work.model} cannot be soaked: {answer.json()['error']['message']}")
+        # the memory that the largest bodies need at a time is no growth
+        await asyncio.gather(*(client.post("/v1/completions", **bad) for bad in BAD for _ in range(2)))
 
         async def one() -> None:
             for place in numbers:
@@ -126,7 +134,7 @@ async def _asked(work: Workload, address: str, pid: int, count: int) -> dict[str
                         continue
                     text = await _ended(client, _body(work, number), end, chance.random() / 5)
                 except Exception as error:  # whatever it is, it is a fault of the server
-                    faults[f"{type(error).__name__}: {error}"[:120]] += 1
+                    faults[f"{end}: {type(error).__name__}: {error}"[:120]] += 1
                     continue
                 if text is not None:
                     answers.append((number, text))

@@ -15,9 +15,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.serving.async_engine import AsyncEngine
 
 BACKLOG = 128  # connections that are taken at a time
-KEEP_SECONDS = (
-    10  # an idle connection, longer than clients keep one (5 s in httpx): so none is closed as it is used again
-)
+KEEP_SECONDS = 20  # an idle connection: longer than httpx (5 s) and aiohttp (15 s), so none closes as it is used
 HEAD_SECONDS = 20.0  # from a connection, or the last answer on it, to the end of a request's head
 MOST_IDLE = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # connections without a request
 CLOSE_SECONDS = 5  # for what is written after the last answer
