@@ -3,8 +3,9 @@
 Most requests wait for their answer, whole or as a stream; some clients go away before it or after the first step of it,
 and some send what no server should take. Every answer is compared with that of the same request asked again, when the
 server has nothing else to do: in fp64 they must be equal, in fp32 near-ties may flip. At the end nothing may run, wait
-or hold a page, and the server's memory (RSS) may have grown by at most a tenth since a fifth of the requests were over; every bad
-body came before, so that what the largest of them need at a time is no growth. A model that refuses its form ends it.
+or hold a page, and the server's memory (RSS) may have grown by at most a tenth since a fifth of the requests were over;
+every bad body came before, so what the largest of them need at a time is no growth. A model that refuses the form of
+the requests ends it.
 """
 
 from __future__ import annotations
