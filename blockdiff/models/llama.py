@@ -80,7 +80,7 @@ class Layer(nn.Module):
             has_value=True,
             eps=eps,
             kernels=kernels,
-            qk_norm=CastRMSNorm if config.model_type == "qwen3" else None,
+            qk_norm=None if config.model_type == "llama" else CastRMSNorm,
             norms_values=False,
             scale=head_dim**-0.5,
         )

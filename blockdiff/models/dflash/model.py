@@ -20,14 +20,13 @@ from torch import Tensor, nn
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels import Kernels
-from blockdiff.layers.attention import KV, Attention, Past
-from blockdiff.layers.mlp import MLP
+from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models import llama
 from blockdiff.models.dflash.config import block_size, check, mask_id, target_layer_ids, value_of
 from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
-from blockdiff.models.llama import ACTIVATIONS, KINDS, frequencies, layer_types
-from blockdiff.spans import Spans
+from blockdiff.spans import Spans, Sweep
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,37 +64,16 @@ class BlockKind(LayerKind):
         return torch.stack([lo, hi.expand_as(lo), own_lo, own_hi], -1)
 
 
-class Layer(nn.Module):
-    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; clean tokens leave keys and values and no more."""
-
-    def __init__(self, config: Any, kernels: Kernels):
-        super().__init__()
-        hidden, eps, head_dim = config.hidden_size, config.rms_norm_eps, config.head_dim
-        self.input_norm = CastRMSNorm(hidden, eps, kernels)
-        self.attention = Attention(
-            hidden,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            head_dim,
-            has_value=True,
-            eps=eps,
-            kernels=kernels,
-            qk_norm=CastRMSNorm,
-            norms_values=False,
-            scale=head_dim**-0.5,
-        )
-        self.post_attention_norm = CastRMSNorm(hidden, eps, kernels)
-        self.mlp = MLP(hidden, config.intermediate_size, kernels, ACTIVATIONS[config.hidden_act])
-        self.encoder_scalar = self.decoder_scalar = None
+class Layer(llama.Layer):
+    """One of Qwen3's layers, of which clean tokens leave keys and values and no more."""
 
     def forward(
-        self, x: Tensor, rope: Rope, spans: Spans, past: Past | None, is_noisy: bool | Tensor
+        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
+        """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens."""
         if is_noisy is False:
             return x, self.attention.keys(x, rope, past)
-        attended, kv = self.attention(self.input_norm(x), rope, spans, past)
-        x = x + attended
-        return x + self.mlp(self.post_attention_norm(x)), kv
+        return super().forward(x, rope, spans, past, is_noisy)
 
 
 class DFlash(BlockDiffusionModel):
@@ -115,13 +93,13 @@ class DFlash(BlockDiffusionModel):
         self.target_layers, self.mask_id = target_layer_ids(config), mask_id(config)
         self.fc = nn.Linear(len(self.target_layers) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
-        self.layers = nn.ModuleList(Layer(config, self.kernels) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, False, self.kernels) for _ in range(config.num_hidden_layers))
         self.norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
-        self.layer_kinds = tuple(KINDS[each] for each in layer_types(config))
+        self.layer_kinds = tuple(llama.KINDS[each] for each in llama.layer_types(config))
         is_causal, window = getattr(config, "is_causal", None), getattr(config, "sliding_window", None)
         all_kinds = {
-            "full": BlockKind("full", None, frequencies(config), is_causal=bool(is_causal)),
-            "sliding": BlockKind("sliding", window, frequencies(config), is_causal=is_causal in (None, True)),
+            "full": BlockKind("full", None, llama.frequencies(config), is_causal=bool(is_causal)),
+            "sliding": BlockKind("sliding", window, llama.frequencies(config), is_causal=is_causal in (None, True)),
         }
         self.kinds = {name: all_kinds[name] for name in dict.fromkeys(self.layer_kinds)}
         self._vocabulary: tuple[Vocabulary, ...] = ()  # not a part: its weights are the target's
