@@ -22,15 +22,12 @@ TAG = re.compile(r"\s*<(/?)([^<>\s]+)(?:\s+name=\"([^\"]+)\")?\s*>", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class GemmaCalls:
-    """Calls of Gemma 4: `<|tool_call>call:NAME{key:value,...}<tool_call|>`, with strings between two `<|"|>` tokens."""
+class EnclosedCalls:
+    """Calls between two tokens, `opens` and `closes`; `decode` says which call the tokens between them are."""
 
     tokenizer: PreTrainedTokenizerBase
     opens: int
     closes: int
-    quote: int
-
-    MARKS: ClassVar = ("<|tool_call>", "<tool_call|>", '<|"|>')
 
     def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
         """The start and the end of the first whole call from a place on, and the call; None: there is none.
@@ -43,13 +40,30 @@ class GemmaCalls:
         except ValueError:
             return None
         try:
-            return start, end + 1, [_gemma_call(self._characters(tokens[start + 1 : end]))]
-        except (_NoCallError, RecursionError):
+            return start, end + 1, [self.decode(tokens[start + 1 : end])]
+        except (ValueError, RecursionError):
             return start, end + 1, []
 
     def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
         """The place from which tokens may be the beginning of a call; None: none may."""
         return tokens.index(self.opens) if self.opens in tokens else None
+
+    def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The call that the tokens spell, in the form of messages; ValueError where they spell none."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GemmaCalls(EnclosedCalls):
+    """Calls of Gemma 4: `<|tool_call>call:NAME{key:value,...}<tool_call|>`, with strings between two `<|"|>` tokens."""
+
+    quote: int
+
+    MARKS: ClassVar = ("<|tool_call>", "<tool_call|>", '<|"|>')
+
+    def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The call that the tokens spell, see `EnclosedCalls.decode`."""
+        return _gemma_call(self._characters(tokens))
 
     def _characters(self, tokens: Sequence[int]) -> list[str | _Quoted]:
         """The characters of a call from the last to the first, with each string as one of them."""
@@ -107,31 +121,14 @@ class TaggedCalls:
 
 
 @dataclass(frozen=True)
-class HermesCalls:
+class HermesCalls(EnclosedCalls):
     """Calls of Hermes and Qwen: `<tool_call>{"name": NAME, "arguments": {...}}</tool_call>`, where tags are tokens."""
-
-    tokenizer: PreTrainedTokenizerBase
-    opens: int
-    closes: int
 
     MARKS: ClassVar = ("<tool_call>", "</tool_call>")
 
-    def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        """The start and the end of the first whole call from a place on, and the call, as `GemmaCalls.find`."""
-        try:
-            start = tokens.index(self.opens, start)
-            end = tokens.index(self.closes, start)
-        except ValueError:
-            return None
-        try:
-            call = _json_call(json.loads(str(self.tokenizer.decode(list(tokens[start + 1 : end])))))
-        except (ValueError, RecursionError):
-            return start, end + 1, []
-        return start, end + 1, [call]
-
-    def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
-        """The place from which tokens may be the beginning of a call; None: none may."""
-        return tokens.index(self.opens) if self.opens in tokens else None
+    def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The call that the tokens spell, see `EnclosedCalls.decode`."""
+        return _json_call(json.loads(str(self.tokenizer.decode(list(tokens)))))
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ def _json_call(value: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": value["name"], "arguments": arguments}}
 
 
-CallFormat = GemmaCalls | TaggedCalls | HermesCalls | LlamaCalls
+CallFormat = EnclosedCalls | TaggedCalls | LlamaCalls
 
 
 @functools.lru_cache(maxsize=4)
