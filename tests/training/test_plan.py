@@ -35,8 +35,11 @@ FROM_BASE = "model={path: base}"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
-    character_tokenizer(alphabet(4)).save_pretrained(folder / "tokenizer")
+    tokenizer = character_tokenizer(alphabet(4) + "[#]")  # signs that no row has stand for an image
+    tokenizer.save_pretrained(folder / "tokenizer")
     wide = {**LITTLE, "text_config": {**LITTLE["text_config"], "hidden_size": 32, "intermediate_size": 64}}
+    names = ("boi_token_id", "image_token_id", "eoi_token_id")
+    wide |= dict(zip(names, tokenizer.convert_tokens_to_ids(list("[#]")), strict=True))
     wide["vision_config"] = {**LITTLE["vision_config"], "position_embedding_size": 64}
     save_preset(folder / "little.json", wide)
     model = checkpoint.init(str(folder / "little.json"), seed=3)
