@@ -215,8 +215,12 @@ def test_an_answer_that_is_ended_keeps_the_pages_of_the_turns_before_it(
         commit(view, canvas)
 
     monkeypatch.setattr(Watcher, "commit", interrupted)
-    talk.say("A message that is long enough to fill some pages.")
-    talk.say("And again, as long as that.")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without
+    try:
+        talk.say("A message that is long enough to fill some pages.")
+        talk.say("And again, as long as that.")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert talk.answered == 1 and len(talk.messages) in (2, 4)  # what was committed is the answer, if it has words
     reused = pages.statistics.reused_tokens
     talk.say("And again.")

@@ -32,6 +32,7 @@ def server() -> Iterator[tuple[str, object]]:
     asgi = app(engine, names=("<i>tiny",), access=Access(keys=(KEY,)), limits=Limits(steps=20_000))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
+        listening.listen()  # now: a test may ask before the server has begun
         running = uvicorn.Server(uvicorn.Config(asgi, log_level="warning", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
         thread.start()
