@@ -6,6 +6,7 @@ Importing this package imports nothing heavy; torch comes with the first use of 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from blockdiff.training.trainer import Trainer
 
 __version__ = "0.1.0"
+if not (Path(__file__).parent / "cli").is_dir():
+    # In a checkout, which need not be installed, cli/ and recipes/ lie beside this package; else they are in it.
+    __path__.append(str(Path(__file__).resolve().parents[1]))
 # Where each public name is defined; it is imported when it is first used.
 _HOME = {
     "Callback": "blockdiff.training.callbacks",
