@@ -1,41 +1,42 @@
 """The engine: many requests at once, each with its own seed, settings and prefix, a denoising step at a time.
 
 One step encodes committed canvases and chunks of prompts, and denoises every running canvas once. `Scheduler` chooses
-the sequences that run, `Encoding` encodes, `CanvasBatch` denoises and has the tensors of running canvases, and prefixes
-lie in `Pages`.
+the sequences that run, `Encoding` encodes, `CanvasBatch` denoises and has the tensors of running canvases, `BlockBatch`
+drafts next tokens where there is a drafter, `Commits` extends responses, and prefixes lie in `Pages`.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockdiff import memory
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.errors import BlockdiffError, EngineError, RequestError
+from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.blocks import BlockBatch
+from blockdiff.sampling.commits import Commits
+from blockdiff.sampling.drafts import CanvasDraft
 from blockdiff.sampling.encoding import Encoding
 from blockdiff.sampling.graphs import BrokenCapture, Graphs, step_capture, warn_of_no_graphs
+from blockdiff.sampling.one_caller import OneCaller, one_caller
 from blockdiff.sampling.request import Request, Result, require_seed
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
-from blockdiff.sampling.sequence import NOT_FINITE, Draft, RunningCanvas, Sequence, prepare_sequences
+from blockdiff.sampling.sequence import NOT_FINITE, RunningCanvas, Sequence, prepare_sequences
 from blockdiff.sampling.settings import SamplingSettings, sampling_settings
 from blockdiff.sampling.strategies import Verified
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 from blockdiff.sampling.verification import round_control, verify
-from blockdiff.sampling.warm_up import WarmUp
+from blockdiff.sampling.warm_up import PageRoom, WarmUp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,8 +47,6 @@ MAX_WAITING = 10_000
 CHUNK_TOKENS = 512
 UNCAPTURED = "graphs: no step of this model can be captured; that takes canvases, CUDA and Triton"
 Event = Step | Verification | CommittedCanvas | Result
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,27 +63,7 @@ class Load:
     cached: dict[str, int]
 
 
-def one_caller(call: abc.Callable[Concatenate[Engine, P], T]) -> abc.Callable[Concatenate[Engine, P], T]:
-    """A method of an engine that raises EngineError, and changes nothing, while another thread is in one of them."""
-
-    @functools.wraps(call)
-    def checked(engine: Engine, /, *args: P.args, **options: P.kwargs) -> T:
-        if not engine.caller.acquire(blocking=False):
-            raise EngineError(
-                f"{call.__name__}: another thread is in a call of this engine; call it from one thread, or use "
-                "blockdiff.serving.AsyncEngine, which has a thread of its own"
-            )
-        try:
-            if engine.is_closed:
-                raise EngineError(f"{call.__name__}: this engine is closed; make another one")
-            return call(engine, *args, **options)
-        finally:
-            engine.caller.release()
-
-    return checked
-
-
-class Engine:
+class Engine(OneCaller):
     """Answers requests as they come. `submit` them, call `step` until it is False, and read `events` in between.
 
     `sampling_settings` says which of tokenizer, generation, diffusion and strategy may be left out, and what then takes
@@ -126,8 +105,8 @@ class Engine:
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
         require_seed(seed)
+        super().__init__()
         self.model = model
-        self.caller, self.is_closed = threading.RLock(), False
         self.settings = settings or sampling_settings(model, tokenizer, generation, diffusion, strategy)
         self.seed = seed
         self.pages = pages or Pages(model, page_tokens, capacity=0)
@@ -140,13 +119,13 @@ class Engine:
         )
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
-        self._asked, self._is_sized = capacity, pages is not None
-        self._measured_rows = 0  # of the largest calls whose memory is known
+        self._room = PageRoom(self.pages, capacity, is_taken=pages is not None)
         can_capture = graphs is not False and not self.settings.is_next_token
         self._buckets, self._capture = buckets, step_capture(self._denoiser) if can_capture else None
         if graphs and self._capture is None:
             raise ValueError(UNCAPTURED)
         self._encoding = Encoding(model, self.pages)
+        self._commits = Commits(self._encoding, self.settings)
         self._batch = self._empty_batch(max_rows)
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
@@ -284,8 +263,8 @@ class Engine:
         """
         if self._unfinished:
             raise EngineError("warm_up: requests are unanswered; call it before the first one")
-        work = WarmUp(self.pages, self._batch, self.settings, self._scheduler)
-        calls: list[abc.Callable[[], object]] = [self._size_pages, work.encode, work.verify]
+        work = self._calls()
+        calls: list[abc.Callable[[], object]] = [lambda: self.capacity, work.encode, work.verify]
         buckets = self._batch.buckets if self.captures and self._batch.buckets else [1]
         calls += [functools.partial(work.step, rows, times=2) for rows in buckets if rows <= self.most_rows]
         for done, call in enumerate(calls):
@@ -304,35 +283,13 @@ class Engine:
 
         run: the tokens of the longest run of images.
         """
-        self._is_sized = True
-        self._measure_calls()
-        fits = self.pages.grow(tokens, rows, self._scheduler.most_added(run))
         self._has_changed = True  # steps read the pages where they lie then
-        return fits
+        calls = None if self._unfinished else self._calls()  # requests under way are left alone
+        return self._room.grow(calls, tokens, rows, self.most_rows, self._scheduler.most_added(run))
 
-    def _size_pages(self) -> None:
-        """Let the engine's own pages take what memory there is for them, or what was asked for, once."""
-        if not self._is_sized:
-            self._is_sized = True
-            self._measure_calls()
-            self.pages.grow(self._asked, self.most_rows, self._scheduler.most_added(0))
-            if self._measured_rows and not self.pages.capacity:
-                raise BlockdiffError(
-                    f"{self.model.device}: {memory.size(self.pages.kept_free or 0)} for the calls of {self.most_rows} "
-                    "rows leave no memory for pages; let fewer run together"
-                )
-
-    @torch.no_grad()
-    def _measure_calls(self) -> None:
-        """Find how much memory to leave to calls, where pages take all at once; requests under way are left alone."""
-        if self.pages.grows or self._unfinished or self._measured_rows >= self.most_rows:
-            return
-        device, rows = self.model.device, f"a step of {self.most_rows} rows"
-        try:
-            self.pages.kept_free = WarmUp(self.pages, self._batch, self.settings, self._scheduler).bytes_of_calls()
-        except torch.cuda.OutOfMemoryError:
-            raise BlockdiffError(f"{device}: there is no memory for {rows}; let fewer run together") from None
-        self._measured_rows = self.most_rows
+    def _calls(self) -> WarmUp:
+        """The calls that the engine makes, without any request."""
+        return WarmUp(self.pages, self._batch, self.settings, self._scheduler)
 
     @one_caller
     def events(self) -> list[Event]:
@@ -344,7 +301,7 @@ class Engine:
     @property
     def capacity(self) -> int:
         """The number of tokens that the pages hold at most."""
-        self._size_pages()
+        self._room.take(self._calls(), self.most_rows, self._scheduler.most_added(0))
         return self.pages.capacity
 
     @property
@@ -388,60 +345,22 @@ class Engine:
     def _encode(self, chunks: list[tuple[Sequence, int]]) -> None:
         """Encode chunks of sequences; sequences that have ended leave when nothing of them is left to encode."""
         self._verify(self._encoding.encode(chunks))
-        for each in [each for each in self._scheduler.admitted if each.error or each.finish_reason]:
-            if each.error or not each.num_uncomputed:
-                self._leave(each)
-
-    # -- drafts and their verification -------------------------------------------------------------------------
+        for each in [each for each in self._scheduler.admitted if each.is_over]:
+            self._leave(each)
 
     def _verify(self, drafts: list[tuple[Sequence, int, Tensor]]) -> None:
-        """Verify drafts that were encoded; of a block what stands is committed, a canvas once all of it stands."""
+        """Verify drafts that were encoded, and commit what stands of them."""
         of_calls = [(sequence, hidden_TD) for sequence, _, hidden_TD in drafts]
         found = verify(self.model, self.settings, of_calls) if drafts else []
-        for (sequence, start, hidden_LD), verification in zip(drafts, found, strict=True):
-            draft = sequence.draft
-            assert draft is not None
+        for (sequence, start, hidden_TD), verification in zip(drafts, found, strict=True):
             self._has_changed = True
             if verification is None:
-                sequence.error = f"{NOT_FINITE} (canvas {len(sequence.steps) + 1}, verification {draft.rounds + 1})"
+                rounds = sequence.draft.rounds if isinstance(sequence.draft, CanvasDraft) else len(sequence.steps)
+                sequence.error = f"{NOT_FINITE} (canvas {len(sequence.steps) + 1}, verification {rounds + 1})"
                 continue
             if sequence.is_watched and verification.draft:
                 sequence.events.append((sequence, verification))
-            if draft.block is not None:
-                self._commit_block(sequence, verification, start, hidden_LD)
-                continue
-            draft.take(verification)
-            sequence.retract()
-            if not self._can_commit(sequence, draft.tokens[: draft.num_verified]):
-                self._encoding.accept(sequence, len(sequence.token_ids), hidden_LD[:0])
-                continue
-            sequence.draft = Draft.after(verification)
-            # without what is behind the end of a response, which nobody has verified
-            self._commit(sequence, draft.tokens[: draft.num_verified], draft.steps, hidden_LD[: verification.accepted])
-            following = sequence.draft.tokens
-            if sequence.finish_reason is None and self._can_commit(sequence, following):
-                sequence.draft = Draft()
-                self._commit(sequence, following, 0, hidden_LD[:0])
-
-    def _commit_block(self, sequence: Sequence, verification: Verification, start: int, hidden_TD: Tensor) -> None:
-        """Commit what stands of a drafter's block, and the head's own token after it.
-
-        hidden_TD: of the tokens from column `start` on that were encoded with the block.
-        """
-        draft, accepted, own = sequence.draft, verification.accepted, verification.own
-        assert draft is not None and own is not None
-        draft.note(verification)
-        sequence.count_places(verification)
-        steps = draft.proposed_steps
-        sequence.retract()
-        standing = len(sequence.token_ids) - start + accepted
-        self._commit(sequence, [*verification.draft[:accepted], own], steps, hidden_TD[:standing], start)
-
-    def _can_commit(self, sequence: Sequence, verified: list[int]) -> bool:
-        """True where tokens that stand are a whole canvas, or end the response."""
-        return len(verified) == self.settings.canvas_length or sequence.would_end(verified, self.settings)
-
-    # -- denoising ---------------------------------------------------------------------------------------------
+            self._commits.settle(sequence, verification, start, hidden_TD)
 
     def _denoise(self) -> None:
         """Denoise every canvas of the running sequences once, and commit the canvases that are finished."""
@@ -470,9 +389,9 @@ class Engine:
         number, control = len(sequence.steps), sequence.control
         own = None if control is None else control.begin(sequence.seed)
         first_step = 0 if control is None else control.first_step
-        if isinstance(sequence.strategy, Verified) and sequence.draft is not None:
-            own = round_control(sequence, own, self.settings, self.model.device)
-            first_step = sequence.draft.rounds * sequence.strategy.steps
+        if isinstance(sequence.strategy, Verified) and isinstance(draft := sequence.draft, CanvasDraft):
+            own = round_control(draft, own, self.settings, self.model.device)
+            first_step = draft.rounds * sequence.strategy.steps
         return RunningCanvas(sequence, number, self._now - first_step, own, first_step)
 
     def _finish(self, canvas: RunningCanvas) -> None:
@@ -490,55 +409,14 @@ class Engine:
             self._leave(sequence)
             return
         sequence.canvas = None
-        if sequence.draft is not None:  # the next encode verifies it
-            sequence.propose(canvas)
-        else:
-            self._commit(sequence, tokens, canvas.steps)
-            if not (sequence.is_done or sequence.finish_reason or self.settings.is_next_token):
-                self._scheduler.give_way(sequence)
-
-    def _commit(
-        self,
-        sequence: Sequence,
-        tokens: list[int],
-        steps: int,
-        hidden_TD: Tensor | None = None,
-        start: int | None = None,
-    ) -> None:
-        """Add any number of tokens to the response, and to the token_ids where the next canvas or scores need them.
-
-        hidden_TD: of verified tokens the hidden states of the first ones, which stand in the pages from column `start`
-        on (None: behind the tokens before).
-        """
-        number, start = len(sequence.steps), len(sequence.token_ids) if start is None else start
-        kept = sequence.commit(tokens, steps, self.settings.generation.eos_ids)
-        kept -= sequence.stop(kept, self.settings.text)
-        if sequence.error is not None:
-            self._leave(sequence)
+        if isinstance(draft := sequence.draft, CanvasDraft):  # the next encode verifies it
+            sequence.propose(draft.proposal(tokens, canvas.steps, canvas.first_step + canvas.steps - 1))
             return
-        committed = CommittedCanvas.undecoded(
-            functools.partial(_text, self.settings, sequence.tokens, len(sequence.tokens)),
-            id=sequence.id,
-            canvas=number,
-            prompt=sequence.prompt,
-            tokens=tokens,
-            kept=kept,
-            steps=steps,
-            finish_reason=sequence.finish_reason,
-            max_steps=sequence.max_steps,
-            control=sequence.request.control_in_words,
-        )
-        sequence.events.append((sequence, committed))
-        if sequence.finish_reason is None:
-            sequence.token_ids += tokens
-        elif sequence.is_scored:  # the last token predicts nothing
-            sequence.token_ids += tokens[: kept - 1]
-            if kept == 1 and hidden_TD is None and sequence.last_hidden_D is not None:
-                hidden_TD = sequence.last_hidden_D[None, :][:0]
-        if hidden_TD is not None:
-            self._encoding.accept(sequence, start, hidden_TD[: len(sequence.token_ids) - start])
-        if sequence.finish_reason is not None and not sequence.num_uncomputed:
+        self._commits.commit(sequence, tokens, canvas.steps)
+        if sequence.is_over:
             self._leave(sequence)
+        elif sequence.finish_reason is None and not self.settings.is_next_token:
+            self._scheduler.give_way(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Give a sequence's place and pages back; the last draw of a request to leave makes its result an event."""
@@ -552,8 +430,3 @@ class Engine:
             del self._sequences[sequence.request.id]
         self._unfinished -= 1
         sequence.events.append((draws[0], result))
-
-
-def _text(settings: SamplingSettings, tokens: list[int], count: int) -> str:
-    """The text of the first tokens of a response."""
-    return settings.text(tokens[:count])

@@ -211,7 +211,7 @@ class Scheduler:
         at, prompt = sequence.num_computed, len(sequence.prompt_tokens)
         if at < prompt:
             return run_end(sequence.images, min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt)) - at
-        if sequence.proposed:
+        if sequence.proposal is not None:
             return len(sequence.token_ids) - at
         # next tokens that are encoded again, after a preemption, need not go one by one
         size = self.chunk_tokens if self.is_next_token else self.canvas_length

@@ -14,6 +14,7 @@ from blockdiff.errors import RequestError
 from blockdiff.images import PlacedImage, images_between, runs_of
 from blockdiff.models.page_keys import identities
 from blockdiff.sampling.control import Control, compile_control
+from blockdiff.sampling.drafts import BlockDraft, CanvasDraft, Draft, Proposal
 from blockdiff.sampling.request import Forwards, PromptScores, Request, Result
 from blockdiff.sampling.response import opens_reasoning, parse
 from blockdiff.sampling.settings import NO_DRAFTER, ONLY_VERIFIED
@@ -54,59 +55,6 @@ class RunningCanvas:
     steps: int = 0
 
 
-@dataclass
-class Draft:
-    """The draft of a sequence's next tokens, over rounds that each denoise and verify it.
-
-    tokens: those of the last round, of which the first `num_verified` stand and the others are where the next round
-    starts; before the first round none, or the one that the verification of the tokens before has added. rounds:
-    verifications so far; steps: denoising steps so far. proposed_steps: denoising steps of the proposal that stands at
-    the end of the sequence's token_ids until it is verified, 0 where none does; last_step: the number of the last of
-    them. block: the most tokens that a drafter's round adds (None: canvases are denoised); recent: how many drafted
-    tokens of a round stood lately (None: there was none), which later blocks go by where one `follows` it. Of a
-    drafter's blocks `tokens` stays empty: what stands after a round is committed at once.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    num_verified: int = 0
-    rounds: int = 0
-    steps: int = 0
-    proposed_steps: int = 0
-    last_step: int = 0
-    block: int | None = None
-    recent: float | None = None
-    follows: bool = True
-
-    @property
-    def reach(self) -> int:
-        """The number of tokens to draft: all of a block, or half as many again as stood lately, and one more."""
-        assert self.block is not None
-        most = self.block - 1
-        return min(most, 1 + round(1.5 * self.recent)) if self.follows and self.recent is not None else most
-
-    def note(self, verification: Verification) -> None:
-        """Take note of what stood of a block; `recent` is by a quarter the newest and by three what it was."""
-        self.rounds += 1
-        if verification.draft:
-            before = float(verification.accepted) if self.recent is None else self.recent
-            self.recent = before + (verification.accepted - before) / 4
-
-    @classmethod
-    def after(cls, verification: Verification) -> Draft:
-        """The draft of what follows a verified one, with the token that verification has added behind its end."""
-        own = verification.own
-        return cls() if own is None or verification.accepted < len(verification.draft) else cls([own], num_verified=1)
-
-    def take(self, verification: Verification) -> None:
-        """Take the outcome of a round: the tokens that stand, of which the last may be the head's own."""
-        self.tokens, self.num_verified = list(verification.draft), verification.accepted
-        if self.num_verified < len(self.tokens):
-            assert verification.own is not None
-            self.tokens[self.num_verified] = verification.own
-            self.num_verified += 1
-        self.rounds, self.steps = self.rounds + 1, self.steps + self.proposed_steps
-
-
 @dataclass(eq=False)
 class Sequence:
     """One answer to a request; `prepare_sequences` makes it, the engine extends it, and `result` gives the end of it.
@@ -123,7 +71,8 @@ class Sequence:
     The rest is the engine's. owner: who asked, if others are to get their turns beside it ("": in the order of
     arrival); token_ids: the prompt and the committed canvases, which the next canvas must see; paged: the pages with
     the keys and values of those that are encoded (None while the sequence is not admitted); draft: of the next tokens,
-    where they are verified (None: canvases are committed as they are); last_hidden_D: the hidden state of the last
+    where they are verified (None: canvases are committed as they are); proposal: the tokens at the end of token_ids
+    that are to be verified (None: there is no proposal); last_hidden_D: the hidden state of the last
     encoded token, from which the next one is scored, drawn or verified; num_preempted: the number of token_ids that
     were encoded when it was preempted; shared_tokens: the number of token_ids that others had encoded; canvas: the one
     that is denoised, if any; is_watched: whether its steps are recorded; recorded: the last recorded step of each
@@ -162,6 +111,7 @@ class Sequence:
     is_done: bool = False
 
     token_ids: list[int] = field(default_factory=list)
+    proposal: Proposal | None = None
     paged: PagedRow | None = None
     last_hidden_D: Tensor | None = None
     shared_tokens: int = 0
@@ -214,7 +164,7 @@ class Sequence:
         """True where a canvas can be denoised behind all tokens, or a block be drafted behind the last one."""
         if not self.is_drawn_from:
             return self.num_uncomputed == 0
-        return bool(self.tokens) and self.num_uncomputed == 1 and not self.is_proposed
+        return bool(self.tokens) and self.num_uncomputed == 1 and self.proposal is None
 
     @property
     def is_headed(self) -> bool:
@@ -222,19 +172,14 @@ class Sequence:
         return next_token_head(self.strategy) is not None
 
     @property
-    def proposed(self) -> list[int]:
-        """The drafted tokens at the end of the token_ids that are to be verified; empty where there are none."""
-        return self.token_ids[len(self.prompt_tokens) + len(self.tokens) :] if self.is_proposed else []
-
-    @property
-    def is_proposed(self) -> bool:
-        """True while a draft stands at the end of the token_ids to be verified; that of a block may be of no token."""
-        return self.draft is not None and self.draft.proposed_steps > 0
-
-    @property
     def is_drawn_from(self) -> bool:
         """True where the next token is drawn as soon as all tokens are encoded."""
-        return self.draft is not None and self.draft.block is not None
+        return isinstance(self.draft, BlockDraft)
+
+    @property
+    def is_over(self) -> bool:
+        """True where nothing is left to do for it: it has failed, or it has ended and all its tokens are encoded."""
+        return self.error is not None or (self.finish_reason is not None and not self.num_uncomputed)
 
     def count_places(self, verification: Verification) -> None:
         """Count the drafted tokens of a block by their places, and those that stand."""
@@ -242,19 +187,16 @@ class Sequence:
             drafted, stood = self.places[place] if place < len(self.places) else (0, 0)
             self.places[place : place + 1] = [(drafted + 1, stood + (place < verification.accepted))]
 
-    def propose(self, canvas: RunningCanvas) -> None:
-        """Put a finished draft behind the tokens, until it is verified; those of its tokens that stand stay."""
-        assert self.draft is not None and canvas.final is not None
-        standing = self.draft.tokens[: self.draft.num_verified]
-        self.token_ids += standing + canvas.final[len(standing) :]
-        self.draft.proposed_steps, self.draft.last_step = canvas.steps, canvas.first_step + canvas.steps - 1
+    def propose(self, proposal: Proposal) -> None:
+        """Put drafted tokens behind the tokens, until they are verified."""
+        self.token_ids += proposal.tokens
+        self.proposal = proposal
 
-    def retract(self) -> None:
-        """Take the drafted tokens that are to be verified away from the token_ids."""
-        if proposed := self.proposed:
-            del self.token_ids[-len(proposed) :]
-        if self.draft is not None:
-            self.draft.proposed_steps = 0
+    def retract(self) -> Proposal:
+        """Take the proposal away from the end of the token_ids, and return it, empty where there is none."""
+        proposal, self.proposal = self.proposal or Proposal(), None
+        del self.token_ids[len(self.token_ids) - len(proposal.tokens) :]
+        return proposal
 
     def num_tokens_until_commit(self, canvas_length: int) -> int:
         """The number of tokens that need room in pages until the next canvas is committed."""
@@ -421,15 +363,15 @@ def prepare_sequences(
 def _new_draft(strategy: Strategy, settings: SamplingSettings) -> Draft | None:
     """The draft of a response before its first round; None where nothing is drafted."""
     if settings.block is None:
-        return Draft() if isinstance(strategy, Verified) else None
+        return CanvasDraft() if isinstance(strategy, Verified) else None
     block = strategy.block if isinstance(strategy, Speculative) else 1  # next tokens are drafted by nobody
-    return Draft(block=min(block or settings.block, settings.block), follows=block is None)
+    return BlockDraft(min(block or settings.block, settings.block) - 1, follows=block is None)
 
 
 def another_draw(first: Sequence, draw: int) -> Sequence:
     """Another answer to the request of `first`, before it has begun, with a seed that follows from its own."""
     own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
-    own["draft"] = None if first.draft is None else Draft(block=first.draft.block, follows=first.draft.follows)
+    own["draft"] = None if first.draft is None else replace(first.draft)
     own["control"] = None if first.control is None else first.control.copy()
     return replace(first, **own, tokens=[], steps=[], token_ids=[], canvas=None, recorded={}, top_logprobs=[])  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.sampling.canvas_control import FREE, CanvasControl, grouped
+from blockdiff.sampling.drafts import CanvasDraft, Proposal
 from blockdiff.sampling.predict import PredictInputs, predict
 from blockdiff.sampling.strategies import next_token_head
 from blockdiff.sampling.trace import Verification
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
 
 
 def round_control(
-    sequence: Sequence, own: CanvasControl | None, settings: SamplingSettings, device: torch.device
+    draft: CanvasDraft, own: CanvasControl | None, settings: SamplingSettings, device: torch.device
 ) -> CanvasControl | None:
-    """The control of the canvas of a sequence's next round: the request's own, with the tokens that stand pinned.
+    """The control of the canvas of a draft's next round: the request's own, with the tokens that stand pinned.
 
     The rest of the last draft is what the canvas starts from. Under mask noise it is masks, because tokens that a
     canvas starts from would never change.
     """
-    draft, length = sequence.draft, settings.canvas_length
-    if draft is None or not draft.tokens:
+    length = settings.canvas_length
+    if not draft.tokens:
         return own
     tokens_L = torch.tensor(draft.tokens + [FREE] * (length - len(draft.tokens)), device=device)
     own = own or CanvasControl(torch.full_like(tokens_L, FREE)[None])
@@ -51,25 +52,26 @@ def verify(
 ) -> list[Verification | None]:
     """The verification of each sequence's draft, by hidden states [T, D]; None where logits are not finite.
 
-    The draft is what is `proposed` at the end of the sequence's token_ids, and may be of no token; the hidden states
-    are those of the draft, and of tokens that stand before it where these were encoded in the same call.
+    The draft is the `proposal` at the end of the sequence's token_ids, and may be of no token; the hidden states are
+    those of the draft, and of tokens that stand before it where these were encoded in the same call.
     `last_hidden_D` is the hidden state of the token before all of them. Tokens are drawn by their places in the
     response.
     """
     mask_id = settings.diffusion.mask_id
     hidden, shapes, draws, controls, counts = list[Tensor](), [], list[Tensor](), list[CanvasControl | None](), []
     for sequence, hidden_TD in drafts:
-        head, draft, length = next_token_head(sequence.strategy), sequence.draft, len(sequence.proposed)
-        assert head is not None and draft is not None
-        first = len(sequence.tokens) + draft.num_verified
+        head, proposal = next_token_head(sequence.strategy), sequence.proposal or Proposal()
+        assert head is not None
+        length, given = len(proposal.tokens), proposal.given
+        first = len(sequence.tokens) + given
         end = min(len(sequence.tokens) + length + 1, sequence.max_tokens)  # the last one follows the draft
         if len(hidden_TD) == length:
             assert sequence.last_hidden_D is not None
             hidden_TD = torch.cat([sequence.last_hidden_D[None], hidden_TD])
-        hidden.append(hidden_TD[len(hidden_TD) - length - 1 + draft.num_verified :][: end - first])
+        hidden.append(hidden_TD[len(hidden_TD) - length - 1 + given :][: end - first])
         shapes += [head.shape(0, 1)] * (end - first)
         draws.append(uniform(sequence.seed, Stream.SAMPLE, (torch.arange(first, end, device=model.device), 0), 1))
-        controls += head_controls(sequence, draft.num_verified, end - first)
+        controls += head_controls(sequence, proposal, end - first)
         counts.append(end - first)
     inputs = PredictInputs(
         hidden_BLD=torch.cat(hidden)[:, None],
@@ -84,25 +86,26 @@ def verify(
     return [_compared(sequence, *part.T.tolist()) for (sequence, _), part in zip(drafts, found, strict=True)]
 
 
-def head_controls(sequence: Sequence, first: int, count: int) -> abc.Sequence[CanvasControl | None]:
-    """The control of `count` tokens from the place `first` of the draft on, as next-token sampling has it.
+def head_controls(sequence: Sequence, proposal: Proposal, count: int) -> abc.Sequence[CanvasControl | None]:
+    """The control of the `count` tokens after those of a proposal that are given, as next-token sampling has it.
 
     One None stands for each token of a sequence without control.
     """
     control = sequence.control
     if control is None or control.classes is None:
         return [None] * count
-    return [control.next_tokens(sequence.proposed, first, count, sequence.seed)]
+    return [control.next_tokens(proposal.tokens, proposal.given, count, sequence.seed)]
 
 
 def _compared(sequence: Sequence, likeliest: list[int], drawn: list[int], is_finite: list[int]) -> Verification | None:
     """A draft beside the head's tokens in the places that did not stand before, and perhaps in the one after it."""
-    head, draft, proposed = next_token_head(sequence.strategy), sequence.draft, sequence.proposed
-    assert head is not None and draft is not None
-    own, fresh = drawn if head.temperature else likeliest, proposed[draft.num_verified :]
+    head, proposal = next_token_head(sequence.strategy), sequence.proposal or Proposal()
+    assert head is not None
+    tokens, given = proposal.tokens, proposal.given
+    own, fresh = drawn if head.temperature else likeliest, tokens[given:]
     agreed = next((n for n, token in enumerate(fresh) if token != own[n]), len(fresh))
     if not all(is_finite[: agreed + 1]):
         return None
     following = own[agreed] if agreed < len(own) else None
-    number, given = len(sequence.steps), draft.num_verified
-    return Verification(sequence.id, number, draft.last_step, proposed, given, given + agreed, following)
+    number = len(sequence.steps)
+    return Verification(sequence.id, number, proposal.last_step, tokens, given, given + agreed, following)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from blockdiff import memory
+from blockdiff.errors import BlockdiffError
 from blockdiff.models.family import family_of
+from blockdiff.sampling.drafts import Proposal
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sequence import RunningCanvas, Sequence, prepare_sequences
 from blockdiff.sampling.verification import verify
@@ -65,8 +67,9 @@ class WarmUp:
 
     def verify(self) -> None:
         """Verify a draft of every row, where drafts are verified."""
-        drafts = [(each, self._hidden(len(each.proposed))) for each in self._sequences(self.scheduler.max_rows)]
-        if any(sequence.proposed for sequence, _ in drafts):
+        sequences = self._sequences(self.scheduler.max_rows)
+        drafts = [(each, self._hidden(len(each.proposal.tokens))) for each in sequences if each.proposal is not None]
+        if drafts:
             verify(self.pages.model, self.settings, drafts)
 
     def _sequences(self, rows: int) -> list[Sequence]:
@@ -80,8 +83,7 @@ class WarmUp:
             sequence.paged = self.pages.stand_in(len(prompt), 0)
             sequence.canvas, sequence.last_hidden_D = RunningCanvas(sequence, 0, 0), self._hidden(1)[0]
             if sequence.draft is not None:
-                sequence.token_ids += [0] * length
-                sequence.draft.proposed_steps = 1
+                sequence.propose(Proposal([0] * length, steps=1))
             found.append(sequence)
         return found
 
@@ -102,3 +104,54 @@ class WarmUp:
         with torch.device("meta"):
             side = family_of(model.config).image_side(model.config)
         return 0 if side is None else model.dtype.itemsize * sum(x.numel() for x in side.parameters())
+
+
+@dataclass
+class PageRoom:
+    """The memory that the pages of an engine take, once it is known what its largest calls need.
+
+    asked: the tokens that all rows may have together (None: as many as memory has room for); is_taken: whether the
+    pages have what they get; measured_rows: the rows of the largest calls whose memory is known.
+    """
+
+    pages: Pages
+    asked: int | None
+    is_taken: bool
+    measured_rows: int = 0
+
+    def take(self, calls: WarmUp, most_rows: int, most_added: int) -> None:
+        """Let the pages take what memory there is for them, or what was asked for, once."""
+        if self.is_taken:
+            return
+        self.is_taken = True
+        self._measure(calls, most_rows)
+        self.pages.grow(self.asked, most_rows, most_added)
+        if self.measured_rows and not self.pages.capacity:
+            raise BlockdiffError(
+                f"{self.pages.model.device}: {memory.size(self.pages.kept_free or 0)} for the calls of {most_rows} "
+                "rows leave no memory for pages; let fewer run together"
+            )
+
+    def grow(self, calls: WarmUp | None, tokens: int, rows: int, most_rows: int, most_added: int) -> bool:
+        """Let pages of so many tokens be taken, by at most `rows` rows; False where memory has no room for all.
+
+        calls: those to measure (None: none can be made now).
+        """
+        self.is_taken = True
+        if calls is not None:
+            self._measure(calls, most_rows)
+        return self.pages.grow(tokens, rows, most_added)
+
+    @torch.no_grad()
+    def _measure(self, calls: WarmUp, most_rows: int) -> None:
+        """Find how much memory to leave to calls, where pages take all at once."""
+        if self.pages.grows or self.measured_rows >= most_rows:
+            return
+        device = self.pages.model.device
+        try:
+            self.pages.kept_free = calls.bytes_of_calls()
+        except torch.cuda.OutOfMemoryError:
+            raise BlockdiffError(
+                f"{device}: there is no memory for a step of {most_rows} rows; let fewer run together"
+            ) from None
+        self.measured_rows = most_rows
