@@ -33,11 +33,14 @@ def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
 
-def training_row(request: Request | Result, result: Result) -> dict[str, Any]:
-    """A row to train on: the prompt, or the messages and their tools, with the answer."""
+def training_row(request: Request | Result, result: Result) -> dict[str, Any] | None:
+    """A row to train on: the prompt, or the messages and their tools, with the answer; None without an answer."""
+    if result.error is not None or not (result.text.strip() or result.tool_calls):
+        return None
     messages = getattr(request, "messages", None)
     if messages is None:
-        return {"id": result.id, "prompt": getattr(request, "prompt", ""), "response": result.text}
+        images = {"images": [*paths]} if (paths := getattr(request, "images", ())) else {}
+        return {"id": result.id, "prompt": getattr(request, "prompt", ""), **images, "response": result.text}
     answer = {"role": "assistant", "content": result.text}
     answer |= {key: value for key in ("reasoning", "tool_calls") if (value := getattr(result, key)) is not None}
     tools = getattr(request, "tools", None)
@@ -50,7 +53,7 @@ class Answers:
     asked: the fingerprint of every request; where `path` has answers to these already, they are kept and not asked for
     again. Every line says in `asked` what it answers. Without a path the lines go to stdout, in order, without that.
     rank: of several processes each writes a part beside the file, and `merge` puts them together. rows: the requests,
-    where lines are rows to train on; a failed one has none.
+    where lines are rows to train on; one that failed, or whose answer is empty, has none.
     """
 
     def __init__(
@@ -110,11 +113,10 @@ class Answers:
 
     def write(self, place: int, result: Result) -> None:
         """Write the answer to one request, as soon as it can stand there."""
-        if self.rows is not None and result.error is not None:
-            if self.path is None:
-                self.written[place] = b""
-            return
         record = result.to_record() if self.rows is None else training_row(self.rows[place], result)
+        if record is None:
+            self.written[place] = b""  # the next call of the command asks again
+            return
         record |= {} if self.path is None else {"asked": self.asked[place]}
         text = json.dumps(record, ensure_ascii=False) + "\n"
         if self.path is not None:

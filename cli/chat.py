@@ -15,12 +15,11 @@ import typer
 from blockdiff.cli import options
 from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
 from blockdiff.cli.requests import user_message
+from blockdiff.cli.tally import Tally
 from blockdiff.errors import CheckpointError, DataError, RequestError
-from blockdiff.metrics import at_limit
 from blockdiff.terminal import shown
 
 if TYPE_CHECKING:
-    from blockdiff.checkpoint.generation import Generation
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Request, Result, Sampler
     from blockdiff.sampling.response import ParsedResponse
@@ -43,26 +42,6 @@ def chat(
         bool, typer.Option("--thinking", metavar="", help="Ask for reasoning, which is shown first.")
     ] = False,
     image: options.Images = None,
-    entropy_bound: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NATS", rich_help_panel=options.SAMPLING, help="Summed entropy of the guesses that a step keeps."
-        ),
-    ] = None,
-    stability: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", rich_help_panel=options.SAMPLING, help="A canvas may stop after N steps without a change."
-        ),
-    ] = None,
-    confidence: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NATS",
-            rich_help_panel=options.SAMPLING,
-            help="A canvas may stop when its mean entropy is below this.",
-        ),
-    ] = None,
     *,
     opened: ModelOptions,
     sampling: SamplingOptions,
@@ -75,15 +54,13 @@ def chat(
     from blockdiff.terminal import quiet
 
     quiet()
-    asked = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "max_steps": sampling.steps,
-        "entropy_bound": entropy_bound,
-        "stability": stability,
-        "confidence": confidence,
-    }
     files = opened.files
-    settings, tokenizer = changed(files.generation(), asked), files.tokenizer()
+    settings, tokenizer = files.generation(), files.tokenizer()
+    settings = replace(
+        settings,
+        max_new_tokens=sampling.max_new_tokens or settings.max_new_tokens,
+        max_steps=sampling.steps or settings.max_steps,
+    )
     if not tokenizer.chat_template:
         raise CheckpointError(
             f"{opened.place}: the tokenizer has no chat template, so there is no conversation to continue; train on "
@@ -104,15 +81,6 @@ def chat(
             talk.say(line.removeprefix("/"))
     if talk.failed and not talk.answered:
         raise typer.Exit(1)  # its line has been said
-
-
-def changed(settings: Generation, asked: dict[str, int | float | None]) -> Generation:
-    """The settings of a model with those that were asked for; typer.BadParameter for values that cannot be."""
-    given: dict[str, int | float] = {name: value for name, value in asked.items() if value is not None}
-    try:
-        return replace(settings, **given)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise typer.BadParameter(str(error).partition(":")[0]) from None
 
 
 def lines(is_terminal: bool) -> Iterator[str]:
@@ -291,10 +259,9 @@ class Chat:
         self.answered += 1
         text = self._print(result)
         if self.is_terminal:
-            canvases, most = len(result.steps), self.sampler.generation.max_steps
-            mean = sum(result.steps) / canvases
-            words = f"{len(result.tokens)} tokens, {mean:.1f} steps per canvas{at_limit(mean, most)}, "
-            words += f"{result.tokens_per_forward:.1f} tokens per forward"
+            tally = Tally()
+            tally.add(result)
+            words = f"{len(result.tokens)} tokens, {tally.cost(self.sampler.generation.max_steps)}"
             self.note(words + ", cut off: no room for more" * (result.finish_reason == "length"))
         self._remember(text, "the answer is empty; the message is taken back")
 

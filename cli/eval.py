@@ -38,7 +38,7 @@ def evaluate(
         typer.Option(
             metavar="NAME", help=f"The rule of what is right: {', '.join(TASKS)}, or lm-eval:NAME of that harness."
         ),
-    ],
+    ] = "exact",
     data: Annotated[
         str | None,
         typer.Option(

@@ -30,11 +30,11 @@ def init(
         str | None,
         typer.Option(metavar="MODEL", help="Make a drafter for a model, without a PRESET."),
     ] = None,
-    layers: Annotated[int, typer.Option(min=1, metavar="N", help="With --drafter-for: its layers.")] = 5,
+    layers: Annotated[int | None, typer.Option(min=1, metavar="N", help="With --drafter-for: its layers (5).")] = None,
     block: Annotated[
-        int,
-        typer.Option(min=2, metavar="N", help="With --drafter-for: tokens of a block, the first of which stands."),
-    ] = 16,
+        int | None,
+        typer.Option(min=2, metavar="N", help="With --drafter-for: tokens of a block, the first of which stands (16)."),
+    ] = None,
     mask_token: Annotated[
         str | None,
         typer.Option(metavar="TOKEN", help="With --drafter-for: the mask token (else found)."),
@@ -64,6 +64,10 @@ def init(
         raise typer.BadParameter(usage, param_hint="PRESET DIR")
     if source is None and canvas_length is not None:
         raise typer.BadParameter("a preset has its own; only --from takes another", param_hint="--canvas-length")
+    of_drafter = {"--layers": layers, "--block": block, "--mask-token": mask_token}
+    if drafter_for is None and (given := [name for name, value in of_drafter.items() if value is not None]):
+        raise typer.BadParameter("only --drafter-for takes it", param_hint=given[0])
+    layers, block = layers or 5, block or 16
     if source is None and add_tokens is not None:
         raise typer.BadParameter("it adds to the tokens of a model; name it with --from", param_hint="--add-tokens")
     new_tokens = (options.read_text(add_tokens) or "").splitlines()
@@ -81,7 +85,7 @@ def init(
     origin = preset
     if drafter_for is not None:
         model = checkpoint.drafter_for(drafter_for, layers, block, seed, dtype or "float32", mask_token)
-        origin = f"a drafter of {layers} layers and blocks of {block} tokens for {drafter_for}"
+        origin = f"a drafter of {counted(layers, 'layer')} and blocks of {block} tokens for {drafter_for}"
     elif source is not None:
         config = checkpoint.read_config(source)
         if add_tokens is not None and family_of(config).outline(config).denoises:

@@ -34,6 +34,7 @@ from blockdiff.training.starting_model import (
 )
 
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
+OF_BLOCKS = "prompt dim; blocks of the drafter coloured; its masks reversed"
 GLOSSARY = (
     "t: the noise level, from 0 (clean) to 1 (all noise)",
     "signal: the model's first prediction, fed back into the canvases for which the coin is drawn (self-conditioning)",
@@ -45,12 +46,13 @@ CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 @dataclass(frozen=True)
 class Drawn:
-    """A batch with its noise, and its examples by sample id."""
+    """A batch with its noise, and its examples by sample id; are_blocks: its canvases are a drafter's blocks."""
 
     batch: Batch
     noisy_BCL: Tensor
     is_corrupted_BCL: Tensor
     examples: Mapping[int, Example]
+    are_blocks: bool = False
 
 
 def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     reader = data.collator.reader
     alpha_BC = recipe.objective.schedule.alpha(batch.t_BC)
     noise = corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed)
-    drawn = Drawn(batch, *noise, examples)
+    drawn = Drawn(batch, *noise, examples, are_blocks=data.collator.are_blocks)
     ar = recipe.objective.ar_loss
     numbers = summary(drawn, step, 0 if ar is None else ar.weight)
     for line in summary_lines(numbers):
@@ -132,17 +134,22 @@ def summary(drawn: Drawn, step: int, ar_weight: float) -> dict[str, Any]:
     corrupted = int((drawn.is_corrupted_BCL & batch.is_scored_BCL).sum())
     coins, pairs = int((batch.coin_BC & is_present_BC).sum()), int(batch.is_ar_scored_BS.sum())
     rows, columns = batch.tokens_BS.shape
-    return {
+    numbers = {
         "step": step,
         "rows": rows,
         "columns": columns,
         "padding": padding,
-        "canvases": int(is_present_BC.sum()),
-        "with_signal": coins,
+        "blocks" if drawn.are_blocks else "canvases": int(is_present_BC.sum()),
         "scored": scored,
-        "fill": scored - int(batch.content_BC.sum()),
-        "corrupted": corrupted,
         "images": 0 if batch.images is None else len(batch.images.inputs),
+    }
+    if drawn.are_blocks:
+        return numbers
+    fill = scored - int(batch.content_BC.sum())
+    return numbers | {
+        "with_signal": coins,
+        "fill": fill,
+        "corrupted": corrupted,
         "ar_pairs": pairs,
         "ar_weight": ar_weight,
     }
@@ -150,10 +157,13 @@ def summary(drawn: Drawn, step: int, ar_weight: float) -> dict[str, Any]:
 
 def summary_lines(numbers: Mapping[str, Any]) -> list[str]:
     """The sums of a batch for a person to read, and what the colours of the rows below them mean."""
-    rows, canvases = counted(numbers["rows"], "row"), counted(numbers["canvases"], "canvas")
+    rows = counted(numbers["rows"], "row")
+    first = "batch of optimiser step {step}: {0}, {columns} columns, {padding} of them padding".format(rows, **numbers)
+    if (blocks := numbers.get("blocks")) is not None:
+        return [first, f"  {counted(blocks, 'block')}; {numbers['scored']} positions scored", f"  {OF_BLOCKS}"]
+    canvases = counted(numbers["canvases"], "canvas")
     return [
-        f"batch of optimiser step {numbers['step']}: {rows}, "
-        + "{columns} columns, {padding} of them padding".format(**numbers),
+        first,
         f"  {canvases}, "
         + "{with_signal} with self-conditioning; "
         "{scored} positions scored, {fill} of them fill; {corrupted} corrupted".format(**numbers),
@@ -213,11 +223,13 @@ def row_texts(drawn: Drawn, row: int, words: Words) -> list[Text]:
         styles |= dict.fromkeys(range(start, start + content), colour)
         scored, corrupted = int(batch.is_scored_BCL[at].sum()), int(drawn.is_corrupted_BCL[at].sum())
         text = Text(
-            f"  canvas at column {start}: t {float(batch.t_BC[at]):.3f}, {scored} scored, {corrupted} corrupted, "
+            f"  block at column {start}: {scored} scored\n  "
+            if drawn.are_blocks
+            else f"  canvas at column {start}: t {float(batch.t_BC[at]):.3f}, {scored} scored, {corrupted} corrupted, "
             f"{scored - content} fill, {'with' if batch.coin_BC[at] else 'no'} signal\n  "
         )
         marks = [
-            colour + " reverse" * is_corrupted + " underline" * (place >= content)
+            colour + " reverse" * is_corrupted + " underline" * (place >= content and not drawn.are_blocks)
             for place, is_corrupted in enumerate(drawn.is_corrupted_BCL[at].tolist())
         ]
         # Tokens of the same style are read together: a character of a kept and a corrupted one is a broken one.

@@ -245,7 +245,7 @@ DraftModel = Annotated[
     typer.Option(
         metavar="DIR",
         rich_help_panel=DEVICE,
-        help="A canvas model of the same tokenizer that drafts what MODEL, causal or not, verifies token by token.",
+        help="A drafter of MODEL, or a canvas model of its tokenizer: MODEL verifies what it drafts.",
     ),
 ]
 Dtype = Annotated[

@@ -60,6 +60,8 @@ class Tally:
         self.counts["canvases"] += len(result.steps)
         self.counts["steps"] += sum(result.steps)
         self.counts["forwards"] += result.forwards.total
+        self.counts["denoised"] += result.forwards.denoise
+        self.counts["rounds"] += result.forwards.verify
         self.first_error, self.last = self.first_error or result.error, result
 
     def summed_over(self, ranks: Ranks) -> Tally:
@@ -68,16 +70,21 @@ class Tally:
         counts = sum(map(Counter, ranks.gather(self.counts)), Counter[str]())
         return Tally(counts, next((error for error in errors if error), None))
 
+    def cost(self, max_steps: int) -> str:
+        """The tokens per forward in words, and before them what decides it: steps of canvases, rounds of drafts."""
+        counts, words = self.counts, []
+        if counts["denoised"]:
+            per_canvas = counts["steps"] / counts["canvases"]
+            words += [f"{per_canvas:.2f} steps per canvas{at_limit(per_canvas, max_steps)}"]
+        if counts["rounds"]:
+            words += [f"{counts['tokens'] / counts['rounds']:.2f} tokens a round"]
+        return ", ".join([*words, f"{counts['tokens'] / max(1, counts['forwards']):.2f} tokens per forward"])
+
     def say(self, before: int, seconds: float, max_steps: int) -> None:
         """Print it, with how many answers were there before and how long the others took."""
         words = [f"{self.counts['answered']} answered", f"{self.counts['failed']} failed"]
         words += [f"{self.counts['tokens']} tokens"] + [f"{before} were there already"] * bool(before)
-        per_canvas = self.counts["steps"] / max(1, self.counts["canvases"])
-        per_forward = self.counts["tokens"] / max(1, self.counts["forwards"])
-        cost = (
-            f"{per_canvas:.2f} steps per canvas{at_limit(per_canvas, max_steps)}, {per_forward:.2f} tokens per forward"
-        )
-        typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {cost}", err=True)
+        typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {self.cost(max_steps)}", err=True)
         if self.first_error:
             typer.echo(f"first failure: {shown(self.first_error, sys.stderr)}", err=True)
 

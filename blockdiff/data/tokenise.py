@@ -19,7 +19,7 @@ from blockdiff.images import ImageInput, PlacedImage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_IMAGES = "the model takes no images (none does with a draft model); leave them out"
+NO_IMAGES = "the model takes no images (none does beside a canvas model that drafts); leave them out"
 SHOWN = "[image]"  # the place of an image in a prompt that people read
 
 

@@ -21,7 +21,8 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
     - `steps_per_canvas` (mean over canvases), `steps_histogram` (steps: canvases);
     - `forwards_per_row`: the mean model calls of a row's answer: `total`, and each kind by the names of
       `blockdiff.sampling.Forwards`; `tokens_per_forward`: tokens up to eos for each of them;
-    - `accepted_by_place`, with a drafter: the share of its tokens in each place that stood;
+    - `tokens_per_round`, of drafts: tokens for each verification; `accepted_by_place`, with a drafter: the share of
+      its tokens in each place that stood;
     - `facts`: for every fact of the task that is true or false, in how many answers it is true; `means`: the mean of
       every one that is a number;
     - `groups`, with `group`: the same counts for the rows of each value of that fact.
@@ -39,6 +40,7 @@ def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     steps = [count for record in records for count in record["steps"]]
     calls = {kind: sum(record["forwards"].get(kind, 0) for record in records) for kind in CALLS}
     total, rows = sum(calls.values()), max(1, len(records))
+    tokens = sum(record["length"] for record in records)
     return {
         "errors": sum(record["finish_reason"] == "error" for record in records),
         "empty": sum(record["finish_reason"] != "error" and not record["text"].strip() for record in records),
@@ -49,7 +51,8 @@ def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "total": total / rows,
             **{kind: count / rows for kind, count in calls.items()},
         },
-        "tokens_per_forward": sum(record["length"] for record in records) / max(1, total),
+        "tokens_per_forward": tokens / max(1, total),
+        **({"tokens_per_round": tokens / calls["verify"]} if calls["verify"] else {}),
         **accepted_by_place([record.get("places", ()) for record in records]),
     }
 
@@ -93,10 +96,12 @@ def _costs(report: dict[str, Any]) -> list[tuple[str, str]]:
     limit = at_limit(report["steps_per_canvas"], report["max_steps"])
     endings = ", ".join(f"{name} {number}" for name, number in report["endings"].items())
     shares = " ".join(f"{share:.0%}" for share in report.get("accepted_by_place", ()))
+    steps, per_round = f"{report['steps_per_canvas']:.2f} (at most {report['max_steps']}){limit}", "tokens_per_round"
     return [
-        ("steps per canvas", f"{report['steps_per_canvas']:.2f} (at most {report['max_steps']}){limit}"),
+        *((("steps per canvas", steps),) if report["forwards_per_row"]["denoise"] else ()),
         ("forwards per row", forwards_of(report)),
         ("tokens per forward", f"{report['tokens_per_forward']:.2f}"),
+        *((("tokens a round", f"{report[per_round]:.2f}"),) if per_round in report else ()),
         *((("accepted by place", shares),) if shares else ()),
         ("ended by", f"{endings}; {report['empty']} empty"),
     ]

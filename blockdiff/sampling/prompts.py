@@ -44,11 +44,11 @@ NEAR = 5  # letters of a key; a longer one is refused if it is nearly an option
 def read_prompts(path: str | Path) -> list[Request | Result]:
     """One entry per line that is not blank: a request, or the failed result of a line that is none.
 
-    path: a JSONL file, or `-` for standard input. A line is a row as training reads them, whose response is left
-    alone, and may have `id` (else its number, from 1) and the fields of a `Request`. Paths of images are seen from the
-    file's folder, and stay in it. A key that is written like an option and is none is an error; other keys are data.
-    `Sampler.generate` takes the entries as they are. Raises DataError for a file that cannot be read or in which no
-    line is a request.
+    path: a JSONL file, or `-` for standard input. A line is a row as training reads them, whose response, or answer
+    at the end of the messages, is left out, and may have `id` (else its number, from 1) and the fields of a `Request`.
+    Paths of images are seen from the file's folder, and stay in it. A key that is written like an option and is none
+    is an error; other keys are data. `Sampler.generate` takes the entries as they are. Raises DataError for a file that
+    cannot be read or in which no line is a request.
     """
     entries: list[Request | Result] = []
     line_of_id: dict[str, int] = {}
@@ -106,13 +106,16 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 def _request(id: str | int, record: dict[str, Any], where: str) -> Request:
     row = check_row({key: value for key, value in record.items() if key != "id"}, where, is_asked=True).located()
-    if row.messages and row.messages[-1]["role"] == "assistant":  # a row of training, of which no answer is continued
-        raise RequestError("the last message is the assistant's, so nothing is left to answer; leave it out")
+    messages = row.messages
+    while messages and messages[-1]["role"] == "assistant":  # the answer of a row of training
+        messages = messages[:-1]
+    if messages == ():
+        raise RequestError("nothing comes before the assistant's message, so nothing is left to answer")
     options = {key: value for key, value in record.items() if key in OPTIONS and value is not None}
     for key in record:
         if key not in OPTIONS and key not in OF_PROMPT and (option := _option(key)):
             raise RequestError(_refused(key, option))
-    return Request(id, row.prompt, row.messages, images=row.images, tools=row.tools, **options)
+    return Request(id, row.prompt, messages, images=row.images, tools=row.tools, **options)
 
 
 @lru_cache(maxsize=1024)

@@ -204,7 +204,8 @@ class Sampler:
             settings = replace(settings, max_new_tokens=max_new_tokens)
         if max_steps is not None:
             settings = replace(settings, max_steps=max_steps)
-        self.settings.max_tokens(settings.max_new_tokens)  # refuses what no prompt fits before
+        if any(getattr(prompt, "max_new_tokens", None) is None for prompt in prompts):
+            self.settings.max_tokens(settings.max_new_tokens)  # refuses what no prompt fits before
         entries: list[list[Sequence] | Result] = []
         for place, prompt in enumerate(prompts, start=first):
             if isinstance(prompt, Result):

@@ -129,7 +129,7 @@ class Data:
             )
             if line.strip()
         ]
-        lines += [f"          {FILL}"] if lines and self.collator.canvas_length > 1 else []
+        lines += [f"          {FILL}"] if lines and self.encoder.canvas_length > 1 else []
         if isinstance(self.train, Prompts):
             return [f"data      {len(self.train):,} prompts", *lines]
         if not isinstance(self.train, Dataset):
@@ -214,7 +214,7 @@ def encoder(recipe: Recipe, base: StartingModel, reader: ImageReader | None = No
     return Encoder(
         base.tokenizer,
         base.eos_id,
-        base.canvas_length,
+        base.canvas_length if recipe.objective.draft_for is None else 1,  # blocks begin at any token
         None if d.max_length is None else d.max_length.tokens,
         enable_thinking=d.thinking,
         turns=d.turns,

@@ -177,7 +177,9 @@ def test_a_talk_in_which_nothing_could_be_answered_says_why_once_and_fails(model
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("words", [["--temperature", "-1"], ["--entropy-bound", "-1"], ["--strategy", "quick"]])
+@pytest.mark.parametrize(
+    "words", [["--temperature", "-1"], ["--strategy", "entropy_bound:bound=-1"], ["--strategy", "quick"]]
+)
 def test_settings_that_cannot_be_are_refused_in_one_line(model: Path, words: list[str]) -> None:
     run = CliRunner().invoke(app, ["chat", str(model), *words], input="Hi\n")
     assert run.exit_code in (1, 2) and len(run.stderr.splitlines()) == 1, run.output

@@ -119,6 +119,20 @@ def test_answers_stand_in_order_on_stdout_and_in_the_file_although_they_come_as_
     assert ids() == [0, 1, 2]
 
 
+def test_rows_to_train_on_keep_images_and_an_empty_answer_has_none(tmp_path):
+    asked = [Request(n, prompt=f"{n}?", images=["i.png"] * (n == 2)) for n in range(3)]
+    path, answers = tmp_path / "o", ["a", "b", "c"]
+    file = Answers(path, answers, rows=asked)
+    for place, text in ((2, "x"), (1, " "), (0, "y")):
+        file.write(place, Result(place, text, [5], "eos", [1]))
+    file.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["id"], row["response"], row.get("images")) for row in rows] == [(0, "y", None), (2, "x", ["i.png"])]
+    again = Answers(path, answers, rows=asked)
+    again.keep(overwrite=False)
+    assert again.missing == [1]
+
+
 def test_a_file_that_an_editor_has_saved_stays_one_answer_a_line(tmp_path):
     path = tmp_path / "o"
     path.write_bytes(b'\xef\xbb\xbf{"asked": "a"}\r\n\r\n{"asked": "b"}')

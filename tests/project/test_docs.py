@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from blockdiff.canvas import Canvas, CleanRow, lay_out
@@ -107,6 +108,24 @@ def test_every_target_and_benchmark_that_a_document_names_exists(document: Path)
     for module in re.findall(r"python -m (benchmarks[\w.]*)", text):
         path = ROOT.joinpath(*module.split("."))
         assert path.is_dir() or path.with_suffix(".py").is_file(), module
+
+
+def test_every_option_that_a_document_or_a_recipe_types_is_one_of_its_command() -> None:
+    commands = dict[str, Any](get_command(app).commands)  # type: ignore[attr-defined]
+    commands |= {f"data {name}": each for name, each in commands.pop("data").commands.items()}
+    names, typed = "|".join(sorted(commands, key=len, reverse=True)), 0
+    for document in [*DOCUMENTS, *(ROOT / "recipes").glob("*.yaml")]:
+        if document.stem == "CHANGELOG":  # which has those that are gone
+            continue
+        text = re.sub(r"\\\n#? *", "", document.read_text(encoding="utf-8"))  # a line may go on in the next one
+        for name, words in re.findall(
+            rf"\bblockdiff ({names})\b([^`\n]*)", text if document.stem != "CHANGELOG" else ""
+        ):
+            known = {option for each in commands[name].params for option in each.opts} | {"--help", "--debug"}
+            asked = re.findall(r"(?<=\s)--?[a-z][a-z-]*", words.partition("  # ")[0])
+            assert set(asked) <= known, (document.name, name, words)
+            typed += len(asked)
+    assert typed > 100
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d not in APART and [*blocks(d)]], ids=name_of)

@@ -61,6 +61,7 @@ def test_prompts_are_the_rows_that_training_reads(tmp_path):
         {"prompt": "a", "completion": "b", "seed": None},
         {"messages": [*CHAT, call, {"role": "tool", "content": "b"}], "tools": [{"name": "get"}]},
         {"messages": [{"role": "user", "content": "a"}], "system": "s"},
+        {"messages": [*CHAT, {"role": "assistant", "content": "b"}]},
     ]
     path = tmp_path / "p.jsonl.gz"
     path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + "\n \n".join(map(json.dumps, lines)).encode()))
@@ -70,6 +71,7 @@ def test_prompts_are_the_rows_that_training_reads(tmp_path):
     assert entries[4].messages[2] == {"role": "tool", "content": "b", "name": "get"}
     assert entries[4].tools[0]["function"]["name"] == "get"
     assert entries[5].messages == ({"role": "system", "content": "s"}, *CHAT)
+    assert entries[6].messages == tuple(CHAT)
 
 
 @pytest.mark.parametrize("line", BAD)

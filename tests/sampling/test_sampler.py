@@ -300,6 +300,8 @@ def test_what_needs_more_positions_than_the_model_has_is_refused():
     assert "17 tokens" in too_long.error and "40 positions leave room for 16 before a response of 24" in too_long.error
     with pytest.raises(RequestError, match="max_new_tokens 1000000000 leaves no room"):
         sampler.generate([Request(1, tokens=[5])], max_new_tokens=10**9)
+    sampler.settings = replace(sampler.settings, positions=GENERATION.max_new_tokens)
+    assert sampler.generate([Request(1, tokens=[5], max_new_tokens=L)])[0].finish_reason == "length"
 
 
 BAD_OPTIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,12 @@ def test_rows_of_answers_are_written_and_gone_on_with(here, tmp_path):
     assert rows.read_bytes().startswith(first) and len(written) == 5
     assert [row["prompt"] for row in written] == [json.loads(line)["prompt"] for line in lines]
     assert all(set(row) == {"id", "prompt", "response", "asked"} for row in written)
-    assert run("inspect", "data", rows).exit_code in (0, 1, 2)
+    train = ("train.steps=1", f"data.train={rows}")
+    assert blockdiff.train(recipe(here), train, tmp_path / "run").records[-1]["step"] == 1
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe(here)))
+    seen = run("inspect", tmp_path / "recipe.yaml", "--set", f"data.train={rows}")
+    assert seen.exit_code == 0 and "blocks; " in seen.output and "5 rows (0 dropped" in seen.output, seen.output
+    assert not {"canvas", "signal", "fill", "noise"} & set(re.findall(r"[a-z]+", seen.output)), seen.output
 
 
 def test_a_drafter_beside_its_target_gives_the_same_texts_in_every_command(here, tmp_path):
@@ -148,7 +154,8 @@ def test_a_drafter_beside_its_target_gives_the_same_texts_in_every_command(here,
     assert run("sample", *asked, "--output", plain).exit_code == 0
     page = ("--trace", tmp_path / "trace.html")
     found = run("sample", *asked, "--draft-model", here / "draft", "--output", drafted, *page)
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == 0 and "tokens a round" in found.output, found.output
+    assert "steps per canvas" not in found.output
     one, other = ([json.loads(line) for line in file.read_text().splitlines()] for file in (plain, drafted))
     assert [row["tokens"] for row in one] == [row["tokens"] for row in other]
     assert all(row["forwards"]["draft"] > 0 and len(row["places"]) == 3 for row in other)
@@ -158,7 +165,9 @@ def test_a_drafter_beside_its_target_gives_the_same_texts_in_every_command(here,
     report = tmp_path / "report.json"
     found = run(*evaluated, "--draft-model", here / "draft", "--output", report)
     assert found.exit_code == 0 and "accepted by place" in found.output, found.output
-    assert len(json.loads(report.read_text())["accepted_by_place"]) == 3
+    report = json.loads(report.read_text())
+    per_round = sum(len(row["tokens"]) for row in other) / sum(row["forwards"]["verify"] for row in other)
+    assert len(report["accepted_by_place"]) == 3 and report["tokens_per_round"] == pytest.approx(per_round)
     refused = run("sample", *asked, "--draft-model", here / "draft", "--strategy", "entropy_bound")
     assert refused.exit_code == 2 and "a drafter drafts for --strategy speculative alone" in refused.output
     exported = run("export", here / "draft", "-o", tmp_path / "bf16", "--dtype", "bfloat16")

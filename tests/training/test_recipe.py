@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +286,9 @@ def test_the_table_of_keys_is_complete_and_its_defaults_true() -> None:
             assert type(value)(yaml.safe_load(said)) == value, path
 
 
-def test_every_recipe_in_the_repository_is_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_recipe_is_valid_and_says_in_its_head_how_to_run_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     recipes = Path(__file__).parents[2] / "recipes"
     monkeypatch.chdir(tmp_path)
     for path in sorted(recipes.glob("*.yaml")):
@@ -294,6 +298,8 @@ def test_every_recipe_in_the_repository_is_valid(monkeypatch: pytest.MonkeyPatch
                 Path(name).write_text("")
     for path in sorted(recipes.glob("*.yaml")):  # some extend another
         assert read_recipe(path).train.steps > 0
+        head = "".join(takewhile(lambda line: line.startswith("#"), path.open(encoding="utf-8")))
+        assert re.search(rf"recipes/{path.name}|`make |`python -m ", head), path
 
 
 # -- recipes from Python -------------------------------------------------------------------------------------

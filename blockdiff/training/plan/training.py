@@ -163,8 +163,9 @@ def breaking(plan: TrainingPlan, limit: int) -> str:
 
 def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
     """A plan for a person to read."""
-    canvases = counted(plan.canvases, "canvas")
-    yield f"a micro-batch of {counted(plan.rows, 'row')} of {plan.tokens:,} tokens with {canvases} each"
+    canvases = counted(plan.canvases, "block" if "target" in plan.parts else "canvas")
+    each = f" with {canvases} each" if plan.canvases else ""
+    yield f"a micro-batch of {counted(plan.rows, 'row')} of {plan.tokens:,} tokens{each}"
     width = max(len(name) for name in (*plan.parts, *plan.host))
     for name, count in plan.parts.items():
         yield f"  {name:{width}}  {size(count):>12}"
