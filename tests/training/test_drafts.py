@@ -174,7 +174,7 @@ def test_a_drafter_beside_its_target_gives_the_same_texts_in_every_command(here,
     assert exported.exit_code == 0 and weights(tmp_path / "bf16")["fc.weight"].dtype == torch.bfloat16
     assert "drafts blocks of 4 and reads layers 1 of a target's 3" in run("inspect", here / "draft").output
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe(here)))
-    assert "20 canvases" in run("plan", tmp_path / "recipe.yaml").output
+    assert "20 blocks each" in run("plan", tmp_path / "recipe.yaml").output
     assert run("inspect", tmp_path / "recipe.yaml", "--rows", 1).exit_code == 0
     planned = run("plan", here / "draft")
     assert planned.exit_code == 1 and "is a drafter, which samples nothing alone" in planned.output
