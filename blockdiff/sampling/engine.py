@@ -339,6 +339,7 @@ class Engine(OneCaller):
         self._encode(self._scheduler.chunks())
         while chunks := self._scheduler.chunks(of_running=True):  # verified canvases that end with the head's own token
             self._encode(chunks)
+        self._scheduler.give_way()
         self._denoise()
         return self._unfinished > 0
 
@@ -415,8 +416,6 @@ class Engine(OneCaller):
         self._commits.commit(sequence, tokens, canvas.steps)
         if sequence.is_over:
             self._leave(sequence)
-        elif sequence.finish_reason is None and not self.settings.is_next_token:
-            self._scheduler.give_way(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Give a sequence's place and pages back; the last draw of a request to leave makes its result an event."""

@@ -87,16 +87,18 @@ class Scheduler:
         counts = Counter(each.owner for each in self.admitted)
         return min(self.waiting, key=lambda each: counts[each.owner])
 
-    def give_way(self, sequence: Sequence) -> None:
-        """Send a sequence back to the queue after a canvas, if there is no row for one whose owner has fewer."""
-        if not sequence.owner:
-            return
+    def give_way(self) -> None:
+        """Send sequences between two canvases back to the queue while there is no row for those of poorer owners."""
         running = [each for each in self.running if each.paged is not None]
         rows = Counter(each.owner for each in running)
-        others = [*self.waiting, *(each for each in self.admitted if each not in running)]
-        poorer = sum(rows[each.owner] + 1 < rows[sequence.owner] for each in others)
-        if poorer > self.max_rows - len(running):
-            self._preempt(sequence)
+        without = Counter(each.owner for each in [*self.waiting, *self.admitted]) - rows
+        free = self.max_rows - len(running)
+        for sequence in running if any(without) else ():
+            poorer = sum(without[owner] for owner in without if rows[owner] + 1 < rows[sequence.owner])
+            if poorer > free and sequence.canvas is None and sequence.proposal is None:
+                self._preempt(sequence)
+                rows[sequence.owner] -= 1
+                free += 1
 
     def most_added(self, run: int) -> int:
         """The most tokens of a sequence that go into one call, where its longest run of images has so many."""

@@ -174,7 +174,7 @@ async def _deltas(
     server: Server, call: ApiCall, stream: AnswerStream, measures: CallMetrics
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of one answer; the first one is empty, and says that it is accepted."""
-    seconds = min((each for each in (call.body.timeout, server.limits.answer_seconds) if each), default=None)
+    seconds = server.limits.seconds(call.body.timeout)
     generated = server.engine.generate(
         stream.request, call.body.stream_frames, measures.began, True, measures.owner, seconds
     )

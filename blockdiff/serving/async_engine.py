@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("blockdiff.serving")
 MOST_FRAMES = 64  # steps that wait for a slow reader; later ones are left out until it has read some
-PREPARING_THREADS = 2  # for plain requests, and so many for others
-HEAVY_CHARACTERS = 100_000  # of a prompt that is not plain
+# Threads in which requests are prepared: those with a constraint or images, those with a prompt of more characters than
+# that, whose tokenising takes hundreds of times their size, and all others.
+PREPARING = {"heavy": 2, "long": 1, "plain": 2}
+LONG_CHARACTERS = 100_000
 DRAIN_LOOKS = 0.05  # seconds between two looks at whether all is answered
 T = TypeVar("T")
 
@@ -71,9 +73,9 @@ class AsyncEngine:
     its arrival on; warms_up: whether the calls of `Engine.warm_up` are made before the first request. options: those of
     `Engine`, such as max_rows and seed. Use it with `async with`, or call `start` and `close`.
 
-    A request is tokenised in threads beside the engine's; those with a constraint, images or a long prompt in
-    threads of their own, so that plain ones never wait for them. An exception of the engine fails the requests that run
-    with EngineError, and later ones are answered by a new engine.
+    A request is tokenised in threads beside the engine's; those with a constraint or images, and those with a long
+    prompt, in threads of their own, so that plain ones never wait for them. An exception of the engine fails the
+    requests that run with EngineError, and later ones are answered by a new engine.
     """
 
     def __init__(
@@ -100,9 +102,7 @@ class AsyncEngine:
         self.max_prompt_tokens, self.prepare_seconds = max_prompt_tokens, prepare_seconds
         self.seed, self.max_unanswered = engine.seed, engine.most_rows + max_waiting
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._plain, self._heavy = (
-            ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix=f"blockdiff-{kind}") for kind in ("plain", "heavy")
-        )
+        self._pools = {kind: ThreadPoolExecutor(count, f"blockdiff-{kind}") for kind, count in PREPARING.items()}
         self._streams: dict[str | int, _Stream] = {}  # by the ids of draws; only the engine's thread looks at it
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
@@ -124,10 +124,10 @@ class AsyncEngine:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="blockdiff-engine", daemon=True)
             try:
-                all_there = threading.Barrier(2 * PREPARING_THREADS)
-                for pool in (self._plain, self._heavy):
-                    for _ in range(PREPARING_THREADS):
-                        pool.submit(all_there.wait)
+                all_there = threading.Barrier(sum(PREPARING.values()))
+                for kind, count in PREPARING.items():
+                    for _ in range(count):
+                        self._pools[kind].submit(all_there.wait)
                 thread.start()
             except RuntimeError as error:
                 all_there.abort()
@@ -141,7 +141,7 @@ class AsyncEngine:
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
-        for pool in (self._plain, self._heavy):
+        for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self, seconds: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
@@ -183,9 +183,17 @@ class AsyncEngine:
                     yield event
 
     async def read(
-        self, request: Request, template: str, choices: Choices | None = None, steps: int = 1, draws: int = 4
+        self,
+        request: Request,
+        template: str,
+        choices: Choices | None = None,
+        steps: int = 1,
+        draws: int = 4,
+        arrived: float | None = None,
+        owner: str = "",
+        seconds: float | None = None,
     ) -> Read:
-        """The distributions of a template's holes for a prompt, as in `Sampler.read`, with the errors of `generate`."""
+        """The distributions of a template's holes for a prompt, as in `Sampler.read`; the rest as in `generate`."""
         readings: list[RunningRead] = []
 
         def prepare() -> list[Sequence]:
@@ -193,24 +201,23 @@ class AsyncEngine:
             readings.append(RunningRead.prepare(*given, steps=steps, draws=draws, seed=self.seed))
             return readings[0].sequences
 
-        async with aclosing(self._events(request, prepare)) as events:
+        async with aclosing(self._events(request, prepare, False, arrived, owner, seconds)) as events:
             async for event in events:
                 if isinstance(event, Result) and event.error is not None:
                     raise EngineError(event.error)
         return readings[0].answer()
 
-    async def prepared(self, prepare: Callable[[], T], is_heavy: bool, arrived: float | None = None) -> T:
-        """The value that a function makes in a thread beside the engine; Full where its time is over by then."""
+    async def prepared(self, prepare: Callable[[], T], kind: str, arrived: float | None = None) -> T:
+        """The value that a function makes in a thread of a kind (`PREPARING`); Full where its time is over by then."""
         began = time.monotonic() if arrived is None else arrived
 
         def limited() -> T:
-            if is_heavy and time.monotonic() - began > self.prepare_seconds:
+            if kind != "plain" and time.monotonic() - began > self.prepare_seconds:
                 raise Full("too many constraints, images and long prompts are being prepared; ask later")
             with compile_limit(self.prepare_seconds, began):
                 return prepare()
 
-        pool = self._heavy if is_heavy else self._plain
-        return await asyncio.get_running_loop().run_in_executor(pool, limited)
+        return await asyncio.get_running_loop().run_in_executor(self._pools[kind], limited)
 
     async def _events(
         self,
@@ -237,8 +244,9 @@ class AsyncEngine:
         try:
             characters = _characters(request)
             is_heavy = request.form is not None or bool(request.banned or request.images)
-            is_heavy |= characters > HEAVY_CHARACTERS or _has_images(request)
-            draws = await self.prepared(partial(self._prepare, prepare, characters), is_heavy, arrived)
+            is_heavy |= _has_images(request)
+            kind = "long" if characters > LONG_CHARACTERS else "heavy" if is_heavy else "plain"
+            draws = await self.prepared(partial(self._prepare, prepare, characters), kind, arrived)
             if self._is_closed:  # meanwhile; nobody takes commands any more
                 raise Closed("the engine was closed; ask another one")
             for draw in draws:

@@ -48,8 +48,8 @@ def router(server: Server) -> APIRouter:
     async def chat(http: HttpRequest) -> Response:
         body = await read_body(http, ChatRequest)
         server.check_model(body.model)
-        is_forced = body.tool_choice not in ("none", "auto")  # which compiles a schema
-        made = server.engine.prepared(partial(api_call, body, server), is_forced, http.state.measures.began)
+        kind = "plain" if body.tool_choice in ("none", "auto") else "heavy"  # which compiles a schema
+        made = server.engine.prepared(partial(api_call, body, server), kind, http.state.measures.began)
         return await respond(server, http, await made)
 
     return routes

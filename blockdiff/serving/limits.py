@@ -14,10 +14,10 @@ class Limits:
     body_bytes: of its JSON; bodies_bytes: of all that are read at a time; prompt_tokens, max_tokens: of its prompt and
     of each answer (None: as many as the model's positions and the memory of the pages hold); images, pixels: the images
     of its messages, and the pixels of them all; answers: `n`, for all prompts together, and `best_of`; answers_each:
-    that are under way for one key, or one connection; answer_seconds: for an answer; steps: of a canvas; draws: of a
-    read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to compile its constraint;
-    read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds: after which a step that
-    has not ended makes the server not ready.
+    that are under way for one key, or one connection; answer_seconds: for an answer, or a read; steps: of a canvas;
+    draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to compile its
+    constraint; read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds: after which
+    a step that has not ended makes the server not ready.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (where a file says them)
@@ -37,6 +37,10 @@ class Limits:
     prepare_seconds: float = 10.0
     read_seconds: float = 60.0
     stall_seconds: float = 60.0
+
+    def seconds(self, asked: float | None) -> float | None:
+        """The seconds that an answer may take where a request asks for so many (None: it does not say)."""
+        return min((each for each in (asked, self.answer_seconds) if each), default=None)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         super().data_received(data)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self._watch()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._forget()

@@ -44,6 +44,7 @@ class ReadRequest(Body):
     steps: int = Field(1, ge=1)
     draws: int = Field(4, ge=1)
     seed: int = 0
+    timeout: float | None = Field(None, gt=0)
 
 
 def router(server: Server) -> APIRouter:
@@ -67,12 +68,14 @@ def router(server: Server) -> APIRouter:
             seed=body.seed,
             **template_fields(body.chat_template_kwargs),
         )
-        http.state.measures.outcome = "left"
-        work = server.engine.read(request, body.template, body.choices, body.steps, body.draws)
+        measures = http.state.measures
+        measures.outcome, measures.owner = "left", http.state.owner
+        own = measures.began, measures.owner, limits.seconds(body.timeout)
+        work = server.engine.read(request, body.template, body.choices, body.steps, body.draws, *own)
         found = await unless_left(http, work)
         if found is None:
             return Response(status_code=LEFT)
-        http.state.measures.outcome = "read"
+        measures.outcome = "read"
         holes = {
             name: {"probabilities": found.probabilities[name], "spread": found.spread[name]}
             for name in found.probabilities

@@ -143,6 +143,29 @@ def test_plain_requests_never_wait_for_constraints_that_are_compiled(chatty, mon
     assert plain == 200 and [status for status, _ in told] == [429, 429]
 
 
+def test_long_prompts_are_prepared_one_at_a_time_and_constraints_beside_them(chatty, monkeypatch):
+    monkeypatch.setattr("blockdiff.serving.async_engine.LONG_CHARACTERS", 100)
+    prepare, gate, under_way, most = AsyncEngine._prepare, threading.Event(), [], []
+
+    def slow(engine, function, characters):
+        if characters > 100:
+            under_way.append(characters)
+            most.append(len(under_way))
+            gate.wait(0.1 if gate.is_set() else 30)
+            under_way.pop()
+        return prepare(engine, function, characters)
+
+    monkeypatch.setattr(AsyncEngine, "_prepare", slow)
+
+    async def use(asking):
+        many = [asyncio.create_task(asking.http.post(COMPLETIONS, json={"prompt": "a" * 101})) for _ in range(4)]
+        formed = await asking.http.post(COMPLETIONS, json={"prompt": "a", "regex": "a{3}"})
+        gate.set()
+        return [each.status_code for each in (formed, *await asyncio.gather(*many))]
+
+    assert served(chatty, use) == [200] * 5 and max(most) == 1
+
+
 def test_characters_beyond_those_of_the_positions_are_refused_before_they_are_tokenised(chatty, monkeypatch):
     monkeypatch.setattr(Request, "as_tokens", lambda *_: 1 / 0)
     prompt = "a" * 1_000_000
@@ -194,8 +217,8 @@ def test_the_bytes_of_all_bodies_that_are_read_are_bounded(chatty):
     assert served(chatty, use) == (429, 400, 0)
 
 
-def test_half_sent_heads_neither_fill_the_server_nor_stay(chatty, monkeypatch):
-    """400 of them, where a process may have 300 files open and so 75 connections without a request."""
+def test_half_sent_heads_and_idle_connections_neither_fill_the_server_nor_stay(chatty, monkeypatch):
+    """400 of them and of idle ones, where a process may have 300 files open and so 75 connections without a request."""
     monkeypatch.setattr("blockdiff.serving.process.MOST_IDLE", 75)
     monkeypatch.setattr("blockdiff.serving.process.HEAD_SECONDS", 1.0)
     asgi = app(chatty)
@@ -205,9 +228,9 @@ def test_half_sent_heads_neither_fill_the_server_nor_stay(chatty, monkeypatch):
         thread = threading.Thread(target=process.run, kwargs={"sockets": [listening]})
         thread.start()
         halves = []
-        for _ in range(400):
+        for n in range(400):
             halves.append(socket.create_connection(("127.0.0.1", port)))
-            halves[-1].sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1")
+            halves[-1].sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1" + b"\r\n\r\n" * (n % 2))
         assert process.config.timeout_keep_alive > 15  # what aiohttp keeps (httpx: 5 s); else both ends race
         health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=5)
         held = len(process.server_state.connections)

@@ -150,11 +150,25 @@ def test_an_answer_that_takes_too_long_is_a_504_or_an_event_of_the_stream(chatty
     async def use(asking):
         body = {**LONG, "timeout": 0.05}
         whole = await asking.http.post("/v1/chat/completions", json=body)
-        return whole, await asking.http.post("/v1/chat/completions", json={**body, "stream": True})
+        read = {"prompt": "a", "template": "<?a:1>", "steps": 1000, "timeout": 0.05}
+        stream = await asking.http.post("/v1/chat/completions", json={**body, "stream": True})
+        return whole, stream, await asking.http.post("/v1/read", json=read)
 
-    whole, stream = served(chatty, use)
-    assert whole.status_code == 504 and whole.json()["error"]["code"] == "timeout"
+    whole, stream, read = served(chatty, use)
+    assert whole.status_code == read.status_code == 504 and whole.json()["error"]["code"] == "timeout"
     assert stream.status_code == 200 and '"code": "timeout"' in stream.text and "[DONE]" not in stream.text
+
+
+def test_a_read_is_one_of_the_answers_of_its_key(chatty):
+    async def use(asking):
+        long = asyncio.create_task(asking.http.post("/v1/chat/completions", json=LONG))
+        await runs(asking)
+        status, error = await asking.refusal("/v1/read", prompt="a", template="<?a:1>")
+        long.cancel()
+        return status, error["message"]
+
+    status, message = served(chatty, use, limits=Limits(answers_each=1))
+    assert status == 429 and message.startswith("1 answers to you are under way")
 
 
 def test_too_many_are_told_to_come_again(chatty):
