@@ -20,6 +20,7 @@ from blockdiff.errors import RequestError
 if TYPE_CHECKING:
     from blockdiff.checkpoint.generation import Generation
     from blockdiff.checkpoint.opening import ModelFiles
+    from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.parallel.mesh import Mesh
     from blockdiff.sampling import Sampler
     from blockdiff.sampling.strategy import Strategy
@@ -91,6 +92,7 @@ class ModelOptions:
         tokenizer: Any = None,
         mesh: Mesh | None = None,
         device: str | None = None,
+        over: BlockDiffusionModel | None = None,
     ) -> Sampler:
         """The sampler of the model, with its weights; the arguments as in `Sampler.from_pretrained`."""
         from blockdiff.sampling import Sampler
@@ -107,6 +109,7 @@ class ModelOptions:
             generation=generation,
             tokenizer=tokenizer,
             mesh=mesh,
+            over=over,
         )
 
 

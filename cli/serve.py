@@ -74,16 +74,27 @@ def serve(
     from blockdiff.terminal import quiet
 
     quiet()
-    sampler = replace(opened, **settings.model_options()).open(strategy)
+    names = settings.names(opened.model)
+    opened = replace(opened, **settings.model_options())
+    sampler = opened.open(strategy)
+    adapters = {
+        name: replace(opened, adapter=directory).open(strategy, over=sampler.model)
+        for name, directory in settings.adapters.items()
+    }
     if sampler.tokenizer is not None and not sampler.tokenizer.chat_template:
         print("blockdiff: the tokenizer has no chat template, so only /v1/completions is answered", file=sys.stderr)
-    names = settings.names(opened.model)
-    asgi = app(sampler, names=names, limits=settings.limits, access=access, **settings.engine_options())
+    asgi = app(
+        sampler, names=names, adapters=adapters, limits=settings.limits, access=access, **settings.engine_options()
+    )
     log_to_stderr()
     engine = asgi.state.server.engine.start()  # now, so that threads that cannot start are one line
     address = f"[{settings.host}]" if ":" in settings.host else settings.host
     port = listening.getsockname()[1]
-    print(f"blockdiff: serving {names[0]} on http://{address}:{port}", file=sys.stderr, flush=True)
+    print(
+        f"blockdiff: serving {', '.join(asgi.state.server.served)} on http://{address}:{port}",
+        file=sys.stderr,
+        flush=True,
+    )
     AppStatus.disable_automatic_graceful_drain()  # streams go on to their end
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when everything has ended
         signal.signal(number, lambda *_: None)

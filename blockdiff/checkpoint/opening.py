@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from blockdiff.checkpoint.adapter_base import warn_of_other_weights
 from blockdiff.checkpoint.adapters import adapted_checkpoint, fill_adapters, has_adapter, read_adapter
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, find
-from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
+from blockdiff.checkpoint.fp8 import chosen_layers, form_below, fp8_form, rounds_inputs
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.read import empty, load_weights, weights_dtype
 from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
@@ -129,3 +130,22 @@ def load_files(
         fill_adapters(opened, adapter.parts, str(files.adapter))
         opened.carried = opened.carried.over(files.adapter)
     return opened
+
+
+def with_adapter(model: BlockDiffusionModel, adapter: str | Path) -> BlockDiffusionModel:
+    """A model with an adapter from a directory or a Hub id, over the same weights: both read them where they lie.
+
+    Neither may train then. Raises CheckpointError for an adapter that is none of this model, or was trained over
+    weights in another form.
+    """
+    directory = find(adapter)
+    if (form := form_below(directory)) is not None and form != (fp8_form(model) or "none"):
+        raise CheckpointError(
+            f"{directory}: was trained over weights in the form {form!r}; open the model with quantize"
+        )
+    tensors = [*model.parameters(), *model.buffers()]
+    other = deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    found = read_adapter(directory, other)
+    adapt(other, found.modules, found.tokens)
+    fill_adapters(other, found.parts, str(directory))
+    return other.eval()

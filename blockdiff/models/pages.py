@@ -57,6 +57,7 @@ class Pages(PagedRows):
         self.model = model
         self.images = ImageFeatures(model)
         self.kept_free: int | None = None  # bytes left to the calls; None: they are unknown, and get a share
+        self.share = 1.0  # of the memory that is there for pages
         self._version = weights_version(model)
         self._buffers: StepBuffers | None = None  # of `denoise`
         if capacity is None:
@@ -135,8 +136,8 @@ class Pages(PagedRows):
         if available is None:
             return None
         if self.kept_free is not None:
-            return max(0, available - self.kept_free)
-        return int(available * SHARE_OF_MEMORY.get(device, 0.4))
+            return int(max(0, available - self.kept_free) * self.share)
+        return int(available * SHARE_OF_MEMORY.get(device, 0.4) * self.share)
 
     # -- passes ------------------------------------------------------------------------------------------------
 

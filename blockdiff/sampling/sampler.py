@@ -14,7 +14,7 @@ import torch
 from blockdiff.checkpoint import load, read_config
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.checkpoint.opening import model_files
+from blockdiff.checkpoint.opening import model_files, with_adapter
 from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.family import family_of
 from blockdiff.models.pages import PAGE_TOKENS, Pages
@@ -109,12 +109,14 @@ class Sampler:
         draft_model: str | Path | None = None,
         generation: Generation | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        over: BlockDiffusionModel | None = None,
     ) -> Sampler:
         """A sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; the rest as in `load`.
 
         adapter: a directory in PEFT's format; a tokenizer and settings beside it go before the model's. What cannot be
         used is refused before the weights are read. mesh: over which ranks the weights are split; each then makes the
-        same calls. generation, tokenizer: replace those of the checkpoint.
+        same calls. generation, tokenizer: replace those of the checkpoint. over: the model of the checkpoint, where it
+        is loaded already: the adapter goes over its weights, which both then share.
         """
         files = model_files(path_or_hub_id, adapter, with_weights=False)
         config = read_config(files.weights)
@@ -129,6 +131,8 @@ class Sampler:
                 raise RequestError("a draft model goes without tensor parallelism; leave one of the two out")
             split = load_split(path_or_hub_id, mesh, dtype, kernels, adapter, quantize)
             return cls(split, tokenizer, generation, strategy=strategy)
+        if over is not None and adapter is not None:
+            return cls(with_adapter(over, adapter), tokenizer, generation, strategy=strategy)
         model = load(
             path_or_hub_id, dtype, device, kernels, adapter=adapter, quantize=quantize, draft_model=draft_model
         )

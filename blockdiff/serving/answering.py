@@ -23,7 +23,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from blockdiff.serving.answers import Answer, CachedTokens, Choice, Chunk, ReasoningTokens, Usage
-from blockdiff.serving.async_engine import Accepted, AsyncEngine
+from blockdiff.serving.async_engine import BASE, Accepted, AsyncEngine
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
@@ -38,7 +38,10 @@ T = TypeVar("T")
 
 @dataclass
 class Server:
-    """The parts of a server that its routes share; `names` are what its model may be called, the first one first."""
+    """The parts of a server that its routes share.
+
+    names: what its model may be called, the first one first; its adapters are those of the engine.
+    """
 
     engine: AsyncEngine
     names: tuple[str, ...]
@@ -46,11 +49,19 @@ class Server:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def check_model(self, name: str | None) -> None:
-        """Raise Refused for a model that is not served here."""
-        if name is not None and name not in self.names:
-            words = f"the model {name!r:.80} is not served here; this is {self.names[0]!r}"
+    @property
+    def served(self) -> list[str]:
+        """The names of the model and of its adapters, as `/v1/models` lists them."""
+        return [self.names[0], *(name for name in self.engine.models if name != BASE)]
+
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that a request names as its model; Refused for a model that is not served here."""
+        if name is None or name in self.names:
+            return BASE
+        if name not in self.engine.models or name == BASE:
+            words = f"the model {name!r:.80} is not served here; these are: {', '.join(self.served)}"
             raise Refused(words, 404, "model_not_found", "model")
+        return name
 
 
 class AnswerFormat(Protocol):
@@ -75,6 +86,7 @@ class ApiCall:
     streams: Sequence[AnswerStream]
     format: AnswerFormat
     path: str
+    adapter: str
 
 
 async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
@@ -175,9 +187,8 @@ async def _deltas(
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of one answer; the first one is empty, and says that it is accepted."""
     seconds = server.limits.seconds(call.body.timeout)
-    generated = server.engine.generate(
-        stream.request, call.body.stream_frames, measures.began, True, measures.owner, seconds
-    )
+    own = measures.began, True, measures.owner, seconds, call.adapter
+    generated = server.engine.generate(stream.request, call.body.stream_frames, *own)
     async with aclosing(generated) as events:
         async for event in events:
             if isinstance(event, Accepted):

@@ -40,6 +40,7 @@ MOST_FRAMES = 64  # steps that wait for a slow reader; later ones are left out u
 # that, whose tokenising takes hundreds of times their size, and all others.
 PREPARING = {"heavy": 2, "long": 1, "plain": 2}
 LONG_CHARACTERS = 100_000
+BASE = ""  # the name of the model without an adapter
 DRAIN_LOOKS = 0.05  # seconds between two looks at whether all is answered
 T = TypeVar("T")
 
@@ -67,11 +68,13 @@ class _Stream:
 class AsyncEngine:
     """Answers requests in one thread, which alone touches the engine: `async for event in engine.generate(request)`.
 
-    model: a model, with its tokenizer, or a `Sampler`, whose settings are taken. max_waiting: the requests that may be
-    unanswered beside those that run; max_of_owner: answers to one owner that may be unanswered (None: as many as all);
-    max_prompt_tokens: of a request (None: as many as the model sees); prepare_seconds: to compile its constraint, from
-    its arrival on; warms_up: whether the calls of `Engine.warm_up` are made before the first request. options: those of
-    `Engine`, such as max_rows and seed. Use it with `async with`, or call `start` and `close`.
+    model: a model, with its tokenizer, or a `Sampler`, whose settings are taken; adapters: by their names samplers over
+    the same weights, each with an engine of its own, whose steps take turns in the one thread; max_waiting: the
+    requests that may be unanswered beside those that run; max_of_owner: answers to one owner that may be unanswered
+    (None: as many as all); max_prompt_tokens: of a request (None: as many as the model sees); prepare_seconds: to
+    compile its constraint, from its arrival on; warms_up: whether the calls of `Engine.warm_up` are made before the
+    first request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or call `start` and
+    `close`.
 
     A request is tokenised in threads beside the engine's; those with a constraint or images, and those with a long
     prompt, in threads of their own, so that plain ones never wait for them. An exception of the engine fails the
@@ -84,6 +87,7 @@ class AsyncEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         settings: SamplingSettings | None = None,
+        adapters: Mapping[str, Sampler] | None = None,
         max_waiting: int = 1000,
         max_of_owner: int | None = None,
         max_prompt_tokens: int | None = None,
@@ -94,10 +98,12 @@ class AsyncEngine:
         if isinstance(model, Sampler):
             settings = settings or model.settings
             model = model.model
-        self.model = model
         self.settings = settings or sampling_settings(model, tokenizer)
-        self._make = partial(Engine, model, settings=self.settings, max_waiting=sys.maxsize, **options)
-        self._engine: Engine | None = (engine := self._make())
+        self.models = {BASE: (model, self.settings)}
+        self.models |= {name: (each.model, each.settings) for name, each in (adapters or {}).items()}
+        self._options = dict(max_waiting=sys.maxsize, **options)
+        self._engines = self._made()
+        engine = self._engines[BASE]
         self.max_of_owner = max_of_owner
         self.max_prompt_tokens, self.prepare_seconds = max_prompt_tokens, prepare_seconds
         self.seed, self.max_unanswered = engine.seed, engine.most_rows + max_waiting
@@ -167,17 +173,20 @@ class AsyncEngine:
         says_accepted: bool = False,
         owner: str = "",
         seconds: float | None = None,
+        adapter: str = BASE,
     ) -> AsyncGenerator[Event | Accepted, None]:
         """The events of a request as they come: committed canvases, with `watch` also steps, and last its Result.
 
         arrived: when the request came, by `time.monotonic` (None: now); says_accepted: Accepted comes before them;
-        owner: who asks, if others are to get their turns beside it; seconds: after which it ends with TimedOut.
+        owner: who asks, if others are to get their turns beside it; seconds: after which it ends with TimedOut;
+        adapter: the name of the adapter that answers.
 
         Raises RequestError for a request that cannot be answered, Full where too many wait, and EngineError where the
         engine fails. Closing the generator ends the request within one step.
         """
-        prepare = partial(prepare_sequences, request, self.settings, self.seed, self.model.device)
-        async with aclosing(self._events(request, prepare, watch, arrived, owner, seconds)) as events:
+        model, settings = self.models[adapter]
+        prepare = partial(prepare_sequences, request, settings, self.seed, model.device)
+        async with aclosing(self._events(request, prepare, watch, arrived, owner, seconds, adapter)) as events:
             async for event in events:
                 if says_accepted or not isinstance(event, Accepted):
                     yield event
@@ -192,16 +201,17 @@ class AsyncEngine:
         arrived: float | None = None,
         owner: str = "",
         seconds: float | None = None,
+        adapter: str = BASE,
     ) -> Read:
         """The distributions of a template's holes for a prompt, as in `Sampler.read`; the rest as in `generate`."""
         readings: list[RunningRead] = []
 
         def prepare() -> list[Sequence]:
-            given = request, template, choices, self.model, self.settings
+            given = request, template, choices, *self.models[adapter]
             readings.append(RunningRead.prepare(*given, steps=steps, draws=draws, seed=self.seed))
             return readings[0].sequences
 
-        async with aclosing(self._events(request, prepare, False, arrived, owner, seconds)) as events:
+        async with aclosing(self._events(request, prepare, False, arrived, owner, seconds, adapter)) as events:
             async for event in events:
                 if isinstance(event, Result) and event.error is not None:
                     raise EngineError(event.error)
@@ -227,6 +237,7 @@ class AsyncEngine:
         arrived: float | None = None,
         owner: str = "",
         seconds: float | None = None,
+        adapter: str = BASE,
     ) -> AsyncGenerator[Event | Accepted, None]:
         """The events of the draws that `prepare` makes in a thread of its own."""
         if self.is_draining:
@@ -246,12 +257,13 @@ class AsyncEngine:
             is_heavy = request.form is not None or bool(request.banned or request.images)
             is_heavy |= _has_images(request)
             kind = "long" if characters > LONG_CHARACTERS else "heavy" if is_heavy else "plain"
-            draws = await self.prepared(partial(self._prepare, prepare, characters), kind, arrived)
+            settings = self.models[adapter][1]
+            draws = await self.prepared(partial(self._prepare, prepare, characters, settings), kind, arrived)
             if self._is_closed:  # meanwhile; nobody takes commands any more
                 raise Closed("the engine was closed; ask another one")
             for draw in draws:
                 draw.owner = owner
-            self._commands.put(partial(self._enter, stream, draws, watch))
+            self._commands.put(partial(self._enter, stream, draws, watch, adapter))
             while not isinstance(event, Result):
                 try:
                     async with asyncio.timeout_at(end):
@@ -270,9 +282,11 @@ class AsyncEngine:
                 stream.is_left = True
                 self._commands.put(partial(self._leave, stream))
 
-    def _prepare(self, prepare: Callable[[], list[Sequence]], characters: int) -> list[Sequence]:
+    def _prepare(
+        self, prepare: Callable[[], list[Sequence]], characters: int, settings: SamplingSettings
+    ) -> list[Sequence]:
         """The draws of a request; RequestError where there are none, or where its prompt is too long."""
-        most, tokenizer = self.max_prompt_tokens or self.settings.positions, self.settings.tokenizer
+        most, tokenizer = self.max_prompt_tokens or settings.positions, settings.tokenizer
         if most is not None and tokenizer is not None and characters > (room := most * _longest_token(tokenizer)):
             raise RequestError(
                 f"the prompt has {characters} characters, more than the {room} of {most} tokens; shorten it"
@@ -283,15 +297,15 @@ class AsyncEngine:
             raise RequestError(f"the prompt has {count} tokens, more than the {most} that are taken here; shorten it")
         return draws
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
-        """The answer of a function, which the engine's thread calls between two steps."""
+    async def call(self, function: Callable[[Engine], T], adapter: str = BASE) -> T:
+        """The answer of a function, which the engine's thread calls with the engine of a model between two steps."""
         future: Future[T] = Future()
 
         def answer() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(function(self._working()))
+                future.set_result(function(self._working(adapter)))
             except Exception as error:
                 future.set_exception(error)
 
@@ -310,7 +324,7 @@ class AsyncEngine:
     def is_working(self) -> bool:
         """False where no step can run any more: the engine is closed, or could not be made anew after a failure."""
         is_running = self._thread is None or self._thread.is_alive()
-        return is_running and self._engine is not None and not self._is_closed
+        return is_running and bool(self._engines) and not self._is_closed
 
     @property
     def is_warm(self) -> bool:
@@ -349,7 +363,7 @@ class AsyncEngine:
             if has_failed:
                 self._start_anew()
         self._fail_all(Closed("the engine was closed; ask another one"))
-        self._engine = None
+        self._engines = {}
         while not self._commands.empty():  # requests that came meanwhile are told, too
             if (command := self._commands.get()) is not None:
                 command()
@@ -363,24 +377,26 @@ class AsyncEngine:
                 raise Closed("the engine was closed while it warmed up")
 
         try:
-            self._working().warm_up(say)
+            for engine in self._engines.values():
+                engine.warm_up(say)
         except BlockdiffError as error:
             LOG.error("the engine could not warm up: %s", error)
-            self._engine = None
+            self._engines = {}
         except Exception:
             LOG.exception("the engine could not warm up")
-            self._engine = None
+            self._engines = {}
         self._is_warm.set()
 
     def _step(self) -> None:
-        engine = self._working()
-        engine.step()
-        self._hand_over([(event.id, event) for event in engine.events()])
+        for engine in self._engines.values():
+            if engine.unfinished:
+                engine.step()
+                self._hand_over([(event.id, event) for event in engine.events()])
 
     def _take_commands(self) -> bool:
         """Run the commands that came since the last step, and wait for one while nothing else is to do."""
         while True:
-            is_idle = self._engine is None or not self._engine.unfinished
+            is_idle = not any(engine.unfinished for engine in self._engines.values())
             if not is_idle and self._commands.empty():
                 return True
             command = self._commands.get()
@@ -388,14 +404,14 @@ class AsyncEngine:
                 return False
             command()
 
-    def _enter(self, stream: _Stream, draws: list[Sequence], watch: bool) -> None:
-        """Give a request to the engine; an error is its reader's."""
+    def _enter(self, stream: _Stream, draws: list[Sequence], watch: bool, adapter: str) -> None:
+        """Give a request to its engine; an error is its reader's."""
         if stream.is_left:
             return
         try:
             if taken := [draw.id for draw in draws if draw.id in self._streams]:
                 raise RequestError(f"a request with the id {taken[0]!r} is being answered; give each its own")
-            self._working().submit(draws[0].request, watch, draws)
+            self._working(adapter).submit(draws[0].request, watch, draws)
         except Exception as error:
             if not isinstance(error, RequestError | Full | EngineError):
                 LOG.exception("a request could not be taken")
@@ -408,8 +424,9 @@ class AsyncEngine:
     def _leave(self, stream: _Stream) -> None:
         """End the request of a stream that nobody reads any more."""
         for id in stream.ids:
-            if self._streams.pop(id, None) is not None and self._engine is not None:
-                self._engine.cancel(id)
+            if self._streams.pop(id, None) is not None:
+                for engine in self._engines.values():
+                    engine.cancel(id)
 
     def _hand_over(self, events: list[tuple[str | int, Event]]) -> None:
         """Give the events of a step to their readers, with one call into each loop."""
@@ -431,11 +448,11 @@ class AsyncEngine:
             stream.loop.call_soon_threadsafe(stream.put, event)
 
     def _start_anew(self) -> None:
-        """Fail the requests that ran, with words that tell nothing of one another, and make a new engine."""
-        self._engine = None
+        """Fail the requests that ran, with words that tell nothing of one another, and make new engines."""
+        self._engines = {}
         self._fail_all(EngineError("the engine failed, and its log says why; ask again"))
         try:
-            self._engine = self._make()
+            self._engines = self._made()
         except Exception:
             LOG.exception("no new engine could be made; restart the program")
 
@@ -444,10 +461,20 @@ class AsyncEngine:
         for stream in streams:
             self._post(stream, error)
 
-    def _working(self) -> Engine:
-        if self._engine is None:
+    def _made(self) -> dict[str, Engine]:
+        """A new engine for each model; of the memory for pages each takes an equal part."""
+        made = {name: Engine(model, settings=own, **self._options) for name, (model, own) in self.models.items()}
+        if len(made) > 1:
+            for engine in made.values():
+                engine.pages.share = 1 / len(made)
+            tokens = {name or "the model": engine.capacity for name, engine in made.items()}  # before one takes memory
+            LOG.info("tokens that pages have room for: %s", tokens)
+        return made
+
+    def _working(self, adapter: str) -> Engine:
+        if not self._engines:
             raise EngineError("the engine is closed, or failed and could not be made anew; ask another one")
-        return self._engine
+        return self._engines[adapter]
 
 
 def _put_all(events: list[tuple[_Stream, Event]]) -> None:

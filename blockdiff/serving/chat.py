@@ -47,9 +47,9 @@ def router(server: Server) -> APIRouter:
     @routes.post(PATH)
     async def chat(http: HttpRequest) -> Response:
         body = await read_body(http, ChatRequest)
-        server.check_model(body.model)
+        adapter = server.adapter_of(body.model)
         kind = "plain" if body.tool_choice in ("none", "auto") else "heavy"  # which compiles a schema
-        made = server.engine.prepared(partial(api_call, body, server), kind, http.state.measures.began)
+        made = server.engine.prepared(partial(api_call, body, server, adapter), kind, http.state.measures.began)
         return await respond(server, http, await made)
 
     return routes
@@ -102,9 +102,9 @@ class ChatFormat:
         )
 
 
-def api_call(body: ChatRequest, server: Server) -> ApiCall:
+def api_call(body: ChatRequest, server: Server, adapter: str) -> ApiCall:
     """The requests of a body: one for each of `n` answers."""
-    settings, limits = server.engine.settings, server.limits
+    (_, settings), limits = server.engine.models[adapter], server.limits
     check_size("n", body.n, limits.answers)
     check_size("the characters of tools", len(json.dumps(body.tools)), limits.form_characters)
     try:
@@ -142,7 +142,7 @@ def api_call(body: ChatRequest, server: Server) -> ApiCall:
         )
         for index in range(body.n)
     ]
-    return ApiCall(body, streams, ChatFormat(), PATH)
+    return ApiCall(body, streams, ChatFormat(), PATH, adapter)
 
 
 def template_fields(given: Mapping[str, Any]) -> dict[str, Any]:

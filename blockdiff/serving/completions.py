@@ -30,8 +30,7 @@ def router(server: Server) -> APIRouter:
     @routes.post(PATH)
     async def complete(http: HttpRequest) -> Response:
         body = await read_body(http, CompletionRequest)
-        server.check_model(body.model)
-        return await respond(server, http, api_call(body, server))
+        return await respond(server, http, api_call(body, server, server.adapter_of(body.model)))
 
     return routes
 
@@ -79,9 +78,9 @@ class CompletionFormat:
         return prompt or ""
 
 
-def api_call(body: CompletionRequest, server: Server) -> ApiCall:
+def api_call(body: CompletionRequest, server: Server, adapter: str) -> ApiCall:
     """The requests of a body: `n` for each prompt."""
-    settings, limits = server.engine.settings, server.limits
+    (_, settings), limits = server.engine.models[adapter], server.limits
     prompt = body.prompt
     if isinstance(prompt, list) and not prompt:
         raise Refused("prompt: is an empty list; give a text, tokens, or a list of either", param="prompt")
@@ -98,7 +97,7 @@ def api_call(body: CompletionRequest, server: Server) -> ApiCall:
                 f"{id}-{index}", **given, **fields, seed=seed_of(body, index), top_logprobs=body.logprobs or 0
             )
             streams.append(AnswerStream(settings, request, index, None if request.form else body.max_tokens))
-    return ApiCall(body, streams, CompletionFormat(body.echo), PATH)
+    return ApiCall(body, streams, CompletionFormat(body.echo), PATH, adapter)
 
 
 def _logprobs(stream: AnswerStream, delta: Delta) -> CompletionLogprobs | None:

@@ -59,17 +59,21 @@ class Metrics:
         self.unanswered.set(engine.unanswered)
         if engine.is_working:
             try:
-                self._set(await asyncio.wait_for(engine.call(_load), SCRAPE_SECONDS))
+                async with asyncio.timeout(SCRAPE_SECONDS):
+                    self._set([await engine.call(_load, name) for name in engine.models])
             except TimeoutError:
                 LOG.warning("the engine does not answer; /metrics shows its last counts")
         return generate_latest(self.registry)
 
-    def _set(self, load: Load) -> None:
-        self.waiting.set(load.waiting)
-        self.rows.set(load.rows)
-        for state, counts in (("used", load.pages), ("shared", load.shared), ("cached", load.cached)):
-            for layers, count in counts.items():
-                self.pages.labels(layers, state).set(count)
+    def _set(self, loads: list[Load]) -> None:
+        self.waiting.set(sum(load.waiting for load in loads))
+        self.rows.set(sum(load.rows for load in loads))
+        for state in ("pages", "shared", "cached"):
+            counts = [getattr(load, state) for load in loads]
+            for layers in counts[0]:
+                self.pages.labels(layers, "used" if state == "pages" else state).set(
+                    sum(each[layers] for each in counts)
+                )
 
     def answered(self, result: Result) -> None:
         """Count the tokens, canvases, steps and model calls of an answer."""

@@ -26,7 +26,8 @@ def router(server: Server) -> APIRouter:
     routes = APIRouter()
 
     def described(name: str) -> Model:
-        return Model(id=name, created=server.created, max_model_len=server.engine.settings.positions)
+        _, settings = server.engine.models[server.adapter_of(name)]
+        return Model(id=name, created=server.created, max_model_len=settings.positions)
 
     @routes.api_route("/health", methods=LOOKS)
     async def health() -> dict[str, str]:
@@ -44,11 +45,10 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> Models:
-        return Models(data=[described(server.names[0])])
+        return Models(data=[described(name) for name in server.served])
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> Model:
-        server.check_model(name)
         return described(name)
 
     return routes

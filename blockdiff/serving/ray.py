@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncGenerator
 
 from ray import exceptions, serve
+from ray.serve.context import _get_global_client
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Mount
@@ -38,8 +39,12 @@ class Replica:
     """One engine with the server's application around it."""
 
     def __init__(self, given: Settings):
-        sampler = Sampler.from_pretrained(given.model, **given.model_options())
         options = dict(names=given.names(given.model), limits=given.limits, **given.engine_options())
+        sampler = Sampler.from_pretrained(given.model, **given.model_options())
+        options["adapters"] = {
+            name: Sampler.from_pretrained(given.model, adapter=directory, over=sampler.model)
+            for name, directory in given.adapters.items()
+        }
         log_to_stderr()
         self._app = application.app(sampler, access=Access(hosts=None), **options)  # the front checks who asks
         self._app.state.server.engine.wait_until_warm()  # Ray sends nothing before, and does not ask for its health
@@ -71,7 +76,7 @@ class Front:
     """Checks who asks, and passes requests on."""
 
     def __init__(self, given: Settings, replicas: serve.handle.DeploymentHandle):
-        self._given, self._replicas = given, replicas.options(stream=True)
+        self._given, self._replicas = at_its_address(given), replicas.options(stream=True)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         log_to_stderr()
@@ -83,7 +88,8 @@ class Front:
         for _ in range(TRIES):
             held = list[Message]()
             try:
-                async for message in self._replicas.answer.remote({name: scope[name] for name in SENT}, body):
+                sent = {name: scope[name] for name in SENT} | {"client": (scope["state"]["owner"], 0)}  # it takes turns
+                async for message in self._replicas.answer.remote(sent, body):
                     held.append(message)
                     while held and message["type"] != "http.response.start":
                         has_begun = True
@@ -100,6 +106,14 @@ class Front:
         if message.get("more_body"):
             told = json.dumps(error_body(died, scope["state"]["measures"].id)[1]).encode()
             await send({"type": "http.response.body", "body": b"data: %s\n\n" % told})
+
+
+def at_its_address(given: Settings) -> Settings:
+    """The settings with the host on which Ray listens; BlockdiffError where others reach it and no key is asked for."""
+    found = given.model_copy(update={"host": _get_global_client().http_config.host})
+    if not (found.is_local or found.access().keys):
+        raise BlockdiffError(f"Ray's http_options let other machines ask on {found.host}; give api_key_file in args")
+    return found
 
 
 def build(given: Settings) -> serve.Application:

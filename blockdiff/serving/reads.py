@@ -54,7 +54,7 @@ def router(server: Server) -> APIRouter:
     @routes.post(PATH)
     async def read(http: HttpRequest) -> Response:
         body = await read_body(http, ReadRequest)
-        server.check_model(body.model)
+        adapter = server.adapter_of(body.model)
         limits = server.limits
         check_size("draws", body.draws, limits.draws)
         check_size("steps", body.steps, limits.steps)
@@ -70,7 +70,7 @@ def router(server: Server) -> APIRouter:
         )
         measures = http.state.measures
         measures.outcome, measures.owner = "left", http.state.owner
-        own = measures.began, measures.owner, limits.seconds(body.timeout)
+        own = measures.began, measures.owner, limits.seconds(body.timeout), adapter
         work = server.engine.read(request, body.template, body.choices, body.steps, body.draws, *own)
         found = await unless_left(http, work)
         if found is None:

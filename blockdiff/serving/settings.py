@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.serving.limits import LOOPBACK, Access, Limits
@@ -20,8 +20,9 @@ class ServeSettings(BaseModel):
 
     name: what the model is called (None: its directory's name); hosts: further names that the Host header may have
     (`"*"`, and none where `host` is an address that other machines reach: any); origins: sites whose pages may ask
-    (`"*"`: any); max_rows, max_waiting, tokens_per_step: of the engine; limits: of
-    a request; drain_seconds: how long answers may go on after SIGTERM.
+    (`"*"`: any); adapters: directories of adapters by the names under which they are asked; max_rows, max_waiting,
+    tokens_per_step: of the engine, or of each where there are adapters; limits: of a request; drain_seconds:
+    how long answers may go on after SIGTERM.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -33,6 +34,7 @@ class ServeSettings(BaseModel):
     hosts: list[str] = []
     origins: list[str] = []
     adapter: str | None = None
+    adapters: dict[str, str] = {}
     draft_model: str | None = None
     quantize: Literal["fp8", "fp8-dynamic", "none"] | None = None
     max_rows: int = Field(32, ge=1)
@@ -40,6 +42,12 @@ class ServeSettings(BaseModel):
     tokens_per_step: int | None = Field(None, ge=1)
     limits: Limits = Limits()
     drain_seconds: int = Field(120, ge=0)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ServeSettings:
+        if self.adapters and (self.adapter or self.draft_model):
+            raise ValueError("adapters: each is over the model alone; leave out adapter and draft_model")
+        return self
 
     @property
     def is_local(self) -> bool:
@@ -53,8 +61,13 @@ class ServeSettings(BaseModel):
         return Access(self._keys(), hosts, tuple(self.origins))
 
     def names(self, model: str) -> tuple[str, ...]:
-        """The names that a model may be called by, its own name first."""
-        return tuple(dict.fromkeys((self.name or Path(model).resolve().name, model)))
+        """The names that a model may be called by, its own name first; BlockdiffError where an adapter has one."""
+        found = tuple(dict.fromkeys((self.name or Path(model).resolve().name, model)))
+        if taken := {"", *found} & {*self.adapters}:
+            raise BlockdiffError(
+                f"adapters: {taken.pop()!r} is no name of an adapter, or that of the model; choose another"
+            )
+        return found
 
     def model_options(self) -> dict[str, Any]:
         """The options of `Sampler.from_pretrained` that the file may say."""

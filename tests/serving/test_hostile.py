@@ -123,8 +123,8 @@ def test_plain_requests_never_wait_for_constraints_that_are_compiled(chatty, mon
     """Four slow ones are begun, two at a time; those whose time is over before they begin are told to come again."""
     gate, prepare = threading.Event(), AsyncEngine._prepare
 
-    def slow(engine, function, characters):
-        draws = prepare(engine, function, characters)
+    def slow(engine, function, characters, settings):
+        draws = prepare(engine, function, characters, settings)
         if draws[0].request.form:
             gate.wait(30)
         return draws
@@ -147,13 +147,13 @@ def test_long_prompts_are_prepared_one_at_a_time_and_constraints_beside_them(cha
     monkeypatch.setattr("blockdiff.serving.async_engine.LONG_CHARACTERS", 100)
     prepare, gate, under_way, most = AsyncEngine._prepare, threading.Event(), [], []
 
-    def slow(engine, function, characters):
+    def slow(engine, function, characters, settings):
         if characters > 100:
             under_way.append(characters)
             most.append(len(under_way))
             gate.wait(0.1 if gate.is_set() else 30)
             under_way.pop()
-        return prepare(engine, function, characters)
+        return prepare(engine, function, characters, settings)
 
     monkeypatch.setattr(AsyncEngine, "_prepare", slow)
 

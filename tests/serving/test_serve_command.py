@@ -12,10 +12,13 @@ import threading
 
 import openai
 import pytest
+import torch
 
-from blockdiff.checkpoint import init, save
+from blockdiff.checkpoint import init, save, save_adapter
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import BlockdiffError
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.serving.process import listener
 from blockdiff.serving.settings import read_settings
 from tests.asking import chat_tokenizer
@@ -32,19 +35,30 @@ def directory(tmp_path_factory):
     return place
 
 
-def test_a_served_model_streams_canvas_by_canvas_and_ends_its_answers_before_it_exits(directory):
+def test_a_served_model_streams_canvas_by_canvas_and_ends_its_answers_before_it_exits(directory, tmp_path):
+    model = init(tiny_config(8, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
+    adapt(model, targets(model, {"attention": LowRank(2, 8)}))
+    draw_adapters(model, 0, torch.device("cpu"), torch.float32)
+    save_adapter(model, tmp_path / "adapter", base=str(directory))
+    (tmp_path / "serve.yaml").write_text(f"adapters: {{fresh: {tmp_path}/adapter}}")
     command = [sys.executable, "-m", "blockdiff", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    command += ["--config", str(tmp_path / "serve.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             lines = []
-            while not (found := re.search(r"serving tiny on (http://\S+)", lines[-1] if lines else "")):
+            while not (found := re.search(r"serving tiny, fresh on (http://\S+)", lines[-1] if lines else "")):
                 lines.append(process.stderr.readline())
                 assert lines[-1], lines
             rest = threading.Thread(target=lambda: lines.extend(process.stderr))
             rest.start()
             client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", timeout=60)
-            asked = dict(model=client.models.list().data[0].id, messages=[{"role": "user", "content": "hi"}])
+            names = [each.id for each in client.models.list().data]
+            assert names == ["tiny", "fresh"]
+            asked = dict(messages=[{"role": "user", "content": "hi"}], seed=1)
+            answers = [client.chat.completions.create(model=name, **asked).choices[0].message.content for name in names]
+            assert answers[0] == answers[1]  # B of a fresh adapter is 0
+            asked["model"] = "fresh"
             asked |= dict(stream=True, max_tokens=128, extra_body={"regex": "(a|b){120}"})
             with client.chat.completions.create(**asked) as stream:
                 contents = (chunk.choices[0].delta.content for chunk in stream)
@@ -79,6 +93,8 @@ def test_other_machines_need_a_key_and_a_port_has_one_server(directory, tmp_path
         ("port: x", "port"),
         ("- a", "write keys"),
         ("{", "cannot be read"),
+        ("{adapter: a, adapters: {b: c}}", "leave out adapter"),
+        ("adapters: {model: a}", "'model' is no name of an adapter"),
     ],
 )
 def test_a_bad_file_of_settings_is_one_line(tmp_path, text, word):

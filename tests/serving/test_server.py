@@ -9,9 +9,14 @@ import threading
 
 import openai
 import pytest
+import torch
 
+from blockdiff.checkpoint import init, save_adapter
+from blockdiff.checkpoint.opening import with_adapter
 from blockdiff.errors import BlockdiffError
-from blockdiff.sampling import Engine, Request, Step
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
+from blockdiff.sampling import Engine, Request, Sampler, Step
 from blockdiff.serving import Access, AsyncEngine, Limits
 from tests.asking import answering, served
 
@@ -157,6 +162,45 @@ def test_an_answer_that_takes_too_long_is_a_504_or_an_event_of_the_stream(chatty
     whole, stream, read = served(chatty, use)
     assert whole.status_code == read.status_code == 504 and whole.json()["error"]["code"] == "timeout"
     assert stream.status_code == 200 and '"code": "timeout"' in stream.text and "[DONE]" not in stream.text
+
+
+def test_adapters_are_models_by_their_names_over_weights_that_all_share(chatty, tmp_path):
+    """Each answers as it does alone, while the others run; the model itself is unchanged, and pages are counted."""
+    samplers = {}
+    for number, name in enumerate(("poet", "cook")):
+        model = init(chatty.model.config, seed=3, device="cpu", kernels="torch")
+        adapt(model, targets(model, {"attention": LowRank(2, 8)}), tokens=(20,) if name == "cook" else ())
+        draw_adapters(model, number, torch.device("cpu"), torch.float32)
+        with torch.no_grad():
+            for tensor in adapter_tensors(model).values():
+                tensor.normal_(generator=torch.Generator().manual_seed(number))
+        save_adapter(model, tmp_path / name)
+        samplers[name] = Sampler(with_adapter(chatty.model, tmp_path / name), chatty.tokenizer, chatty.generation)
+        alone = Sampler(model, chatty.tokenizer, chatty.generation).generate([Request(0, prompt="hi", seed=5)])
+        assert samplers[name].generate([Request(0, prompt="hi", seed=5)])[0].tokens == alone[0].tokens
+    weights = {each.model.vocabulary.table.data_ptr() for each in (chatty, *samplers.values())}
+    assert len(weights) == 1
+    asked = [(name, seed) for seed in range(4) for name in ("blockdiff", "poet", "cook")]
+    alone = {}
+    for name, seed in asked:
+        sampler = samplers.get(name, chatty)
+        alone[name, seed] = sampler.generate([Request(0, prompt="hi", seed=seed)])[0].text
+    assert len({alone[name, 0] for name in ("blockdiff", "poet", "cook")}) == 3
+
+    async def use(asking):
+        create = asking.openai.completions.create
+        found = await asyncio.gather(*(create(model=name, prompt="hi", seed=seed) for name, seed in asked))
+        read = await asking.http.post("/v1/read", json={"model": "cook", "prompt": "a", "template": "<?a:1>"})
+        listed = [each.id for each in (await asking.openai.models.list()).data]
+        status, error = await asking.refusal("/v1/completions", model="nobody", prompt="hi")
+        text = (await asking.http.get("/metrics")).text
+        return [each.choices[0].text for each in found], read.json()["model"], listed, (status, error), text
+
+    texts, read, listed, (status, error), metrics = served(chatty, use, adapters=samplers)
+    assert texts == [alone[each] for each in asked]
+    assert (read, listed) == ("cook", ["blockdiff", "poet", "cook"])
+    assert (status, error["code"]) == (404, "model_not_found") and "blockdiff, poet, cook" in error["message"]
+    assert 'blockdiff_pages{layers="full",state="used"} 0.0' in metrics
 
 
 def test_a_read_is_one_of_the_answers_of_its_key(chatty):
