@@ -10,7 +10,9 @@ repeated 8-grams in the texts, which makes drafting easy.
 
 With the reference package (`pip install --no-deps dflash==0.1.0`) its generation with the same weights is timed, too,
 and our oracle (tests/oracles/dflash.py) is held to it: hidden states of 20 random drafters in fp64 within 1e-10, and
-the tokens of their greedy rounds.
+the tokens of their greedy rounds. With speculators (`pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+loguru`) the oracle of EAGLE3 heads (tests/oracles/eagle3.py) is held to its model: the logits of 10 random heads over
+three passes.
 """
 
 from __future__ import annotations
@@ -175,6 +177,49 @@ def agreement() -> dict[str, Any]:
     return {"drafters": 20, "worst_error": worst, "runs_of_other_tokens": others}
 
 
+def agreement_of_heads() -> dict[str, Any]:
+    """The worst relative error of the EAGLE3 oracle's logits beside those of speculators' model in fp64.
+
+    That model runs all passes from every token, with the tokens of the row, and zeros after them, in place of drafts.
+    """
+    from transformers import LlamaConfig, Qwen3Config
+
+    package, made = import_module("speculators.models.eagle3"), import_module("tests.drafters")
+    plain, small, conftest = map(import_module, ("tests.oracles.eagle3", "tests.families", "tests.conftest"))
+    worst, passes = 0.0, 3
+    for number in range(10):
+        rng = random.Random(100 + number)
+        values = made.head_values(Qwen3Config(**small.SMALL), rng)
+        weights, given = made.head_weights(values, number), values.get("transformer_layer_config", values)
+        layer = {"llama": LlamaConfig, "qwen3": Qwen3Config}[given["model_type"]](
+            **{key: given[key] for key in ("rope_theta", *small.SMALL.keys() & given.keys())},
+            rms_norm_eps=given["rms_norm_eps"],
+        )
+        layer._attn_implementation = "eager"
+        options = {key: values[key] for key in values.keys() & package.Eagle3SpeculatorConfig.model_fields.keys()}
+        options |= {"transformer_layer_config": layer, "architectures": []}
+        model = package.Eagle3DraftModel(package.Eagle3SpeculatorConfig(**options)).double().eval()
+        state = {key.replace("midlayer", "layers.0"): x for key, x in weights.items()}
+        assert not model.load_state_dict(state, strict=False).unexpected_keys  # what it lacks is for training
+        T, draw = rng.randint(5, 12), torch.Generator().manual_seed(number)
+        tokens = torch.randint(6, 90, (T + 1,), generator=draw)
+        shown, logits = torch.randn(T, 96, generator=draw, dtype=torch.float64), list[Tensor]()
+        model.lm_head.register_forward_hook(lambda *call, into=logits: into.append(call[2][0]))
+        with torch.no_grad(), conftest._KeepDouble():
+            drafts = model(shown[None], tokens[None, 1:], torch.zeros(1, T, dtype=torch.int64), ttt_steps=passes)
+        features = plain.features_of(weights, values, given["rms_norm_eps"], shown.chunk(3, -1))
+        for q in range(1, T + 1):
+            row, forced = tokens[: q + 1].tolist(), [*tokens[q + 1 :].tolist(), 0, 0, 0]
+            drafted, truth = plain.draft(weights, layer, values, torch.empty(0), features[:q], row, passes, forced)
+            for n in range(passes):
+                worst = max(worst, float((logits[n][q - 1] - truth[n]).norm() / truth[n].norm()))
+                likeliest = int(drafts[n][0, q - 1])
+                likeliest += int(weights["d2t"][likeliest]) if "d2t" in weights else 0
+                assert drafted[n] == likeliest, (number, q, n)
+    assert worst < 1e-10, worst
+    return {"heads": 10, "worst_error": worst}
+
+
 def main() -> None:
     """Train what is missing, measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drafters", description=__doc__)
@@ -191,6 +236,9 @@ def main() -> None:
     if has_package and not asked.train_only:
         report["agreement"] = agreement()
         print(f"oracle and package: {report['agreement']}")
+    if importlib.util.find_spec("speculators") is not None and not asked.train_only:
+        report["agreement_of_heads"] = agreement_of_heads()
+        print(f"oracle of heads and package: {report['agreement_of_heads']}")
     for task in asked.task or ("addition", "prose"):
         to = asked.directory.absolute() / task
         target, drafter = trained(task, to, asked.seed)

@@ -171,7 +171,7 @@ def _is_drafter(draft_model: str) -> bool:
     from blockdiff.models.family import family_of
 
     config = read_config(draft_model)
-    return family_of(config).outline(config).mask is not None
+    return family_of(config).outline(config).is_drafter
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -100,7 +100,7 @@ def _sampling(
 
     files = model_files(target, with_weights=False)
     config = checkpoint.read_config(files.weights)
-    if family_of(config).outline(config).mask is not None:
+    if family_of(config).outline(config).is_drafter:
         raise CheckpointError(f"{target} is a drafter, which samples nothing alone; plan the recipe that trains it")
     if quantize is None and files.adapter is not None:
         quantize = form_below(files.adapter)

@@ -146,6 +146,12 @@ def fill(model: nn.Module, name: str, tensor: Tensor, is_local: bool = False) ->
         fill_piece(there, tensor)
 
 
+def leave_out(model: nn.Module, name: str) -> None:
+    """Let a model be without the parameter or buffer called `name`, which is None then."""
+    owner, leaf = _place(model, name)
+    setattr(owner, leaf, None)
+
+
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Make `tensor`, or a parameter of it, the parameter or buffer called `name`."""
     owner, leaf = _place(model, name)

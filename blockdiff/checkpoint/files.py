@@ -46,6 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+INTEGER = "I64"  # of tensors of numbers of tokens
 # Bytes per number; every other word of safetensors (BOOL, U8, F8_E4M3, ...) is one byte.
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 

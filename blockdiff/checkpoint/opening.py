@@ -92,7 +92,7 @@ def load(
     if draft_model is None:
         return load_files(files, dtype, device, kernels, model, quantize)
     config = read_config(draft_model)
-    if family_of(config).outline(config).mask is None:  # a drafter has no tokens of its own
+    if not family_of(config).outline(config).is_drafter:  # a drafter has no tokens of its own
         require_same_tokens(draft_model, files.holding(*VOCABULARY_FILES))
     drafter = load(draft_model, dtype, device, kernels)
     drafter.drafts_for(empty(read_config(files.weights), kernels, model))  # before the weights are read

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff import memory
-from blockdiff.checkpoint.added import added_to, fill, listed, read_added, tensor_shapes
+from blockdiff.checkpoint.added import added_to, fill, leave_out, listed, read_added, tensor_shapes
 from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8, read_whole, stored_apart
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import (
     DTYPES,
+    INTEGER,
     SIDE_FILES,
     Carried,
     Stored,
@@ -73,9 +74,13 @@ def load_weights(
     whatever the file has. Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
-    names, added = family_of(model.config).names, added_to(model)
+    names = family_of(model.config).names
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
+    for hub in names.optional:
+        if hub not in stored:
+            leave_out(model, str(names.to_ours(hub)))
+    added = added_to(model)
     shapes = {name: shape for name, shape in tensor_shapes(model).items() if name not in added}
     source = _match(shapes, stored, directory, names)
 
@@ -99,9 +104,11 @@ def load_weights(
     for hub, block, tensor in chain(read_blocks(stored, whole), read_assembled(in_files, made, parted)):
         for ours in filled[hub, block]:
             # A copy even where nothing changes: the tensor read is a view of the file.
-            filling = torch.empty(tensor.shape, dtype=target, device=place).copy_(tensor)
+            is_float = state[ours].is_floating_point()
+            kept_as = target if is_float else state[ours].dtype
+            filling = torch.empty(tensor.shape, dtype=kept_as, device=place).copy_(tensor)
             fill(model, ours, filling, is_local=True)
-        if tensor.dim():  # a number by itself may be a limit that nothing reaches
+        if tensor.dim() and is_float:  # a number by itself may be a limit that nothing reaches
             sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
     for ours in sorted(in_fp8, key=lambda name: (str(stored[source[name]].file), name)):
         # Of a tensor that is spread a device has room for this rank's part alone.
@@ -251,7 +258,7 @@ def _match(
                 f"{place.file}: tensor {hub} has shape {list(place.shape)}, "
                 f"the config asks for {list(shapes[ours_name])}"
             )
-        if ours_name is not None and place.dtype not in DTYPES:
+        if ours_name is not None and place.dtype not in (*DTYPES, INTEGER):
             raise CheckpointError(
                 f"{place.file}: tensor {hub} is stored as {place.dtype}; quantized weights are not read"
             )

@@ -7,7 +7,7 @@ shares and cuts the prefixes of both as if they were those of one model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,45 @@ from torch import Tensor
 from blockdiff.errors import BlockdiffError
 from blockdiff.images import ImageInput, RowImages
 from blockdiff.layers.attention import KV, Past
+from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import BlockDiffusionModel, Rope
 from blockdiff.spans import Spans, Sweep
+
+
+class Drafter(BlockDiffusionModel):
+    """A model that drafts tokens for a target by what some of the target's layers say of the tokens before.
+
+    `drafts_for` says which target, and before that it has no vocabulary. `forward` takes clean tokens as `reading` has
+    them, a tensor of floats in place of theirs.
+    """
+
+    typical = "fc.weight"
+    self_conditioning = None
+    _vocabulary: tuple[Vocabulary, ...] = ()  # not a part: its weights are the target's
+
+    def drafts_for(self, target: BlockDiffusionModel) -> None:
+        """Take over the vocabulary of a target; BlockdiffError for one that the drafter is not of."""
+        super().drafts_for(target)
+        self._vocabulary = (target.vocabulary,)
+
+    @property
+    def vocabulary(self) -> Vocabulary:  # type: ignore[override]
+        """The target's vocabulary; BlockdiffError before there is a target."""
+        if not self._vocabulary:
+            raise BlockdiffError("a drafter has no vocabulary of its own; give it beside the model that it drafts for")
+        return self._vocabulary[0]
+
+    def reading(self, tokens_BT: Tensor, features_BTF: Tensor) -> Tensor:
+        """The input of clean tokens [B, T, ...], by the outputs of the target's layers for them side by side."""
+        raise NotImplementedError
+
+    def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:
+        """So many likely tokens [B, count] behind the last tokens of rows.
+
+        denoise: gives the hidden states of the tokens that it is given, of a block from its first on, and takes a
+        signal for them, as `StepBuffers.denoise` has it.
+        """
+        raise NotImplementedError
 
 
 class Drafted(BlockDiffusionModel):
@@ -77,7 +114,9 @@ class Drafted(BlockDiffusionModel):
             return self.drafter(tokens_BT, *of_drafter)
         hidden, kv = self.target(tokens_BT, *of("target", self.target, slice(count)), images, shown)
         if shown:
-            hidden, tokens_BT = with_features(hidden, len(shown))
+            assert isinstance(self.drafter, Drafter)
+            hidden, features = with_features(hidden, len(shown))
+            tokens_BT = self.drafter.reading(tokens_BT, features)
         return hidden, kv + self.drafter(tokens_BT, *of_drafter)[1]
 
 

@@ -43,8 +43,9 @@ class Outline:
 
     bos, eos, pad: ids of special tokens as the config has them; experts, experts_per_token: 0 without;
     cached_per_token: numbers that a prefix holds of one token; positions: how many tokens a row may have; lines: the
-    shape of the model for a person to read; denoises: whether there are canvases (canvas_length is 1 where not); mask:
-    the mask token of a drafter's blocks (None: it is no drafter).
+    shape of the model for a person to read; denoises: whether there are canvases (canvas_length is 1 where not);
+    is_drafter: whether it drafts for another model, and is nothing without it; mask: the mask token of a drafter's
+    blocks (None: it has none).
     """
 
     vocab_size: int
@@ -59,6 +60,7 @@ class Outline:
     positions: int
     lines: tuple[str, ...]
     denoises: bool = True
+    is_drafter: bool = False
     mask: int | None = None
 
 
@@ -167,6 +169,8 @@ def family_of(config: Any) -> Family:
 def family_of_file(values: Mapping[str, Any]) -> Family:
     """The family of the content of a config.json; CheckpointError where there is none."""
     model_type, named = values.get("model_type"), values.get("architectures") or ()
+    if (of_speculators := values.get("speculators_model_type")) is not None:  # whose files have no other
+        model_type = f"speculators_{of_speculators}"
     shared = (each for each in families().values() if each.hub_type is not None and each.hub_type == model_type)
     return next((each for each in shared if each.architecture in named), None) or family_of(model_type)
 
@@ -238,7 +242,7 @@ class BlockDiffusionModel(nn.Module):
     image_side: ImageSide | None  # None until it is needed: see `checkpoint.images`
     typical = "vocabulary.table"  # the parameter whose dtype and device are the model's
     target_layers: tuple[int, ...] = ()  # of a drafter: the layers of its target whose outputs it reads
-    mask_id: int  # of a drafter: the token that stands where it drafts
+    mask_id: int  # of a drafter with masks: the token that stands where it drafts
     carried: Any = None  # tensors and files of the checkpoint that the model does not run
     # Of sharded weights: where they are gathered to, and in which dtype; None = where and as they are kept.
     gathered_on: torch.device | None = None

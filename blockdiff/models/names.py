@@ -28,6 +28,7 @@ class Names:
     fused: the last name of a module of transformers that stacks several of our matrices, and the names of these.
     fp8_pieces: as `pieces`, for tensors that only files with weights in fp8 have in pieces.
     files_are_fused: True where files, too, have the matrix of a fused module in place of ours.
+    optional: Hub names of tensors that a file may lack; the model is without them then.
     """
 
     table: tuple[tuple[str, str], ...]
@@ -40,6 +41,7 @@ class Names:
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fp8_pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
     files_are_fused: bool = False
+    optional: tuple[str, ...] = ()
 
     @cached_property
     def _hub(self) -> dict[str, str]:
@@ -136,7 +138,7 @@ def _begun(name: str, beginnings: tuple[tuple[str, str], ...]) -> str | None:
 
 def _translated(name: str, table: Mapping[str, str]) -> str | None:
     layer = _LAYER.search(name)
-    if layer is None:
+    if layer is None or name in table:
         return table.get(name)
     row = table.get(f"{name[: layer.start(1)]}{{}}{name[layer.end(1) :]}")
     return None if row is None else row.format(layer[1])

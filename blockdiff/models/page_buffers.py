@@ -32,6 +32,14 @@ class StepInputs:
     rope: dict[str, Rope]
     past: list[Past]
 
+    def of_first(self, tokens: int) -> StepInputs:
+        """The arguments of a call over the first so many tokens of the canvases."""
+        if tokens == self.positions_BL.shape[1]:
+            return self
+        spans = {name: Spans(each.bounds_BT4[:, :tokens], is_padded=False) for name, each in self.spans.items()}
+        rope = {name: (cos[:, :tokens], sin[:, :tokens]) for name, (cos, sin) in self.rope.items()}
+        return StepInputs(self.positions_BL[:, :tokens], spans, rope, self.past)
+
 
 class StepBuffers:
     """Buffers for denoising steps over at most `most` rows, each with a canvas: `load` once, `denoise` often.
@@ -74,11 +82,13 @@ class StepBuffers:
     def denoise(self, canvas_BL: Tensor, soft_BLD: Tensor | None = None) -> Tensor:
         """Hidden states [B, L, D], after the final norm, of the canvases of the rows.
 
-        canvas_BL: int64 noisy tokens, on the model's device; soft_BLD: the signal of the last prediction, if any.
+        canvas_BL: int64 noisy tokens, on the model's device, of canvases that may be less than whole; soft_BLD: the
+        signal of the last prediction, if any.
         """
         inputs = self._kept or self._inputs()
         if self.keeps:
             self._kept = inputs
+        inputs = inputs.of_first(canvas_BL.shape[1])
         hidden, _ = self.pages.model(
             canvas_BL, inputs.positions_BL, inputs.spans, inputs.past, True, soft_BLD, inputs.rope
         )

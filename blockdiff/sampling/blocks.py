@@ -10,7 +10,7 @@ import torch
 from blockdiff.sampling.drafts import BlockDraft, Proposal
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.drafted import Drafter
     from blockdiff.models.pages import Pages
     from blockdiff.sampling.sequence import RunningCanvas, Sequence
     from blockdiff.sampling.trace import Step
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 class BlockBatch:
     """The sequences that a drafter drafts for, at most `most` of them; what it proposes the next encode verifies.
 
-    A block begins with the last token of the response, which is not encoded yet, and goes on with masks. The drafter
-    sees whole blocks, because it has learnt these, and the likeliest tokens of as many places as `BlockDraft.reach`
-    says are proposed. What no constraint of the request lets stand is left out.
+    A block begins with the last token of the response, which is not encoded yet, and the tokens behind it are proposed,
+    as many as `BlockDraft.reach` says. What no constraint of the request lets stand is left out.
     """
 
     buckets: abc.Sequence[int] | None = None
 
-    def __init__(self, drafter: BlockDiffusionModel, pages: Pages, most: int):
+    def __init__(self, drafter: Drafter, pages: Pages, most: int):
         self.drafter, self.sequences, self.denoised = drafter, list["Sequence"](), 0
         self._steps = pages.step_buffers(most, drafter.canvas_length)
 
@@ -52,13 +51,8 @@ class BlockBatch:
 
     def _likeliest(self, sequences: list[Sequence], count: int) -> list[list[int]]:
         """The `count` tokens that the drafter takes for the likeliest behind each sequence."""
-        drafter = self.drafter
-        blocks_BL = torch.full((len(sequences), drafter.canvas_length), drafter.mask_id)
-        blocks_BL[:, 0] = torch.tensor([each.token_ids[-1] for each in sequences])
+        anchor_B = torch.tensor([each.token_ids[-1] for each in sequences], device=self.drafter.device)
         self._steps.load([each.paged for each in sequences if each.paged is not None])
-        hidden_BLD = self._steps.denoise(blocks_BL.to(drafter.device))[:, 1 : 1 + count]
-        anyone_N = torch.zeros(hidden_BLD.shape[:2].numel(), dtype=torch.int64, device=hidden_BLD.device)
-        _, likeliest_N = drafter.vocabulary.scores(hidden_BLD.flatten(0, 1), anyone_N)
         self.denoised += len(sequences)
-        found: list[list[int]] = likeliest_N.view(len(sequences), -1).tolist()
+        found: list[list[int]] = self.drafter.draft(anchor_B, count, self._steps.denoise).tolist()
         return found

@@ -18,7 +18,7 @@ from torch import Tensor
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, RequestError
-from blockdiff.models.drafted import Drafted
+from blockdiff.models.drafted import Drafted, Drafter
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.blocks import BlockBatch
@@ -139,8 +139,8 @@ class Engine(OneCaller):
 
     def _empty_batch(self, max_rows: int) -> CanvasBatch | BlockBatch:
         """An empty batch with buffers for so many rows."""
-        if isinstance(self.model, Drafted) and self.settings.block is not None:
-            return BlockBatch(self.model.drafter, self.pages, max_rows)
+        if isinstance(self._denoiser, Drafter):
+            return BlockBatch(self._denoiser, self.pages, max_rows)
         buckets, graphs = self._buckets, None if self._capture is None else Graphs(self._capture)
         if buckets is None and graphs is not None:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]

@@ -120,7 +120,7 @@ class Sampler:
         """
         files = model_files(path_or_hub_id, adapter, with_weights=False)
         config = read_config(files.weights)
-        if family_of(config).outline(config).mask is not None:
+        if family_of(config).outline(config).is_drafter:
             raise RequestError(f"{path_or_hub_id} {A_DRAFTER}")
         generation, tokenizer = generation or files.generation(), tokenizer or files.tokenizer()
         strategy = None if strategy is None else as_strategy(strategy, generation)

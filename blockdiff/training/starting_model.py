@@ -102,7 +102,7 @@ def read_starting_model(recipe: Recipe) -> StartingModel:
         return _read_drafter(recipe)
     if m.path is not None:
         config = checkpoint.read_config(m.path)
-        if family_of(config).outline(config).mask is not None:
+        if family_of(config).outline(config).is_drafter:
             raise RecipeError(f"model.path: {m.path} is a drafter; say for which model, objective.draft_for")
         tokenizer = load_tokenizer(m.tokenizer or find(m.path, with_weights=False))
         generation = Generation.from_pretrained(m.path)

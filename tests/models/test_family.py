@@ -17,8 +17,10 @@ from blockdiff.models.family import BlockDiffusionModel, families, family_of
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = [ROOT / "blockdiff" / "models" / name for name in ("diffusion_gemma", "dflash", "minimax_m3", "llama.py")]
-NAMES = ("diffusiongemma", "dflash", "minimax", "qwen")  # llama3 is a kind of RoPE, too
+OWN = [
+    ROOT / "blockdiff" / "models" / name for name in ("diffusion_gemma", "dflash", "eagle3", "minimax_m3", "llama.py")
+]
+NAMES = ("diffusiongemma", "dflash", "eagle", "minimax", "qwen")  # llama3 is a kind of RoPE, too
 TOKENS = ("]<]minimax[>[",)  # control tokens of a format of calls: a tokenizer has them, whatever the family
 
 
@@ -33,7 +35,7 @@ def test_a_family_is_found_by_its_model_type():
     assert family_of("diffusion_gemma") is family_of(preset_config("tiny")) is families()["diffusion_gemma"]
     assert {family.model_type for family in families().values()} == families().keys()
     for unknown in ("gpt2", None):
-        with pytest.raises(CheckpointError, match=r"model_type is .*blockdiff reads .*'diffusion_gemma', 'llama', "):
+        with pytest.raises(CheckpointError, match=r"model_type is .*blockdiff reads .*'diffusion_gemma', .*'llama', "):
             family_of(unknown)
 
 

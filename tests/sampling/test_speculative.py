@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import blockdiff
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
@@ -18,10 +19,12 @@ from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.plots.trace_moments import canvas_moments
 from blockdiff.sampling import Engine, Recorder, Request, Result, Sampler
 from blockdiff.sampling.strategies import NextToken, Speculative
-from tests.drafters import drafter_for, drafter_values, hub_weights
+from tests.drafters import drafter_for, drafter_values, head_for, head_values, head_weights, hub_weights
 from tests.families import CONFIGS, small_model
 from tests.models.test_llama import oracle, ours
+from tests.models.test_minimax_m3 import oracle as m3_oracle
 from tests.oracles import dflash as plain
+from tests.oracles import eagle3 as plain_head
 from tests.pictures import gemma_config, image_row, pair
 
 pytestmark = pytest.mark.quick
@@ -49,6 +52,19 @@ def drafted(target: BlockDiffusionModel, number: int = 0, **more: Any) -> Drafte
     return Drafted(target, drafter_for(target, values, seed=number))
 
 
+def headed(target: BlockDiffusionModel, number: int = 0) -> Drafted:
+    return head_for(target, *files_of_head(target, number))
+
+
+def files_of_head(target: BlockDiffusionModel, number: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A head that often drafts tokens 5 and 6: its config and weights."""
+    values = head_values(target.config, random.Random(number))
+    weights = head_weights(values, number, embeds=bool(number % 2))
+    draft_ids = torch.arange(values["draft_vocab_size"]) + weights.get("d2t", 0)
+    weights["lm_head.weight"][(draft_ids == 5) | (draft_ids == 6)] *= 8
+    return values, weights
+
+
 @pytest.fixture(scope="module")
 def target() -> BlockDiffusionModel:
     return lopsided(small_model("qwen3"))
@@ -57,6 +73,11 @@ def target() -> BlockDiffusionModel:
 @pytest.fixture(scope="module")
 def model(target) -> Drafted:
     return drafted(target, 1, block_size=5)
+
+
+@pytest.fixture(scope="module", params=["dflash", "eagle3"])
+def either(request, target, model) -> Drafted:
+    return model if request.param == "dflash" else headed(target, 2)
 
 
 def requests(count: int = 6, **options: Any) -> list[Request]:
@@ -92,13 +113,14 @@ def test_every_family_has_the_tokens_of_next_token_sampling(name):
         model = drafted(target, number)
         for strategy in ("speculative:", "speculative:block=2,", "next_token:"):
             assert tokens_of(model, strategy + sampling, asked) == expected
+        assert tokens_of(headed(target, number), f"speculative:{sampling}", asked) == expected
         found |= set(map(tuple, expected))
     assert len(found) > 3
 
 
-def test_drafts_stand_and_save_calls_of_the_target(target, model):
+def test_drafts_stand_and_save_calls_of_the_target(target, either):
     asked = requests(8, max_new_tokens=30)
-    plainly, drafts = answered(target, "next_token", asked), answered(model, None, asked)
+    plainly, drafts = answered(target, "next_token", asked), answered(either, None, asked)
     assert [each.tokens for each in drafts] == [each.tokens for each in plainly]
     calls = [sum(each.forwards.encode + each.forwards.verify for each in found) for found in (drafts, plainly)]
     assert calls[0] < calls[1] and sum(each.forwards.draft for each in drafts) > 0
@@ -106,30 +128,32 @@ def test_drafts_stand_and_save_calls_of_the_target(target, model):
 
 
 @pytest.mark.parametrize("options", [{"max_rows": 3}, {"max_rows": 6, "capacity": 64, "chunk_tokens": 8}])
-def test_company_and_preemption_change_no_token(target, model, options):
+def test_company_and_preemption_change_no_token(target, either, options):
     asked, hot = requests(), "temperature=1.2,top_p=0.9"
     expected = tokens_of(target, f"next_token:{hot}", asked)
-    assert tokens_of(model, f"speculative:{hot}", asked, **options) == expected
+    assert tokens_of(either, f"speculative:{hot}", asked, **options) == expected
     mixed = [replace(each, strategy=f"next_token:{hot}") if each.id % 2 else each for each in asked]
-    assert tokens_of(model, f"speculative:{hot}", mixed, **options) == expected
+    assert tokens_of(either, f"speculative:{hot}", mixed, **options) == expected
 
 
-def test_shared_pages_and_any_length_of_response(target, model):
+def test_shared_pages_and_any_length_of_response(target, either):
     prompt = torch.randint(6, 90, (21,), generator=torch.Generator().manual_seed(5)).tolist()
     asked = [Request(n, tokens=[*prompt, *range(6, 6 + n)], max_new_tokens=n + 1, seed=n) for n in range(7)]
     hot = "temperature=1.5"
-    found = answered(model, f"speculative:{hot}", asked, max_rows=2)
+    found = answered(either, f"speculative:{hot}", asked, max_rows=2)
     assert [each.tokens for each in found] == tokens_of(target, f"next_token:{hot}", asked)
     assert all(len(each.tokens) == n + 1 or each.tokens[-1] == EOS for n, each in enumerate(found))
     assert sum(each.cached_tokens for each in found) > 0
+    alone = [answered(either, f"speculative:{hot}", [each])[0] for each in asked]
+    assert [each.places for each in found] == [each.places for each in alone]  # the same is drafted over shared pages
 
 
-def test_scores_best_of_and_penalties_are_those_of_next_tokens(target, model):
+def test_scores_best_of_and_penalties_are_those_of_next_tokens(target, either):
     for options in ({"scores": True, "top_logprobs": 2}, {"best_of": 3}, {"repetition_penalty": 1.3}, {"banned": (5,)}):
         asked = requests(4, seed=9, **options)
         one, other = (
             answered(each, strategy, asked)
-            for each, strategy in ((target, NextToken(1.2)), (model, Speculative(NextToken(1.2))))
+            for each, strategy in ((target, NextToken(1.2)), (either, Speculative(NextToken(1.2))))
         )
         assert [each.tokens for each in one] == [each.tokens for each in other]
         for a, b in zip(one, other, strict=True):
@@ -137,7 +161,7 @@ def test_scores_best_of_and_penalties_are_those_of_next_tokens(target, model):
             assert a.logprobs is None or b.logprobs == pytest.approx(a.logprobs, abs=1e-9)
 
 
-def test_stops_constraints_and_templates_are_those_of_next_tokens(target, model):
+def test_stops_constraints_and_templates_are_those_of_next_tokens(target, either):
     tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz +-*/=().,:;!?")
     for options in (
         {"stop": ("5", "ab")},
@@ -148,7 +172,7 @@ def test_stops_constraints_and_templates_are_those_of_next_tokens(target, model)
     ):
         asked = requests(4, **options)
         expected = answered(target, NextToken(1.2), asked, tokenizer=tokenizer)
-        found = answered(model, Speculative(NextToken(1.2)), asked, tokenizer=tokenizer)
+        found = answered(either, Speculative(NextToken(1.2)), asked, tokenizer=tokenizer)
         assert [each.tokens for each in found] == [each.tokens for each in expected], options
         assert [each.finish_reason for each in found] == [each.finish_reason for each in expected]
 
@@ -179,8 +203,34 @@ def test_greedy_rounds_are_those_of_the_plain_reference():
         assert sum("drafted" in each for each in told) == len(stood) and "committed" not in told
 
 
-def test_an_engine_that_was_warmed_up_answers_the_same(target, model):
-    engine = Engine(model, None, SETTINGS, page_tokens=8, max_rows=2)
+@pytest.mark.parametrize("family", ["qwen3", "minimax_m3"])
+def test_greedy_rounds_of_a_head_are_those_of_the_plain_reference(family, tmp_path):
+    theirs = oracle(CONFIGS[family]()) if family == "qwen3" else m3_oracle(CONFIGS[family]())
+    theirs.get_output_embeddings().weight[[5, 6]] *= 8
+    theirs.save_pretrained(tmp_path)
+    target = blockdiff.load(tmp_path, device="cpu", kernels="torch")
+    counts = set()
+    for number in range(4):
+        values, weights = files_of_head(target, number)
+        model, block = head_for(target, values, weights), 2 + number
+        prompt = torch.randint(6, 90, (number + 1,), generator=torch.Generator().manual_seed(number)).tolist()
+        ids = [n + 1 for n in model.drafter.target_layers]
+        expected, accepted = plain_head.generate(
+            weights, model.drafter.config.layer, values, theirs, ids, prompt, 16, block
+        )
+        recorder, generation = Recorder(), Generation(max_new_tokens=16, pad_id=0)
+        sampler = Sampler(model, None, generation, strategy=f"speculative:block={block}")
+        [result] = sampler.generate([Request(0, tokens=prompt)], on_step=recorder.step, on_canvas=recorder.canvas)
+        assert result.tokens == expected
+        stood = [each.accepted + 1 for each in recorder.traces[0].verifications]
+        # blocks are cut to what is asked for, the last one perhaps to nothing
+        assert stood[:-1] == accepted[: len(stood) - 1] and len(accepted) - len(stood) in (0, 1)
+        counts |= set(stood)
+    assert len(counts) > 2
+
+
+def test_an_engine_that_was_warmed_up_answers_the_same(target, either):
+    engine = Engine(either, None, SETTINGS, page_tokens=8, max_rows=2)
     engine.warm_up()
     drafts = engine.denoised_canvases
     engine.submit(requests(1)[0])

@@ -128,6 +128,7 @@ def outline(config: Any) -> Outline:
         of_layers,
         canvas_length=block_size(config),
         denoises=True,
+        is_drafter=True,
         mask=mask_id(config),
         lines=(first, reads, *of_layers.lines[1:]),
     )

@@ -12,6 +12,7 @@ What is special about it:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,9 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.norm import CastRMSNorm
-from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models import llama
 from blockdiff.models.dflash.config import block_size, check, mask_id, target_layer_ids, value_of
+from blockdiff.models.drafted import Drafter
 from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
 from blockdiff.spans import Spans, Sweep
 
@@ -76,15 +77,12 @@ class Layer(llama.Layer):
         return super().forward(x, rope, spans, past, is_noisy)
 
 
-class DFlash(BlockDiffusionModel):
-    """The drafter of a target: `drafts_for` says which, and before that it has no vocabulary.
+class DFlash(Drafter):
+    """The drafter of a target, see `Drafter`.
 
     `forward` takes the features of clean tokens, [B, T, layers * D], in place of these tokens, and tokens of blocks as
     they are.
     """
-
-    typical = "fc.weight"
-    self_conditioning = None
 
     def __init__(self, config: Any, kernels: str | Kernels = "auto"):
         super().__init__(config, kernels)
@@ -102,7 +100,6 @@ class DFlash(BlockDiffusionModel):
             "sliding": BlockKind("sliding", window, llama.frequencies(config), is_causal=is_causal in (None, True)),
         }
         self.kinds = {name: all_kinds[name] for name in dict.fromkeys(self.layer_kinds)}
-        self._vocabulary: tuple[Vocabulary, ...] = ()  # not a part: its weights are the target's
 
     def drafts_for(self, target: BlockDiffusionModel) -> None:
         """Take over the vocabulary of a target; BlockdiffError for one of another shape than the drafter's."""
@@ -114,15 +111,20 @@ class DFlash(BlockDiffusionModel):
                 "the drafter is of a target with hidden size {} and {} layers, and this one has {} and {}; "
                 "give the model that it was trained for".format(*asked, *found)
             )
-        self._vocabulary = (target.vocabulary,)
         self._scale = float(value_of(self.config, "input_embedding_scale", 1.0)) / target.vocabulary.root
 
-    @property
-    def vocabulary(self) -> Vocabulary:  # type: ignore[override]
-        """The target's vocabulary; BlockdiffError before there is a target."""
-        if not self._vocabulary:
-            raise BlockdiffError("a drafter has no vocabulary of its own; give it beside the model that it drafts for")
-        return self._vocabulary[0]
+    def reading(self, tokens_BT: Tensor, features_BTF: Tensor) -> Tensor:
+        """The features alone."""
+        return features_BTF
+
+    def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:
+        """The likeliest tokens of the first places, by one pass over whole blocks, because it has learnt these."""
+        blocks_BL = anchor_B.new_full((len(anchor_B), self.canvas_length), self.mask_id)
+        blocks_BL[:, 0] = anchor_B
+        hidden_BLD = denoise(blocks_BL)[:, 1 : 1 + count]
+        anyone_N = anchor_B.new_zeros(hidden_BLD.shape[:2].numel())
+        _, likeliest_N = self.vocabulary.scores(hidden_BLD.flatten(0, 1), anyone_N)
+        return likeliest_N.view(hidden_BLD.shape[:2])
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         """The residual [B, T, D] of features of clean tokens [B, T, layers * D], or of tokens of blocks."""

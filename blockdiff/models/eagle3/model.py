@@ -1,0 +1,195 @@
+"""The EAGLE3 head: one layer that drafts a token a pass, from the target's hidden states and then from its own.
+
+What is special about it:
+- The features of a token are what three layers of the target say of it, side by side, through `fc`; in some heads norms
+  stand before `fc`.
+- The layer reads a token's embedding beside the features of the token before, each normed, and its place predicts the
+  token after. Its residual are the features alone. A token that was just drafted has no features before it: the layer's
+  own output stands for them.
+- So keys and values of a token depend on the token before, too. Each token's features are kept in the prefix beside
+  them, where the next token finds them, in whatever call it comes. The first token of a row has none before it and
+  is seen by nobody.
+- The head's logits may be those of fewer tokens; `d2t` is what is added to their numbers to have the target's.
+
+A block is the last token that stands and what is drafted behind it. Each pass runs over all of its tokens so far, so
+that nothing of it is kept: the target's next call makes the keys of tokens that stand, from true features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.kernels import Kernels
+from blockdiff.kernels.span_attention.paged import PagedTensor, written
+from blockdiff.layers.attention import KV, Past
+from blockdiff.layers.norm import CastRMSNorm
+from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models import llama
+from blockdiff.models.dflash.model import BlockKind
+from blockdiff.models.drafted import Drafter
+from blockdiff.models.eagle3.config import BLOCK, Eagle3Config, check
+from blockdiff.models.family import BlockDiffusionModel, Rope
+from blockdiff.spans import Spans, Sweep
+
+
+class HeadKind(BlockKind):
+    """The kind of a head's layer, in which the first token of a row is seen by none."""
+
+    def _narrowed(self, bounds: Tensor) -> Tensor:
+        lo, hi, own_lo, own_hi = super()._narrowed(bounds).unbind(-1)
+        return torch.stack([lo.clamp(min=1), hi, own_lo, own_hi], -1)
+
+
+class Layer(llama.Layer):
+    """A layer of Llama's or Qwen3's that reads embeddings beside features, of which clean tokens leave their keys."""
+
+    def __init__(self, config: Eagle3Config, kernels: Kernels):
+        super().__init__(config.layer, False, kernels)
+        hidden = config.layer.hidden_size
+        self.hidden_norm = CastRMSNorm(hidden, config.layer.rms_norm_eps, kernels)
+        self.norms_residual = bool(config.value_of("norm_before_residual"))
+        for name in ("q_proj", "k_proj", "v_proj"):
+            wide = nn.Linear(2 * hidden, getattr(self.attention, name).out_features, bias=False)
+            setattr(self.attention, name, wide)
+
+    def forward(
+        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
+    ) -> tuple[Tensor, KV]:
+        """Of embeddings beside features [B, T, 2D]: the next features [B, T, D], and the kv of clean tokens."""
+        embedding, before = x.chunk(2, -1)
+        normed = self.hidden_norm(before)
+        read = torch.cat([self.input_norm(embedding), normed], -1)
+        if is_noisy is False:
+            return before, self.attention.keys(read, rope, past)
+        attended, kv = self.attention(read, rope, spans, past)
+        x = (normed if self.norms_residual else before) + attended
+        return x + self.mlp(self.post_attention_norm(x)), kv
+
+
+class Eagle3(Drafter):
+    """The head of a target, see `Drafter`.
+
+    `forward` takes clean tokens as `reading` has them, their embeddings beside their features [B, T, 2D], and tokens of
+    blocks as they are, with the head's outputs for all of them but the last in place of the signal. It gives outputs
+    before the final norm.
+    """
+
+    table: nn.Parameter | None
+    d2t: Tensor | None
+
+    def __init__(self, config: Eagle3Config, kernels: str | Kernels = "auto"):
+        super().__init__(config, kernels)
+        check(config)
+        layer = config.layer
+        hidden, eps, of_target = layer.hidden_size, layer.rms_norm_eps, config.target_hidden_size
+        self.canvas_length, self.vocab_size = BLOCK, layer.vocab_size
+        self.target_layers = config.target_layers(6)  # until the target says how many it has
+        read, has = len(self.target_layers), config.value_of
+        self.norms_output = bool(has("norm_output"))
+        self.input_norm = CastRMSNorm(read * of_target, eps, self.kernels) if has("norm_before_fc") else None
+        each = (CastRMSNorm(of_target, eps, self.kernels) for _ in range(read))
+        self.fc_norm = nn.ModuleList(each) if has("fc_norm") else None
+        self.fc = nn.Linear(read * of_target, hidden, bias=False)
+        self.layers = nn.ModuleList([Layer(config, self.kernels)])
+        self.norm = CastRMSNorm(hidden, eps, self.kernels)
+        self.table = nn.Parameter(torch.empty(self.vocab_size, hidden))  # None: the target's embeds
+        self.head = Vocabulary(config.draft_vocab_size, hidden, None, self.kernels, scale=1.0)  # or the target's
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))  # None: the same tokens
+        self.kinds = {"full": HeadKind("full", None, llama.frequencies(layer), is_causal=True)}
+        self.layer_kinds = ("full",)
+
+    def drafts_for(self, target: BlockDiffusionModel) -> None:
+        """Take over what the head has not got itself; BlockdiffError for a target of another shape."""
+        super().drafts_for(target)
+        depth, hidden = len(target.layers), target.vocabulary.table.shape[1]
+        self.target_layers = self.config.target_layers(depth)
+        is_lent = self.table is None or self.head.table is None
+        if hidden != self.config.target_hidden_size or (is_lent and hidden != self.config.layer.hidden_size):
+            raise BlockdiffError(
+                f"the head is of a target with hidden size {self.config.target_hidden_size}, and this has {hidden}; "
+                "give the model that it was trained for"
+            )
+        if self.d2t is not None:
+            ids_N = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+            if not bool(((ids_N >= 0) & (ids_N < self.vocab_size)).all()):
+                raise BlockdiffError(f"the head's d2t leads to tokens that are none of the target's {self.vocab_size}")
+        if any(not 0 <= n < depth - 1 for n in self.target_layers):
+            outputs = ", ".join(map(str, self.target_layers))
+            raise BlockdiffError(
+                f"the head reads the outputs of layers {outputs} (the first is 0), and of the target's {depth} all but "
+                "the last can be read; give the model that it was trained for"
+            )
+
+    def reading(self, tokens_BT: Tensor, features_BTF: Tensor) -> Tensor:
+        """The embeddings of clean tokens beside their features after `fc`, [B, T, 2D]."""
+        if self.input_norm is not None:
+            features_BTF = self.input_norm(features_BTF)
+        if self.fc_norm is not None:
+            parts = features_BTF.chunk(len(self.fc_norm), -1)
+            features_BTF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return torch.cat([self.embedded(tokens_BT), self.fc(features_BTF)], -1)
+
+    def embedded(self, tokens_BT: Tensor) -> Tensor:
+        """The embeddings [B, T, D] of tokens, which are not scaled."""
+        if self.table is not None:
+            return F.embedding(tokens_BT, self.table)
+        x: Tensor = self.vocabulary.embed(tokens_BT)
+        return x if self.vocabulary.root == 1.0 else x / self.vocabulary.root
+
+    def forward(  # type: ignore[override]  # a head has no images and shows nothing
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        spans: Mapping[str, Spans | Sweep],
+        past: Sequence[Past] | None = None,
+        is_noisy: bool | Tensor = False,
+        soft_BTD: Tensor | None = None,
+        rope: Mapping[str, Rope] | None = None,
+    ) -> tuple[Tensor, list[KV]]:
+        """The head's outputs [B, T, D], and of clean tokens keys, values and features."""
+        rope, prefix = self.rope(positions_BT) if rope is None else rope, None if past is None else past[0]
+        if is_noisy:
+            embedding, following = self.embedded(tokens_BT), soft_BTD
+        else:
+            embedding, features = tokens_BT.chunk(2, -1)
+            following = features[:, :-1]
+        before = self._features_before(prefix, positions_BT, embedding[:, :1])
+        before = before if following is None else torch.cat([before, following], 1)
+        x = torch.cat([embedding, before], -1)
+        x, kv = self.layers[0](x, rope["full"], spans["full"], None if prefix is None else prefix[:2], is_noisy)
+        if is_noisy:
+            return x, []
+        own, into = features[:, :, None], written(prefix)
+        if into is not None:
+            into[2].write(own)
+        return x, [(*kv, own)] if into is None else [()]
+
+    def _features_before(self, prefix: Past | None, positions_BT: Tensor, like_B1D: Tensor) -> Tensor:
+        """The features [B, 1, D] of the token before the first of each row; zeros where there is none."""
+        if prefix is None:
+            return torch.zeros_like(like_B1D)
+        last_B, features = positions_BT[:, 0] - 1, prefix[2]
+        row_B, column_B = torch.arange(len(last_B), device=last_B.device), last_B.clamp(min=0)
+        if isinstance(features, PagedTensor):
+            found = features.pool_NPKd.flatten(0, 1)[features.pages.places_of(row_B, column_B)]
+        else:
+            found = features[row_B, column_B]
+        return found.masked_fill((last_B < 0)[:, None, None], 0.0)
+
+    def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:
+        """So many likely tokens behind anchors, each from a pass over the ones before it."""
+        tokens_BT, outputs, is_lent = anchor_B[:, None], None, self.head.table is None
+        head, d2t = (self.vocabulary, None) if is_lent else (self.head, self.d2t)
+        for _ in range(count):
+            hidden = denoise(tokens_BT, outputs)
+            normed = self.norm(hidden)
+            outputs = normed if self.norms_output else hidden
+            _, likeliest_B = head.scores(normed[:, -1], torch.zeros_like(anchor_B))
+            likeliest_B = likeliest_B if d2t is None else likeliest_B + d2t[likeliest_B]
+            tokens_BT = torch.cat([tokens_BT, likeliest_B[:, None]], 1)
+        return tokens_BT[:, 1:]
