@@ -58,19 +58,19 @@ def started(target: Callable[..., None], *arguments: Any, log: Path, **variables
 def run(target: Callable[..., None], *arguments: Any, log: Path) -> None:
     """Run `target(*arguments)` in a process of its own; raises AssertionError with what it said when it fails."""
     with started(target, *arguments, log=log) as process:
-        _finish([process], [log])
+        finish([process], [log])
 
 
 def run_ranks(world: int, target: Callable[..., None], directory: Path, *arguments: Any) -> None:
     """Run `target(ranks, directory, *arguments)` in `world` processes; raises AssertionError when one of them fails."""
     with _ranks(world, directory, _join, target, directory, *arguments) as (processes, logs):
-        _finish(processes, logs)
+        finish(processes, logs)
 
 
 def run_command(world: int, words: Sequence[str], directory: Path) -> list[str]:
     """Run `blockdiff WORDS` in `world` processes, as a launcher starts them; returns what each said on stderr."""
     with _ranks(world, directory, _command, words) as (processes, logs):
-        _finish(processes, logs)
+        finish(processes, logs)
         return [log.read_text() for log in logs]
 
 
@@ -127,7 +127,7 @@ def _command(words: Sequence[str]) -> None:
     main()
 
 
-def _finish(processes: list[ForkServerProcess], logs: list[Path], seconds: float = HUNG) -> None:
+def finish(processes: list[ForkServerProcess], logs: list[Path], seconds: float = HUNG) -> None:
     """Wait for the processes, but no longer when one has failed."""
     until = time.monotonic() + seconds
     while any(process.exitcode is None for process in processes):

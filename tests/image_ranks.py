@@ -29,7 +29,6 @@ from tests.pictures import gemma_config
 MESHES: dict[str, dict[str, Any]] = {
     "DDP": {},
     "FSDP2": {"shard": "full"},
-    "experts": {"experts": 2},
     "tensor": {"tensor": 2},
 }
 

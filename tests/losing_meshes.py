@@ -68,14 +68,6 @@ def poison(trainer: Trainer) -> None:
     trainer.built.objective.register_forward_hook(spoil)
 
 
-def killed_of_two_shards(ranks: Ranks, run: Path) -> None:
-    little_run(ranks, run, by_signal(signal.SIGKILL), shard="full")
-
-
-def killed_of_two_places(ranks: Ranks, run: Path) -> None:
-    little_run(ranks, run, by_signal(signal.SIGKILL), experts=2)
-
-
 def killed_of_two_by_two(ranks: Ranks, run: Path) -> None:
     little_run(ranks, run, by_signal(signal.SIGKILL), shard="full", experts=2)
 

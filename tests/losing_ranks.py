@@ -314,8 +314,7 @@ SCENARIOS = {
         *(told_to_stop, failed_work, failed_measuring, killed_measuring, killed_while_waiting),
         *(left_by_torchrun, told_to_stop_measuring, bad_row, bad_row_on_one_rank),
         *(killed_elsewhere_of_two_by_two, main_killed_elsewhere_of_two_by_two, failed_elsewhere, work_worth_its_end),
-        *(meshes.killed_of_two_shards, meshes.killed_of_two_places, meshes.killed_of_two_by_two),
-        meshes.poisoned_of_two_by_two,
+        *(meshes.killed_of_two_by_two, meshes.poisoned_of_two_by_two),
     )
 }
 TIMED = (

@@ -163,7 +163,7 @@ TRAINED: dict[str, tuple[str, ...] | None] = {
     "diffusion_gemma": None,
     "llama tied, denoising": ("FSDP2", "tensor"),
     "minimax_m3": ("FSDP2",),
-    "minimax_m3 denoising": None,
+    "minimax_m3 denoising": ("experts", "tensor", "FSDP2 x experts", "FSDP2 x tensor"),
     "qwen3 sliding, denoising": ("FSDP2",),
 }
 SCENARIOS = {

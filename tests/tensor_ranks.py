@@ -138,11 +138,11 @@ def models_alone(directory: Path) -> None:
 def whole_models(ranks: Ranks, directory: Path, alone: Path) -> None:
     """The numbers of one process (`models_alone`), computed by ranks with about their share of the weights each.
 
-    Two ranks compute all cases, four one of each family: they are more than its kv heads.
+    Four ranks, which are more than the kv heads, compute one case of each family, and two ranks the others.
     """
     mesh = init_device_mesh("cpu", (ranks.world,))
     for name, (make, compute) in cases().items():
-        if ranks.world == 4 and name not in OVER_FOUR:
+        if (ranks.world == 4) != (name in OVER_FOUR):
             continue
         expected, model = load_file(alone / name), make()
         freeze(model, ())

@@ -30,13 +30,9 @@ LIMITS[torch.float32] = {"losses": 1e-5, "gradient": 1e-5, "weight": 1e-6}
 RUNS = {
     "all, sharded": ["parallel.shard=full"],
     "all, sharded, offloaded": ["parallel.shard=full", "parallel.offload=true"],
-    "all, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
-    "adapters, experts split": ["parallel.experts=2"],
     "adapters, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
-    "adapters, together": ["parallel.tensor=2"],
     "adapters over fp8, experts split": ["parallel.experts=2"],
     "adapters over fp8, together": ["parallel.tensor=2"],
-    "drafter, replicated": [],
     "drafter, sharded": ["parallel.shard=full"],
     "canvas, sharded": ["parallel.shard=full"],
     "head, replicated": [],

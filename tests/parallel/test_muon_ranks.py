@@ -22,7 +22,7 @@ from tests.mesh_ranks import MESHES, made
 
 MESHES_OF = {
     2: ("DDP", "FSDP2", "experts", "tensor"),
-    4: ("FSDP2", "FSDP2 x experts", "FSDP2 x tensor"),
+    4: ("FSDP2 x experts", "FSDP2 x tensor"),
 }
 STEPS = 2
 KINDS = {"all weights": False, "adapters": True}
