@@ -33,7 +33,7 @@ browser: ## install the browser that tests pages, from the packages of the distr
 
 quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, draw how it solves one
 	rm -rf $(RUN)
-	$(BLOCKDIFF) data sudoku --size 4 --count 61000 --split train=60000 --split test=1000 --output $(PUZZLES) --overwrite
+	$(BLOCKDIFF) data sudoku --output $(PUZZLES) --overwrite
 ifeq ($(PROCESSES),1)
 	$(BLOCKDIFF) train recipes/quickstart.yaml --output $(RUN)
 else

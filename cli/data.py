@@ -23,18 +23,13 @@ Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl, images and tokenizer/.")
 ]
 Splits = Annotated[list[str] | None, typer.Option("--split", metavar="NAME=N", help="N rows in NAME.jsonl.")]
-Count = Annotated[int | None, typer.Option(metavar="N", help="Rows in all (default: the sum of the splits).")]
 
 
-@data.command(
-    epilog="Example: blockdiff data sudoku --size 4 --count 21000 --split train=20000 --split test=1000 "
-    "--output data/sudoku4"
-)
+@data.command(epilog="Example: blockdiff data sudoku --size 4 --split train=60000 --split test=1000 --output data/s4")
 def sudoku(
     output: Output,
     overwrite: options.Overwrite = False,
     size: Annotated[int, typer.Option(metavar="N", help="Side of the grid: 4 or 9.")] = 4,
-    count: Count = None,
     split: Splits = None,
     seed: options.SeedOfData = 0,
 ) -> None:
@@ -43,7 +38,7 @@ def sudoku(
     No solved grid of one split equals a grid of another, not even after its
     digits are relabelled.
     """
-    counts = _counts(split or [], count)
+    counts = _counts(split or ["train=60000", "test=1000"])
     if size not in (4, 9):
         raise typer.BadParameter(f"{size} is neither 4 nor 9", param_hint="--size")
     from blockdiff.recipes.sudoku import write_splits
@@ -68,7 +63,7 @@ def pixel_sudoku(
     """
     from blockdiff.recipes.pixel_sudoku import write_splits
 
-    counts = _counts(split or ["train=10000", "test=500"], None)
+    counts = _counts(split or ["train=10000", "test=500"])
     _write(output, counts, overwrite, lambda: write_splits(output, counts, seed))
 
 
@@ -80,7 +75,6 @@ def countdown(
     output: Output,
     overwrite: options.Overwrite = False,
     numbers: Annotated[int, typer.Option(min=3, max=6, metavar="N", help="Numbers of a problem.")] = 4,
-    count: Count = None,
     split: Splits = None,
     seed: options.SeedOfData = 0,
 ) -> None:
@@ -90,7 +84,7 @@ def countdown(
     """
     from blockdiff.recipes.countdown import write_splits
 
-    counts = _counts(split or [], count)
+    counts = _counts(split or ["train=50000", "test=1000"])
     _write(output, counts, overwrite, lambda: write_splits(output, numbers, counts, seed))
 
 
@@ -107,7 +101,7 @@ def word_problems(
     """Write arithmetic in sentences and a tokenizer learnt from it, for recipes/word_problems.yaml."""
     from blockdiff.recipes.word_problems import write_splits
 
-    counts = _counts(split or ["train=20000", "test=300"], None)
+    counts = _counts(split or ["train=20000", "test=300"])
     _write(output, counts, overwrite, lambda: write_splits(output, counts, seed))
 
 
@@ -121,7 +115,7 @@ def chat(
     """Write short conversations about a few facts and a tokenizer learnt from them, for recipes/chat_cpu.yaml."""
     from blockdiff.recipes.small_talk import write_conversations
 
-    counts = _counts(split or ["train=20000", "test=500"], None)
+    counts = _counts(split or ["train=20000", "test=500"])
     _write(output, counts, overwrite, lambda: write_conversations(output, counts, seed))
 
 
@@ -180,8 +174,8 @@ def _write(output: Path, counts: Iterable[str], overwrite: bool, write: Callable
     print(f"written to {output}")
 
 
-def _counts(splits: list[str], count: int | None) -> dict[str, int]:
-    """Rows per split name; everything is `train` when no split is asked for."""
+def _counts(splits: list[str]) -> dict[str, int]:
+    """Rows per split name."""
     counts: dict[str, int] = {}
     for text in splits:
         name, _, number = text.partition("=")
@@ -190,9 +184,4 @@ def _counts(splits: list[str], count: int | None) -> dict[str, int]:
         if name in counts:
             raise typer.BadParameter(f"the name {name!r} appears twice", param_hint="--split")
         counts[name] = int(number)
-    total = sum(counts.values()) if counts else count or 0
-    if total < 1:
-        raise typer.BadParameter("say how many rows: --count N or --split NAME=N", param_hint="--count")
-    if count not in (None, total):
-        raise typer.BadParameter(f"{count} rows, but the splits add up to {total}", param_hint="--count")
-    return counts or {"train": total}
+    return counts

@@ -20,6 +20,7 @@ from blockdiff.plots.trace_moments import (
     grid_moments,
     grid_side,
     most_entropy,
+    step_moments,
     thinned,
     visible,
 )
@@ -50,7 +51,7 @@ def draw_picture(trace: Trace, path: str | Path, decode: Decode) -> None:
     """Draw a trace as the suffix of `path` says: .gif moves, with a frame per moment; anything else is a still.
 
     A sudoku is drawn as squares. Of other texts a still has a row per moment of the first canvas and at most its first
-    48 positions; a GIF goes through all canvases, in at most 150 frames.
+    48 positions, or a row per round of a drafter; a GIF goes through all canvases, in at most 150 frames.
     """
     most, side = most_entropy([trace]), grid_side(trace)
     if side:
@@ -60,8 +61,11 @@ def draw_picture(trace: Trace, path: str | Path, decode: Decode) -> None:
         named = [(canvas, moment) for canvas in trace.canvases for moment in canvas_moments(trace, canvas, decode)]
         panels = [_lines(moment, f"canvas {canvas.canvas + 1}, ", most) for canvas, moment in named]
     elif not side:
-        moments = canvas_moments(trace, trace.canvases[0], decode) if trace.canvases else []
-        panels = [_rows(_before_fill(moments), most, trace.prompt)]
+        moments = _before_fill(canvas_moments(trace, trace.canvases[0], decode) if trace.canvases else [])
+        if not trace.steps:
+            rounds = [moment for canvas in trace.canvases for moment in step_moments(trace, canvas.canvas, decode)]
+            moments += [replace(moment, name=f"round {number}") for number, moment in enumerate(rounds, 1)]
+        panels = [_rows(moments, most, trace.prompt)]
     if is_moving:
         _save_moving([_framed([panel], most) for panel in thinned(panels, -(-len(panels) // FRAMES))], path)
     else:

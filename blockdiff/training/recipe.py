@@ -366,6 +366,17 @@ class Recipe(Section):
     generation: GenerationSection = GenerationSection()
     given: GivenSection = GivenSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_round_is_a_step(cls, tree: Any) -> Any:
+        """With `rl`, the batch of a step that does not say its size is the answers of a round."""
+        rl, train = (tree.get(name) for name in ("rl", "train")) if isinstance(tree, dict) else (None, None)
+        if not isinstance(rl, dict) or not isinstance(train, dict) or "batch_size" in train:
+            return tree
+        sizes = [rl.get(name, RlSection.model_fields[name].default) for name in ("prompts", "group")]
+        answers = {"batch_size": sizes[0] * sizes[1]} if all(isinstance(size, int) for size in sizes) else {}
+        return tree | {"train": train | answers}
+
     def __init__(self, **sections: Any) -> None:
         try:
             super().__init__(**sections)

@@ -92,12 +92,10 @@ def test_help_imports_nothing_heavy() -> None:
             "countdown, exact, gsm8k, pixel_sudoku, sudoku, lm-eval:NAME",
         ),
         (["eval", "m", "--task", "suduko", "--data", "d.jsonl"], "did you mean sudoku?"),
-        (["data", "sudoku", "--size", "5", "--count", "3", "--output", "o"], "5 is neither 4 nor 9"),
-        (["data", "sudoku", "--output", "o"], "say how many rows"),
+        (["data", "sudoku", "--size", "5", "--output", "o"], "5 is neither 4 nor 9"),
         (["data", "sudoku", "--split", "train", "--output", "o"], "'train' is not NAME=N"),
         (["data", "sudoku", "--split", "a/b=3", "--output", "o"], "'a/b=3' is not NAME=N"),
         (["data", "sudoku", "--split", "a=3", "--split", "a=4", "--output", "o"], "appears twice"),
-        (["data", "sudoku", "--split", "a=3", "--count", "4", "--output", "o"], "the splits add up to 3"),
         (["init", "tiny", "d", "--dtype", "int8"], "'int8' is neither float32 nor bfloat16"),
         (["inspect", "model", "--set", "seed=1"], "only a recipe"),
         (["inspect", "model", "--step", "2"], "only a recipe"),
@@ -183,7 +181,7 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
         "/dev/full: No space left on device; it has the answers before that of 1,",
         GOOD,
     ),
-    "data in a file": ("data sudoku --count 5 --output {recipe}", "is a file; name a directory", ""),
+    "data in a file": ("data sudoku --split a=5 --output {recipe}", "is a file; name a directory", ""),
     "an output below a file": ("sample {model} --prompt 1= --output {recipe}/o", "cannot be written", ""),
     "prompts as output": (
         "sample {model} --prompts {here}/rows.jsonl --output {here}/../{here.name}/rows.jsonl --overwrite",
@@ -301,8 +299,8 @@ def test_errors_reach_the_shell(
 # --- what the commands say ---------------------------------------------------------------------------------
 
 
-def test_data_without_splits_is_one_training_file(tmp_path: Path) -> None:
-    text = works("data", "sudoku", "--count", "5", "--output", tmp_path / "d")
+def test_data_have_a_file_for_each_split(tmp_path: Path) -> None:
+    text = works("data", "sudoku", "--split", "train=5", "--output", tmp_path / "d")
     assert len((tmp_path / "d" / "train.jsonl").read_text().splitlines()) == 5
     assert text.startswith("train: 5 puzzles")
 

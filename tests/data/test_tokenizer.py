@@ -139,7 +139,7 @@ def test_the_command_that_makes_data_says_what_to_do_on_a_full_disk(tmp_path, mo
         raise OSError(28, "No space left on device", "there/tokenizer.json")
 
     monkeypatch.setattr("blockdiff.data.tokenizer.write_tokenizer", full)
-    result = CliRunner().invoke(app, ["data", "sudoku", "--count", "4", "--output", str(tmp_path / "d")])
+    result = CliRunner().invoke(app, ["data", "sudoku", "--split", "train=4", "--output", str(tmp_path / "d")])
     assert result.exit_code == 1
     said = "blockdiff: error: there/tokenizer.json: No space left on device; make room there and start again"
     assert result.stderr.splitlines() == [said]

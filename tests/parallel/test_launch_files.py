@@ -60,7 +60,7 @@ SBATCH = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows, a recipe, and in `one` what a single process makes of it."""
     folder = tmp_path_factory.mktemp("cluster")
-    words = ["data", "sudoku", "--count", "24", "--output", str(folder / "puzzles")]
+    words = ["data", "sudoku", "--split", "train=24", "--output", str(folder / "puzzles")]
     assert CliRunner().invoke(app, words).exit_code == 0
     save_preset(folder / "preset.json", LITTLE)
     made = next((folder / "puzzles").glob("*.jsonl"))

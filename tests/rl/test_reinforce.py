@@ -24,6 +24,7 @@ from blockdiff.rl.prompts import read_prompts
 from blockdiff.rl.reward import advantages, make_rewards
 from blockdiff.rl.rollouts import Rollouts
 from blockdiff.sampling import Generation, Result
+from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse
 from tests.commands import refusal, works
 from tests.little_model import LITTLE, save_preset
@@ -194,6 +195,13 @@ RL = {"rl": {"policy": "canvas", "reward": "sudoku"}, "model": {"path": "a", "pr
 def test_a_recipe_that_cannot_be_reinforced_is_refused(sections, said):
     with pytest.raises(RecipeError, match=said):
         refuse(recipe(**{"train": {"steps": 4, "batch_size": 128}} | RL | sections))
+
+
+def test_a_step_is_a_round_where_the_recipe_does_not_say_its_batch():
+    sections = {"model": {"path": "a"}, "data": {"train": "a"}, "train": {"steps": 4}}
+    assert Recipe(**sections, rl={"policy": "head", "prompts": 3}).train.batch_size == 24
+    with pytest.raises(RecipeError, match=r"train.batch_size: missing"):
+        Recipe(**sections)
 
 
 @pytest.mark.parametrize(

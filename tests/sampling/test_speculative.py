@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import blockdiff
 from blockdiff.checkpoint.generation import Generation
@@ -16,6 +17,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.plots.picture import draw_picture
 from blockdiff.plots.trace_moments import canvas_moments
 from blockdiff.sampling import Engine, Recorder, Request, Result, Sampler
 from blockdiff.sampling.strategies import NextToken, Speculative
@@ -177,7 +179,7 @@ def test_stops_constraints_and_templates_are_those_of_next_tokens(target, either
         assert [each.finish_reason for each in found] == [each.finish_reason for each in expected]
 
 
-def test_greedy_rounds_are_those_of_the_plain_reference():
+def test_greedy_rounds_are_those_of_the_plain_reference_and_are_drawn(tmp_path):
     from transformers import Qwen3Config
 
     from tests.families import SMALL
@@ -201,6 +203,9 @@ def test_greedy_rounds_are_those_of_the_plain_reference():
         trace = recorder.traces[0]
         told = [each.detail for canvas in trace.canvases for each in canvas_moments(trace, canvas, str)]
         assert sum("drafted" in each for each in told) == len(stood) and "committed" not in told
+        draw_picture(trace, tmp_path / "trace.png", str)
+        with Image.open(tmp_path / "trace.png") as picture:
+            assert picture.height > 2 * 22 * len(stood)  # a row for each round, drawn twice as large
 
 
 @pytest.mark.parametrize("family", ["qwen3", "minimax_m3"])

@@ -177,7 +177,7 @@ def test_what_is_of_canvases_is_refused(change: str, tmp_path: Path):
     from blockdiff.training.starting_model import read_starting_model
 
     save_preset(tmp_path / "causal.json", LITTLE)
-    command("data", "sudoku", "--count", "8", "--split", "train=8", "--output", tmp_path / "puzzles")
+    command("data", "sudoku", "--split", "train=8", "--output", tmp_path / "puzzles")
     recipe = RECIPE.replace("objective: {{ar_loss: {{scope: response}}}}\n", "").format(here=tmp_path)
     recipe = recipe.replace("heldout:", "# heldout:").replace(", cache: off}", "")
     (tmp_path / "recipe.yaml").write_text(

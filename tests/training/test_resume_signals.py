@@ -33,7 +33,7 @@ train: {steps: 100000, batch_size: 6, log_every: 1, save_every: 5, timeout: 600}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows and a recipe for a run that goes on until it is stopped."""
     folder = tmp_path_factory.mktemp("workshop")
-    words = ["data", "sudoku", "--count", "24", "--output", str(folder / "puzzles")]
+    words = ["data", "sudoku", "--split", "train=24", "--output", str(folder / "puzzles")]
     assert CliRunner().invoke(app, words).exit_code == 0
     made = next((folder / "puzzles").glob("*.jsonl"))
     save_preset(folder / "preset.json", LITTLE)
