@@ -195,7 +195,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def memory_line(engine: Engine, before: int, after: int, total: int) -> dict[str, Any]:
-    """What the engine's calls and captured steps hold beside its pages, against what was left free for them.
+    """The memory that the engine's calls and captured steps hold beside its pages, against what was left free for them.
 
     before, after: the bytes that were free before there was an engine, and are after all its steps.
     """
