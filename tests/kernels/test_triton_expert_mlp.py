@@ -108,7 +108,7 @@ def test_all_products_over_rows_share_their_row_tiles():
 
 
 @pytest.mark.parametrize("N", [0, 1, 63, 257])
-@pytest.mark.parametrize("E,k", [(1, 1), (3, 2), (8, 2)])
+@pytest.mark.parametrize("E,k", [(1, 1), (8, 2)])
 def test_outputs_and_gradients_match_the_reference(N, E, k):
     compare(*case(N, E, k))
 

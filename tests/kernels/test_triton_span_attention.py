@@ -118,8 +118,7 @@ def arbitrary(T: int, prefix: int, own: int) -> Spans:
     return Spans(torch.stack([lo, hi], -1).flatten(-2).to(torch.int32))
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("T", [1, 63, 65, 100, 257])
+@pytest.mark.parametrize(("T", "window"), [(1, None), (63, 7), (65, None), (100, 7), (257, None)])
 def test_causal_rows_of_packed_documents(T, window):
     spans = encode_spans(packed(T)[:2] if T == 257 else packed(T), window)
     compare(spans, inputs(spans, 0, T))
@@ -170,13 +169,13 @@ def test_a_missing_prefix_is_an_empty_one():
 # -- heads ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("h,K", [(1, 1), (4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("h,K", [(1, 1), (4, 2), (8, 1)])
 def test_queries_share_key_heads(h, K):
     spans = arbitrary(37, 20, 33)
     compare(spans, inputs(spans, 20, 33, h, K))
 
 
-@pytest.mark.parametrize("d", [32, 64, 128, 256, 512, 8, 24])
+@pytest.mark.parametrize("d", [64, 512, 24])
 def test_every_head_size(d):
     spans = arbitrary(9, 20, 17)
     compare(spans, inputs(spans, 20, 17, 4, 2, d))
@@ -201,7 +200,7 @@ def test_views_and_gradients_of_any_layout():
 # -- splits and merges ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("splits", [2, 3, 9])
+@pytest.mark.parametrize("splits", [3, 9])
 def test_keys_in_several_parts_give_the_same(splits):
     """Nine are more than there are key tiles: the last parts are empty."""
     spans = arbitrary(37, 100, 40)

@@ -65,7 +65,7 @@ def chunks_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int, V: int) -> None:
 # -- cross-entropy --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("softcap", [30.0, 50.0, None])
+@pytest.mark.parametrize("softcap", [30.0, None])
 @pytest.mark.parametrize("trains_table", [True, False])
 @pytest.mark.parametrize("N,V,D,scale", [(1, 3, 8, 1.0), (63, 101, 48, 0.3), (40, 257, 31, 2.0)])
 @pytest.mark.parametrize("chunk", ["whole", "parts"])
@@ -180,7 +180,7 @@ def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap,
 # -- soft embedding -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.1, 0.8, 2.0])
+@pytest.mark.parametrize("temperature", [0.1, 2.0])
 @pytest.mark.parametrize("chunk", ["whole", "parts"])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_soft_embedding_and_its_tables_gradient(temperature, chunk, is_tied, small_tiles, monkeypatch):

@@ -164,11 +164,13 @@ def test_statistics_of_a_shaped_distribution_in_triton(name, allows, monkeypatch
     compare(stats, plain, expected_logits(case, how, allows), seen, uniform)
 
 
-ROW_READS = [((50, 0.9, 0.01), 4), ((300, 1.0, 0.0), 4), ((None, 0.9, 0.0), 4), ((None, 1.0, 0.1), 2)]
+ROW_READS = [
+    *(((50, 0.9, 0.01), 4, 1.0), ((300, 1.0, 0.0), 4, 6.0)),
+    *(((None, 0.9, 0.0), 4, 1.0), ((None, 1.0, 0.1), 2, 6.0)),
+]
 
 
-@pytest.mark.parametrize("filters,most", ROW_READS, ids=str)
-@pytest.mark.parametrize("spread", [1.0, 6.0])
+@pytest.mark.parametrize(("filters", "most", "spread"), ROW_READS, ids=str)
 def test_triton_reads_a_row_four_times(filters, most, spread, monkeypatch):
     """Where it is no row of nearly equal logits; rows of bf16, and so with many equal ones."""
     logits_of, reads = kernels_filters._logits, [0]
