@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import sys
 from pathlib import Path
 
@@ -82,8 +81,7 @@ def main(words: list[str] | None = None) -> int:
         if output is not None:
             lines = [line.to_record() for line in results]
             contents = {"machine": record, "repeats": settings.repeats, "results": lines}
-            output.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-            output.with_suffix(".md").write_text(report(), encoding="utf-8")
+            machine.write(output, contents, report())
 
     def report() -> str:
         return f"{machine.heading(record, settings.repeats)}\n\n{table(results)}\n"

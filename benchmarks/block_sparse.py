@@ -12,7 +12,6 @@ FlexAttention needs a C++ compiler; where it cannot run the line says why.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,11 +161,8 @@ def main(words: list[str] | None = None) -> None:
     if given.output:
         lines = [result.to_record() | {"note": note} for result, note in found]
         contents = {"machine": record, "repeats": given.repeats, "results": lines}
-        given.output.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
         text = "\n".join(f"- {line(*each)}" for each in found)
-        given.output.with_suffix(".md").write_text(
-            f"{machine.heading(record, given.repeats)}\n\n{text}\n", encoding="utf-8"
-        )
+        machine.write(given.output, contents, f"{machine.heading(record, given.repeats)}\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ code is 1 if they differ. Tokens are clean and canvas ones without padding.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -264,8 +263,7 @@ def write(
     ]
     print("\n".join(lines))
     if options.output is not None:
-        options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        options.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        machine.write(options.output, record, "\n".join(lines) + "\n")
 
 
 def _shares(batches: Sequence[Batch]) -> list[tuple[list[int], int]]:

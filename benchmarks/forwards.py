@@ -280,8 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.forwards: {error}", file=sys.stderr)
         return 1
     if given.output is not None:
-        given.output.write_text(json.dumps({"machine": record, "lines": found}, indent=1) + "\n", encoding="utf-8")
-        given.output.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
+        machine.write(given.output, {"machine": record, "lines": found}, "\n".join(text) + "\n")
     return 0
 
 

@@ -128,11 +128,9 @@ def run_suites(suites: Sequence[str], words: Sequence[str], output: Path, limit:
             written = json.loads(part.read_text(encoding="utf-8")) if part.is_file() else None
         if written is not None:
             lines += written["results"]
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(written | {"results": lines}, indent=1) + "\n", encoding="utf-8")
             heading = machine.heading(written["machine"], written["repeats"])
             report = f"{heading}\n\n{table([Result.of_record(line) for line in lines])}\n"
-            output.with_suffix(".md").write_text(report, encoding="utf-8")
+            machine.write(output, written | {"results": lines}, report)
         found[suite] = wrong or (DONE if written is not None else NOTHING)
     return found
 

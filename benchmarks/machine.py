@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -63,6 +64,13 @@ def place(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     commit = f"{str(record['commit'])[:12]}{' + changes' if record['dirty'] else ''}"
     return f"{record['device']}, {record['cores']} cores, {record['threads']} threads; {versions}; commit {commit}"
+
+
+def write(output: Path, figures: Any, text: str) -> None:
+    """Write figures to FILE.json, and the table that shows them beside it as FILE.md."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    output.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
 def slug(device: torch.device) -> str:

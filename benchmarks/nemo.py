@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import math
 import sys
 import warnings
@@ -177,8 +176,7 @@ def main(words: list[str] | None = None) -> int:
     print(report)
     if options.output is not None:
         contents = {"machine": record, "repeats": options.repeats, "results": [line.to_record() for line in results]}
-        options.output.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        options.output.with_suffix(".md").write_text(report, encoding="utf-8")
+        machine.write(options.output, contents, report)
     return 0 if all(result.agreement.is_met for result in results) else 1
 
 

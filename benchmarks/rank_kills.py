@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from benchmarks import machine
 from benchmarks.kills import IN_A_CHAIN
-from benchmarks.machine import describe
 from benchmarks.tiny_run import Kill, become, differences, make_inputs, stage_of, train_words
 
 PATIENCE = 30.0  # seconds that torchrun gives the others
@@ -103,15 +103,11 @@ def main(words: list[str] | None = None) -> int:
             found.append(kill_ranks(folder, mesh, count, random.Random(options.seed * 100 + number)))
     print("\n".join(table(found)))
     if options.output:
-        record = describe(torch.device("cpu"))
+        record = machine.describe(torch.device("cpu"))
         figures = {"machine": record, "count": options.count, "seconds": round(time.perf_counter() - began, 1)}
         counted = [vars(each) | {"moments": dict(each.moments), "endings": dict(each.endings)} for each in found]
-        options.output.write_text(json.dumps(figures | {"meshes": counted}, indent=1) + "\n", encoding="utf-8")
-        versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-        commit = f"{str(record['commit'])[:12]}{' + changes' if record['dirty'] else ''}"
-        heading = f"{record['device']}, {record['cores']} cores; {versions}; commit {commit}; seed {options.seed}"
-        lines = [heading, "", *table(found)]
-        options.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = [f"{machine.place(record)}; seed {options.seed}", "", *table(found)]
+        machine.write(options.output, figures | {"meshes": counted}, "\n".join(lines) + "\n")
     return 1 if any(each.wrong for each in found) else 0
 
 

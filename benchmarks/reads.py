@@ -183,8 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if given.output is not None:
         contents = {"machine": record, "lines": [asdict(line) for line in found]}
-        given.output.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        given.output.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
+        machine.write(given.output, contents, "\n".join(text) + "\n")
     return 0
 
 

@@ -13,7 +13,6 @@ settings. Runs that the directory has are kept, and one that was stopped goes on
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,8 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.rl: {error}", file=sys.stderr)
         return 1
     if given.output is not None:
-        given.output.write_text(json.dumps({"machine": record, "runs": found}, indent=1) + "\n", encoding="utf-8")
-        given.output.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
+        machine.write(given.output, {"machine": record, "runs": found}, "\n".join(text) + "\n")
     return 0
 
 

@@ -329,8 +329,7 @@ def main(words: Sequence[str] | None = None) -> int:
             print(told(lines[-1]), flush=True)
             if given.output is not None:  # what there is after every line
                 record = {"machine": machine.describe(CPU), "repeats": given.repeats, "lines": lines}
-                given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-                given.output.with_suffix(".md").write_text("".join(f"- {told(each)}\n" for each in lines))
+                machine.write(given.output, record, "".join(f"- {told(each)}\n" for each in lines))
     return 0 if all(line["agrees"] for line in lines) else 1
 
 

@@ -296,8 +296,7 @@ def main(words: Sequence[str] | None = None) -> int:
     text = "\n".join([machine.place(record["machine"]) + "\n", *texts])
     print(text)
     if given.output is not None:
-        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        given.output.with_suffix(".md").write_text(text, encoding="utf-8")
+        machine.write(given.output, record, text)
     return int(not all(line["agrees"] for line in lines))
 
 
