@@ -25,10 +25,9 @@ from blockdiff.cli.init import init
 from blockdiff.cli.inspect import inspect
 from blockdiff.cli.plan import plan
 from blockdiff.cli.plot import plot
-from blockdiff.cli.rl import rl
 from blockdiff.cli.sample import sample
 from blockdiff.cli.serve import serve
-from blockdiff.cli.train import train
+from blockdiff.cli.train import rl, train
 from blockdiff.errors import BlockdiffError
 from blockdiff.terminal import say_error, shown
 

@@ -1,4 +1,4 @@
-"""`blockdiff train`: a recipe becomes a run directory."""
+"""`blockdiff train` and `blockdiff rl`: a recipe becomes a run directory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,25 @@ def train(
     and curves.png. Several processes: `accelerate launch -m blockdiff train
     ...`.
     """
-    run(recipe, set_, output, resume, overwrite, is_rl=False)
+    _run(recipe, set_, output, resume, overwrite, is_rl=False)
 
 
-def run(recipe: Path, set_: list[str] | None, output: str | None, resume: bool, overwrite: bool, is_rl: bool) -> None:
+def rl(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe with rl (recipes/README.md).")],
+    set_: options.Overrides = None,
+    output: options.RunDirectory = None,
+    resume: options.Resume = False,
+    overwrite: options.ReplaceRun = False,
+) -> None:
+    """Reinforce the answers of a model that earn rewards, as a recipe says.
+
+    The rows of data.train need no response, and rl.reward judges the answers.
+    The run directory is that of `blockdiff train`, and so is everything else.
+    """
+    _run(recipe, set_, output, resume, overwrite, is_rl=True)
+
+
+def _run(recipe: Path, set_: list[str] | None, output: str | None, resume: bool, overwrite: bool, is_rl: bool) -> None:
     """Run a recipe, with a section `rl` or without one, and end as the command does."""
     if output == "":
         raise typer.BadParameter("is empty; name a directory", param_hint="--output")
