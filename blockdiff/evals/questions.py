@@ -75,6 +75,18 @@ class Task:
     is_open: bool = False
 
 
+def check_solved(name: str, is_solved: Callable[[Question, str], bool], question: Question) -> None:
+    """Raises DataError for a row of the task `name` whose response does not solve its prompt."""
+    try:
+        fits = is_solved(question, question.reference)
+    except DataError as error:
+        raise DataError(f"{question.where}: {error}") from None
+    if not fits:
+        raise DataError(
+            f"{question.where}: not a {name} row; its response has to solve its prompt (blockdiff data {name})"
+        )
+
+
 def questions_of(rows: Sequence[Row], task: Task, encoder: Encoder | None = None) -> list[Question]:
     """The question of every row; raises DataError for rows that the task does not take, and for no rows."""
     if not rows:

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from blockdiff.errors import DataError
-from blockdiff.evals.questions import Question, Task
+from blockdiff.evals.questions import Question, Task, check_solved
 from blockdiff.recipes import sudoku
-
-
-def check(question: Question) -> None:
-    """Raises DataError for a row whose response does not solve its prompt."""
-    try:
-        fits = is_solved(question, question.reference)
-    except DataError as error:
-        raise DataError(f"{question.where}: {error}") from None
-    if not fits:
-        raise DataError(
-            f"{question.where}: not a sudoku row; its response has to solve its prompt (blockdiff data sudoku)"
-        )
 
 
 def is_solved(question: Question, text: str) -> bool:
@@ -37,4 +25,4 @@ def facts(question: Question, text: str) -> dict[str, Any]:
     }
 
 
-TASK = Task("sudoku", is_solved, check, facts, group="givens")
+TASK = Task("sudoku", is_solved, partial(check_solved, "sudoku", is_solved), facts, group="givens")
