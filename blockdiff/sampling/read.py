@@ -17,7 +17,7 @@ from torch import Tensor
 from blockdiff.errors import RequestError
 from blockdiff.sampling.canvas_control import FREE
 from blockdiff.sampling.control import require_tokenizer
-from blockdiff.sampling.request import Request
+from blockdiff.sampling.request import MOST_DRAWS, Request
 from blockdiff.sampling.sequence import Sequence, another_draw, prepare_sequences
 from blockdiff.sampling.template import Hole, parse_template
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from blockdiff.sampling.settings import SamplingSettings
 
 Choices = abc.Mapping[str, abc.Sequence[str]]
-MOST_DRAWS = 1024
 MOST_FREE = 16  # tokens of free holes, each of which has the distribution of all tokens for every draw
 TOP = 10  # tokens that are named of each position of a free hole
 

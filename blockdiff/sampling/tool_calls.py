@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Found = tuple[int, int, list[dict[str, Any]]]
 
-ENDS = ",:]}"  # of a value or key of Gemma's without quotes
+BARE = re.compile(r"([^{}\[\],:]+)(:?)")  # what Gemma writes without quotes
 BETWEEN_CALLS = "; \t\r\n"  # of Llama
 TAG = re.compile(r"\s*<(/?)([^<>\s]+)(?:\s+name=\"([^\"]+)\")?\s*>", re.DOTALL)
 
@@ -63,20 +63,34 @@ class GemmaCalls(EnclosedCalls):
 
     def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
         """The call that the tokens spell, see `EnclosedCalls.decode`."""
-        return _gemma_call(self._characters(tokens))
-
-    def _characters(self, tokens: Sequence[int]) -> list[str | _Quoted]:
-        """The characters of a call from the last to the first, with each string as one of them."""
-        found: list[str | _Quoted] = []
-        is_quoted, start = False, 0
+        parts, start = list[str](), 0  # texts without quotes and strings in turns
         for place, token in enumerate((*tokens, self.quote)):
             if token == self.quote:
-                text = str(self.tokenizer.decode(list(tokens[start:place])))
-                found += [_Quoted(text)] if is_quoted else text
-                is_quoted, start = not is_quoted, place + 1
-        if not is_quoted:  # the quote added at the end closed a string that the model left open
-            raise _NoCallError
-        return found[::-1]
+                parts.append(str(self.tokenizer.decode(list(tokens[start:place]))))
+                start = place + 1
+        head, brace, parts[0] = parts[0].partition("{")
+        name = head.strip().removeprefix("call:").strip()
+        if not len(parts) % 2 or not brace or not head.strip().startswith("call:") or not name:
+            raise ValueError  # with an even number of parts a string is left open
+        written = [json.dumps(part) if number % 2 else BARE.sub(_quoted, part) for number, part in enumerate(parts)]
+        return {"type": "function", "function": {"name": name, "arguments": json.loads("{" + "".join(written))}}
+
+
+def _quoted(bare: re.Match[str]) -> str:
+    """A key or value of Gemma's without quotes as JSON: a value that is no number, true, false or null is a text."""
+    word, colon = bare[1].strip(), bare[2]
+    if not word:
+        return bare[0]
+    try:
+        json.loads("x" if colon else word, parse_constant=_no_number)
+    except ValueError:
+        word = json.dumps(word)
+    return word + colon
+
+
+def _no_number(text: str) -> Any:
+    """NaN and Infinity are no JSON; they stay the text they are."""
+    raise ValueError(text)
 
 
 @dataclass(frozen=True)
@@ -206,88 +220,6 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, *marks: str) -> list[int] | No
     """The ids of tokens by their texts; None where the vocabulary does not have them all."""
     ids = [tokenizer.convert_tokens_to_ids(mark) for mark in marks]
     return None if {None, tokenizer.unk_token_id} & set(ids) else ids
-
-
-class _NoCallError(ValueError):
-    """The text between the tokens of a call is no call."""
-
-
-@dataclass(frozen=True)
-class _Quoted:
-    text: str
-
-
-def _gemma_call(characters: list[str | _Quoted]) -> dict[str, Any]:
-    head = _bare(characters, "{")
-    if not head.startswith("call:") or not head.removeprefix("call:").strip():
-        raise _NoCallError
-    arguments = _gemma_value(characters)
-    if any(character != " " for character in characters):
-        raise _NoCallError
-    return {"type": "function", "function": {"name": head.removeprefix("call:").strip(), "arguments": arguments}}
-
-
-def _gemma_value(characters: list[str | _Quoted]) -> Any:
-    """The value at the end of `characters`, which is taken from them."""
-    character = characters[-1] if characters else _fail()
-    if isinstance(character, _Quoted):
-        characters.pop()
-        return character.text
-    if character in "{[":
-        return _object(characters) if characters.pop() == "{" else _list(characters)
-    text = _bare(characters, ENDS)
-    try:
-        return json.loads(text, parse_constant=_no_number)
-    except ValueError:
-        return text
-
-
-def _no_number(text: str) -> Any:
-    """NaN and Infinity are no JSON; they stay the text they are."""
-    raise ValueError(text)
-
-
-def _object(characters: list[str | _Quoted]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    while not _taken(characters, "}"):
-        if found and not _taken(characters, ","):
-            raise _NoCallError
-        last = characters[-1] if characters else _fail()
-        if isinstance(last, _Quoted):
-            characters.pop()
-        key = last.text if isinstance(last, _Quoted) else _bare(characters, ENDS)
-        if not _taken(characters, ":"):
-            raise _NoCallError
-        found[key] = _gemma_value(characters)
-    return found
-
-
-def _list(characters: list[str | _Quoted]) -> list[Any]:
-    found: list[Any] = []
-    while not _taken(characters, "]"):
-        if found and not _taken(characters, ","):
-            raise _NoCallError
-        found.append(_gemma_value(characters))
-    return found
-
-
-def _bare(characters: list[str | _Quoted], ends: str) -> str:
-    """The characters before the next one of `ends`."""
-    text = ""
-    while characters and isinstance(characters[-1], str) and characters[-1] not in ends:
-        text += str(characters.pop())
-    return text.strip() or _fail()
-
-
-def _taken(characters: list[str | _Quoted], character: str) -> bool:
-    """True where a character comes next; it is taken then."""
-    if not characters:
-        raise _NoCallError
-    return characters[-1] == character and bool(characters.pop())
-
-
-def _fail() -> Any:
-    raise _NoCallError
 
 
 def _tagged_calls(pieces: list[str], schemas: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
