@@ -17,7 +17,7 @@ from blockdiff.sampling.control import Control, compile_control
 from blockdiff.sampling.drafts import BlockDraft, CanvasDraft, Draft, Proposal
 from blockdiff.sampling.request import Forwards, PromptScores, Request, Result
 from blockdiff.sampling.response import opens_reasoning, parse
-from blockdiff.sampling.settings import NO_DRAFTER, ONLY_VERIFIED
+from blockdiff.sampling.settings import NO_DRAFTER, ONE_KIND, ONLY_SPECULATIVE, ONLY_VERIFIED
 from blockdiff.sampling.strategies import NextToken, Speculative, Verified, as_strategy, next_token_head
 from blockdiff.sampling.strategy import require_shapes
 from blockdiff.seeding import child_seed
@@ -310,10 +310,7 @@ def prepare_sequences(
     if isinstance(strategy, Speculative) and settings.block is None:
         raise RequestError(NO_DRAFTER)
     if isinstance(strategy, NextToken | Speculative) != settings.is_next_token:
-        raise RequestError(
-            "some strategies denoise canvases and next_token does not, so not both can answer the requests of one "
-            "sampler; use two"
-        )
+        raise RequestError(ONE_KIND if settings.block is None else ONLY_SPECULATIVE)
     if settings.is_drafted and settings.block is None and not is_verified:
         raise RequestError(ONLY_VERIFIED)
     if settings.is_next_token:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
 
 ONLY_VERIFIED = "a draft model drafts for verified canvases alone; give the strategy verified, or none"
+ONE_KIND = (
+    "some strategies denoise canvases and next_token does not, so not both can answer the requests of one sampler; "
+    "use two"
+)
 ONLY_SPECULATIVE = "a drafter drafts next tokens; give the strategy speculative or next_token, or none"
 A_DRAFTER = "is a drafter; give it with --draft-model (draft_model=...) beside the model that it drafts for"
 NO_DRAFTER = "the strategy speculative needs a drafter; give one (--draft-model), or the strategy next_token"

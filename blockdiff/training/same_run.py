@@ -8,9 +8,11 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+from blockdiff.checkpoint.adapter_names import WEIGHTS
 from blockdiff.checkpoint.digests import weights_digest
-from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.opening import ModelFiles, model_files
 from blockdiff.data.stream import StreamedExamples
+from blockdiff.files import piecewise_digest
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_content import STREAMED
 from blockdiff.training.data import Data
@@ -56,7 +58,7 @@ def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any
 
     @functools.cache  # a teacher may be the base
     def digest_of(name: str) -> str:
-        return str(ranks.from_main(f"reading {name}", lambda: weights_digest(find(name))))
+        return str(ranks.from_main(f"reading {name}", lambda: _digest(model_files(name))))
 
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
     sections = {name: section for name, section in sections.items() if section is not None}
@@ -80,6 +82,12 @@ def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any
         facts[STREAMED] = ranks.from_main("reading the streamed rows", data.train.content)
     facts["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint
     return facts
+
+
+def _digest(files: ModelFiles) -> str:
+    """A digest of the weights of a model, and of the adapter over them if there is one."""
+    adapter = [] if files.adapter is None else [piecewise_digest(files.adapter / WEIGHTS)]
+    return "+".join([weights_digest(files.weights), *adapter])
 
 
 def _hash(value: Any) -> str:

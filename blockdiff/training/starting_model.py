@@ -178,7 +178,8 @@ def planned_model(recipe: Recipe) -> StartingModel:
     config = shapes.get(str(recipe.model.path)) or checkpoint.preset_config(str(recipe.model.preset))
     target = shapes.get(str(recipe.objective.draft_for))
     generation = checkpoint.default_generation(target or config)
-    base = StartingModel(config, None, generation, generation.eos_ids[0], generation.pad_id or 0, target)
+    eos_id = next(iter(generation.eos_ids), 0)  # a causal preset names none
+    base = StartingModel(config, None, generation, eos_id, generation.pad_id or 0, target)
     if not base.denoises:
         refuse_of_causal(recipe)
     return base

@@ -15,7 +15,7 @@ from torch import Tensor
 import blockdiff
 from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import BlockdiffError, CheckpointError
-from blockdiff.models.dflash.config import for_target, target_layer_ids
+from blockdiff.models.dflash.config import for_target, ids_for, target_layer_ids
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import family_of
 from blockdiff.models.pages import Pages
@@ -187,3 +187,11 @@ def test_a_target_of_another_shape_is_refused():
     drafter = drafter_for(small_model("qwen3"), drafter_values(CONFIGS["qwen3"]()) | {"num_target_layers": 8})
     with pytest.raises(BlockdiffError, match="with hidden size 32 and 8 layers, and this one has 32 and 3"):
         Drafted(small_model("llama"), drafter)
+
+
+def test_a_new_drafter_reads_each_layer_once_and_never_the_last():
+    assert ids_for(36, 5) == [1, 9, 17, 25, 33]  # those of the released drafter of Qwen3-8B
+    for depth in range(2, 12):
+        for layers in range(1, 15):
+            ids = ids_for(depth, layers)
+            assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] <= depth - 2

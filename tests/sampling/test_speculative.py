@@ -269,6 +269,8 @@ def test_what_a_drafter_cannot_draft_is_refused(target, model):
         Engine(target, None, SETTINGS, strategy="speculative")
     with pytest.raises(RequestError, match="the strategy speculative needs a drafter"):
         tokens_of(target, "next_token", requests(1, strategy="speculative"))
+    with pytest.raises(RequestError, match="a drafter drafts next tokens; give the strategy speculative"):
+        tokens_of(model, None, requests(1, strategy="verified"))
     with pytest.raises(RequestError, match="a draft is where denoising starts"):
         tokens_of(model, None, requests(1, draft="a"), tokenizer=character_tokenizer("abc"))
 

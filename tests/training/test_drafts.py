@@ -15,7 +15,7 @@ import blockdiff
 from blockdiff.checkpoint import init, save
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.tokenizer import character_tokenizer, write_tokenizer
-from blockdiff.errors import RecipeError
+from blockdiff.errors import RecipeError, RunError
 from blockdiff.recipes.addition import ALPHABET, make_splits
 from blockdiff.training.export import consolidate
 from blockdiff.training.plan.training import plan_training
@@ -96,6 +96,23 @@ def test_a_drafter_learns_and_its_run_is_resumed_to_the_bit(here, tmp_path):
 def test_each_choice_of_the_objective_trains(here, tmp_path, change):
     found = blockdiff.train(recipe(here), ["train.steps=1", change], tmp_path / "run")
     assert found.records[-1]["step"] == 1
+
+
+def test_a_target_may_be_the_run_of_an_adapter(here, tmp_path):
+    little = {name: section for name, section in recipe(here).items() if name not in ("objective", "evaluation")}
+    little |= {"model": {"path": str(here / "target"), "kernels": "torch"}, "lora": {"rank": 2}}
+    tuned = blockdiff.train(little, ["train.steps=2", "optim.ema=none"], tmp_path / "tuned").directory
+    adapted = ["train.steps=1", f"objective.draft_for={tuned}"]
+    drafter = blockdiff.train(recipe(here), adapted, tmp_path / "run").directory
+    blockdiff.train(recipe(here), [*adapted, "train.steps=2"], drafter, resume=True)
+    with pytest.raises(RunError, match=r"objective\.draft_for"):
+        blockdiff.train(recipe(here), ["train.steps=3"], drafter, resume=True)
+    asked = ("sample", tuned, "--prompts", here / "test.jsonl", "--max-new-tokens", 6, "--device", "cpu", "--output")
+    assert run(*asked, tmp_path / "alone").exit_code == 0
+    assert run(*asked, tmp_path / "both", "--draft-model", drafter).exit_code == 0
+    one, other = ([json.loads(line) for line in (tmp_path / name).open()] for name in ("alone", "both"))
+    assert [row["tokens"] for row in one] == [row["tokens"] for row in other]
+    assert all(row["forwards"]["draft"] for row in other)
 
 
 def test_a_plan_counts_the_target_and_all_blocks(here):

@@ -27,7 +27,7 @@ from blockdiff.training.starting_model import planned_model, read_starting_model
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "recipes" / "README.md").read_text()
-PLANS = re.findall(r"```\n\$ blockdiff (plan recipes/diffusiongemma_26b_\S+ .*)\n((?:.*\n)*?)```\n", README)
+PLANS = re.findall(r"```\n\$ blockdiff (plan recipes/(?:diffusiongemma_26b|drafter)_\S+ .*)\n((?:.*\n)*?)```\n", README)
 PART = re.compile(r"^  (\w[\w ]*?) +([\d.,]+) (GiB|MiB)")
 
 
@@ -57,9 +57,11 @@ def offline(*args: Any, **named: Any) -> str:
 def test_the_recipes_are_planned_as_their_page_says_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    assert len(PLANS) == len(list((ROOT / "recipes").glob("diffusiongemma_26b_*.yaml"))) == 6
+    assert len(PLANS) == len(list((ROOT / "recipes").glob("diffusiongemma_26b_*.yaml"))) + 1 == 7
     for command, printed in PLANS:
-        with pytest.warns(UserWarning, match=r"not to be had here; it is planned by .* preset diffusiongemma-26b-a4b$"):
+        with pytest.warns(
+            UserWarning, match=r"not to be had here; it is planned by .* preset (diffusiongemma-26b-a4b|qwen3-8b)$"
+        ):
             done = CliRunner().invoke(app, command.split())
         assert done.exit_code == 0, done.output
         now, then = parts_of(done.stdout), parts_of(printed)
@@ -68,7 +70,19 @@ def test_the_recipes_are_planned_as_their_page_says_without_the_network(monkeypa
         assert now["in all"] == pytest.approx(then["in all"], rel=0.1)
         for name in {"weights", "masters", "adapters", "gradients", "optimiser"} & now.keys():
             assert now[name] == pytest.approx(then[name], abs=0.06)
-        assert f"{done.stdout.splitlines()[-1]}\n" in printed  # how many numbers train
+        first, *_, last = done.stdout.splitlines()
+        assert printed.startswith(f"{first}\n") and f"{last}\n" in printed  # the rows; how many numbers train
+
+
+@pytest.mark.parametrize("name", ["quickstart", "sudoku4_causal", "word_problems"])
+def test_a_recipe_from_scratch_is_planned_before_its_data_are_made(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(
+        app, ["plan", str(ROOT / "recipes" / f"{name}.yaml"), "--tokens", "48", "--device", "cpu"]
+    )
+    assert done.exit_code == 0 and "in all" in done.stdout, done.output
 
 
 @pytest.mark.parametrize("change", ["model.path=google/another", "lora.tokens=['<plan>']", "objective.corruption=mask"])

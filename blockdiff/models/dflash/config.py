@@ -70,7 +70,7 @@ def ids_for(target_layers: int, layers: int) -> list[int]:
     Nothing is read of the last layer, whose output counts after the model's final norm alone.
     """
     if target_layers >= 6:
-        return default_ids(target_layers, layers)
+        return sorted(set(default_ids(target_layers, layers)))  # a drafter may have more layers than there are to read
     last = target_layers - 2
     return [last] if layers == 1 else sorted({round(n * last / (layers - 1)) for n in range(layers)})
 
