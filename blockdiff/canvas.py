@@ -97,9 +97,9 @@ class Visited:
     tokens_BCL: Tensor
     signal_BCLD: Tensor
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Visited:
-        """The same on another device."""
-        return Visited(*(x.to(device, non_blocking=non_blocking) for x in (self.tokens_BCL, self.signal_BCLD)))
+    def map(self, change: Callable[[Tensor], Tensor]) -> Visited:
+        """The same with each of its tensors changed, to lie elsewhere, say."""
+        return Visited(change(self.tokens_BCL), change(self.signal_BCLD))
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class Batch:
     `weight_BC` and `ar_weight_BS` say what each scored position of a canvas and each scored pair counts for: 1 where
     the loss is a mean over tokens, 1 / (scored positions of the example) where it is a mean over examples. `images` are
     those of the clean rows (None: there is none). `visited` stands in place of noise (None: there is noise).
+    `host` is the batch on the CPU that this one was copied from (None: it lies there itself).
     """
 
     tokens_BS: Tensor
@@ -132,18 +133,33 @@ class Batch:
     weight_BC: Tensor
     images: RowImages | None = None
     visited: Visited | None = None
+    host: Batch | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The batch with each of its tensors changed, to lie elsewhere, say."""
+        there: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "host"}
+        for name, x in there.items():
+            if x is not None:
+                there[name] = change(x) if isinstance(x, Tensor) else x.map(change)
+        return replace(self, **there)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same batch on another device."""
-        there: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: x.to(device, non_blocking=non_blocking) for k, x in there.items() if x is not None}
-        return replace(self, **moved)
+        """The same batch on another device, which still has the one on the CPU that it was copied from."""
+        there = self.map(lambda x: x.to(device, non_blocking=non_blocking))
+        is_copied = self.tokens_BS.is_cpu and not there.tokens_BS.is_cpu
+        return replace(there, host=self) if is_copied else there
 
     def pinned(self) -> Self:
-        """The batch with its tensors in pinned memory; images stay where they are."""
-        there: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        pinned: dict[str, Any] = {name: x.pin_memory() for name, x in there.items() if isinstance(x, Tensor)}
-        return replace(self, **pinned)
+        """The batch with its tensors, those of images too, in pinned memory."""
+        return self.map(Tensor.pin_memory)
+
+    @property
+    def on_host(self) -> Batch:
+        """The batch where the host reads it without waiting: the one on the CPU that this was copied from, or itself.
+
+        Its canvases have the same places, and their own tokens where these have noise.
+        """
+        return self if self.host is None else self.host
 
     @property
     def is_fill_BCL(self) -> Tensor:
@@ -163,19 +179,21 @@ class Batch:
         return 0.0
 
     def select(self, is_kept_BC: Tensor) -> tuple[Batch, Tensor]:
-        """The batch with only the marked canvases, in their order.
+        """The batch with only the canvases that are marked, on the device of `on_host`, in their order.
 
         C shrinks to the largest number kept in a row and rows left without a canvas are dropped.
         Returns the batch and the indices [rows kept] of its rows in this one; S stays as it is. Visited states are left
         out.
         """
-        is_kept_BC = is_kept_BC & (self.length_BC > 0)
+        is_kept_BC = is_kept_BC & (self.on_host.length_BC > 0)
+        host = None if self.host is None else self.host.select(is_kept_BC)[0]
         counts_B = is_kept_BC.sum(1)
         rows = counts_B.nonzero()[:, 0]
         is_kept_BC = is_kept_BC[rows]
         width = int(counts_B.max()) if len(rows) else 0
         order_BC = (~is_kept_BC).long().argsort(dim=1, stable=True)[:, :width]
         is_present_BC = is_kept_BC.gather(1, order_BC)
+        rows, order_BC, is_present_BC = (sent(x, self.tokens_BS.device) for x in (rows, order_BC, is_present_BC))
         row_B1 = torch.arange(len(rows), device=rows.device)[:, None]
 
         def pick(values: Tensor) -> Tensor:
@@ -183,11 +201,16 @@ class Batch:
             return picked * is_present_BC.view(*is_present_BC.shape, *[1] * (picked.dim() - 2)).to(picked.dtype)
 
         canvases = {name: pick(getattr(self, name)) for name in CANVAS_FIELDS}
-        others = (*CANVAS_FIELDS, "images", "visited")
+        others = (*CANVAS_FIELDS, "images", "visited", "host")
         of_rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
         images = None if self.images is None else self.images.select(rows)
         kept = {name: x[rows] for name, x in of_rows.items()} | canvases
-        return replace(self, **kept, images=images, visited=None), rows
+        return replace(self, **kept, images=images, visited=None, host=host), rows
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device, to which the CPU sends its own without waiting for the device."""
+    return x.pin_memory().to(device, non_blocking=True) if x.is_cpu and device.type == "cuda" else x.to(device)
 
 
 CANVAS_FIELDS = (

@@ -5,7 +5,7 @@ Nothing here reads files or runs a tower: `data` makes `ImageInput`s, and a mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,9 +28,13 @@ class ImageInput:
     tokens: int
     digest: bytes
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ImageInput:
+    def map(self, change: Callable[[Tensor], Tensor]) -> ImageInput:
+        """The same with each of its tensors changed, to lie elsewhere, say."""
+        return replace(self, values={name: change(x) for name, x in self.values.items()})
+
+    def to(self, device: torch.device | str) -> ImageInput:
         """The same on another device."""
-        return replace(self, values={name: x.to(device, non_blocking=non_blocking) for name, x in self.values.items()})
+        return self.map(lambda x: x.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,16 +127,16 @@ class RowImages:
         none = torch.zeros(0, dtype=torch.int64)
         return cls((image,), none, none, none, _runs_of_one(rows, width))
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> RowImages:
+    def map(self, change: Callable[[Tensor], Tensor]) -> RowImages:
+        """The same with each of its tensors changed, to lie elsewhere, say."""
+        inputs = tuple(each.map(change) for each in self.inputs)
+        features = None if self.features_MD is None else change(self.features_MD)
+        row_N, column_N, source_N = change(self.row_N), change(self.column_N), change(self.source_N)
+        return RowImages(inputs, row_N, column_N, source_N, change(self.run_BS2), features)
+
+    def to(self, device: torch.device | str) -> RowImages:
         """The same on another device."""
-
-        def move(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=non_blocking)
-
-        inputs = tuple(each.to(device, non_blocking) for each in self.inputs)
-        features = None if self.features_MD is None else move(self.features_MD)
-        row_N, column_N, source_N = move(self.row_N), move(self.column_N), move(self.source_N)
-        return RowImages(inputs, row_N, column_N, source_N, move(self.run_BS2), features)
+        return self.map(lambda x: x.to(device))
 
     def select(self, rows: Tensor) -> RowImages:
         """The images of some rows, int64 indices without repetition."""

@@ -16,7 +16,7 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdiff.canvas import CANVAS_FIELDS, Batch
+from blockdiff.canvas import CANVAS_FIELDS, Batch, sent
 from blockdiff.diffusion.corruption import Corruption, UniformCorruption
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Schedule
@@ -153,7 +153,7 @@ class Objective(nn.Module):
     def _losses_of_sweep(self, batch: Batch) -> Losses:
         """Both sums from one call of the vocabulary, so that its table is gathered once and gets its gradient once."""
         noisy, is_corrupted_BCL = self._corrupted(batch)
-        has_pairs = bool(batch.is_ar_scored_BS.any())
+        has_pairs = bool(batch.on_host.is_ar_scored_BS.any())
         hidden_BTD = self._sweep(noisy, self._signal(noisy, None), has_pairs)
         (B, T, _), (_, S), canvases = hidden_BTD.shape, batch.tokens_BS.shape, noisy.canvas_BCL[0].numel()
         place_BT = torch.arange(B * T, device=hidden_BTD.device).view(B, T)
@@ -218,16 +218,17 @@ class Objective(nn.Module):
         """
         if noisy.visited is not None:
             return noisy.visited.signal_BCLD.flatten(1, 2)
-        has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
+        has_signal_BC = noisy.on_host.coin_BC & (noisy.on_host.length_BC > 0)
         D = self.model.vocabulary.table.shape[1]
-        (B, C, L), place_N = noisy.canvas_BCL.shape, _marked(has_signal_BC)
+        (B, C, L), place_N = noisy.canvas_BCL.shape, _marked(has_signal_BC, self.model.device)
         soft_NLD = torch.zeros(B * C, L, D, dtype=self.model.dtype, device=self.model.device)
         if len(place_N):
             kept, rows = noisy.select(has_signal_BC)
             prefix = None if past is None else [tuple(x[rows] for x in layer) for layer in past]
             soft_NLD[place_N] = self._pass_one(kept, prefix)
         elif torch.distributed.is_initialized():
-            of_rows = {f.name: getattr(noisy, f.name)[:1] for f in fields(noisy) if f.name not in ("images", "visited")}
+            others = ("images", "visited", "host")
+            of_rows = {f.name: getattr(noisy, f.name)[:1] for f in fields(noisy) if f.name not in others}
             first = Batch(**of_rows | {name: of_rows[name][:, :1] for name in CANVAS_FIELDS})
             prefix = None if past is None else [tuple(x[:1] for x in layer) for layer in past]
             soft_NLD[place_N] = self._pass_one(first, prefix)[:0]
@@ -248,7 +249,8 @@ class Objective(nn.Module):
             else:
                 hidden_BTD = self._denoise(noisy, past, None)
         soft_BTD = self.model.vocabulary.soft_embedding(hidden_BTD)
-        return soft_BTD.view(-1, noisy.canvas_BCL.shape[-1], soft_BTD.shape[-1])[_marked(noisy.length_BC > 0)]
+        place_N = _marked(noisy.on_host.length_BC > 0, soft_BTD.device)
+        return soft_BTD.view(-1, noisy.canvas_BCL.shape[-1], soft_BTD.shape[-1])[place_N]
 
     def _denoise(self, noisy: Batch, past: list[KV], soft_BTD: Tensor | None) -> Tensor:
         """Run the noisy canvases side by side against the prefix: hidden states [B, C * L, D]."""
@@ -280,7 +282,7 @@ class Objective(nn.Module):
     def _scored(self, of_token_BT: Tensor, batch: Batch, noisy: Batch, is_corrupted_BCL: Tensor) -> _Scored:
         """The tokens of the canvas loss: every position of the canvases whose factor is not 0."""
         factor_BCL, bonus_BC = self._factor(batch, is_corrupted_BCL), self._bonus(batch)
-        place_N = _marked(factor_BCL != 0)
+        place_N = _marked(factor_BCL != 0, factor_BCL.device)
         observed_N = bonus_N = None
         if bonus_BC is not None:
             observed_N = noisy.canvas_BCL.flatten()[place_N]
@@ -352,14 +354,15 @@ class Objective(nn.Module):
 
 def _pairs(of_token_BS: Tensor, batch: Batch) -> _Scored:
     """The tokens of the AR loss: every scored pair of a token and the next one of the clean rows."""
-    place_N, target_BS = _marked(batch.is_ar_scored_BS), batch.tokens_BS.roll(-1, dims=1)
+    target_BS = batch.tokens_BS.roll(-1, dims=1)
+    place_N = _marked(batch.on_host.is_ar_scored_BS, target_BS.device)
     target_N, weight_N = target_BS.flatten()[place_N], batch.ar_weight_BS.flatten()[place_N]
     return _Scored(of_token_BS.flatten(0, 1)[place_N], target_N, weight_N)
 
 
-def _marked(is_marked: Tensor) -> Tensor:
-    """The places [N] of what is True, in row-major order; the host waits once for how many there are."""
-    return is_marked.flatten().nonzero()[:, 0]
+def _marked(is_marked: Tensor, device: torch.device) -> Tensor:
+    """The places [N] of what is True, in row-major order, on a device; of marks that lie there the host waits for N."""
+    return sent(is_marked.flatten().nonzero()[:, 0], device)
 
 
 def _loss(vocabulary: Vocabulary, scored: _Scored) -> Tensor:
@@ -370,7 +373,7 @@ def _loss(vocabulary: Vocabulary, scored: _Scored) -> Tensor:
 
 def _columns_seen(batch: Batch) -> int:
     """The largest number of row columns that a canvas sees: no canvas sees a clean token at or after its start."""
-    return int(batch.start_BC.max())
+    return int(batch.on_host.start_BC.max())
 
 
 def spans_of_canvases(kind: LayerKind, noisy: Batch) -> Spans:
@@ -419,7 +422,8 @@ def complete(batch: Batch) -> Batch:
     if batch.start_BC.numel():
         return batch
     empty = {name: getattr(batch, name) for name in CANVAS_FIELDS}
-    return replace(batch, **{name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in empty.items()})
+    host = None if batch.host is None else complete(batch.host)
+    return replace(batch, **{name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in empty.items()}, host=host)
 
 
 def _scores(

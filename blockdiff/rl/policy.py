@@ -74,9 +74,9 @@ class RolloutBatch(Batch):
 
     def rows(self, places: Tensor) -> RolloutBatch:
         """The batch with some of its rows."""
-        whole = ("answers", "old_N", "examples", "images", "visited")
+        whole = ("answers", "old_N", "examples", "images", "visited", "host")
         there = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in whole}
-        return replace(self, **{name: x[places] for name, x in there.items() if x is not None})
+        return replace(self, **{name: x[places] for name, x in there.items() if x is not None}, host=None)
 
 
 class Actions(NamedTuple):
@@ -147,7 +147,7 @@ class PolicyObjective(Objective):
         """
         vocabulary, steps = self.model.vocabulary, batch.action_BCKL.shape[2]
         _, kv = self._encode_alone(batch)
-        columns = int(batch.start_BC.max())
+        columns = int(batch.on_host.start_BC.max())
         past = [tuple(x[:, :columns] for x in layer) for layer in kv]
         place_B = torch.arange(len(batch.tokens_BS), device=batch.tokens_BS.device)
         soft_BTD: Tensor | None = None

@@ -349,6 +349,16 @@ def test_micro_batches_add_up_whatever_their_composition(pair, split):
             assert (got[name] - truth[name]).norm() <= 1e-6 * truth[name].norm(), name
 
 
+@pytest.mark.parametrize("sweep", [False, True])
+def test_what_the_host_reads_of_its_own_batch_is_what_it_would_read_of_the_copy(pair, sweep):
+    objective, batch = objective_of(pair[1]), batch_of(rows())
+    objective.sweep = sweep
+    expected, found = objective(batch), objective(replace(batch, host=batch))
+    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+    kept, of_rows = replace(batch, host=batch).select(batch.coin_BC)
+    assert kept.host is not None and torch.equal(kept.host.start_BC, kept.start_BC) and len(of_rows)
+
+
 def test_canvases_of_one_row_add_up_when_they_are_run_apart(pair):
     mine, batch = pair[1], batch_of(rows())
     whole = objective_of(mine)(batch).canvas_sum
