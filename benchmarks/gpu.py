@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 SUITES = ("attention", "vocabulary", "experts", "block_sparse", "denoise", "training", "lora")  # kernels come first
 NEEDED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pytest")
 # The parts of --quick with their seconds; one that ends early leaves the rest of its own to those after it.
-QUICK = {"tests": 330, "bf16": 180, "fp8": 120, "drafted": 90, "policy": 120, "nccl": 60}
+QUICK = {"tests": 240, "bf16": 240, "fp8": 120, "drafted": 90, "policy": 150, "nccl": 60}
 PASSED, DONE, NOTHING = "passed", "done", "nothing to compare with here"
 PEERS = {
     "outlines_core": "steps under a JSON schema are measured",

@@ -96,39 +96,51 @@ def prompts(rows: int, length: int, vocab_size: int) -> list[list[int]]:
     return torch.randint(3, vocab_size, (rows, length), generator=draws).tolist()
 
 
-def step_times(engine: Engine, rows: int, prompt: int, asked: dict[str, Any], steps: int) -> list[float]:
-    """Milliseconds of each of so many steps of an engine with all rows in their canvases; sorted."""
-    device, found = engine.model.device, []
+@contextmanager
+def running(engine: Engine, rows: int, prompt: int, asked: dict[str, Any]) -> Iterator[None]:
+    """Within it all rows of an engine are encoded, and a step of their kind has been called, and captured.
+
+    Raises RuntimeError where rows end before it does.
+    """
     try:
         for n, tokens in enumerate(prompts(rows, prompt, engine.model.vocab_size)):
             engine.submit(Request(n, tokens=tokens, seed=n, max_steps=MOST_STEPS, **asked))
-        for _ in range(MOST_STEPS // 2):  # until all prompts are encoded
+        for _ in range(MOST_STEPS // 2):
             engine.step()
             if engine.load.rows == rows:
                 break
-        for _ in range(2):  # a step of this kind is called, and captured
+        for _ in range(2):
             engine.step()
+        yield
+        there, ended = engine.load.rows, [each for each in engine.events() if isinstance(each, Result)]
+        if there != rows or ended:
+            why = "".join(f": {each.error}" for each in ended[:1] if each.error)
+            raise RuntimeError(f"{there} of {rows} rows ran{why}")
+    finally:
+        engine.clear()
+
+
+def step_times(engine: Engine, rows: int, prompt: int, asked: dict[str, Any], steps: int) -> list[float]:
+    """Milliseconds of each of so many steps of an engine with all rows in their canvases; sorted."""
+    device, found = engine.model.device, []
+    with running(engine, rows, prompt, asked):
         for _ in range(steps):
             wait(device)
             begin = time.perf_counter()
             engine.step()
             wait(device)
             found.append(1e3 * (time.perf_counter() - begin))
-        running, ended = engine.load.rows, [each for each in engine.events() if isinstance(each, Result)]
-        if running != rows or ended:
-            why = "".join(f": {each.error}" for each in ended[:1] if each.error)
-            raise RuntimeError(f"{running} of {rows} rows ran{why}")
-    finally:
-        engine.clear()
     return sorted(found)
 
 
-def by_kernel(work: Callable[[], object], most: int = 12) -> dict[str, float]:
-    """The kernels that take most of the device's time in a call, with their milliseconds."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work()
+def by_kernel(engine: Engine, rows: int, prompt: int, most: int = 12) -> dict[str, Any]:
+    """The kernels that take most of the device's time in a step, with their milliseconds."""
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with running(engine, rows, prompt, {}), profile:
+        engine.step()
+        wait(engine.model.device)
     times = {each.key[:80]: each.self_device_time_total / 1e3 for each in profile.key_averages()}
-    return dict(sorted(times.items(), key=lambda pair: -pair[1])[:most])
+    return dict(rows=rows, ms=dict(sorted(times.items(), key=lambda pair: -pair[1])[:most]))
 
 
 def one_gpu(quantize: bool, preset: str, device: torch.device, prompt: int, rows: int) -> Iterator[Measurement]:
@@ -173,8 +185,7 @@ def one_gpu(quantize: bool, preset: str, device: torch.device, prompt: int, rows
         for kind in STEPS:
             yield "step", partial(step, count, kind)
         if is_cuda:
-            work = partial(step_times, engine, count, prompt, {}, 1)
-            yield "kernels", lambda count=count, work=work: dict(rows=count, ms=by_kernel(work))  # type: ignore[misc]
+            yield "kernels", partial(by_kernel, engine, count, prompt)
     if is_cuda:
         yield "pages", lambda: memory_line(engine, before, free_bytes(device), torch.cuda.mem_get_info(device)[1])
 

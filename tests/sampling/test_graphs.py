@@ -417,6 +417,8 @@ def without_waiting(run: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize("kind", ON_A_GPU)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype, kind):
+    if "regex" in ON_A_GPU[kind]:
+        pytest.importorskip("outlines_core")  # which `make gpu` does not need
     model = init(tiny_config(L, **TWO_LAYERS), seed=3, device="cuda", kernels="auto", dtype=dtype)
     options = dict(max_rows=5, capacity=8192)  # else the pages of the first would take the memory of the second
     options |= dict(tokenizer=character_tokenizer("abcd"), generation=replace(LIVELY, eos_ids=(1,), pad_id=0))
