@@ -1,7 +1,8 @@
 """The kernels that Triton compiles while rows come and go: `python -m benchmarks.compilations`, on any machine.
 
 Prompts are encoded, canvases denoised, drawn, committed and verified in batches of several sizes, of two layers of the
-released model (one of each kind) on torch's meta device. Triton tells launches apart as on an H100 with its 132
+released model (one of each kind) on torch's meta device, and blocks of a drafter of two layers drafted and verified by
+two layers of Qwen3-8B's shape. Triton tells launches apart as on an H100 with its 132
 multiprocessors; what it would compile is counted by kernel, and nothing is compiled. Needs triton, not
 TRITON_INTERPRET.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,15 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.compiled import Driver
 from benchmarks.launches import config_of
+from blockdiff.checkpoint import empty, preset_config
 from blockdiff.kernels import Kernels, tiles
 from blockdiff.kernels import launch as launching
 from blockdiff.kernels.span_attention import triton as attention
 from blockdiff.kernels.vocabulary import Shaping
+from blockdiff.models.dflash.config import read as drafter_config
 from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.drafted import Drafted
+from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 
 ROWS = (1, 2, 3, 4, 8, 16, 32)
@@ -62,14 +67,29 @@ def compilations() -> Iterator[dict[str, set[str]]]:
     launching.forget_sizes()
 
 
-@torch.no_grad()
-def model_and_pages() -> tuple[DiffusionGemma, Pages]:
-    """Two layers of the released model, and pages whose memory is there."""
+def released_model() -> DiffusionGemma:
+    """Two layers of the released model."""
     with torch.device("meta"):
         model = DiffusionGemma(config_of("diffusiongemma-26b-a4b", LAYERS), kernels=Kernels("triton"))
-    pages = Pages(model.to(torch.bfloat16).eval(), capacity=1 << 18)
-    pages.make_pools()  # by a call of one token without pages, which compiles kernels of its own
-    return model, pages
+    return model.to(torch.bfloat16).eval()
+
+
+def drafted_model() -> Drafted:
+    """Two layers of Qwen3-8B's shape, of which the first is shown to two layers of its drafter's."""
+    target, drafter = (preset_config(name).to_dict() for name in ("qwen3-8b", "qwen3-8b-drafter"))
+    for values in (target, drafter):
+        values.update(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    drafter |= {"num_target_layers": 2, "dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0]}}
+    configs = type(preset_config("qwen3-8b"))(**target), drafter_config(drafter)
+    parts = [empty(config, Kernels("triton")).to(torch.bfloat16).eval() for config in configs]
+    return Drafted(*parts).eval()
+
+
+def pages_of(model: BlockDiffusionModel) -> Pages:
+    """Pages whose memory is there."""
+    pages = Pages(model, capacity=1 << 18)
+    pages.make_pools()
+    return pages
 
 
 @torch.no_grad()
@@ -91,7 +111,25 @@ def walk(model: DiffusionGemma, pages: Pages) -> None:
                 pages.release(row)
 
 
-def draw(model: DiffusionGemma, hidden: torch.Tensor, shaping: Shaping | None) -> torch.Tensor:
+@torch.no_grad()
+def walk_drafted(model: Drafted, pages: Pages) -> None:
+    """The rounds of a drafter, for several numbers of rows, lengths and drafted tokens."""
+    drafter = model.drafter
+    for count in ROWS:
+        for longest in LONGEST:
+            rows = [pages.open() for _ in range(count)]
+            pages.encode(rows, torch.zeros(count, longest, dtype=torch.int64), [longest] * count)
+            for drafts in (1, 6, drafter.canvas_length - 1):
+                blocks = torch.zeros(count, drafter.canvas_length, dtype=torch.int64, device="meta")
+                hidden = pages.denoise(rows, blocks)[:, 1 : 1 + drafts].flatten(0, 1)
+                drafter.vocabulary.scores(hidden, torch.zeros(len(hidden), dtype=torch.int64, device="meta"))
+                tokens = torch.zeros(count, 1 + drafts, dtype=torch.int64)
+                draw(model, pages.encode(rows, tokens, [1 + drafts] * count).flatten(0, 1)[:, None], None)
+            for row in rows:
+                pages.release(row)
+
+
+def draw(model: BlockDiffusionModel, hidden: torch.Tensor, shaping: Shaping | None) -> torch.Tensor:
     """The soft embedding, and all other statistics of the logits beside it."""
     uniform, temperature = hidden[..., 0].float(), hidden[:, 0, 0].float()
     return model.vocabulary.stats(hidden, temperature, uniform, None, None, shaping).soft_embedding
@@ -102,15 +140,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compilations", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one object")
     options = parser.parse_args()
-    model, pages = model_and_pages()
-    with compilations() as found:
-        walk(model, pages)
-    counts = {name: len(keys) for name, keys in sorted(found.items())}
+    counts = {}
+    walks: dict[str, tuple[Callable[[], Any], Callable[[Any, Pages], None]]] = {
+        "canvases": (released_model, walk),
+        "drafts": (drafted_model, walk_drafted),
+    }
+    for name, (make, run) in walks.items():
+        model = make()
+        with compilations() as found:
+            run(model, pages_of(model))
+        counts[name] = {kernel: len(keys) for kernel, keys in sorted(found.items())}
     if options.json:
         print(json.dumps(counts))
         return
-    print("| kernel | compilations |\n|---|---|")
-    print("\n".join(f"| {name} | {count} |" for name, count in (*counts.items(), ("all", sum(counts.values())))))
+    print("| kernel | canvases | drafts |\n|---|---|---|")
+    for kernel in sorted({*counts["canvases"], *counts["drafts"]}):
+        print(f"| {kernel} | {counts['canvases'].get(kernel, 0)} | {counts['drafts'].get(kernel, 0)} |")
+    print(f"| all | {sum(counts['canvases'].values())} | {sum(counts['drafts'].values())} |")
 
 
 if __name__ == "__main__":

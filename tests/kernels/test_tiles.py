@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import compiled
 from benchmarks.tile_memory import KERNELS, read
+from blockdiff.kernels import launch, tiles
 from blockdiff.kernels.tiles import SHARED_MEMORY, table
 
 pytestmark = pytest.mark.quick
@@ -34,3 +36,13 @@ def test_experts_of_every_number_are_routed_on_every_architecture():
         for size in (2, 4):
             served = [limit for limit, _ in table()["routed_tokens", architecture, size]]
             assert served == [128, 256, 512]
+
+
+@pytest.mark.parametrize("name", compiled.OPS)
+def test_no_op_that_is_compiled_is_refused_before_its_last_kernel(name, monkeypatch):
+    """`python -m benchmarks.compiled` would end there, and compile none of those after it."""
+    launched = list[str]()
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *_: launched.append(self.kernel.__name__))
+    monkeypatch.setattr(tiles, "architecture", lambda device: 90)
+    compiled.OPS[name]()
+    assert launched

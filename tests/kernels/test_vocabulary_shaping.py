@@ -167,12 +167,16 @@ def test_statistics_of_a_shaped_distribution_in_triton(name, allows, monkeypatch
 ROW_READS = [
     *(((50, 0.9, 0.01), 4, 1.0), ((300, 1.0, 0.0), 4, 6.0)),
     *(((None, 0.9, 0.0), 4, 1.0), ((None, 1.0, 0.1), 2, 6.0)),
+    # the window does not hold the bins that decide, and each filter goes over the row bit by bit
+    *(((50, 0.9, 0.01), 68, 0.001), ((None, 0.9, 0.0), 35, 0.001)),
 ]
 
 
 @pytest.mark.parametrize(("filters", "most", "spread"), ROW_READS, ids=str)
-def test_triton_reads_a_row_four_times(filters, most, spread, monkeypatch):
-    """Where it is no row of nearly equal logits; rows of bf16, and so with many equal ones."""
+def test_triton_reads_a_row_four_times_or_bit_by_bit_where_its_logits_are_nearly_equal(
+    filters, most, spread, monkeypatch
+):
+    """Rows of bf16, and so with many equal ones."""
     logits_of, reads = kernels_filters._logits, [0]
 
     def counted(*arguments: Any) -> Any:
@@ -185,7 +189,7 @@ def test_triton_reads_a_row_four_times(filters, most, spread, monkeypatch):
     z = (torch.randn(1, V, generator=torch.Generator().manual_seed(3)) * spread).bfloat16().float().to(DEVICE)
     left = launch.filtered(z, launch.Logits(None), *filters).allowed
     expected = reference.is_left(z.cpu(), *filters)
-    assert 0 < expected.sum() < V and torch.equal(left, pack_allowed(expected).to(DEVICE))
+    assert 0 < expected.sum() <= V - (spread > 0.1) and torch.equal(left, pack_allowed(expected).to(DEVICE))
     if DEVICE == "cpu":  # in the interpreter, where the kernel is Python
         assert reads[0] * launch.TILE == most * V
 
