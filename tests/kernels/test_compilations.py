@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = {  # by kernel; the two kinds of layer have heads of two sizes
-    "span_attention_forward": 4,  # in one part and in several
+    "span_attention_forward": 6,  # in one part and in several, and once without pages, when these are made
     "span_attention_combine": 2,
     "attention_heads": 4,  # into pages and not
     "expert_mlp_gate_up": 3,  # a line of tiles for each number of rows of an expert
@@ -27,5 +27,8 @@ def test_rows_that_come_and_go_compile_few_kernels():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
-    assert len(counts) >= 17 and {name for name, count in counts.items() if count > MOST.get(name, 2)} == set()
-    assert counts["span_attention_forward"] == 4  # there are splits, so the walk is long enough
+    assert len(counts["canvases"]) >= 17 and len(counts["drafts"]) >= 10
+    for of_walk in counts.values():
+        assert {name for name, count in of_walk.items() if count > MOST.get(name, 2)} == set()
+    # there are splits, so the walks are long enough; a drafter and its target have heads of one size
+    assert (counts["canvases"]["span_attention_forward"], counts["drafts"]["span_attention_forward"]) == (6, 3)
