@@ -27,7 +27,7 @@ def test_rows_that_come_and_go_compile_few_kernels():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
-    assert len(counts["canvases"]) >= 17 and len(counts["drafts"]) >= 10
+    assert len(counts["canvases"]) >= 17 and len(counts["drafts"]) >= 9
     for of_walk in counts.values():
         assert {name for name, count in of_walk.items() if count > MOST.get(name, 2)} == set()
     # there are splits, so the walks are long enough; a drafter and its target have heads of one size
