@@ -127,6 +127,7 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
 
     Each is read when it is asked for. Raises CheckpointError.
     """
+    family_of(model.config).require_written()
     names, added = family_of(model.config).names, added_to(model)
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)

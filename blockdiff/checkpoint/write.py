@@ -61,6 +61,7 @@ def save(
         raise CheckpointError(f"save: a {kind} is no model of this package; give the model itself, not what holds it")
     if is_adapted(model):
         raise CheckpointError("the model has adapters; merge them first (`blockdiff.merge`), or save them alone")
+    family_of(model.config).require_written()
     family_of(model.config).check(model.config)
     check_whole(model)
     target = Path(directory).expanduser().absolute()

@@ -81,7 +81,7 @@ class Family:
 
     model_type: what its config.json calls it; architecture: the class that loads its checkpoints, in transformers or,
     of a drafter, in what serves it. hub_type: the model type in its config.json where that is another family's, too,
-    and the architecture there tells them apart (None: model_type).
+    and the architecture there tells them apart (None: model_type). is_written: whether checkpoints are written, too.
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
     have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so that they stand
@@ -123,11 +123,17 @@ class Family:
     selecting_parts: tuple[str, ...] = ()
     fp8_parts: tuple[str, ...] = ()
     hub_type: str | None = None
+    is_written: bool = True
 
     def part_of(self, name: str) -> str:
         """The part that one of our parameters or buffers belongs to, by its name; "other" for what none has."""
         parts = self.parts.items()
         return next((part for part, ours in parts if any(fnmatchcase(name, pattern) for pattern in ours)), "other")
+
+    def require_written(self) -> None:
+        """Raises CheckpointError where checkpoints of the family are read and not written."""
+        if not self.is_written:
+            raise CheckpointError(f"a model of {self.architecture} is read and run, and not written; copy its files")
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """The modules of a model to shard one by one, inner ones before those that hold them, the model last."""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import blockdiff
 from blockdiff.checkpoint.config import config_from
+from blockdiff.checkpoint.merging import export
 from blockdiff.errors import BlockdiffError, CheckpointError
-from blockdiff.models.drafted import Drafter
+from blockdiff.models.drafted import Drafted, Drafter
 from blockdiff.models.eagle3.config import Eagle3Config
 from blockdiff.models.pages import Pages
 from tests.closeness import require_close
@@ -104,9 +105,22 @@ def test_a_head_in_bfloat16_keeps_the_numbers_of_its_tokens_and_its_config(tmp_p
     }
     head = blockdiff.load(write_head(tmp_path, values, weights), device="cpu", kernels="torch")
     assert head.dtype == torch.bfloat16 and head.d2t.dtype == torch.int64 and torch.equal(head.d2t, weights["d2t"])
-    assert head.config.to_dict() == values and head.table is not None
+    assert head.config.values == values and head.table is not None
+    for write in (partial(blockdiff.save, head), partial(export, tmp_path)):
+        with pytest.raises(CheckpointError, match=r"a model of .* is read and run, and not written; copy its files"):
+            write(tmp_path / "out")
     with pytest.raises(BlockdiffError, match="a drafter has no vocabulary of its own"):
         head.unembed(torch.zeros(1, 32))
+
+
+def test_a_head_in_fp8_drafts(tmp_path):
+    target, values = small_model("qwen3", dtype=torch.float32), head_values(CONFIGS["qwen3"]())
+    weights = {name: x.float() if x.is_floating_point() else x for name, x in head_weights(values).items()}
+    of = partial(blockdiff.load, write_head(tmp_path, values, weights), device="cpu", kernels="torch")
+    block, prompt = torch.tensor([[7]]), tokens(1, 9)
+    both = (Drafted(target, of(quantize=how)) for how in ("fp8", None))
+    found, truth = (model.denoise(block, model.encode(prompt)) for model in both)
+    assert 1e-4 < float((found - truth).norm() / truth.norm()) < 0.2
 
 
 def test_the_layers_that_are_read_are_those_of_the_layout():

@@ -55,6 +55,8 @@ def _family(model_type: str, hub_type: str, architecture: str, layer: str) -> Fa
             "vocabulary": ("table", "head.*", "d2t"),
         },
         adapted_parts=(),
+        fp8_parts=("attention", "mlp"),
+        is_written=False,
         sharding_units=("layers.{}",),
         capabilities=Capabilities(kernels=("torch", "triton"), predictions=(), corruptions=(), meshes=(), adapters=()),
         read=partial(config.read, model_type=model_type),

@@ -1,16 +1,14 @@
 """The config of an EAGLE3 head: that of its one layer, and what else there is of it.
 
 There are two layouts. In that of `LlamaForCausalLMEagle3` all fields stand side by side; in that of speculators those
-of the layer stand in `transformer_layer_config`. Both are written as they were read.
+of the layer stand in `transformer_layer_config`.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from blockdiff.errors import CheckpointError
@@ -65,14 +63,6 @@ class Eagle3Config:
             return tuple(n - 1 for n in (2, depth // 2, depth - 3))
         counts_layers = self.model_type == LLAMA and ids[0] == 1
         return tuple(ids if counts_layers else (n - 1 for n in ids))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The content of the file."""
-        return copy.deepcopy(self.values)
-
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write the file into a directory."""
-        (Path(directory) / "config.json").write_text(json.dumps(self.values, indent=2) + "\n")
 
 
 def read(values: Mapping[str, Any], model_type: str) -> Eagle3Config:
