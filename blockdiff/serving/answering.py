@@ -23,7 +23,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from blockdiff.serving.answers import Answer, CachedTokens, Choice, Chunk, ReasoningTokens, Usage
-from blockdiff.serving.async_engine import BASE, Accepted, AsyncEngine
+from blockdiff.serving.async_engine import BASE, Accepted, AsyncEngine, Terms
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
@@ -186,9 +186,8 @@ async def _deltas(
     server: Server, call: ApiCall, stream: AnswerStream, measures: CallMetrics
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of one answer; the first one is empty, and says that it is accepted."""
-    seconds = server.limits.seconds(call.body.timeout)
-    own = measures.began, True, measures.owner, seconds, call.adapter
-    generated = server.engine.generate(stream.request, call.body.stream_frames, *own)
+    terms = Terms(measures.began, measures.owner, server.limits.seconds(call.body.timeout), call.adapter)
+    generated = server.engine.generate(stream.request, call.body.stream_frames, True, terms)
     async with aclosing(generated) as events:
         async for event in events:
             if isinstance(event, Accepted):
@@ -207,6 +206,11 @@ async def _deltas(
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """The items of several streams, with their numbers, as they come; the first error ends them all."""
+    if len(streams) == 1:  # which needs no tasks
+        async with aclosing(streams[0]) as only:
+            async for each in only:
+                yield 0, each
+        return
     queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(1)
 
     async def pump(number: int, stream: AsyncGenerator[T, None]) -> None:

@@ -50,6 +50,20 @@ class Accepted:
     """The engine has taken a request, which may wait for others."""
 
 
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a request beside its words.
+
+    arrived: when it came, by `time.monotonic` (None: now); owner: who asks, if others are to get their turns beside it;
+    seconds: after which it ends with TimedOut; adapter: the name of the adapter that answers.
+    """
+
+    arrived: float | None = None
+    owner: str = ""
+    seconds: float | None = None
+    adapter: str = BASE
+
+
 @dataclass(eq=False)
 class _Stream:
     """The events of one request on their way to its reader: those that wait, and the loop in which it reads."""
@@ -169,24 +183,19 @@ class AsyncEngine:
         self,
         request: Request,
         watch: bool = False,
-        arrived: float | None = None,
         says_accepted: bool = False,
-        owner: str = "",
-        seconds: float | None = None,
-        adapter: str = BASE,
+        terms: Terms = Terms(),
     ) -> AsyncGenerator[Event | Accepted, None]:
         """The events of a request as they come: committed canvases, with `watch` also steps, and last its Result.
 
-        arrived: when the request came, by `time.monotonic` (None: now); says_accepted: Accepted comes before them;
-        owner: who asks, if others are to get their turns beside it; seconds: after which it ends with TimedOut;
-        adapter: the name of the adapter that answers.
+        says_accepted: Accepted comes before them.
 
         Raises RequestError for a request that cannot be answered, Full where too many wait, and EngineError where the
         engine fails. Closing the generator ends the request within one step.
         """
-        model, settings = self.models[adapter]
+        model, settings = self.models[terms.adapter]
         prepare = partial(prepare_sequences, request, settings, self.seed, model.device)
-        async with aclosing(self._events(request, prepare, watch, arrived, owner, seconds, adapter)) as events:
+        async with aclosing(self._events(request, prepare, terms, watch)) as events:
             async for event in events:
                 if says_accepted or not isinstance(event, Accepted):
                     yield event
@@ -198,20 +207,17 @@ class AsyncEngine:
         choices: Choices | None = None,
         steps: int = 1,
         draws: int = 4,
-        arrived: float | None = None,
-        owner: str = "",
-        seconds: float | None = None,
-        adapter: str = BASE,
+        terms: Terms = Terms(),
     ) -> Read:
         """The distributions of a template's holes for a prompt, as in `Sampler.read`; the rest as in `generate`."""
         readings: list[RunningRead] = []
 
         def prepare() -> list[Sequence]:
-            given = request, template, choices, *self.models[adapter]
+            given = request, template, choices, *self.models[terms.adapter]
             readings.append(RunningRead.prepare(*given, steps=steps, draws=draws, seed=self.seed))
             return readings[0].sequences
 
-        async with aclosing(self._events(request, prepare, False, arrived, owner, seconds, adapter)) as events:
+        async with aclosing(self._events(request, prepare, terms)) as events:
             async for event in events:
                 if isinstance(event, Result) and event.error is not None:
                     raise EngineError(event.error)
@@ -233,21 +239,19 @@ class AsyncEngine:
         self,
         request: Request,
         prepare: Callable[[], list[Sequence]],
+        terms: Terms,
         watch: bool = False,
-        arrived: float | None = None,
-        owner: str = "",
-        seconds: float | None = None,
-        adapter: str = BASE,
     ) -> AsyncGenerator[Event | Accepted, None]:
         """The events of the draws that `prepare` makes in a thread of its own."""
         if self.is_draining:
             raise Closed("the engine is closed, or will be soon; ask another one")
         if self._unanswered >= self.max_unanswered:
             raise Full(f"{self._unanswered} requests are unanswered, and no more may wait; ask later")
+        owner = terms.owner
         if owner and self.max_of_owner is not None and self._of_owner[owner] + request.best_of > self.max_of_owner:
             raise Full(f"{self._of_owner[owner]} answers to you are under way, and {self.max_of_owner} are the most")
         self.start()
-        loop = asyncio.get_running_loop()
+        loop, seconds = asyncio.get_running_loop(), terms.seconds
         stream, end = _Stream(loop), None if seconds is None else loop.time() + seconds
         self._unanswered += 1
         self._of_owner[owner] += request.best_of
@@ -257,13 +261,13 @@ class AsyncEngine:
             is_heavy = request.form is not None or bool(request.banned or request.images)
             is_heavy |= _has_images(request)
             kind = "long" if characters > LONG_CHARACTERS else "heavy" if is_heavy else "plain"
-            settings = self.models[adapter][1]
-            draws = await self.prepared(partial(self._prepare, prepare, characters, settings), kind, arrived)
+            _, settings = self.models[terms.adapter]
+            draws = await self.prepared(partial(self._prepare, prepare, characters, settings), kind, terms.arrived)
             if self._is_closed:  # meanwhile; nobody takes commands any more
                 raise Closed("the engine was closed; ask another one")
             for draw in draws:
                 draw.owner = owner
-            self._commands.put(partial(self._enter, stream, draws, watch, adapter))
+            self._commands.put(partial(self._enter, stream, draws, watch, terms.adapter))
             while not isinstance(event, Result):
                 try:
                     async with asyncio.timeout_at(end):

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from blockdiff.sampling.request import Request
 from blockdiff.serving.answering import LEFT, Server, unless_left
+from blockdiff.serving.async_engine import Terms
 from blockdiff.serving.bodies import read_body
 from blockdiff.serving.chat import template_fields
 from blockdiff.serving.content import served_messages
@@ -70,8 +71,8 @@ def router(server: Server) -> APIRouter:
         )
         measures = http.state.measures
         measures.outcome, measures.owner = "left", http.state.owner
-        own = measures.began, measures.owner, limits.seconds(body.timeout), adapter
-        work = server.engine.read(request, body.template, body.choices, body.steps, body.draws, *own)
+        terms = Terms(measures.began, measures.owner, limits.seconds(body.timeout), adapter)
+        work = server.engine.read(request, body.template, body.choices, body.steps, body.draws, terms)
         found = await unless_left(http, work)
         if found is None:
             return Response(status_code=LEFT)

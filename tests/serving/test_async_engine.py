@@ -15,6 +15,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, Full, RequestError, TimedOut
 from blockdiff.sampling import CommittedCanvas, Engine, Request, Result, Sampler, Step
 from blockdiff.serving import AsyncEngine
+from blockdiff.serving.async_engine import Terms
 from tests.oracle import TWO_LAYERS, tiny_config
 from tests.scripted import ScriptedModel, ScriptedPages, random_script
 
@@ -205,7 +206,7 @@ def test_answers_by_turns_are_those_alone(sampler):
 
     async def ask(engine):
         async def of(number, each):
-            return [event async for event in engine.generate(each, owner="a" if number < 6 else "b")][-1]
+            return [event async for event in engine.generate(each, terms=Terms(owner="a" if number < 6 else "b"))][-1]
 
         return await asyncio.gather(*(of(number, each) for number, each in enumerate(asked)))
 
@@ -214,13 +215,16 @@ def test_answers_by_turns_are_those_alone(sampler):
 
 def test_an_owner_may_have_so_many_answers_and_an_answer_may_take_so_long(sampler):
     async def ask(engine):
-        first = engine.generate(request("a", max_new_tokens=64 * L), owner="a")
+        first = engine.generate(request("a", max_new_tokens=64 * L), terms=Terms(owner="a"))
         await anext(first)
         with pytest.raises(Full, match="1 answers to you"):
-            await anext(engine.generate(request("bb"), owner="a"))
+            await anext(engine.generate(request("bb"), terms=Terms(owner="a")))
         await first.aclose()
         with pytest.raises(TimedOut, match=r"more than 0\.05 s"):
-            [event async for event in engine.generate(request("ccc", max_new_tokens=200 * L), seconds=0.05)]
+            [
+                event
+                async for event in engine.generate(request("ccc", max_new_tokens=200 * L), terms=Terms(seconds=0.05))
+            ]
         return engine.unanswered
 
     assert with_engine(sampler, ask, max_of_owner=1) == 0
