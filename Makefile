@@ -15,7 +15,7 @@ RUN = runs/quickstart
 PROCESSES ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -gt 1 && echo 2 || echo 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser quickstart test lint types gpu benchmarks ray docs release clean
+.PHONY: help install browser quickstart test lowest lint types gpu benchmarks ray docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,12 @@ endif
 
 test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-m quick" for a first answer, "-k name" for some of them)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+lowest: ## the tests at the lowest versions that pyproject.toml allows, in build/lowest (PYTEST_ARGS; UV_OVERRIDE=FILE keeps versions, as of torch)
+	$(BASE_PYTHON) -m venv build/lowest
+	build/lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=build/lowest build/lowest/bin/uv pip install --quiet --resolution lowest-direct -e '.[dev]'
+	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## ruff: its rules, and the form of every file (`.venv/bin/ruff format` gives it)
 	$(PY) -m ruff check .
