@@ -90,10 +90,12 @@ class Scheduler:
     def give_way(self) -> None:
         """Send sequences between two canvases back to the queue while there is no row for those of poorer owners."""
         running = [each for each in self.running if each.paged is not None]
+        if not any(each.owner for each in running):
+            return
         rows = Counter(each.owner for each in running)
         without = Counter(each.owner for each in [*self.waiting, *self.admitted]) - rows
         free = self.max_rows - len(running)
-        for sequence in running if any(without) else ():
+        for sequence in running:
             poorer = sum(without[owner] for owner in without if rows[owner] + 1 < rows[sequence.owner])
             if poorer > free and sequence.canvas is None and sequence.proposal is None:
                 self._preempt(sequence)
