@@ -13,7 +13,7 @@ import torch
 
 from blockdiff.checkpoint import init, save_adapter
 from blockdiff.checkpoint.opening import with_adapter
-from blockdiff.errors import BlockdiffError
+from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.sampling import Engine, Request, Sampler, Step
@@ -164,7 +164,7 @@ def test_an_answer_that_takes_too_long_is_a_504_or_an_event_of_the_stream(chatty
     assert stream.status_code == 200 and '"code": "timeout"' in stream.text and "[DONE]" not in stream.text
 
 
-def test_adapters_are_models_by_their_names_over_weights_that_all_share(chatty, tmp_path):
+def test_adapters_are_models_by_their_names_over_weights_that_all_share(chatty, tmp_path, monkeypatch):
     """Each answers as it does alone, while the others run; the model itself is unchanged, and pages are counted."""
     samplers = {}
     for number, name in enumerate(("poet", "cook")):
@@ -194,13 +194,19 @@ def test_adapters_are_models_by_their_names_over_weights_that_all_share(chatty, 
         listed = [each.id for each in (await asking.openai.models.list()).data]
         status, error = await asking.refusal("/v1/completions", model="nobody", prompt="hi")
         text = (await asking.http.get("/metrics")).text
-        return [each.choices[0].text for each in found], read.json()["model"], listed, (status, error), text
+        capacity = await asking.server.engine.call(lambda inner: inner.capacity)
+        return [each.choices[0].text for each in found], read.json()["model"], listed, (status, error), text, capacity
 
-    texts, read, listed, (status, error), metrics = served(chatty, use, adapters=samplers)
+    monkeypatch.setattr("blockdiff.memory.available_bytes", lambda _: 300 << 20)
+    texts, read, listed, (status, error), metrics, capacity = served(chatty, use, adapters=samplers)
+    assert 0.3 < capacity / Engine(chatty.model, settings=chatty.settings).capacity < 0.35
     assert texts == [alone[each] for each in asked]
     assert (read, listed) == ("cook", ["blockdiff", "poet", "cook"])
     assert (status, error["code"]) == (404, "model_not_found") and "blockdiff, poet, cook" in error["message"]
     assert 'blockdiff_pages{layers="full",state="used"} 0.0' in metrics
+    monkeypatch.setattr("blockdiff.checkpoint.opening.form_below", lambda _: "fp8")
+    with pytest.raises(CheckpointError, match="was trained over weights in the form 'fp8'"):
+        with_adapter(chatty.model, tmp_path / "cook")
 
 
 def test_a_read_is_one_of_the_answers_of_its_key(chatty):
