@@ -24,6 +24,10 @@ def plan(
     tokens: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Length of the longest row, or of a sampled prefix.")
     ] = None,
+    image_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of the images of a row; left out: of one image, at most."),
+    ] = None,
     quantize: options.Quantize = None,
     as_json: options.AsJson = False,
     device: Annotated[
@@ -41,9 +45,11 @@ def plan(
     is_recipe = options.is_recipe(target, set_)
     if quantize is not None and is_recipe:
         raise typer.BadParameter("a recipe says it itself; --set model.quantize=fp8", param_hint="--quantize")
+    if image_tokens is not None and not is_recipe:
+        raise typer.BadParameter("is for the recipe of a training; leave it out", param_hint="--image-tokens")
     limit = None if gpu_memory is None else int(gpu_memory * GIB)
     if is_recipe:
-        lines, report = _training(target, set_ or [], gpus, limit, tokens, device)
+        lines, report = _training(target, set_ or [], gpus, limit, tokens, image_tokens, device)
     else:
         lines, report = _sampling(target, limit, tokens or 1000, device, quantize)
     print(json.dumps(report, indent=1) if as_json else "\n".join(lines))
@@ -56,6 +62,7 @@ def _training(
     gpus: int,
     limit: int | None,
     tokens: int | None,
+    image_tokens: int | None,
     device: str,
 ) -> tuple[list[str], dict[str, Any]]:
     """The plan of a training as lines and as JSON values, of which `fits` is true where there is no limit."""
@@ -67,16 +74,20 @@ def _training(
 
     recipe, _ = with_objective_of_base(read_recipe(target, overrides, needs_data=False))
     refuse(recipe, gpus)
+    if image_tokens is not None and recipe.objective.images == "none":
+        raise typer.BadParameter("the recipe takes no images (objective.images: none)", param_hint="--image-tokens")
     base = planned_model(recipe)
-    made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base)
+    asked: dict[str, Any] = {"ranks": gpus, "device": device, "tokens": tokens, "image_tokens": image_tokens}
+    made = plans.plan_training(recipe, base=base, **asked)
     fits = limit is None or made.total <= limit
     report: dict[str, Any] = {"fits": fits, "limit": limit, "bytes": made.total, "parts": made.parts, "host": made.host}
-    report |= {name: getattr(made, name) for name in ("rows", "tokens", "canvases", "numbers", "trained")}
+    sizes = ("rows", "tokens", "canvases", "image_tokens", "numbers", "trained")
+    report |= {name: getattr(made, name) for name in sizes}
     lines = [*plans.lines(made, limit)]
     if limit is None or fits:
         return lines, report
     lines.append(f"what breaks: {plans.breaking(made, limit)}")
-    found = what_fits(recipe, limit, base, ranks=gpus, device=device, tokens=tokens)
+    found = what_fits(recipe, limit, base, **asked)
     if found is None:
         lines.append("no change of the recipe that is known here makes it fit; take more GPUs, or larger ones")
         return lines, report

@@ -142,6 +142,13 @@ class ImageProcessor:
         settings = json.dumps([kind, cut.to_dict()], sort_keys=True, default=str)
         return cls(cut, hashlib.sha256(settings.encode()).digest())
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that an image becomes."""
+        if hasattr(self.cut, "max_soft_tokens"):
+            return int(self.cut.max_soft_tokens)
+        return int(self.cut.size["longest_edge"]) // (self.cut.patch_size * self.cut.merge_size) ** 2  # of its pixels
+
     def __call__(self, image: Image, name: str) -> ImageInput:
         """An image cut into patches; DataError for a shape that the processor refuses."""
         try:

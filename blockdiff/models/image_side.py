@@ -21,8 +21,11 @@ class ImageSide(nn.Module):
     """The modules of a family that see images: `side(inputs) -> features [sum of the inputs' tokens, D]`.
 
     A family's own says in `features` how its modules are called for several images at once. In training nothing of
-    the forward is kept but the images: the backward runs the modules again.
+    the forward is kept but the images: the backward runs the modules again. released_tokens: the most tokens that the
+    released models' processor makes of an image.
     """
+
+    released_tokens: int
 
     def __init__(self, **parts: nn.Module):
         super().__init__()

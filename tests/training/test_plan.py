@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,11 +12,13 @@ import torch
 
 from benchmarks.timing import peak_memories
 from blockdiff import checkpoint, with_image_side
+from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.objective import Objective
 from blockdiff.recipes.sudoku import alphabet, make_splits
+from blockdiff.training.data import read_data
 from blockdiff.training.optimiser import matrix_count, trainable
 from blockdiff.training.plan import changes
 from blockdiff.training.plan import training as plans
@@ -26,10 +30,12 @@ from blockdiff.training.starting_model import read_starting_model, without_weigh
 from blockdiff.training.step import autocast
 from tests.commands import run
 from tests.little_model import LITTLE, save_preset
+from tests.seeing import png
 
 CPU = torch.device("cpu")
 LORA = "lora={parts: {attention: 4, mlp: 4, experts: 4, self_conditioning: 4}}"
 FROM_BASE = "model={path: base}"
+IMAGE = 9  # tokens of an image that nothing cuts
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +47,26 @@ def folder(tmp_path_factory):
     names = ("boi_token_id", "image_token_id", "eoi_token_id")
     wide |= dict(zip(names, tokenizer.convert_tokens_to_ids(list("[#]")), strict=True))
     wide["vision_config"] = {**LITTLE["vision_config"], "position_embedding_size": 64}
+    cuts = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70}
+    (folder / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(cuts))
     save_preset(folder / "little.json", wide)
     model = checkpoint.init(str(folder / "little.json"), seed=3)
     checkpoint.save(model, folder / "base", tokenizer=load_tokenizer(folder / "tokenizer"))
+    shutil.copy(folder / "tokenizer" / "preprocessor_config.json", folder / "base")
     return folder
 
 
-def recipe_of(folder: Any, *overrides: str) -> Recipe:
+def recipe_of(folder: Any, *overrides: str, rows: Any = None) -> Recipe:
+    rows = rows or make_splits(4, {"train": 4}, seed=0)["train"]
     tree = {
         "model": {"preset": str(folder / "little.json"), "tokenizer": str(folder / "tokenizer")},
-        "data": {"train": make_splits(4, {"train": 4}, seed=0)["train"], "max_length": 64, "canvases": "all"},
+        "data": {"train": rows, "max_length": 64, "canvases": "all"},
         "train": {"steps": 4, "batch_size": 6},
     }
     return read_recipe(tree, [text.replace("path: base", f"path: {folder / 'base'}") for text in overrides])
 
 
-def held(recipe: Recipe, kernels: str = "auto", steps: int = 1) -> int:
+def held(recipe: Recipe, kernels: str = "auto", steps: int = 1, batch: Batch | None = None) -> int:
     """The peak of live bytes, gradients among them, of a step that really runs: the largest of some."""
     base = read_starting_model(recipe)
     objective = without_weights(recipe, base, kernels)
@@ -68,7 +78,8 @@ def held(recipe: Recipe, kernels: str = "auto", steps: int = 1) -> int:
     model.train()
     share = recipe.train.batch_size
     rows = recipe.train.micro_batch_size or share
-    batch = plans.worst_batch(recipe, model, recipe.data.pack or 64, rows)
+    images = [] if model.image_side is None else [IMAGE]
+    batch = batch or plans.worst_batch(recipe, model, recipe.data.pack or 64, rows, images)
 
     def work() -> None:
         for _ in range(min(2, share // rows)):
@@ -77,6 +88,11 @@ def held(recipe: Recipe, kernels: str = "auto", steps: int = 1) -> int:
             (losses.canvas_sum + losses.ar_sum).backward()
 
     return max(peak_memories(work, CPU, lambda: model.zero_grad(set_to_none=True), steps))
+
+
+def step_of(made: plans.TrainingPlan) -> int:
+    """The bytes of a plan that a step needs, gradients among them."""
+    return made.total - made.parts["weights"] - made.parts["optimiser"] - made.parts.get("adapters", 0)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +111,26 @@ def held(recipe: Recipe, kernels: str = "auto", steps: int = 1) -> int:
 )
 def test_a_plan_holds_what_a_traced_step_holds(folder, overrides):
     recipe = recipe_of(folder, *overrides)
-    made = plans.plan_training(recipe, device="cpu")
-    planned = made.total - made.parts["weights"] - made.parts["optimiser"] - made.parts.get("adapters", 0)
-    assert planned == pytest.approx(held(recipe), rel=0.02)
+    made = plans.plan_training(recipe, device="cpu", image_tokens=IMAGE)
+    assert step_of(made) == pytest.approx(held(recipe), rel=0.02)
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["an image", "two images"])
+@pytest.mark.parametrize(
+    "overrides",
+    [("objective.images=trained",), (FROM_BASE, "lora={parts: {images: 4}}", "objective.images=frozen")],
+    ids=["trained", "lora"],
+)
+def test_a_plan_takes_images_to_be_as_large_as_they_are_cut(folder, overrides, count):
+    """The rows' images have several forms, and become up to 70 tokens, more than a canvas of 9."""
+    sizes = [(96, 96), (40, 100), (200, 100)]
+    images = [png(f"rgb({n}, 0, 0)", *sizes[n % 3]) for n in range(12)]
+    rows = [{"prompt": "1", "response": "2" * 40, "images": images[n::6][:count]} for n in range(6)]
+    recipe = recipe_of(folder, *overrides, "data.max_length=200", "data.cache=off", rows=rows)
+    data = read_data(recipe, read_starting_model(recipe))
+    longest = int(max(data.train.lengths))
+    made = plans.plan_training(recipe, device="cpu", tokens=longest, image_tokens=None if count == 1 else 140)
+    assert 0.9 < step_of(made) / held(recipe, batch=data.batches(1)[0]) < 1.3
 
 
 @pytest.mark.parametrize(
@@ -106,8 +139,7 @@ def test_a_plan_holds_what_a_traced_step_holds(folder, overrides):
 def test_a_plan_counts_what_autocast_makes_of_a_model_that_is_not_sharded(folder, overrides):
     recipe = recipe_of(folder, "train.autocast=bfloat16", *overrides)
     made = plans.plan_training(recipe, device="cpu")
-    planned = made.total - made.parts["weights"] - made.parts["optimiser"] - made.parts.get("adapters", 0)
-    assert planned == pytest.approx(held(recipe), rel=0.05)
+    assert step_of(made) == pytest.approx(held(recipe), rel=0.05)
 
 
 def test_a_plan_for_triton_holds_what_its_kernels_hold(folder):

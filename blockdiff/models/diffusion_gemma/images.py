@@ -15,6 +15,7 @@ from blockdiff.models.image_side import ImageSide, stacked
 class GemmaImages(ImageSide):
     """`vision_tower` and `embed_vision` of transformers' encoder; images are filled up to the longest of a call."""
 
+    released_tokens = 280
     vision_tower: Any
     embed_vision: Any
 

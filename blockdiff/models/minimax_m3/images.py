@@ -19,6 +19,7 @@ BEFORE, AFTER = "]<]start of image[>[", "]<]end of image[>["  # of which the con
 class MiniMaxM3Images(ImageSide):
     """`vision_tower` and `multi_modal_projector` of transformers; the patches of a call's images are one sequence."""
 
+    released_tokens = PIXELS["longest_edge"] // 28**2
     vision_tower: Any
     multi_modal_projector: Any
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from blockdiff.data.collate import AllCanvases
 from blockdiff.models.family import family_of
@@ -41,18 +42,26 @@ CHANGES = (
 
 
 def what_fits(
-    recipe: Recipe, limit: int, base: StartingModel, *, ranks: int, device: str, tokens: int | None
+    recipe: Recipe,
+    limit: int,
+    base: StartingModel,
+    *,
+    ranks: int,
+    device: str,
+    tokens: int | None,
+    image_tokens: int | None = None,
 ) -> tuple[list[str], TrainingPlan] | None:
     """Changes of the recipe that make the training fit, and the plan with them; None where none do.
 
     They are tried one on top of the other; those that leave as much as there was are dropped again.
     """
     changes: list[str] = []
-    plan = plan_training(recipe, ranks=ranks, device=device, tokens=tokens, base=base)
+    asked: Any = {"ranks": ranks, "device": device, "image_tokens": image_tokens, "base": base}
+    plan = plan_training(recipe, tokens=tokens, **asked)
     for key, value, length in _candidates(recipe, plan, limit, ranks, base):
         change = f"{key}={value}"
         tried = read_recipe(recipe, [change], needs_data=False)
-        smaller = plan_training(tried, ranks=ranks, device=device, tokens=length or tokens, base=base)
+        smaller = plan_training(tried, tokens=length or tokens, **asked)
         if smaller.total <= plan.total * WORTH:
             recipe, plan, tokens = tried, smaller, length or tokens
             changes.append(change)

@@ -14,7 +14,13 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.data import Data
 from blockdiff.training.plan.changes import what_fits
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
-from blockdiff.training.plan.training import MOST_ROWS, micro_batch_rows, plan_training, weight_dtypes
+from blockdiff.training.plan.training import (
+    MOST_ROWS,
+    TrainingPlan,
+    micro_batch_rows,
+    plan_training,
+    weight_dtypes,
+)
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
@@ -55,7 +61,7 @@ def require_step(
     except Exception as error:  # whatever a part from Python does that reads numbers
         show.line(f"note      memory is not planned: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
         return
-    _require(plan.parts, recipe, base, ranks, batch)
+    _require(plan.parts, recipe, base, ranks, plan)
 
 
 def _kept(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> dict[str, int]:
@@ -99,13 +105,15 @@ def step_bound(objective: nn.Module, rows: int, length: int) -> int:
     return int(tokens * (256 * numbers + 2 * layers * widest * keys))
 
 
-def _require(parts: dict[str, int], recipe: Recipe, base: StartingModel, ranks: Ranks, batch: Batch | None) -> None:
+def _require(
+    parts: dict[str, int], recipe: Recipe, base: StartingModel, ranks: Ranks, plan: TrainingPlan | None
+) -> None:
     """Say in one line where the parts do not fit on the device: BlockdiffError, or a warning."""
     total, remedy = memory.total_bytes(ranks.device), {}
     if total is not None and sum(parts.values()) > total:
         device = "cuda" if ranks.device.type == "cuda" else "cpu"
         length = getattr(recipe.data.max_length, "tokens", None) or recipe.data.pack or 2 * base.canvas_length
-        tokens = length if batch is None else batch.tokens_BS.shape[1]
-        found = what_fits(recipe, total, base, ranks=ranks.world, device=device, tokens=tokens)
+        tokens, images = (length, None) if plan is None else (plan.tokens, plan.image_tokens)
+        found = what_fits(recipe, total, base, ranks=ranks.world, device=device, tokens=tokens, image_tokens=images)
         remedy = {} if found is None else {" ".join(f"--set {change}" for change in found[0]): found[1].total}
     memory.require(parts, ranks.device, remedy)

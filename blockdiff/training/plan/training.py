@@ -18,7 +18,7 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.files import DTYPES
 from blockdiff.data.collate import Collator
 from blockdiff.diffusion.schedule import StratifiedTime
-from blockdiff.errors import RecipeError
+from blockdiff.errors import BlockdiffError, RecipeError
 from blockdiff.images import PlacedImage
 from blockdiff.kernels import IN_C, Kernels
 from blockdiff.memory import size
@@ -27,6 +27,7 @@ from blockdiff.rl.batches import ROWS, Answer, canvas_batch, head_batch
 from blockdiff.rl.policy import RolloutBatch
 from blockdiff.terminal import counted
 from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.data import image_reader
 from blockdiff.training.muon import AT_ONCE
 from blockdiff.training.optimiser import matrix_count, trainable
 from blockdiff.training.plan.live_bytes import CHUNK
@@ -43,13 +44,15 @@ class TrainingPlan:
     """The memory of one rank at the peak of an optimiser step.
 
     parts: bytes on the device by what they hold; host: the same of what is kept on the host instead. tokens, canvases:
-    of a row; rows: of a micro-batch. numbers, trained: parameters and buffers of the whole model, and those that train.
+    of a row; image_tokens: of the images of a row; rows: of a micro-batch. numbers, trained: parameters and buffers of
+    the whole model, and those that train.
     """
 
     parts: dict[str, int]
     host: dict[str, int]
     tokens: int
     canvases: int
+    image_tokens: int
     rows: int
     numbers: int
     trained: int
@@ -71,6 +74,7 @@ def plan_training(
     ranks: int = 1,
     device: str = "cuda",
     tokens: int | None = None,
+    image_tokens: int | None = None,
     base: StartingModel | None = None,
     batch: Batch | None = None,
     times: float = 1.0,
@@ -79,6 +83,7 @@ def plan_training(
 
     tokens: of the longest row, where the recipe names neither data.pack nor data.max_length. Every row is taken to be
     that long, all of it response but a prompt of one canvas, and every canvas to get the signal: the most there can be.
+    image_tokens: those of the images of a row (None: of one image, as many as the model's processor makes at most).
     batch: a micro-batch of the run, to be planned instead; times: how many times as many rows it has in the run. Raises
     RecipeError where the length of a row is not known.
     """
@@ -95,8 +100,9 @@ def plan_training(
     static = kept_bytes(objective, recipe, ranks, stored, computed)
     share, rows = -(-recipe.train.batch_size // ranks), micro_batch_rows(recipe, ranks)
     if batch is None:
-        few = min(rows, MOST_ROWS)
-        batch, times = worst_batch(recipe, model, _longest(recipe, tokens), few), rows / few
+        few, longest = min(rows, MOST_ROWS), _longest(recipe, tokens)
+        images = _image_sizes(recipe, base, model, longest, image_tokens)
+        batch, times = worst_batch(recipe, model, longest, few, images), rows / few
         if recipe.rl is not None:
             batch = worst_rollouts(recipe, base, batch)
     if ranks > 1 and not is_sharded and share > rows:  # DDP's buckets, beside what earlier micro-batches left
@@ -121,7 +127,8 @@ def plan_training(
         moving = {"pages of rollouts": pages} if pages > sum(moving.values()) else moving
     host = static if recipe.parallel.offload else {}
     parts = ({} if recipe.parallel.offload else static) | moving
-    sizes = batch.tokens_BS.shape[1], batch.start_BC.shape[1], round(times * batch.tokens_BS.shape[0])
+    of_images = 0 if batch.images is None else int(batch.images.row_N.bincount().max())
+    sizes = batch.tokens_BS.shape[1], batch.start_BC.shape[1], of_images, round(times * batch.tokens_BS.shape[0])
     return TrainingPlan(parts, host, *sizes, numbers, trains)
 
 
@@ -163,8 +170,9 @@ def breaking(plan: TrainingPlan, limit: int) -> str:
 
 def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
     """A plan for a person to read."""
-    canvases = counted(plan.canvases, "block" if "target" in plan.parts else "canvas")
-    each = f" with {canvases} each" if plan.canvases else ""
+    parts = [counted(plan.canvases, "block" if "target" in plan.parts else "canvas")] * bool(plan.canvases)
+    parts += [f"images of {plan.image_tokens:,} tokens"] * bool(plan.image_tokens)
+    each = f" with {' and '.join(parts)} each" if parts else ""
     yield f"a micro-batch of {counted(plan.rows, 'row')} of {plan.tokens:,} tokens{each}"
     width = max(len(name) for name in (*plan.parts, *plan.host))
     for name, count in plan.parts.items():
@@ -195,6 +203,21 @@ def _longest(recipe: Recipe, tokens: int | None) -> int:
     return int(length)
 
 
+def _image_sizes(
+    recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, longest: int, tokens: int | None
+) -> list[int]:
+    """The tokens of each image of the longest row: as many as are said, or those of one image, at most."""
+    if model.image_side is None:
+        return []
+    try:
+        most = image_reader(recipe, base).processor.most_tokens  # type: ignore[union-attr]
+    except BlockdiffError:  # the settings need not be there
+        most = model.image_side.released_tokens
+    most = min(most, longest)
+    images, rest = divmod(most if tokens is None else min(tokens, longest), most)
+    return [most] * images + [rest] * (rest > 0)
+
+
 def weight_dtypes(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, torch.dtype]:
     """The dtype of the weights as a rank keeps them, and the one in which sharded ones are gathered and run."""
     if recipe.model.dtype != "auto":
@@ -214,16 +237,22 @@ def kernels_for(device: str) -> Kernels:
     return Kernels("shapes")
 
 
-def worst_batch(recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: int) -> Batch:
+def worst_batch(
+    recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: int, image_sizes: Sequence[int] = ()
+) -> Batch:
     """Rows of so many tokens: a prompt of one canvas, then the canvases that the recipe's choice runs.
 
-    With an image side there is an image of as many tokens in each row.
+    image_sizes: the tokens of each image of a row; they stand at its beginning. Several images are not all equally
+    large, so that the smaller ones are filled up, and the tower has to tell what is filling.
     """
     L = model.canvas_length
     images = [list[PlacedImage]() for _ in range(rows)]
-    if model.image_side is not None:
-        blank = model.image_side.blank(min(L if model.denoises else MOST_ROWS, tokens))
-        images = [[PlacedImage(replace(blank, digest=b"%d" % row), 0)] for row in range(rows)]
+    for number, width in enumerate(image_sizes):
+        assert model.image_side is not None
+        large, small = (model.image_side.blank(n) for n in (width, max(1, width - 1)))
+        for row, of_row in enumerate(images):
+            image = replace(small if row or number else large, digest=b"%d %d" % (row, number))
+            of_row.append(PlacedImage(image, sum(image_sizes[:number])))
     if not model.denoises:
         return lay_out([CleanRow([0] * tokens, [], images=of_row) for of_row in images], L, pad_id=0)
     stride = L if recipe.objective.draft_for is None else 1  # blocks of a drafter begin anywhere
