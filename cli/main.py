@@ -32,6 +32,8 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.terminal import say_error, shown
 
 OURS = (Path(blockdiff.__file__).parent, Path(__file__).parent)
+REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room there and start again")
+REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; see to its permissions, or name another place")
 
 
 class Commands(TyperGroup):
@@ -77,8 +79,7 @@ def report(error: Exception) -> int:
         message = "stopped"
     elif isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
-        remedy = "; make room there and start again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        message = f"{place}{error.strerror}{remedy}"
+        message = f"{place}{error.strerror}{REMEDIES.get(error.errno or 0, '')}"
     else:
         message = f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
     say_error(message)

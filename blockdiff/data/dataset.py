@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from blockdiff.data.cache import cache_key, cached, temporary
 from blockdiff.data.chat import Encoder
 from blockdiff.data.examples import Examples, write_examples
-from blockdiff.data.rows import Row
 from blockdiff.data.sources import OpenedSource, Source, open_source, titles
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
 
 TOTAL = "total"
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
-Watch = Callable[[Iterator[Row]], Iterator[Row]]  # gives rows on as they are, and may say how many there were
+Watch = Callable[[Iterator[Any]], Iterator[Any]]  # gives rows on as they are, and may say how many there were
 
 
 @dataclass(frozen=True)

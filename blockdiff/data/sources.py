@@ -290,15 +290,20 @@ def on_hub(source: Source, streaming: bool) -> Table:
 
     split = source.split
     try:
-        found: Any = datasets.load_dataset(source.path, source.subset, split=split, streaming=streaming)
+        if streaming:
+            builder = datasets.load_dataset_builder(source.path, source.subset)
+            found: Any = builder.as_streaming_dataset(split=split)
+            # the fingerprint of a stream is a random one, and the builder's hash is of the revision
+            content = repr((source.path, source.subset, split, builder.hash))
+        else:
+            found = datasets.load_dataset(source.path, source.subset, split=split)
+            content = found._fingerprint
     except Exception as error:  # whatever network, hub and builders raise
         subset = f", subset {source.subset}" if source.subset else ""
         raise DataError(
             f"{source.path}: no such file, and as a data set of the hub (split {split}{subset}) it cannot be "
             f"loaded ({_one_line(error)}); correct the name, subset or split, or see to the network"
         ) from None
-    # The fingerprint of a stream is a random one.
-    content = repr((source.path, source.subset, split, str(found.info.version))) if streaming else found._fingerprint
     if found.column_names is not None:
         found = found.select_columns(source.choose(list(found.column_names)))
     for name, feature in (found.features or {}).items():

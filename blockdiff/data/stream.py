@@ -12,7 +12,7 @@ from itertools import chain, islice
 import numpy as np
 
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.dataset import check_conversations, with_total
+from blockdiff.data.dataset import Watch, check_conversations, with_total
 from blockdiff.data.formats import Skip
 from blockdiff.data.order import BLOCK, mixture_block, mixture_counts
 from blockdiff.data.sources import TRAIN, Files, Source, open_source, titles
@@ -30,11 +30,19 @@ class StreamedExamples:
     Places form windows of `shuffle_buffer` examples, each in a random order of its own (address: the window), so what
     stands at a place depends on nothing but the data, the options and the seed. `sample_id` is the running number of
     an example, so a second pass over the data has fresh noise. Places in a window before the last two are
-    reached by reading from the start again.
+    reached by reading from the start again. The examples up to the end of the first window that is asked for, which a
+    run waits for, pass through `watch`.
     """
 
-    def __init__(self, sources: Sequence[Source], encoder: Encoder, shuffle_buffer: int, seed: int) -> None:
-        self.encoder, self.shuffle_buffer, self.seed = encoder, shuffle_buffer, seed
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        encoder: Encoder,
+        shuffle_buffer: int,
+        seed: int,
+        watch: Watch = lambda examples: examples,
+    ) -> None:
+        self.encoder, self.shuffle_buffer, self.seed, self._watch = encoder, shuffle_buffer, seed, watch
         self._titles = titles(sources)
         self._passes = [_Pass(source, encoder) for source in sources]
         self._counts = mixture_counts([source.weight for source in sources])
@@ -61,7 +69,7 @@ class StreamedExamples:
     def content(self) -> list[str]:
         """A digest of the rows of each source: of the bytes of its files, or of its rows in memory.
 
-        Of a data set on the hub it is that of the name and version.
+        Of a data set on the hub it is that of the name and the revision.
         """
         return [each.content() for each in self._passes]
 
@@ -83,10 +91,11 @@ class StreamedExamples:
             self._next = 0
             for each in self._passes:
                 each.restart()
+        watch = (lambda examples: examples) if self._windows else self._watch
         for source, each in enumerate(self._passes):
-            each.skip(self._given(source, first) - self._given(source, self._next))
+            each.skip(self._given(source, first) - self._given(source, self._next), watch)
         self._next = first
-        taken = [self._take() for _ in range(self.shuffle_buffer)]
+        taken = list(watch(self._take() for _ in range(self.shuffle_buffer)))
         order = permutation(self.seed, Stream.WINDOW, (window,), self.shuffle_buffer).tolist()
         self._windows[window] = [taken[number] for number in order]
         for old in list(self._windows)[:-WINDOWS]:  # the ones that were read first
@@ -153,7 +162,7 @@ class _Pass:
         """Where bad rows are counted; None: the first one is an error."""
         return self.statistics if self.encoder.skips_bad_rows else None
 
-    def skip(self, count: int) -> None:
+    def skip(self, count: int, watch: Watch) -> None:
         """Pass over `count` examples: without looking at the rows where each is sure to become an example."""
         if self._examples is None and self.encoder.max_length is None and not self.encoder.skips_bad_rows:
             skip = Skip(count)
@@ -165,5 +174,5 @@ class _Pass:
                 else:  # a whole pass was skipped, and so can be all the others
                     skip.left %= before - skip.left
             return
-        for _ in range(count):
-            next(self)
+        for _ in watch(islice(iter(self.__next__, None), count)):
+            pass

@@ -74,6 +74,14 @@ def expanded(ids: Sequence[int], counts: Sequence[int], around: tuple[int, int, 
     return Expanded([*result, *ids[at:]], columns, moved)
 
 
+def takes_images(tokens: ImageTokens | None, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """False for a model without tokens around images, or one that spells a token which its tokenizer does not have."""
+    if tokens is None or tokenizer is None:
+        return tokens is not None
+    spelt = [token for token in tokens if isinstance(token, str)]
+    return not {None, tokenizer.unk_token_id} & {tokenizer.convert_tokens_to_ids(token) for token in spelt}
+
+
 def ids_around(tokens: ImageTokens, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int, int]:
     """The ids of the tokens of images, some of which a family may know by their texts."""
     found = [tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token for token in tokens]

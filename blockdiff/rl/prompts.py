@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blockdiff.data.dataset import Watch
 from blockdiff.data.rows import Row, check_row
 from blockdiff.data.sources import Source, open_source
 from blockdiff.errors import DataError
@@ -36,15 +37,18 @@ class Prompts:
         return len(self.rows)
 
 
-def read_prompts(sources: Sequence[Source], is_chat: bool, system: str | None) -> Prompts:
+def read_prompts(
+    sources: Sequence[Source], is_chat: bool, system: str | None, watch: Watch = lambda rows: rows
+) -> Prompts:
     """Read the rows of sources. They need no response; one that is there is the reference of tasks that compare.
 
-    is_chat: prompts are a user's turns; system: put before conversations that bring no system message. Raises DataError
+    is_chat: prompts are a user's turns; system: put before conversations that bring no system message; watch: rows
+    pass through it. Raises DataError
     "file:line: reason; what to do" for a row that asks nothing, and for images, which are not rolled out.
     """
     found: list[Prompt] = []
     for source in sources:
-        for where, value in open_source(source).values():
+        for where, value in watch(open_source(source).values()):
             row = check_row(value, where, source.columns, is_asked=True)
             if row.sources:
                 raise DataError(f"{where}: rows with images are not rolled out; leave the row out")

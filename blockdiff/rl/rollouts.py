@@ -63,6 +63,7 @@ class Rollouts:
         self.sampler, self.rewards, self.collator = sampler, rewards, collator
         self.ranks, self.precision, self.show = ranks, precision, show
         self._round = 0
+        self._had_spread = True  # whether rewards of a group differed in the round before
         self._ended: float | None = None  # when batches were handed out
         self._updates: list[list[RolloutBatch]] = []  # of the round
         self._counted: defaultdict[str, float] = defaultdict(float)
@@ -124,14 +125,22 @@ class Rollouts:
     def _begin(self, number: int, step: int) -> None:
         """Draw the answers of a round, and lay out the batches of its optimiser steps."""
         began, group, size = time.perf_counter(), self.rl.group, self.recipe.train.batch_size
-        answers = self._answers(number)
+        answers, spread = self._answers(number), False
         for first in range(0, len(answers), group):
             of_group = answers[first : first + group]
             for answer, advantage in zip(
                 of_group, advantages([each.reward for each in of_group], self.rl.advantage), strict=True
             ):
                 answer.advantage = advantage
-            self._counted["even groups"] += all(answer.advantage == 0 for answer in of_group)
+            is_even = all(answer.advantage == 0 for answer in of_group)
+            self._counted["even groups"] += is_even
+            spread |= not is_even
+        if self._had_spread and not spread:
+            self.show.line(
+                f"note      step {step}: the answers to each prompt have equal rewards, which teach nothing; if that "
+                "goes on, give rewards that tell answers apart, or raise rl.group"
+            )
+        self._had_spread = spread
         self._count(answers)
         self._counted["seconds"] += time.perf_counter() - began
         starts = range(0, len(answers), size)

@@ -13,6 +13,7 @@ from blockdiff.checkpoint.files import DIFFUSION
 from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.checkpoint.tokenizer import OTHER_MODELS, mismatch
 from blockdiff.data.images import PROCESSORS, ImageReader
+from blockdiff.data.tokenise import takes_images
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import family_of
@@ -154,7 +155,7 @@ def sampling_settings(
         positions=None if config is None else min(family_of(each).outline(each).positions for each in configs),
         is_drafted=is_drafted,
         block=block,
-        image_reader=None if is_drafted and block is None else _image_reader(model),
+        image_reader=None if is_drafted and block is None else _image_reader(model, tokenizer),
     )
 
 
@@ -163,11 +164,11 @@ def _diffusion(origin: Path | None) -> DiffusionSettings:
     return DiffusionSettings.from_pretrained(origin) if origin else DiffusionSettings()
 
 
-def _image_reader(model: BlockDiffusionModel) -> ImageReader | None:
+def _image_reader(model: BlockDiffusionModel, tokenizer: PreTrainedTokenizerBase | None) -> ImageReader | None:
     """The reader of images for a model that takes them; the files that it carries say how they are cut."""
     config, carried = getattr(model, "config", None), getattr(model, "carried", None)
     tokens = None if config is None else family_of(config).image_tokens(config)
-    if tokens is None:
+    if tokens is None or not takes_images(tokens, tokenizer):
         return None
     files = [] if carried is None else carried.side_files
     found = [file for file in files if file.name in PROCESSORS] or files

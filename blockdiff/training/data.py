@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -250,9 +250,10 @@ def collator(recipe: Recipe, base: StartingModel, reader: ImageReader | None = N
 def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, watch: Watch | None = None) -> Data:
     """Read and encode the rows of a recipe, or find them in the cache.
 
-    With several ranks one of each node fills the cache first; rows that are encoded pass through `watch`. Raises
-    DataError with file and line for what cannot be used.
+    With several ranks one of each node fills the cache first. Rows that are read pass through `watch`: those that are
+    encoded, the first ones of a stream, prompts. Raises DataError with file and line for what cannot be used.
     """
+    watch = watch or (lambda rows: rows)
     reader = image_reader(recipe, base)
     encode = encoder(recipe, base, reader)
     cache, d = cache_directory(recipe.data.cache), recipe.data
@@ -264,10 +265,10 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, w
     train: Dataset | StreamedExamples | Prompts
     order: AnyOrder
     if recipe.rl is not None:
-        train = read_prompts(specs, d.chat, d.system)
+        train = read_prompts(specs, d.chat, d.system, watch)
         order = Order(len(train), recipe.rl.prompts, recipe.seed)
     elif d.streaming is not None:
-        train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed)
+        train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed, watch)
         order = StreamOrder(recipe.train.batch_size)
     else:
         train = load_dataset(specs, encode, cache=cache, first=one_first(), watch=watch)
@@ -288,5 +289,6 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, w
     asked = recipe.evaluation.prompts
     if asked is not None:
         specs = sources(asked, recipe, d.heldout_split)
-        prompts = list(islice((row for spec in specs for row in read_rows(spec)), recipe.evaluation.prompts_count))
+        rows = chain.from_iterable(read_rows(spec) for spec in specs)
+        prompts = list(watch(islice(rows, recipe.evaluation.prompts_count)))
     return Data(recipe, encode, train, heldout, prompts, collator(recipe, base, reader), order)

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from blockdiff.data.rows import Row
 from blockdiff.metrics import Record, texts
 from blockdiff.terminal import console, counted, printable, shown
 from blockdiff.training.freeze import PartCounts
 
+T = TypeVar("T")
 # What a line shows of a record, in this order, where the record has it.
 LINE = (
     *("loss", "canvas_loss", "ar_loss", "grad_norm", "lr", "reward", "rollout_steps_per_canvas", "rollout_settled"),
@@ -46,7 +46,7 @@ class Progress:
         elif self.is_shown:
             self.console.print(shown(text, self.console.file))
 
-    def reading(self, rows: Iterator[Row]) -> Iterator[Row]:
+    def reading(self, rows: Iterator[T]) -> Iterator[T]:
         """The rows as they are; a line says how many were read after a second, after two, four and so on."""
         began, wait = time.perf_counter(), 1.0
         for count, row in enumerate(rows):

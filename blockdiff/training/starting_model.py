@@ -17,6 +17,7 @@ from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.opening import model_files
 from blockdiff.checkpoint.tokenizer import load_tokenizer, mismatch, rows_needed
 from blockdiff.data.template import give_template, turn_ends
+from blockdiff.data.tokenise import takes_images
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
 from blockdiff.draft_objective import BlockMask, DraftObjective
 from blockdiff.errors import BlockdiffError, CheckpointError, RecipeError
@@ -198,7 +199,7 @@ def without_weights(
     corruption = make_corruption(recipe, base)
     if recipe.objective.images != "none":
         model.image_side = checkpoint.empty_image_side(base.config)
-        if family_of(base.config).image_tokens(base.config) is None:
+        if not takes_images(family_of(base.config).image_tokens(base.config), base.tokenizer):
             raise RecipeError(
                 "objective.images: the model takes no images, because its vocabulary has no token for them; leave it "
                 "out, or give a model or preset whose image tokens the tokenizer has"

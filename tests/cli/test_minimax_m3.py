@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from blockdiff import checkpoint
 from blockdiff.data.tokenizer import character_tokenizer
-from tests.commands import run, works
+from tests.commands import refusal, run, works
+from tests.seeing import png
 
 RECIPE = """\
 seed: 1
@@ -22,7 +26,7 @@ train: {{steps: 2, batch_size: 4, log_every: 1}}
 
 
 @pytest.mark.quick
-def test_a_tiny_model_goes_from_its_preset_to_a_merged_export(tmp_path):
+def test_a_tiny_model_goes_from_its_preset_to_a_merged_export(tmp_path, monkeypatch):
     works("data", "sudoku", "--split", "train=8", "--output", tmp_path / "puzzles")
     said = works("init", "minimax-m3-tiny", tmp_path / "causal", "--tokenizer", tmp_path / "puzzles" / "tokenizer")
     assert "parameters, float32" in said
@@ -41,6 +45,27 @@ def test_a_tiny_model_goes_from_its_preset_to_a_merged_export(tmp_path):
     names = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     layer = "base_model.model.model.language_model.layers.1."
     assert {f"{layer}mlp.experts.lora_A.weight", f"{layer}mlp.shared_experts.gate_up_proj.lora_B.weight"} <= {*names}
+
+    # its tokenizer has no token for images
+    (tmp_path / "red.png").write_bytes(png())
+    assert "the model takes no images" in refusal("sample", tmp_path / "base", "--image", tmp_path / "red.png", *asked)
+    of_images = "train", tmp_path / "recipe.yaml", "--set", "objective.images=frozen", "--output", tmp_path / "images"
+    assert "objective.images: the model takes no images" in refusal(*of_images)
+
+    locked, mkdir = tmp_path / "locked", os.mkdir
+
+    def make(path, *more, **named):
+        if locked in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        mkdir(path, *more, **named)
+
+    monkeypatch.setattr(os, "mkdir", make)
+    locked.mkdir()
+    to_write = ["init", "minimax-m3-tiny"], ["export", tmp_path / "run", "--output"]
+    for words in (*to_write, ["export", tmp_path / "run", "--peft", "--output"]):
+        said = refusal(*words, locked / "model")
+        assert "(Permission denied" in said and "see to the permissions of the place, or choose another place" in said
+    assert not list(locked.iterdir())
 
 
 @pytest.mark.quick

@@ -144,7 +144,10 @@ def test_images_of_every_form_of_row_stand_in_their_places_and_literal_markers_s
 def test_a_picture_is_cut_as_transformers_cuts_it(settings):
     path_free = bytes_of(picture(100, 60))
     family = family_of("minimax_m3_vl" if settings is M3 else "diffusion_gemma")
-    found = ImageReader(settings, AROUND, adapt=family.image_processor).read(path_free)
+    reader = ImageReader(settings, AROUND, adapt=family.image_processor)
+    found = reader.read(path_free)
+    largest = picture(1000, 700) if settings is GEMMA else picture(672, 672)
+    assert reader.read(bytes_of(largest)).tokens == reader.processor.most_tokens
     if settings is GEMMA:
         theirs = transformers.Gemma4ImageProcessorPil.from_dict(settings)(
             images=[picture(100, 60)], return_tensors="pt"

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -160,14 +161,20 @@ def hub(monkeypatch):
     """A hub with one data set, and what it was asked for."""
     asked = []
 
-    def load_dataset(path, name=None, *, split, streaming):
-        asked.append((path, name, split, streaming))
+    def load_dataset(path, name=None, *, split):
+        asked.append((path, name, split))
         if split == "nope":
             raise ValueError("Unknown split 'nope'.\nShould be one of ['train'].")
-        table = datasets.Dataset.from_list(QUESTIONS)
-        return table.to_iterable_dataset() if streaming else table
+        return datasets.Dataset.from_list(QUESTIONS)
+
+    def builder(path, name=None):
+        def stream(split):
+            return load_dataset(path, name, split=split).to_iterable_dataset()
+
+        return SimpleNamespace(hash="a revision", as_streaming_dataset=stream)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     return asked
 
 
@@ -177,7 +184,7 @@ def test_a_hub_id_is_read_through_datasets(hub, streaming):
     rows = list(source.rows())
     assert [row.prompt for row in rows] == [row["prompt"] for row in PAIRS]
     assert rows[1].where == "owner/sums:train:row 2"
-    assert hub == [("owner/sums", "main", "train", streaming)]
+    assert hub == [("owner/sums", "main", "train")]
     again, unmapped = Source("owner/sums", subset="main", columns=MAPPED), Source("owner/sums", subset="main")
     assert source.fingerprint() == open_source(again, streaming).fingerprint()
     assert source.fingerprint() != open_source(unmapped, streaming).fingerprint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -34,6 +35,12 @@ def stream(*paths, encoder=ENCODER, buffer=10, seed=0, **options):
     return StreamedExamples([Source(str(path), **options) for path in paths], encoder, buffer, seed)
 
 
+def hub(monkeypatch, table, revision="a first one"):
+    """A hub whose data sets all have the rows of a table."""
+    built = SimpleNamespace(hash=revision, as_streaming_dataset=lambda split: table.to_iterable_dataset())
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: built)
+
+
 def line(example):
     return int(example.where.rpartition(":")[2])
 
@@ -53,6 +60,15 @@ def test_rows_are_shuffled_within_their_window_by_an_order_of_its_own(path):
     orders = [[stream(path)[10 * window + place].sample_id - 10 * window for place in range(10)] for window in (0, 1)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(10)) and orders[0] != orders[1]
     assert orders[0] != [stream(path, seed=1)[place].sample_id for place in range(10)]
+
+
+@pytest.mark.parametrize(("encoder", "before"), [(ENCODER, 0), (TIGHT, 50)], ids=["rows skipped", "rows replayed"])
+def test_what_a_run_waits_for_at_its_start_is_watched(path, encoder, before):
+    watched = []
+    sources = [Source(str(path))]
+    rows = StreamedExamples(sources, encoder, 10, seed=0, watch=lambda them: (watched.append(0) or x for x in them))
+    assert rows[57] and len(watched) == before + 10
+    assert rows[61] and len(watched) == before + 10
 
 
 @pytest.mark.parametrize("encoder", [ENCODER, TIGHT], ids=["rows skipped", "rows replayed"])
@@ -102,7 +118,7 @@ def test_a_batch_over_the_edge_of_a_window_may_be_taken_in_any_order(path):
 
 def test_a_stream_from_the_hub_is_skipped_and_passed_again(monkeypatch):
     table = datasets.Dataset.from_list([{"prompt": str(n), "response": "r"} for n in range(7)])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **more: table.to_iterable_dataset())
+    hub(monkeypatch, table)
     whole = stream("owner/rows", buffer=4)
     expected = [whole[place] for place in range(40)]
     assert {line_of.where for line_of in expected} == {f"owner/rows:train:row {n}" for n in range(1, 8)}
@@ -135,9 +151,13 @@ def test_the_fingerprint_sees_other_options_and_a_corrected_row_is_the_same_stre
 
 def test_the_fingerprint_sees_another_data_set_of_the_hub(monkeypatch):
     table = datasets.Dataset.from_list([{"prompt": "p", "response": "r"}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **more: table.to_iterable_dataset())
+    hub(monkeypatch, table)
     named = [("a/rows", {}), ("b/rows", {}), ("a/rows", {"subset": "x"}), ("a/rows", {"split": "test"})]
     assert len({stream(name, **options).fingerprint for name, options in named}) == 4
+    first = stream("a/rows")
+    assert stream("a/rows").content() == first.content()
+    hub(monkeypatch, table, revision="a later one")
+    assert stream("a/rows").fingerprint == first.fingerprint and stream("a/rows").content() != first.content()
 
 
 def test_a_restart_among_rows_that_are_no_conversations_goes_on_like_the_whole_stream(tmp_path):

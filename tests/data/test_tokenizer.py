@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -134,12 +136,19 @@ def test_a_full_disk_is_said_with_the_file_and_leaves_what_was_there(tmp_path):
 
 
 @pytest.mark.quick
-def test_the_command_that_makes_data_says_what_to_do_on_a_full_disk(tmp_path, monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device", "there/tokenizer.json")
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "make room there and start again"),
+        (errno.EACCES, "see to its permissions, or name another place"),
+    ],
+)
+def test_the_command_that_makes_data_says_what_to_do_where_it_cannot_write(tmp_path, monkeypatch, number, remedy):
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "there/tokenizer.json")
 
-    monkeypatch.setattr("blockdiff.data.tokenizer.write_tokenizer", full)
+    monkeypatch.setattr("blockdiff.data.tokenizer.write_tokenizer", refused)
     result = CliRunner().invoke(app, ["data", "sudoku", "--split", "train=4", "--output", str(tmp_path / "d")])
     assert result.exit_code == 1
-    said = "blockdiff: error: there/tokenizer.json: No space left on device; make room there and start again"
+    said = f"blockdiff: error: there/tokenizer.json: {os.strerror(number)}; {remedy}"
     assert result.stderr.splitlines() == [said]

@@ -105,11 +105,12 @@ def test_micro_batches_change_nothing_and_a_reward_is_learnt(inputs, tmp_path, p
     assert min(found[-2:]) > max(found[:2]) + 0.5
 
 
-def test_equal_rewards_leave_the_weights_unchanged_to_the_bit(inputs, tmp_path):
+def test_equal_rewards_leave_the_weights_unchanged_to_the_bit_and_are_said(inputs, tmp_path, capsys):
     run = blockdiff.reinforce(inputs, ["train.steps=2", "train.save_every=2"], tmp_path / "run", reward=nothing)
     base = checkpoint.load(inputs["model"]["path"], dtype="float32").state_dict()
     assert is_equal({name.removeprefix("model."): x for name, x in weights(run, 2).items()}, dict(base))
     assert [record["groups_without_spread"] for record in run.records] == [1.0, 1.0]
+    assert capsys.readouterr().out.count("equal rewards, which teach nothing") == 1  # of two rounds
 
 
 def failing(kind: str) -> Callable[..., Any]:
@@ -154,7 +155,10 @@ def test_rewards_are_weighted_tasks_and_functions_of_rows_as_their_files_have_th
 
 def test_conversations_are_asked_without_their_last_answer():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    [found] = read_prompts([Source(rows=[{"messages": turns}])], is_chat=False, system="c").rows
+    watched = []
+    watch = lambda rows: (watched.append(row) or row for row in rows)  # noqa: E731
+    [found] = read_prompts([Source(rows=[{"messages": turns}])], is_chat=False, system="c", watch=watch).rows
+    assert len(watched) == 1
     assert found.question.prompt == ({"role": "system", "content": "c"}, turns[0])
     assert found.question.reference == "b" and found.value == {"messages": turns}
 

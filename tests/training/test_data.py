@@ -71,11 +71,12 @@ def test_rows_from_python_are_one_source_with_or_without_saying_so():
     assert [(source.path, source.weight) for source in both] == [("a.jsonl", 1.0), (None, 2.0)]
 
 
-def test_rows_that_are_encoded_are_watched_and_those_of_the_cache_are_not(tmp_path):
+def test_rows_that_are_encoded_and_prompts_are_watched_and_those_of_the_cache_are_not(tmp_path):
     data = {"train": [{"rows": [PAIR, PAIR]}], "heldout": [{"rows": [PAIR]}], "cache": str(tmp_path)}
     tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
+    tree["evaluation"] = {"prompts": [{"rows": [PAIR, PAIR]}], "prompts_count": 1}
     base, watched = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True), []
-    for expected in (3, 3):
+    for expected in (3 + 1, 3 + 1 + 1):
         read_data(Recipe.model_validate(tree), base, watch=lambda rows: (watched.append(row) or row for row in rows))
         assert len(watched) == expected
 
