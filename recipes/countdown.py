@@ -7,6 +7,7 @@ takes any. No two problems, of one split or of two, have the same numbers.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from blockdiff.errors import DataError
 from blockdiff.files import write_text
 from blockdiff.seeding import Stream, integers
+from blockdiff.terminal import counted
 
 ALPHABET = "0123456789+-*/(),:="
 LARGEST, HIGHEST = 99, 999  # number, and result of any step
@@ -111,6 +113,9 @@ def make_splits(size: int, counts: Mapping[str, int], seed: int = 0) -> dict[str
         raise DataError(f"countdown of {size} numbers is not offered; choose {NUMBERS[0]} to {NUMBERS[1]}")
     if not counts:
         raise DataError("no split was asked for; name at least one, such as train=1000")
+    asked, most = sum(counts.values()), math.comb(LARGEST + size - 1, size)
+    if asked > most:
+        raise DataError(f"{asked:,} problems, but there are {most:,} sets of {size} numbers; ask for fewer")
     taken: set[tuple[int, ...]] = set()
     splits: dict[str, list[dict[str, str]]] = {}
     for index, (name, number) in enumerate(counts.items()):
@@ -184,7 +189,7 @@ def write_splits(directory: str | Path, size: int, counts: Mapping[str, int], se
         targets = [problem(row["prompt"])[1] for row in rows]
         longest = max(len(row["response"]) for row in rows)
         lines.append(
-            f"{name}: {len(rows)} problems of {size} numbers, targets {min(targets)}-{max(targets)}, "
+            f"{name}: {counted(len(rows), 'problem')} of {size} numbers, targets {min(targets)}-{max(targets)}, "
             f"responses of at most {longest} characters"
         )
     return lines

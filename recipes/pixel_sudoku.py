@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from blockdiff.files import write_text
 from blockdiff.recipes import sudoku
 from blockdiff.seeding import Stream, integers
+from blockdiff.terminal import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -124,6 +125,7 @@ def write_splits(directory: str | Path, counts: Mapping[str, int], seed: int = 0
             texts.append(json.dumps({"image": file, "prompt": "", "response": f"{puzzle}={row['response']}"}) + "\n")
         write_text(directory / f"{name}.jsonl", "".join(texts))
         lines.append(
-            f"{name}: {len(rows)} images of puzzles from {len({row['response'] for row in rows})} solved grids"
+            f"{name}: {counted(len(rows), 'image')} of puzzles from "
+            + counted(len({row["response"] for row in rows}), "solved grid")
         )
     return lines

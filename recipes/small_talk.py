@@ -13,6 +13,7 @@ from random import Random
 
 from blockdiff.errors import DataError
 from blockdiff.files import write_text
+from blockdiff.terminal import counted
 
 Message = dict[str, str]
 SYSTEM = "Answer in capital letters."
@@ -109,7 +110,7 @@ def write_conversations(directory: str | Path, counts: Mapping[str, int], seed: 
     for name, rows in splits.items():
         write_text(directory / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         answers = sum(message["role"] == "assistant" for row in rows for message in row["messages"])
-        lines.append(f"{name}: {len(rows)} conversations with {answers} answers")
+        lines.append(f"{name}: {counted(len(rows), 'conversation')} with {counted(answers, 'answer')}")
     return lines
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from blockdiff.errors import DataError
 from blockdiff.files import write_text
 from blockdiff.seeding import Stream, integers, permutation
+from blockdiff.terminal import counted
 
 Grid = tuple[int, ...]  # size * size digits 1..size, 0 where the puzzle is blank
 
@@ -252,7 +253,8 @@ def write_splits(directory: str | Path, size: int, counts: Mapping[str, int], se
         grids = {tuple(map(int, row["response"])) for row in rows}
         givens = [sum(cell.isdigit() for cell in row["prompt"]) for row in rows]
         lines.append(
-            f"{name}: {len(rows)} puzzles from {len(grids)} solved grids in {len(set(map(relabelled, grids)))} classes "
+            f"{name}: {counted(len(rows), 'puzzle')} from {counted(len(grids), 'solved grid')} in "
+            f"{counted(len(set(map(relabelled, grids))), 'class')} "
             f"(modulo relabelling), {min(givens)}-{max(givens)} givens, mean {sum(givens) / len(givens):.1f}"
         )
     return lines

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from blockdiff.errors import DataError
 from blockdiff.files import write_text
+from blockdiff.terminal import counted
 
 TOKENISED, VOCABULARY = 4000, 768  # rows that the tokenizer is learnt from, and its most tokens
 
@@ -92,4 +93,4 @@ def write_splits(directory: str | Path, counts: Mapping[str, int], seed: int = 0
     write_tokenizer(byte_level_bpe(texts, VOCABULARY), directory / "tokenizer")
     for name, some in splits.items():
         write_text(directory / f"{name}.jsonl", "".join(json.dumps(each) + "\n" for each in some))
-    return [f"{name}: {len(some)} word problems" for name, some in splits.items()]
+    return [f"{name}: {counted(len(some), 'word problem')}" for name, some in splits.items()]

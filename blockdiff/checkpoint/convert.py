@@ -108,10 +108,12 @@ def with_rows_for(model: BlockDiffusionModel, tokenizer: Any) -> BlockDiffusionM
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
-    """Add tokens to a tokenizer; CheckpointError for one that is empty, or that it has already."""
-    known = tokenizer.get_vocab()
+    """Add tokens to a tokenizer; CheckpointError for none, and for one that is empty, twice there, or known already."""
+    if not tokens:
+        raise CheckpointError("--add-tokens: the file holds no token; write one on each line")
+    known = dict.fromkeys(tokenizer.get_vocab(), "it is in the vocabulary already")
     for token in tokens:
-        if not token.strip() or token in known:
-            why = "it is in the vocabulary already" if token in known else "it is empty"
+        if (why := known.get(token) or (None if token.strip() else "it is empty")) is not None:
             raise CheckpointError(f"--add-tokens: {token!r} cannot be added: {why}; leave it out")
+        known[token] = "it stands there twice"
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])

@@ -127,3 +127,7 @@ def test_new_tokens_get_rows_and_the_others_stay(tmp_path, preset):
     assert torch.allclose(model.vocabulary.table[ids], old.mean(0).expand(2, -1))
     again = CliRunner().invoke(app, [*words[:2], str(tmp_path / "more"), str(tmp_path / "again"), *words[4:]])
     assert again.exit_code == 1 and "'<plan>' cannot be added: it is in the vocabulary already" in again.stderr
+    for text, said in (("", "the file holds no token"), ("<a>\n<a>\n", "'<a>' cannot be added: it stands there twice")):
+        (tmp_path / "tokens.txt").write_text(text)
+        refused = CliRunner().invoke(app, [*words[:3], str(tmp_path / "others"), *words[4:]])
+        assert refused.exit_code == 1 and said in refused.stderr

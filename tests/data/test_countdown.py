@@ -101,6 +101,8 @@ def test_what_cannot_be_made_is_refused():
         make_splits(2, {"train": 1})
     with pytest.raises(DataError, match="no split"):
         make_splits(3, {})
+    with pytest.raises(DataError, match="there are 166,650 sets of 3 numbers; ask for fewer"):
+        make_splits(3, {"train": 10**8})  # not after hours
 
 
 def test_written_splits_are_rows_of_the_task(tmp_path):

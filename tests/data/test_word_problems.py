@@ -26,8 +26,8 @@ def test_the_working_is_right_from_the_first_number_to_the_answer():
 
 
 def test_splits_differ_the_seed_decides_and_the_tokenizer_has_a_mask(tmp_path):
-    told = write_splits(tmp_path, {"train": 300, "test": 20}, seed=1)
-    assert told == ["train: 300 word problems", "test: 20 word problems"]
+    told = write_splits(tmp_path, {"train": 300, "test": 1}, seed=1)
+    assert told == ["train: 300 word problems", "test: 1 word problem"]
     read = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("train", "test")}
     assert read["train"] == rows(300, "1 train") and not any(row in read["train"] for row in read["test"])
     assert load_tokenizer(tmp_path / "tokenizer").mask_token_id is not None
