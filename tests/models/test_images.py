@@ -101,7 +101,7 @@ def some_number(*tensors: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_diffusion_gemma_with_images_is_that_of_transformers_and_so_are_its_gradients(seed, tmp_path):
     draw = random.Random(seed)
     config = gemma_config(draw)
@@ -135,7 +135,7 @@ def test_diffusion_gemma_with_images_is_that_of_transformers_and_so_are_its_grad
             close(parameter.grad, model.get_parameter(names.to_hub(name)).grad)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_minimax_m3_with_images_is_that_of_transformers_and_so_are_its_gradients(seed, tmp_path):
     draw = random.Random(seed)
     config = minimax_config(draw)

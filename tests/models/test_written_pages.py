@@ -21,7 +21,7 @@ from tests.families import CONFIGS, small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 8
-FAMILIES = ["diffusion_gemma", "llama", "qwen3 sliding, denoising", "minimax_m3 denoising"]
+FAMILIES = ["diffusion_gemma", "qwen3 sliding, denoising", "minimax_m3 denoising"]
 COPIES = ("index_copy", "index_select", "index.", "gather", "cat", "clone", "copy_", "_to_copy")
 
 

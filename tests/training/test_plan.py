@@ -180,7 +180,7 @@ def test_what_does_not_fit_gets_the_change_that_makes_it_fit(folder):
     found = changes.what_fits(recipe, made.total * 2 // 3, base, ranks=1, device="cpu", tokens=None)
     assert found is not None and found[0][0] == "train.activation_checkpointing=true"
     assert found[1].total <= made.total * 2 // 3
-    tried = ("model.dtype=bfloat16", "train.activation_checkpointing=true", "data.canvases=1")
+    tried = ("model.dtype=bfloat16", "train.activation_checkpointing=true", "data.canvases=1", "train.batch_size=1")
     small = recipe_of(folder, FROM_BASE, LORA, *tried)
     assert changes.what_fits(small, 1000, base, ranks=1, device="cpu", tokens=None) is None
 

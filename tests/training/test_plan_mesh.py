@@ -43,14 +43,10 @@ def tree(tmp_path_factory):
 
 def test_a_rank_of_a_mesh_holds_what_is_planned(tree: dict[str, Any], tmp_path):
     cases = [
-        [SHARDED],
-        [SHARDED, "train.activation_checkpointing=true"],
         [SHARDED, "train.autocast=bfloat16"],
         [SHARDED, LORA],
-        ["parallel={experts: 2}"],
         ["parallel={shard: full, experts: 2}"],
         [],  # all weights on both
-        ["parallel={tensor: 2}"],
         ["parallel={tensor: 2}", LORA],
     ]
     run_ranks(2, traced, tmp_path, tree, cases, TOKENS)
@@ -67,7 +63,7 @@ def test_a_rank_of_a_mesh_holds_what_is_planned(tree: dict[str, Any], tmp_path):
 
 @pytest.mark.quick
 def test_a_rank_holds_its_part_of_the_weights_in_fp8_and_of_their_scales(tree: dict[str, Any]):
-    in_fp8 = "model={path: " + tree["model"]["path"] + ", quantize: fp8}"
+    in_fp8 = "model={path: " + tree["model"]["path"] + ", quantize: fp8, dtype: bfloat16}"
 
     def weights(parallel: str) -> int:
         recipe = read_recipe(tree, [LORA, in_fp8, f"parallel={parallel}"])

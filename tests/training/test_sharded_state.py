@@ -147,8 +147,7 @@ def test_a_save_in_the_background_has_the_step_it_was_begun_at(tmp_path, world, 
     assert_same(step_of(tmp_path / "run", 2), step_of(whole, 2))
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "in_background"), [(0, True), (1, False)])
 def test_a_rank_that_is_killed_in_a_save_leaves_a_complete_checkpoint(tmp_path, victim, in_background):
     reached = []
     for moment in range(1, 100, 5 - 2 * victim):
