@@ -29,7 +29,8 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
-        *("accelerate", "datasets", "transformers.models.gemma4.modeling_gemma4"),
+        *("accelerate", "datasets", "rich.progress", "rich.live", "IPython.core.interactiveshell", "matplotlib.pyplot"),
+        *("transformers.models.gemma4.modeling_gemma4", "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"),
         *("blockdiff.training.trainer", "blockdiff.sampling", "blockdiff.models.llama"),
         *("blockdiff.models.minimax_m3.model", "tests.families", "tests.oracle"),
     ]
