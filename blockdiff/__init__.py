@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blockdiff.checkpoint import export, init, load, save, with_image_side
     from blockdiff.models.adapters import merge
-    from blockdiff.rl.reinforce import reinforce
     from blockdiff.sampling import Engine, Request, Sampler
     from blockdiff.training.callbacks import Callback
     from blockdiff.training.recipe import Recipe
     from blockdiff.training.run import Run
-    from blockdiff.training.train import train
+    from blockdiff.training.train import reinforce, train
     from blockdiff.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -37,7 +36,7 @@ _HOME = {
     "init": "blockdiff.checkpoint",
     "load": "blockdiff.checkpoint",
     "merge": "blockdiff.models.adapters",
-    "reinforce": "blockdiff.rl.reinforce",
+    "reinforce": "blockdiff.training.train",
     "save": "blockdiff.checkpoint",
     "train": "blockdiff.training.train",
     "with_image_side": "blockdiff.checkpoint",

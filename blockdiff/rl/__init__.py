@@ -1,1 +1,1 @@
-"""Reinforcement learning: rollouts by the engine over the weights that train, rewards, and the gradient of policies."""
+"""Reinforcement learning: prompts, rewards, batches of rollouts, and the objective of policies."""

@@ -23,7 +23,6 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import load_split, replicate, split
-from blockdiff.rl.rollouts import Rollouts, make_rollouts
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
@@ -35,6 +34,7 @@ from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.device_memory import require_kept, require_step
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.rollouts import Rollouts, make_rollouts
 from blockdiff.training.same_run import objective_record, resume_facts
 from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
 

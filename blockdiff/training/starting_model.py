@@ -27,13 +27,13 @@ from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.objective import Objective
 from blockdiff.rl.policy import PolicyObjective
-from blockdiff.rl.strategy import policy_of, rollout_strategy
 from blockdiff.sampling import Generation
 from blockdiff.training.checkpoint_content import require_own_names
 from blockdiff.training.freeze import freeze
 from blockdiff.training.recipe import LoraSection, ObjectiveSection, Recipe
 from blockdiff.training.recipe_checks import refuse_of_causal, refuse_of_drafter
 from blockdiff.training.recipe_choices import MaskToken, UniformTokens
+from blockdiff.training.rollout_strategy import policy_of, rollout_strategy
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from blockdiff.parallel.accelerate_config import refuse_settings
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.parallel.watch import watched
-from blockdiff.rl.rollouts import Rollouts
 from blockdiff.sampling import Sampler
 from blockdiff.terminal import counted
 from blockdiff.training import export
@@ -47,6 +46,7 @@ from blockdiff.training.recipe_checks import refuse, without_effect
 from blockdiff.training.recipe_choices import described
 from blockdiff.training.recipe_files import AnyRecipe, settled
 from blockdiff.training.report import epochs_in_words
+from blockdiff.training.rollouts import Rollouts
 from blockdiff.training.run import Run, best_saved, best_step, evaluations_since_best, hold_run, prune
 from blockdiff.training.samples import TEXTS, sample_prompts
 from blockdiff.training.starting_model import with_objective_of_base

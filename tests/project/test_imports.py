@@ -40,7 +40,7 @@ IMPORT_ORDER = {
     "evals": 6,
     "plots": 6,
     "serving": 6,
-    "rl": 7,
+    "rl": 6,
     "training": 7,
     "cli": 8,
 }

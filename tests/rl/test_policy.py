@@ -21,10 +21,10 @@ from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.rl.batches import Answer, canvas_batch, head_batch
 from blockdiff.rl.policy import Policy, PolicyObjective
 from blockdiff.rl.reward import advantages
-from blockdiff.rl.rollouts import _Recorder
-from blockdiff.rl.strategy import CommitsDraw
 from blockdiff.sampling import Generation, Request, Sampler
 from blockdiff.sampling.strategies import Composed, EntropyBound, LinearTemperature, Never, NextToken
+from blockdiff.training.rollout_strategy import CommitsDraw
+from blockdiff.training.rollouts import _Recorder
 from tests.families import small_model
 from tests.oracle import TWO_LAYERS, tiny_config
 

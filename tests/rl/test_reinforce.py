@@ -22,10 +22,10 @@ from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.rl import reward as rewards_module
 from blockdiff.rl.prompts import read_prompts
 from blockdiff.rl.reward import advantages, make_rewards
-from blockdiff.rl.rollouts import Rollouts
 from blockdiff.sampling import Generation, Result
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse
+from blockdiff.training.rollouts import Rollouts
 from tests.commands import refusal, works
 from tests.little_model import LITTLE, save_preset
 from tests.training.test_refuse import recipe

@@ -26,13 +26,13 @@ from blockdiff.rl.batches import ROWS, Answer, Trajectory, canvas_batch, example
 from blockdiff.rl.policy import PolicyObjective, RolloutBatch
 from blockdiff.rl.prompts import Prompt, Prompts
 from blockdiff.rl.reward import Rewards, advantages, make_rewards
-from blockdiff.rl.strategy import rollout_strategy
 from blockdiff.sampling import Request, Result, Sampler
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 from blockdiff.seeding import Stream, words
 from blockdiff.training.data import Data
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.rollout_strategy import rollout_strategy
 from blockdiff.training.starting_model import StartingModel
 from blockdiff.training.step import autocast
 
