@@ -19,7 +19,6 @@ PUBLIC = {
     "blockdiff/evals/run.py": {"evaluate"},
     "blockdiff/models/family.py": {"forward"},
     "blockdiff/sampling/sampler.py": {"from_pretrained"},
-    "blockdiff/serving/async_engine.py": {"read"},
     "blockdiff/training/train.py": {"train"},
 }
 # Ops and what launches them: the tensors and sizes of one call.
