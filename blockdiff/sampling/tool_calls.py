@@ -70,8 +70,8 @@ class GemmaCalls(EnclosedCalls):
                 start = place + 1
         head, brace, parts[0] = parts[0].partition("{")
         name = head.strip().removeprefix("call:").strip()
-        if not len(parts) % 2 or not brace or not head.strip().startswith("call:") or not name:
-            raise ValueError  # with an even number of parts a string is left open
+        if not brace or not head.strip().startswith("call:") or not name:
+            raise ValueError
         written = [json.dumps(part) if number % 2 else BARE.sub(_quoted, part) for number, part in enumerate(parts)]
         return {"type": "function", "function": {"name": name, "arguments": json.loads("{" + "".join(written))}}
 
