@@ -79,6 +79,16 @@ class Drafted(BlockDiffusionModel):
             *(_of("drafter", name) for name in drafter.layer_kinds),
         )
 
+    @property
+    def denoiser(self) -> BlockDiffusionModel:
+        """The model that drafts."""
+        return self.drafter
+
+    @property
+    def canvas_kinds(self) -> dict[str, str]:
+        """The names of the drafter's kinds of layers, and what they are called here."""
+        return {name: _of("drafter", name) for name in self.drafter.kinds}
+
     def rope(self, positions_BT: Tensor) -> dict[str, Rope]:
         """cos and sin of every kind of layer of both models."""
         of_target = {_of("target", name): x for name, x in self.target.rope(positions_BT).items()}

@@ -337,6 +337,16 @@ class BlockDiffusionModel(nn.Module):
             )
 
     @property
+    def denoiser(self) -> BlockDiffusionModel:
+        """The model that canvases go through: this one, or the one that drafts for it."""
+        return self
+
+    @property
+    def canvas_kinds(self) -> dict[str, str]:
+        """The names of the denoiser's kinds of layers, and what they are called among the kinds of this model."""
+        return {name: name for name in self.kinds}
+
+    @property
     def device(self) -> torch.device:
         """The device on which the model computes."""
         return self.gathered_on or self._typical.device

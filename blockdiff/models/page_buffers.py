@@ -52,6 +52,8 @@ class StepBuffers:
 
     def __init__(self, pages: Pages, most: int, canvas_length: int, keeps: bool = True):
         self.pages, self.most, self.canvas_length, self.keeps = pages, most, canvas_length, keeps
+        self.model, kinds = pages.model.denoiser, pages.model.canvas_kinds
+        self.pools = {name: pages.pools[joint] for name, joint in kinds.items()}
         self.rows: list[PagedRow] = []
         self._stamps: list[int] = []  # of the rows when they were loaded
         self._buffers: dict[tuple[str, ...], Tensor] = {}
@@ -64,8 +66,9 @@ class StepBuffers:
 
         Steps of equally many rows launch the same on the same memory when the key is the same.
         """
-        pools = self.pages.make_pools()
-        stamps, widths = [row.stamp for row in rows], {name: table_width(rows, pool) for name, pool in pools.items()}
+        self.pages.make_pools()
+        stamps = [row.stamp for row in rows]
+        widths = {name: table_width(rows, pool) for name, pool in self.pools.items()}
         is_known = widths == self._widths
         fresh = [n for n, row in enumerate(rows) if not (is_known and self._stamps[n : n + 1] == [row.stamp])]
         if set(self.rows).isdisjoint(rows):
@@ -76,7 +79,7 @@ class StepBuffers:
         if fresh:
             self._write(fresh)
         # on a CPU pools grow, and then lie elsewhere in memory
-        memory = [(x.data_ptr(), x.shape) for pool in pools.values() for x in pool.tensors]
+        memory = [(x.data_ptr(), x.shape) for pool in self.pools.values() for x in pool.tensors]
         return tuple(widths.values()), tuple(memory)
 
     def denoise(self, canvas_BL: Tensor, soft_BLD: Tensor | None = None) -> Tensor:
@@ -89,9 +92,7 @@ class StepBuffers:
         if self.keeps:
             self._kept = inputs
         inputs = inputs.of_first(canvas_BL.shape[1])
-        hidden, _ = self.pages.model(
-            canvas_BL, inputs.positions_BL, inputs.spans, inputs.past, True, soft_BLD, inputs.rope
-        )
+        hidden, _ = self.model(canvas_BL, inputs.positions_BL, inputs.spans, inputs.past, True, soft_BLD, inputs.rope)
         if self.keeps:
             self._note_selections(inputs.spans)
         return hidden
@@ -100,7 +101,7 @@ class StepBuffers:
 
     def _write(self, places: list[int]) -> None:
         """Write into the buffers what steps read of the rows in these places."""
-        model, rows = self.pages.model, [self.rows[n] for n in places]
+        model, rows = self.model, [self.rows[n] for n in places]
         to = slice(None) if places == list(range(len(self.rows))) else torch.tensor(places, device=model.device)
         start_B = torch.tensor([row.length for row in rows], device=model.device)
         positions_BL = start_B[:, None] + torch.arange(self.canvas_length, device=model.device)
@@ -108,11 +109,14 @@ class StepBuffers:
         for name, (cos, sin) in model.rope(positions_BL).items():
             self._set(to, cos, name, "cos")
             self._set(to, sin, name, "sin")
-        for name, pool in self.pages.pools.items():
-            first_B = torch.tensor(first_columns(rows, pool), device=model.device)
+        for name, pool in self.pools.items():
+            first, length_B = first_columns(rows, pool), start_B
             spans = model.kinds[name].canvas_spans(start_B, self.canvas_length)
-            self._set(to, spans.shifted(first_B).bounds_BT4, name, "bounds")
-            self._set(to, (start_B - first_B).int(), name, "lengths")
+            if any(first):
+                first_B = torch.tensor(first, device=model.device)
+                spans, length_B = spans.shifted(first_B), start_B - first_B
+            self._set(to, spans.bounds_BT4, name, "bounds")
+            self._set(to, length_B.int(), name, "lengths")
             width = self._widths[name]
             self._set(to, block_tables(rows, pool, width, model.device), name, "table", str(width))
 
@@ -125,9 +129,9 @@ class StepBuffers:
         """The arguments of a call of the rows, as views of the buffers."""
         of, rows = slice(len(self.rows)), self.rows
         spans, past, rope = dict[str, Spans](), dict[int, Past](), dict[str, "Rope"]()
-        for name, pool in self.pages.pools.items():
+        for name, pool in self.pools.items():
             spans[name] = Spans(self._buffers[name, "bounds"][of], is_padded=False)
-            if self.keeps and self.pages.model.kinds[name].keeps_selection:
+            if self.keeps and self.model.kinds[name].keeps_selection:
                 selected = [row.kept[1] if row.kept[0] == self._mark(row) else {} for row in rows]
                 spans[name].kept = KeptSelection.together(selected)
             rope[name] = self._buffers[name, "cos"][of], self._buffers[name, "sin"][of]
@@ -135,7 +139,7 @@ class StepBuffers:
             pages = BlockTable(table_BM, self._buffers[name, "lengths"][of], pool.page_tokens)
             if self.keeps:
                 lengths = [row.length - column for row, column in zip(rows, first_columns(rows, pool), strict=True)]
-                contents = [pool.contents(row.tables[name]) for row in rows]
+                contents = [pool.contents(row.tables[pool.kind.name]) for row in rows]
                 pages = BlockTable(table_BM, pages.lengths_B, pool.page_tokens, lengths=lengths, contents=contents)
             copies = self._gathered.setdefault(name, GatheredPool(pool.tensors)) if self.keeps else None
             for n, layer in enumerate(pool.layers):

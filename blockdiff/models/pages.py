@@ -171,7 +171,8 @@ class Pages(PagedRows):
         for name, pool in self.make_pools().items():
             first = first_columns(rows, pool)
             spans[name] = model.kinds[name].encode_spans(doc_start_BT, past_B1[:, 0], placed)
-            spans[name] = spans[name].shifted(torch.tensor(first, device=device))
+            if any(first):
+                spans[name] = spans[name].shifted(torch.tensor(first, device=device))
             # the call's own tokens are written into the pages before attention reads them there, and counted
             after = [row.length + added - column for row, added, column in zip(rows, lengths, first, strict=True)]
             table_BM = block_tables(rows, pool, table_width(rows, pool), device)

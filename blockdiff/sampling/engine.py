@@ -121,7 +121,7 @@ class Engine(OneCaller):
         self.most_rows = max_rows = self._scheduler.max_rows
         self._room = PageRoom(self.pages, capacity, is_taken=pages is not None)
         can_capture = graphs is not False and not self.settings.is_next_token
-        self._buckets, self._capture = buckets, step_capture(self._denoiser) if can_capture else None
+        self._buckets, self._capture = buckets, step_capture(model.denoiser) if can_capture else None
         if graphs and self._capture is None:
             raise ValueError(UNCAPTURED)
         self._encoding = Encoding(model, self.pages)
@@ -133,10 +133,6 @@ class Engine(OneCaller):
         self._now = 0  # steps so far
         self._has_changed = False  # a canvas has been finished since the last step
 
-    @property
-    def _denoiser(self) -> BlockDiffusionModel:
-        return self.model.drafter if isinstance(self.model, Drafted) else self.model
-
     def _empty_batch(self, max_rows: int) -> CanvasBatch | BlockBatch:
         """An empty batch with buffers for so many rows."""
         if isinstance(self._denoiser, Drafter):
@@ -144,7 +140,7 @@ class Engine(OneCaller):
         buckets, graphs = self._buckets, None if self._capture is None else Graphs(self._capture)
         if buckets is None and graphs is not None:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
-        return CanvasBatch(self._denoiser, self.settings, self.pages, max_rows, buckets, graphs)
+        return CanvasBatch(self.model.denoiser, self.settings, self.pages, max_rows, buckets, graphs)
 
     # -- requests in, events out -------------------------------------------------------------------------------
 

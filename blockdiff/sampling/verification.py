@@ -9,6 +9,7 @@ what replaces it has the distribution p without x.
 
 from __future__ import annotations
 
+import itertools
 from collections import abc
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,8 +21,9 @@ from blockdiff.sampling.canvas_control import FREE, CanvasControl, grouped
 from blockdiff.sampling.drafts import CanvasDraft, Proposal
 from blockdiff.sampling.predict import PredictInputs, predict
 from blockdiff.sampling.strategies import next_token_head
+from blockdiff.sampling.strategy import Shape
 from blockdiff.sampling.trace import Verification
-from blockdiff.seeding import Stream, uniform
+from blockdiff.seeding import Stream, signed, uniform
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
@@ -58,7 +60,8 @@ def verify(
     response.
     """
     mask_id = settings.diffusion.mask_id
-    hidden, shapes, draws, controls, counts = list[Tensor](), [], list[Tensor](), list[CanvasControl | None](), []
+    hidden, shapes, addresses, counts = list[Tensor](), list[Shape](), list[tuple[int, int]](), list[int]()
+    controls = list[CanvasControl | None]()
     for sequence, hidden_TD in drafts:
         head, proposal = next_token_head(sequence.strategy), sequence.proposal or Proposal()
         assert head is not None
@@ -70,20 +73,34 @@ def verify(
             hidden_TD = torch.cat([sequence.last_hidden_D[None], hidden_TD])
         hidden.append(hidden_TD[len(hidden_TD) - length - 1 + given :][: end - first])
         shapes += [head.shape(0, 1)] * (end - first)
-        draws.append(uniform(sequence.seed, Stream.SAMPLE, (torch.arange(first, end, device=model.device), 0), 1))
+        addresses += [(signed(sequence.seed), place) for place in range(first, end)]
         controls += head_controls(sequence, proposal, end - first)
         counts.append(end - first)
     inputs = PredictInputs(
         hidden_BLD=torch.cat(hidden)[:, None],
         tokens_BL=torch.full((len(shapes), 1), mask_id or 0, device=model.device),
         temperature=torch.tensor([shape.temperature for shape in shapes], device=model.device),
-        uniform_BL=torch.cat(draws),
+        uniform_BL=_draws(drafts, addresses, model.device),
         step_B=torch.zeros(len(shapes), dtype=torch.int64, device=model.device),
     )
     stats = predict(model, inputs, grouped(controls), shapes, mask_id, settings.diffusion.prediction)
     columns = stats.argmax, stats.sample, stats.entropy.isfinite().long()
-    found = torch.cat(columns, -1).cpu().split(counts)
-    return [_compared(sequence, *part.T.tolist()) for (sequence, _), part in zip(drafts, found, strict=True)]
+    found = iter(torch.cat(columns, -1).tolist())
+    return [
+        _compared(sequence, list(itertools.islice(found, count)))
+        for (sequence, _), count in zip(drafts, counts, strict=True)
+    ]
+
+
+def _draws(
+    drafts: abc.Sequence[tuple[Sequence, Tensor]], addresses: abc.Sequence[tuple[int, int]], device: torch.device
+) -> Tensor:
+    """The numbers [N, 1] by which tokens are drawn at these seeds and places; zeros where no head draws."""
+    heads = [next_token_head(sequence.strategy) for sequence, _ in drafts]
+    if not any(head is not None and head.temperature for head in heads):
+        return torch.zeros(len(addresses), 1, device=device)
+    seed_N, place_N = torch.tensor(addresses, device=device).unbind(1)
+    return uniform(seed_N, Stream.SAMPLE, (place_N, 0), 1)
 
 
 def head_controls(sequence: Sequence, proposal: Proposal, count: int) -> abc.Sequence[CanvasControl | None]:
@@ -97,14 +114,17 @@ def head_controls(sequence: Sequence, proposal: Proposal, count: int) -> abc.Seq
     return [control.next_tokens(proposal.tokens, proposal.given, count, sequence.seed)]
 
 
-def _compared(sequence: Sequence, likeliest: list[int], drawn: list[int], is_finite: list[int]) -> Verification | None:
-    """A draft beside the head's tokens in the places that did not stand before, and perhaps in the one after it."""
+def _compared(sequence: Sequence, found: abc.Sequence[abc.Sequence[int]]) -> Verification | None:
+    """A draft beside the head's tokens in the places that did not stand before, and perhaps in the one after it.
+
+    found: of each place the likeliest token, the one that is drawn, and whether the logits are finite.
+    """
     head, proposal = next_token_head(sequence.strategy), sequence.proposal or Proposal()
     assert head is not None
     tokens, given = proposal.tokens, proposal.given
-    own, fresh = drawn if head.temperature else likeliest, tokens[given:]
+    own, fresh = [drawn if head.temperature else likeliest for likeliest, drawn, _ in found], tokens[given:]
     agreed = next((n for n, token in enumerate(fresh) if token != own[n]), len(fresh))
-    if not all(is_finite[: agreed + 1]):
+    if not all(is_finite for *_, is_finite in found[: agreed + 1]):
         return None
     following = own[agreed] if agreed < len(own) else None
     number = len(sequence.steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from blockdiff.kernels.heads import HeadNorms, Norm
@@ -38,7 +39,8 @@ def attention_heads(
 
 
 def _normed_and_turned(ops: Kernels, x_BThd: Tensor, norm: Norm | None, rope: Rope) -> Tensor:
-    if norm is not None and norm.form == "direct":
+    # in fp32 there is nothing to cast between the norm and its weight
+    if norm is not None and (norm.form == "direct" or (norm.form == "cast" and x_BThd.dtype is torch.float32)):
         return ops.norm_rope(x_BThd, norm.weight, *rope, norm.eps)
     return turned(x_BThd if norm is None else norm(x_BThd), *rope)
 
