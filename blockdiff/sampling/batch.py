@@ -90,7 +90,7 @@ class CanvasBatch:
         step.write_given(step.start_BL, [None if c is None else c.start_BL for c in starting])
         self._canvas_controls = grouped(controls)
         self._is_new, self._captured = True, None
-        if not self.settings.is_next_token and self.sequences:
+        if self.sequences:
             rows = [row.paged for row in self.sequences if row.paged is not None]
             prefixes = step.prefixes.load(rows + [self.pages.empty] * self._padding(len(rows)))
             if (shape := self._shape_to_capture()) is not None:
@@ -177,10 +177,9 @@ class CanvasBatch:
                     on_inputs(steps[n], inputs.tokens_BL[n], signal_BLD[n])
             records = self._records(steps, inputs.tokens_BL, stats, decision)
             hidden_BLD = inputs.hidden_BLD
-        if not self.settings.is_next_token:
-            self.denoised += call.padded
-            for row in self.sequences:
-                row.calls["denoise"] += 1
+        self.denoised += call.padded
+        for row in self.sequences:
+            row.calls["denoise"] += 1
         self._report.send(len(steps))
         # where no canvas can end the host need not wait for the device; else it waits here, once
         is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))
@@ -199,10 +198,6 @@ class CanvasBatch:
         # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
         has_signal = self.graphs is not None or any(canvas.has_begun for canvas in canvases)
         ids = [canvas.sequence.id for canvas in canvases]
-        if self.settings.is_next_token:
-            last = [row.last_hidden_D for row in self.sequences if row.last_hidden_D is not None]
-            hidden_BLD = torch.stack(last)[:, None]
-            return StepCall(len(ids), len(ids), ids, groups, controls, shapes, has_signal, hidden_BLD)
         count = padded = len(ids) + padding
         if self._captured is None:
             return StepCall(len(ids), padded, ids, groups, controls, shapes, has_signal)

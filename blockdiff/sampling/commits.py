@@ -34,7 +34,7 @@ class Commits:
             draft.note(verification)
             sequence.count_places(verification)
             standing = [*verification.draft[: verification.accepted], own]
-            self.commit(sequence, standing, proposal.steps, hidden_TD, start)
+            self.commit(sequence, standing, 1, hidden_TD, start)
             return
         assert draft is not None
         draft.take(verification, proposal.steps)

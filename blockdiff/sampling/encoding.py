@@ -48,9 +48,9 @@ class Encoding:
             hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts, images=images)
             self.tokens += width * len(call)
             for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
-                is_proposed = sequence.proposal is not None
-                sequence.calls["verify" if is_proposed else "encode"] += 1
-                if is_proposed or (sequence.is_drawn_from and not sequence.num_uncomputed):
+                proposal = sequence.proposal
+                sequence.calls["verify" if proposal is not None and sequence.has_drafts else "encode"] += 1
+                if proposal is not None or (sequence.is_drawn_from and not sequence.num_uncomputed):
                     drafts.append((sequence, start, hidden_TD[:count]))
                     continue
                 self.accept(sequence, start, hidden_TD[:count])

@@ -2,7 +2,7 @@
 
 One step encodes committed canvases and chunks of prompts, and denoises every running canvas once. `Scheduler` chooses
 the sequences that run, `Encoding` encodes, `CanvasBatch` denoises and has the tensors of running canvases, `BlockBatch`
-drafts next tokens where there is a drafter, `Commits` extends responses, and prefixes lie in `Pages`.
+has the rows whose next tokens are drawn or drafted, `Commits` extends responses, and prefixes lie in `Pages`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, RequestError
-from blockdiff.models.drafted import Drafted, Drafter
+from blockdiff.models.drafted import Drafter
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.blocks import BlockBatch
@@ -135,12 +135,13 @@ class Engine(OneCaller):
 
     def _empty_batch(self, max_rows: int) -> CanvasBatch | BlockBatch:
         """An empty batch with buffers for so many rows."""
-        if isinstance(self._denoiser, Drafter):
-            return BlockBatch(self._denoiser, self.pages, max_rows)
+        denoiser = self.model.denoiser
+        if self.settings.is_next_token:
+            return BlockBatch(denoiser if isinstance(denoiser, Drafter) else None, self.pages, max_rows)
         buckets, graphs = self._buckets, None if self._capture is None else Graphs(self._capture)
         if buckets is None and graphs is not None:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
-        return CanvasBatch(self.model.denoiser, self.settings, self.pages, max_rows, buckets, graphs)
+        return CanvasBatch(denoiser, self.settings, self.pages, max_rows, buckets, graphs)
 
     # -- requests in, events out -------------------------------------------------------------------------------
 

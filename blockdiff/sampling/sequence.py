@@ -177,6 +177,11 @@ class Sequence:
         return isinstance(self.draft, BlockDraft)
 
     @property
+    def has_drafts(self) -> bool:
+        """True where tokens are drafted, which the head verifies, and not drawn one by one."""
+        return isinstance(self.draft, CanvasDraft) or (self.draft is not None and self.draft.most > 0)
+
+    @property
     def is_over(self) -> bool:
         """True where nothing is left to do for it: it has failed, or it has ended and all its tokens are encoded."""
         return self.error is not None or (self.finish_reason is not None and not self.num_uncomputed)
@@ -359,10 +364,11 @@ def prepare_sequences(
 
 def _new_draft(strategy: Strategy, settings: SamplingSettings) -> Draft | None:
     """The draft of a response before its first round; None where nothing is drafted."""
-    if settings.block is None:
+    if not settings.is_next_token:
         return CanvasDraft() if isinstance(strategy, Verified) else None
+    most = settings.block or 1
     block = strategy.block if isinstance(strategy, Speculative) else 1  # next tokens are drafted by nobody
-    return BlockDraft(min(block or settings.block, settings.block) - 1, follows=block is None)
+    return BlockDraft(min(block or most, most) - 1, follows=block is None)
 
 
 def another_draw(first: Sequence, draw: int) -> Sequence:

@@ -35,8 +35,7 @@ class StepCall:
 
     ids: the ids of the canvases' sequences; groups: each strategy, with the canvases that it decides (None: all);
     controls: the controls of canvases that have one; shapes: the shape that each canvas draws from; has_signal: whether
-    the signal is read, which is 0 before a canvas's first prediction; hidden_BLD: hidden states of the tokens before
-    the canvases, from which next tokens are drawn (None: the canvases are denoised).
+    the signal is read, which is 0 before a canvas's first prediction.
     """
 
     count: int
@@ -46,7 +45,6 @@ class StepCall:
     controls: Sequence[CanvasControl]
     shapes: Sequence[Shape]
     has_signal: bool = True
-    hidden_BLD: Tensor | None = None
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -227,9 +225,7 @@ class CanvasStep:
         uniform_BL, noise_BL = self.state.uniform_BTL[every_B, place_B], self.state.noise_BTL[every_B, place_B]
         temperature_B = self.temperature_BT[every_B, place_B][of]
         tokens_BL = state.seen(noise_BL, mask_id, self.start_BL[padded], self.pinned_BL[padded])
-        hidden_BLD = call.hidden_BLD
-        if hidden_BLD is None:
-            hidden_BLD = self.prefixes.denoise(tokens_BL, state.soft_BLD if call.has_signal else None)[of]
+        hidden_BLD = self.prefixes.denoise(tokens_BL, state.soft_BLD if call.has_signal else None)[of]
         state, tokens_BL, step_B = self.state.part(of), tokens_BL[of], step_B[of]
         inputs = PredictInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[of], step_B)
         prediction = self.settings.diffusion.prediction

@@ -1,11 +1,11 @@
 """The strategies that have a next-token head: next-token sampling, and verified canvases, which give its tokens sooner.
 
 In next-token sampling a response grows by one token a step, drawn from what the clean tokens before it predict.
-Nothing is denoised. A "canvas" is one token then, its hidden state is that of the token before it, and it is finished
-after one step; so requests, constraints, scores and pages are those of denoising. Every model encodes causally, so
-every model can be sampled this way, as well as its next-token loss is low; a causal model can be sampled in no other.
+Nothing is denoised: the call that encodes a token draws the next one. Every model encodes causally, so every model can
+be sampled this way, as well as its next-token loss is low; a causal model can be sampled in no other.
 
-With a drafter, which predicts a block in one pass, the same response grows by any number of tokens a round.
+With a drafter, which predicts a block in one pass, the same response grows by any number of tokens a round; without one
+a round is of the token that the head draws.
 
 Verified canvases are drafts of a few denoising steps, which the model's own next-token prediction checks. The tokens
 that stand are those that next-token sampling would have written one by one; a draft decides how many of them a round
