@@ -15,7 +15,7 @@ from torch import Tensor
 from blockdiff.kernels.vocabulary import Stats
 from blockdiff.models.weights import weight_addresses
 from blockdiff.sampling.canvas_control import CanvasControl, grouped
-from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
+from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy, padding
 from blockdiff.sampling.step import STEPS_AHEAD, CanvasState, CanvasStep, StepCall
 from blockdiff.sampling.strategy import Decision, Shape, Strategy, captured_shape, group_canvases
 from blockdiff.sampling.trace import Step, step_records
@@ -49,7 +49,7 @@ class CanvasBatch:
         self.sequences: list[Sequence] = []
         self.canvases: list[RunningCanvas] = []
         self.denoised = 0  # canvases that the model has run, padding included
-        most = max_rows + self._padding(max_rows)
+        most = max_rows + padding(buckets, max_rows)
         self._step = CanvasStep(model, settings, pages, most, keeps=graphs is None)
         self._control_buffers: dict[str, Tensor] = {}  # which captured steps read
         self._report = HostCopy(self._step.report_BN)
@@ -59,7 +59,6 @@ class CanvasBatch:
         self._is_new = False
         # where steps of the running canvases can be captured: the shape of all, and the key of the graph
         self._captured: tuple[Shape, abc.Hashable] | None = None
-        self._memory: abc.Hashable = None  # where the weights lay when steps were captured
 
     def can_capture(self, shape: Shape) -> bool:
         """True where a step of this shape only launches kernels; top_p in torch asks how many tokens it needs."""
@@ -92,7 +91,7 @@ class CanvasBatch:
         self._is_new, self._captured = True, None
         if self.sequences:
             rows = [row.paged for row in self.sequences if row.paged is not None]
-            prefixes = step.prefixes.load(rows + [self.pages.empty] * self._padding(len(rows)))
+            prefixes = step.prefixes.load(rows + [self.pages.empty] * padding(self.buckets, len(rows)))
             if (shape := self._shape_to_capture()) is not None:
                 self._captured = shape, self._prepared(shape, prefixes)
         if len(step.may_stop) > MOST_GRAPHS:  # what replayed steps said is needed; others say it again
@@ -111,10 +110,6 @@ class CanvasBatch:
             if last is not None:
                 places[places.index(None)] = last
         return [row for row in places if row is not None] + new
-
-    def _padding(self, count: int) -> int:
-        """The number of rows that a step of so many is padded by."""
-        return next((bucket for bucket in self.buckets or () if bucket >= count), count) - count
 
     def _shape_to_capture(self) -> Shape | None:
         """The shape that all canvases draw from, at whatever temperatures; None if their step cannot be captured."""
@@ -138,12 +133,10 @@ class CanvasBatch:
         prefixes: the key of the rows' buffers. Graphs of weights that have moved are forgotten.
         """
         assert self.graphs is not None
-        if (memory := weight_addresses(self.model)) != self._memory:
-            self.graphs.forget()  # captured steps read the memory where the weights were
-            self._memory = memory
-        padding = slice(len(self.canvases), None)  # strategies divide by the number of steps
-        self._step.pinned_BL[padding], self._step.state.steps_B[padding] = 0, 1
-        rows, key = len(self.sequences) + self._padding(len(self.sequences)), None
+        self.graphs.follow(weight_addresses(self.model))
+        after = slice(len(self.canvases), None)  # strategies divide by the number of steps
+        self._step.pinned_BL[after], self._step.state.steps_B[after] = 0, 1
+        rows, key = len(self.sequences) + padding(self.buckets, len(self.sequences)), None
         for control in self._canvas_controls:
             most, key = len(self._step.pinned_BL), control.key
             self._canvas_controls = [control.in_buffers(self._control_buffers, most, rows)]
@@ -192,13 +185,13 @@ class CanvasBatch:
 
     def _call(self, steps: abc.Sequence[int]) -> StepCall:
         """The call of a step; steps: the step that each canvas is at."""
-        canvases, padding = self.canvases, self._padding(len(self.canvases))
+        canvases = self.canvases
         shapes, controls = [self._shape(n, step) for n, step in enumerate(steps)], self._canvas_controls
         groups = group_canvases([canvas.sequence.strategy for canvas in canvases], self.model.device)
         # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
         has_signal = self.graphs is not None or any(canvas.has_begun for canvas in canvases)
         ids = [canvas.sequence.id for canvas in canvases]
-        count = padded = len(ids) + padding
+        count = padded = len(ids) + padding(self.buckets, len(ids))
         if self._captured is None:
             return StepCall(len(ids), padded, ids, groups, controls, shapes, has_signal)
         # a captured step treats canvases of padding as it does others

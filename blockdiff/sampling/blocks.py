@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from blockdiff.models.weights import weight_addresses
 from blockdiff.sampling.drafts import BlockDraft, Proposal
+from blockdiff.sampling.graphs import padding
 
 if TYPE_CHECKING:
     from blockdiff.models.drafted import Drafter
     from blockdiff.models.pages import Pages
+    from blockdiff.sampling.graphs import Graphs
     from blockdiff.sampling.sequence import RunningCanvas, Sequence
     from blockdiff.sampling.trace import Step
 
@@ -22,13 +25,25 @@ class BlockBatch:
     A block begins with the last token of the response, which is not encoded yet, and the tokens behind it are proposed,
     as many as `BlockDraft.reach` says: none where there is no drafter. What no constraint of the request lets stand is
     left out.
+
+    buckets, graphs: as in `CanvasBatch`, for the passes of the drafter.
     """
 
-    buckets: abc.Sequence[int] | None = None
-
-    def __init__(self, drafter: Drafter | None, pages: Pages, most: int):
-        self.drafter, self.sequences, self.denoised = drafter, list["Sequence"](), 0
-        self._steps = None if drafter is None else pages.step_buffers(most, drafter.canvas_length)
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        pages: Pages,
+        most: int,
+        buckets: abc.Sequence[int] | None = None,
+        graphs: Graphs | None = None,
+    ):
+        self.drafter, self.pages, self.buckets, self.graphs = drafter, pages, buckets, graphs
+        self.sequences, self.denoised = list["Sequence"](), 0
+        if drafter is not None:
+            most, length = most + padding(buckets, most), drafter.canvas_length
+            self._steps = pages.step_buffers(most, length, keeps=graphs is None)
+            self._anchor_B = torch.zeros(most, dtype=torch.int64, device=drafter.device)
+            self._drafted_BK = torch.zeros(most, length - 1, dtype=torch.int64, device=drafter.device)
 
     def arrange(self, sequences: abc.Sequence[Sequence]) -> None:
         """Take the sequences of the next pass."""
@@ -52,9 +67,21 @@ class BlockBatch:
 
     def _likeliest(self, sequences: list[Sequence], count: int) -> list[list[int]]:
         """The `count` tokens that the drafter takes for the likeliest behind each sequence."""
-        assert self.drafter is not None and self._steps is not None
-        anchor_B = torch.tensor([each.token_ids[-1] for each in sequences], device=self.drafter.device)
-        self._steps.load([each.paged for each in sequences if each.paged is not None])
-        self.denoised += len(sequences)
-        found: list[list[int]] = self.drafter.draft(anchor_B, count, self._steps.denoise).tolist()
+        drafter, steps = self.drafter, self._steps
+        assert drafter is not None
+        rows = [each.paged for each in sequences if each.paged is not None]
+        rows += [self.pages.empty] * padding(self.buckets, len(rows))
+        key, of = steps.load(rows), slice(len(rows))
+        self._anchor_B[: len(sequences)] = torch.tensor([each.token_ids[-1] for each in sequences])
+
+        def draft() -> None:
+            self._drafted_BK[of, :count] = drafter.draft(self._anchor_B[of], count, steps.denoise)
+
+        if self.graphs is not None and all(each.may_capture for each in sequences):
+            self.graphs.follow(weight_addresses(self.pages.model))
+            self.graphs.run((len(rows), count, key), draft)
+        else:
+            draft()
+        self.denoised += len(rows)
+        found: list[list[int]] = self._drafted_BK[: len(sequences), :count].tolist()
         return found

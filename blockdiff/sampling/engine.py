@@ -120,7 +120,7 @@ class Engine(OneCaller):
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
         self._room = PageRoom(self.pages, capacity, is_taken=pages is not None)
-        can_capture = graphs is not False and not self.settings.is_next_token
+        can_capture = graphs is not False and (isinstance(model.denoiser, Drafter) or not self.settings.is_next_token)
         self._buckets, self._capture = buckets, step_capture(model.denoiser) if can_capture else None
         if graphs and self._capture is None:
             raise ValueError(UNCAPTURED)
@@ -135,12 +135,13 @@ class Engine(OneCaller):
 
     def _empty_batch(self, max_rows: int) -> CanvasBatch | BlockBatch:
         """An empty batch with buffers for so many rows."""
-        denoiser = self.model.denoiser
-        if self.settings.is_next_token:
-            return BlockBatch(denoiser if isinstance(denoiser, Drafter) else None, self.pages, max_rows)
-        buckets, graphs = self._buckets, None if self._capture is None else Graphs(self._capture)
+        denoiser, buckets = self.model.denoiser, self._buckets
+        graphs = None if self._capture is None else Graphs(self._capture)
         if buckets is None and graphs is not None:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
+        if self.settings.is_next_token:
+            drafter = denoiser if isinstance(denoiser, Drafter) else None
+            return BlockBatch(drafter, self.pages, max_rows, buckets, graphs)
         return CanvasBatch(denoiser, self.settings, self.pages, max_rows, buckets, graphs)
 
     # -- requests in, events out -------------------------------------------------------------------------------

@@ -117,6 +117,7 @@ class Graphs:
         self._capture, self._most = capture, most
         self._replays: OrderedDict[Hashable, Work | None] = OrderedDict()  # None: it ran once
         self._is_refused = False
+        self._memory: Hashable = None  # where the weights lay when work was captured
 
     @property
     def keys(self) -> Collection[Any]:
@@ -137,9 +138,11 @@ class Graphs:
         while len(self._replays) > self._most:
             self._replays.popitem(last=False)
 
-    def forget(self) -> None:
-        """Forget all that ran or was captured; work is captured anew from now on."""
-        self._replays.clear()
+    def follow(self, memory: Hashable) -> None:
+        """Forget all that ran or was captured where the weights lie elsewhere now: it read them where they were."""
+        if memory != self._memory:
+            self._replays.clear()
+            self._memory = memory
 
     def _captured(self, work: Work) -> Work | None:
         try:
@@ -154,6 +157,11 @@ def warn_of_no_graphs(error: Exception) -> None:
     """Warn that steps are not captured any more, and why."""
     reason = str(error).strip().partition("\n")[0]
     warnings.warn(f"denoising steps run without CUDA graphs: {reason}; graphs=False says so", stacklevel=3)
+
+
+def padding(buckets: Collection[int] | None, count: int) -> int:
+    """The number of rows by which so many are padded, up to the next bucket; 0 where there is none."""
+    return next((bucket for bucket in buckets or () if bucket >= count), count) - count
 
 
 class HostCopy:

@@ -28,6 +28,7 @@ from tests.models.test_minimax_m3 import oracle as m3_oracle
 from tests.oracles import dflash as plain
 from tests.oracles import eagle3 as plain_head
 from tests.pictures import gemma_config, image_row, pair
+from tests.recorder import Recorder as GraphRecorder
 
 pytestmark = pytest.mark.quick
 
@@ -244,6 +245,18 @@ def test_an_engine_that_was_warmed_up_answers_the_same(target, either):
     assert engine.denoised_canvases > drafts == 0
     [result] = [event for event in engine.events() if isinstance(event, Result)]
     assert result.tokens == tokens_of(target, "next_token", requests(1))[0]
+
+
+def test_captured_passes_of_a_drafter_give_the_same_answers(either, monkeypatch):
+    """The recorder refuses what waits for the device, and replays on the memory that it saw."""
+    capture, options = GraphRecorder(), {"max_rows": 3, "buckets": (1, 2, 4)}
+    monkeypatch.setattr("blockdiff.sampling.engine.step_capture", lambda model: capture)
+    monkeypatch.setattr("blockdiff.kernels.span_attention.torch.SMALL_SCORES", -1)  # which looks for empty rows
+    asked = requests(5, max_new_tokens=30)
+    expected = answered(either, "speculative:block=3", asked, graphs=False, **options)
+    assert capture.runs == 0
+    assert answered(either, "speculative:block=3", asked, graphs=True, **options) == expected
+    assert capture.captures > 1 and capture.replays > 2 * capture.captures
 
 
 def test_blocks_follow_what_stood_lately(model):
