@@ -75,12 +75,13 @@ def test_one_class_of_all_tokens_is_what_token_stats_gives(ops):
     torch.testing.assert_close(stats.log_probability[:, 0].float(), plain.log_probability, atol=1e-4, rtol=1e-5)
 
 
-def test_ties_go_to_the_lower_id_and_an_edge_of_the_uniform_numbers_stays_within_its_class(ops):
-    table = torch.ones(6, 2, device=DEVICE)
-    classes = Classes.of(torch.tensor([2, 1, 0, 1, 0, 2], device=DEVICE), 3)
+def test_ties_go_to_the_lower_id_and_an_edge_of_the_uniform_numbers_stays_within_its_class(ops, monkeypatch):
+    monkeypatch.setattr(triton_classes, "TILE", Tile(2, 2, warps=4))  # equal tokens in several tiles
+    table = torch.ones(12, 2, device=DEVICE)
+    classes = Classes.of(torch.tensor([2, 1, 0, 1, 0, 2] * 2, device=DEVICE), 3)
     uniform = torch.tensor([0.0, 1 - 2**-24], device=DEVICE)
     stats = ops.class_stats(torch.ones(2, 2, device=DEVICE), table, None, 1.0, uniform, classes)
-    assert stats.argmax.tolist() == [[2, 1, 0]] * 2 and stats.sample.tolist() == [[2, 1, 0], [4, 3, 5]]
+    assert stats.argmax.tolist() == [[2, 1, 0]] * 2 and stats.sample.tolist() == [[2, 1, 0], [10, 9, 11]]
 
 
 def test_an_excluded_token_is_in_no_sum_not_even_the_soft_embedding(ops):
