@@ -263,6 +263,7 @@ class Engine(OneCaller):
             raise EngineError("warm_up: requests are unanswered; call it before the first one")
         work = self._calls()
         calls: list[abc.Callable[[], object]] = [lambda: self.capacity, work.encode, work.verify]
+        calls += [work.filtered, work.constrained]
         buckets = self._batch.buckets if self.captures and self._batch.buckets else [1]
         calls += [functools.partial(work.step, rows, times=2) for rows in buckets if rows <= self.most_rows]
         for done, call in enumerate(calls):

@@ -5,18 +5,20 @@ The rows stand in for real ones: their tokens are written where padding is, so t
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from blockdiff import memory
-from blockdiff.errors import BlockdiffError
+from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.models.family import family_of
 from blockdiff.sampling.drafts import Proposal
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sequence import RunningCanvas, Sequence, prepare_sequences
+from blockdiff.sampling.strategies import adjusted
 from blockdiff.sampling.verification import verify
 
 if TYPE_CHECKING:
@@ -56,32 +58,50 @@ class WarmUp:
         tokens_BT = torch.arange(rows * tokens).view(rows, tokens) % self.settings.vocab_size
         self.pages.encode([self.pages.stand_in(0, tokens) for _ in range(rows)], tokens_BT, [tokens] * rows)
 
-    def step(self, rows: int, times: int = 1) -> None:
-        """Denoise the canvases of so many rows; the second time the step is captured, where that can be done."""
+    def step(self, rows: int, times: int = 1, **asked: Any) -> None:
+        """Denoise the canvases of so many rows; the second time the step is captured, where that can be done.
+
+        asked: fields of their requests.
+        """
         before = self.batch.denoised
-        self.batch.arrange(self._sequences(rows))
+        self.batch.arrange(self._sequences(rows, **asked))
         for step in range(times):
             self.batch.step(step)
         self.batch.arrange([])
         self.batch.denoised = before
 
-    def verify(self) -> None:
-        """Verify a draft of every row, where drafts are verified."""
-        sequences = self._sequences(self.scheduler.max_rows)
+    def filtered(self) -> None:
+        """Denoise and verify a row of which tokens are drawn with top_p, unless the strategy has no filters."""
+        with suppress(RequestError):
+            self._asked(strategy=adjusted(self.settings.strategy, temperature=1.0, top_p=0.9))  # 0 would draw nothing
+
+    def constrained(self) -> None:
+        """Denoise and verify a row with a constraint, unless the engine has no tokenizer, say, which that takes."""
+        with suppress(RequestError):
+            self._asked(regex=".*")
+
+    def _asked(self, **asked: Any) -> None:
+        self.step(1, **asked)
+        self.verify(1, **asked)
+
+    def verify(self, rows: int | None = None, **asked: Any) -> None:
+        """Verify a draft of so many rows (None: of as many as there may be), where drafts are verified."""
+        sequences = self._sequences(rows or self.scheduler.max_rows, **asked)
         drafts = [(each, self._hidden(len(each.proposal.tokens))) for each in sequences if each.proposal is not None]
         if drafts:
             verify(self.pages.model, self.settings, drafts)
 
-    def _sequences(self, rows: int) -> list[Sequence]:
+    def _sequences(self, rows: int, **asked: Any) -> list[Sequence]:
         """Answers to the same request, with a canvas that is about to be denoised each."""
         length = self.settings.block or self.settings.canvas_length
         prompt = [0] * max(1, min(PREFIX_TOKENS, self._positions() - length))
         found = list[Sequence]()
         for number in range(rows):
-            request = Request(number, tokens=prompt, seed=0, max_new_tokens=length)
+            request = Request(number, tokens=prompt, seed=0, max_new_tokens=length, **asked)
             [sequence] = prepare_sequences(request, self.settings, device=self.pages.model.device)
             sequence.paged = self.pages.stand_in(len(prompt), 0)
-            sequence.canvas, sequence.last_hidden_D = RunningCanvas(sequence, 0, 0), self._hidden(1)[0]
+            control = None if sequence.control is None else sequence.control.begin(sequence.seed)
+            sequence.canvas, sequence.last_hidden_D = RunningCanvas(sequence, 0, 0, control), self._hidden(1)[0]
             if sequence.draft is not None:
                 sequence.propose(Proposal([0] * length, steps=1))
             found.append(sequence)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from blockdiff import memory
 from blockdiff.checkpoint import empty, preset_config
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError, EngineError, RequestError
 from blockdiff.images import PlacedImage
 from blockdiff.models.family import family_of
@@ -136,10 +141,50 @@ def test_a_warm_engine_captures_nothing_more_and_answers_as_a_cold_one(model, mo
     monkeypatch.setattr("blockdiff.kernels.span_attention.torch.SMALL_SCORES", -1)
     engine = Engine(model, None, LIVELY, strategy=strategy, max_rows=3)
     engine.warm_up(lambda *counts: told.append(counts))
-    assert told == [(n, len(told) - 1) for n in range(len(told))] and len(told) == 1 + 3 + 3
+    assert told == [(n, len(told) - 1) for n in range(len(told))] and len(told) == 1 + 5 + 3
     assert recorder.captures == 3 and engine.denoised_canvases == 0
     nothing_is_left(engine)
     assert answers(engine, requests) == expected
     engine.submit(requests[0])
     with pytest.raises(EngineError, match="warm_up: requests are unanswered"):
         engine.warm_up()
+
+
+def form(argument: Any) -> Any:
+    """The part of an argument that decides which kernel is launched: whether it is there, its dtype, a flag."""
+    if is_dataclass(argument):
+        return type(argument), tuple(form(getattr(argument, each.name)) for each in fields(argument))
+    if isinstance(argument, tuple | list):
+        return tuple(map(form, argument))
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    return argument if argument is None or isinstance(argument, bool) else "a value"
+
+
+@pytest.mark.parametrize("strategy", [None, "verified"])
+def test_requests_with_filters_and_constraints_make_no_new_call_in_a_warm_engine(model, strategy):  # noqa: F811
+    """A GPU compiles a kernel with its first launch: each form of each op on logits was called before."""
+    once = Generation(eos_ids=(1,), pad_id=0, max_steps=4, max_new_tokens=8, confidence=1e-9)
+    engine = Engine(model, character_tokenizer("abcdefgh"), once, strategy=strategy, max_rows=1)
+    called, kernels = set[Any](), model.kernels
+    ops = {name: getattr(kernels, name) for name in ("token_stats", "class_stats", "look_ahead", "reach")}
+
+    def noting(name: str) -> Any:
+        def noted(*given: Any, **named: Any) -> Any:
+            called.add((name, form(given), form([*named.values()])))
+            return ops[name](*given, **named)
+
+        return noted
+
+    with patch.dict(kernels.__dict__, {name: noting(name) for name in ops}):
+        engine.warm_up()
+        warm = called.copy()
+        filtered = "verified:top_p=0.5,temperature=1" if strategy else "entropy_bound:top_p=0.5"
+        for n, asked in enumerate(({"strategy": filtered}, {"regex": "[ab]{3,8}"})):
+            [result] = answers(engine, [Request(n, tokens=[3, 4, 5], seed=n, **asked)]).values()
+            assert result.error is None
+    assert called == warm and {name for name, *_ in warm} == ops.keys()
+
+
+def test_calls_that_an_engine_refuses_are_left_out_of_its_warm_up(model):  # noqa: F811
+    Engine(model, None, LIVELY, max_rows=1).warm_up()  # no tokenizer: no constraint
