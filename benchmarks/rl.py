@@ -7,12 +7,15 @@ has stopped rising: the start. From there reinforcement learning goes on with 20
 (recipes/rl_countdown.yaml and rl_sudoku.yaml), and beside it supervised training with the 1,000 rows, for as many
 seconds of training. Both keep the weights that solve most of 300 problems of a third split. All three then answer
 1,000 test problems, as the task's policy is used: next tokens without a temperature, or canvases by the model's own
-settings. Runs that the directory has are kept, and one that was stopped goes on.
+settings. Runs that the directory has are kept, and one that was stopped goes on. Where a case was measured with several
+seeds, a last table has their mean and standard deviation; `--merge` adds the results of earlier calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,18 +120,43 @@ def measured(case: Case, run: blockdiff.Run, directory: Path, count: int) -> dic
     return found | {"steps": run.report["steps"], "seconds": run.report["seconds"]}
 
 
-def table(case: Case, seed: int, found: dict[str, dict[str, Any]]) -> list[str]:
-    """The lines of a case's table."""
-    words = {"start": "the start", "sft": "supervised, on the same rows", "rl": "reinforced"}
+WORDS = {"start": "the start", "sft": "supervised, on the same rows", "rl": "reinforced"}
+
+
+def table(run: dict[str, Any]) -> list[str]:
+    """The lines of a run's table."""
+    commit = str(run["machine"]["commit"])[:12]
     lines = [
-        f"\n**{case.name}**, seed {seed}\n",
+        f"\n**{run['case']}**, seed {run['seed']}, commit {commit}\n",
         "| | right (95 %) | steps per canvas | optimiser steps | training s |",
     ]
     lines.append("|---" * 5 + "|")
-    for way, each in found.items():
+    for way, each in run["results"].items():
         share = f"{each['solved']:.1%} ({each['low']:.1%} to {each['high']:.1%})"
         costs = f"{each['steps_per_canvas']:.2f} | {each['steps']} | {each['seconds']:.0f}"
-        lines.append(f"| {words[way]} | {share} | {costs} |")
+        lines.append(f"| {WORDS[way]} | {share} | {costs} |")
+    return lines
+
+
+def means(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """The lines of the table over seeds of every case that has several; none where no case has."""
+    lines = []
+    for case in dict.fromkeys(run["case"] for run in runs):
+        of_seeds = [run["results"] for run in runs if run["case"] == case]
+        if len(of_seeds) < 2:
+            continue
+        lines += [f"\n**{case}**, mean of {len(of_seeds)} seeds (standard deviation)\n"]
+        lines += ["| | right | steps per canvas |", "|---" * 3 + "|"]
+        for way, words in WORDS.items():
+            solved, steps = ([found[way][key] for found in of_seeds] for key in ("solved", "steps_per_canvas"))
+            share = f"{statistics.mean(solved):.1%} ({statistics.stdev(solved):.1%})"
+            lines.append(f"| {words} | {share} | {statistics.mean(steps):.2f} ({statistics.stdev(steps):.2f}) |")
+        gains = [found["rl"]["solved"] - max(found[way]["solved"] for way in ("start", "sft")) for found in of_seeds]
+        points = [100 * gain for gain in gains]
+        lines.append(
+            f"| over the better of the two | {statistics.mean(points):+.1f} points ({statistics.stdev(points):.1f}; "
+            f"{min(points):+.1f} to {max(points):+.1f}) | |"
+        )
     return lines
 
 
@@ -139,29 +167,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default="0,1,2", help="numbers of cases, with commas (default 0,1,2)")
     parser.add_argument("--seeds", default="0,1,2", help="of the models (default 0,1,2)")
     parser.add_argument("--count", type=int, default=1000, help="the most test rows (default 1000)")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="FILE.json of earlier calls, printed as well")
     parser.add_argument("--output", type=Path, help="FILE.json; the tables go beside it as .md")
     given = parser.parse_args(arguments)
     record = machine.describe(torch.device("cpu"))
     text, found = [machine.place(record)], []
     print(text[0])
     try:
+        for file in given.merge:
+            earlier = json.loads(file.read_text(encoding="utf-8"))
+            found += [{"machine": earlier["machine"]} | run for run in earlier["runs"]]
         directory = given.directory.resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        for case in (CASES[int(number)] for number in given.cases.split(",")):
-            for seed in map(int, given.seeds.split(",")):
+        for case in (CASES[int(number)] for number in given.cases.split(",") if number):
+            for seed in map(int, filter(None, given.seeds.split(","))):
                 runs = {"start": run_of(case, seed, directory, "start")}
                 reinforced = run_of(case, seed, directory, "rl")
                 runs["sft"] = run_of(case, seed, directory, "sft", reinforced.report["seconds"])
                 runs["rl"] = reinforced
                 results = {way: measured(case, run, directory, given.count) for way, run in runs.items()}
-                lines = table(case, seed, results)
-                print("\n".join(lines), flush=True)
-                text += lines
-                found.append({"case": case.name, "seed": seed, "results": results})
+                found.append({"case": case.name, "seed": seed, "machine": record, "results": results})
+                print("\n".join(table(found[-1])), flush=True)
     except (OSError, ValueError, IndexError, BlockdiffError) as error:
         print(f"benchmarks.rl: {error}", file=sys.stderr)
         return 1
+    found.sort(key=lambda run: (run["case"], run["seed"]))
+    lines = means(found)
+    print("\n".join(lines))
     if given.output is not None:
+        text += [line for run in found for line in table(run)] + lines
         machine.write(given.output, {"machine": record, "runs": found}, "\n".join(text) + "\n")
     return 0
 

@@ -75,6 +75,7 @@ METRICS: dict[str, Metric] = {
     **_of_part("corrupted"),
     **_of_part("kept"),
     "sample_accuracy": Metric("sample", "sampled prompts right", "higher", ".1%", "of sampled prompts right"),
+    "sample_reward": Metric("sample", "reward of sampled prompts", "higher", ".3f"),
     "sample_steps_per_canvas": Metric(
         "sample", "steps per canvas of sampled prompts", "lower", ".1f", "steps per canvas"
     ),
@@ -90,7 +91,9 @@ METRICS: dict[str, Metric] = {
     "reward": Metric("train", "reward", "higher", ".3f"),
     "reward_spread": Metric("train", "standard deviation of rewards", format=".3f"),
     "reward_failures": Metric("train", "rewards that failed", "lower", "d", "rewards failed"),
-    "groups_without_spread": Metric("train", "groups whose rewards are equal", format=".1%"),
+    "groups_without_spread": Metric(
+        "train", "groups whose rewards are equal", format=".1%", unit="of groups with equal rewards"
+    ),
     "answer_tokens": Metric("train", "tokens of an answer", format=".1f", unit="tokens an answer"),
     "ratio_clipped": Metric("train", "actions whose ratio is clipped", format=".1%", unit="clipped"),
     "entropy": Metric("train", "entropy of an action", format=".3f"),

@@ -87,14 +87,15 @@ def check_solved(name: str, is_solved: Callable[[Question, str], bool], question
         )
 
 
-def questions_of(rows: Sequence[Row], task: Task, encoder: Encoder | None = None) -> list[Question]:
-    """The question of every row; raises DataError for rows that the task does not take, and for no rows."""
+def questions_of(rows: Sequence[Row | Question], task: Task, encoder: Encoder | None = None) -> list[Question]:
+    """The question of every row, or the questions themselves; DataError for no rows, and for those of no such task."""
     if not rows:
         raise DataError("no rows to evaluate; name a file with at least one")
-    questions = [_question(row, place) for place, row in enumerate(rows)]
+    questions = [row if isinstance(row, Question) else _question(row, place) for place, row in enumerate(rows)]
     for question in questions:
         task.check(question)
-    return questions if encoder is None else _laid_out(questions, rows, encoder)
+    given = [row for row in rows if isinstance(row, Row)]
+    return questions if encoder is None else _laid_out(questions, given, encoder)
 
 
 def longest_response(sampler: Sampler, questions: Sequence[Question], task: Task, thinking: bool = False) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ ALONE = Ranks(torch.device("cpu"))
 
 def evaluate(
     sampler: Sampler,
-    rows: Sequence[Row],
+    rows: Sequence[Row | Question],
     task: Task,
     *,
     ranks: Ranks = ALONE,
@@ -41,6 +41,7 @@ def evaluate(
     thinking: bool = False,
     best_of: int = 1,
     allow_control_tokens: bool = False,
+    facts: Callable[[Question, Result], dict[str, Any]] = lambda question, result: {},
 ) -> dict[str, Any]:
     """Answer the question of every row by sampling and count what is right; the ranks share the rows.
 
@@ -53,7 +54,8 @@ def evaluate(
     The longest reference bounds the responses, where longer ones can be right the sampler's own limit, unless
     `max_new_tokens` is given. With `encoder` a prompt has the tokens that training gives it (system prompt, thinking).
     `thinking` asks the chat template for reasoning, `best_of` for the best of so many answers by their own score;
-    `allow_control_tokens` reads control tokens in prompts as tokens, not as text.
+    `allow_control_tokens` reads control tokens in prompts as tokens, not as text. `facts` gives what else the record of
+    an answer says; it is called in the main thread.
     Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
     """
     questions = questions_of(rows, task, encoder)
@@ -77,7 +79,7 @@ def evaluate(
             on_canvas=on_canvas,
         )
         results = dict(stream)
-        answers = [_record(question, results[n], task) for n, question in enumerate(mine)]
+        answers = [_record(question, results[n], task) | facts(question, results[n]) for n, question in enumerate(mine)]
     # Of several draws of a row, the first one has the row's name.
     dealt = ranks.gather_rows((answers, [first_canvas[q.place] for q in mine if q.place in first_canvas]))
     records = [dealt[place % ranks.row_world][0][place // ranks.row_world] for place in range(len(questions))]

@@ -74,6 +74,7 @@ def _over_steps(*keys: str) -> list[Panel]:
 
 
 CANVAS, NEXT = _with_heldout("canvas_loss", "canvas", BLUE), _with_heldout("ar_loss", "next token", ORANGE)
+REWARD = Line("reward", "rollouts", BLUE), Line("sample_reward", "held-out prompts", ORANGE, is_dashed=True)
 RESPONSE, WHOLE = "heldout_response_accuracy", "heldout_canvas_accuracy"
 ALONE = [  # one run: losses first, then everything else that it measured; colours tell measures apart
     Panel("loss per token", (*CANVAS, *NEXT), has_losses=True),
@@ -85,6 +86,8 @@ ALONE = [  # one run: losses first, then everything else that it measured; colou
     ),
     Panel("held-out tokens right", (Line(RESPONSE, "without fill", ORANGE), Line(WHOLE, "with fill", BLUE))),
     *_over_steps("heldout_accepted_length", "heldout_draft_accuracy"),
+    Panel(METRICS["reward"].label, REWARD),
+    *_over_steps("rollout_steps_per_canvas", "groups_without_spread", "entropy"),
     *_over_steps("sample_accuracy", "sample_steps_per_canvas"),
     *_over_steps("grad_norm", "lr", "tokens_per_second"),
 ]
@@ -98,6 +101,7 @@ COMPARED = [  # several runs: colours tell runs apart
     Panel(
         "held-out tokens right", (Line(RESPONSE), Line(WHOLE, is_dashed=True)), solid="without fill", dashed="with fill"
     ),
+    Panel(METRICS["reward"].label, REWARD, solid="rollouts", dashed="held-out prompts"),
     *_over_steps("sample_accuracy", "sample_steps_per_canvas", "tokens_per_second"),
 ]
 

@@ -26,10 +26,13 @@ class Prompt:
 
 
 class Prompts:
-    """The rows of all sources, one source after the other; `fingerprint` says what is in them, wherever they lie."""
+    """The rows of all sources, one source after the other; `fingerprint` says what is in them, wherever they lie.
 
-    def __init__(self, rows: Sequence[Prompt]) -> None:
-        self.rows = rows
+    sizes: the number of rows of each source (none: there is one); weights: their parts of a mixture.
+    """
+
+    def __init__(self, rows: Sequence[Prompt], sizes: Sequence[int] = (), weights: Sequence[float] = (1.0,)) -> None:
+        self.rows, self.sizes, self.weights = rows, sizes or [len(rows)], weights
         text = json.dumps([row.value for row in rows], sort_keys=True, default=str)
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -43,17 +46,22 @@ def read_prompts(
     """Read the rows of sources. They need no response; one that is there is the reference of tasks that compare.
 
     is_chat: prompts are a user's turns; system: put before conversations that bring no system message; watch: rows
-    pass through it. Raises DataError
-    "file:line: reason; what to do" for a row that asks nothing, and for images, which are not rolled out.
+    pass through it. Raises DataError "file:line: reason; what to do" for a row that asks nothing, for images, which are
+    not rolled out, and for no rows.
     """
     found: list[Prompt] = []
+    sizes: list[int] = []
     for source in sources:
+        before = len(found)
         for where, value in watch(open_source(source).values()):
             row = check_row(value, where, source.columns, is_asked=True)
             if row.sources:
                 raise DataError(f"{where}: rows with images are not rolled out; leave the row out")
             found.append(Prompt(value, _question(row, value, source, len(found), is_chat, system)))
-    return Prompts(found)
+        sizes.append(len(found) - before)
+        if not sizes[-1]:
+            raise DataError(f"{source.title}: no prompts; name a file with at least one")
+    return Prompts(found, sizes, [source.weight for source in sources])
 
 
 def _question(

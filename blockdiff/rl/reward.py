@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -12,11 +15,12 @@ from typing import Any, Literal
 
 from blockdiff import evals
 from blockdiff.errors import DataError, RecipeError
-from blockdiff.rl.prompts import Prompt, Prompts
+from blockdiff.rl.prompts import Prompt
 from blockdiff.sampling.request import Result
 from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
 Reward = Callable[[Mapping[str, Any], Result], float]
+NAMED = 3  # failures that lines name
 
 
 @dataclass(frozen=True)
@@ -48,26 +52,38 @@ class Rewards:
                 if not math.isfinite(value):
                     raise ValueError(f"it gave {value}, which is no finite number")
                 values[name] = value
-            except Exception as error:  # whatever somebody else's function raises
+            except (Exception, SystemExit) as error:  # whatever somebody else's function raises
                 failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
         return Rewarded(sum(self.weights[name] * value for name, value in values.items()), values, failures)
 
 
-def make_rewards(asked: str | Mapping[str, float] | None, given: Reward | None, prompts: Prompts) -> Rewards:
+def make_rewards(asked: str | Mapping[str, float] | None, given: Reward | None, prompts: Sequence[Prompt]) -> Rewards:
     """The rewards that a recipe names, each a task or "module:function", and the one that Python gives.
 
-    Raises RecipeError for a name that leads to no function, and DataError for rows that a task cannot judge.
+    Raises RecipeError for a name that leads to no function of a row and a result, and for one name of two functions;
+    DataError for prompts that a task cannot judge.
     """
     weights = {asked: 1.0} if isinstance(asked, str) else dict(asked or {})
     functions: dict[str, Callable[[Prompt, Result], float]] = {}
     for name in weights:
-        functions[name] = _of_task(name, prompts) if name in evals.TASKS else _of_row(_imported(name))
+        functions[name] = _of_task(name, prompts) if name in evals.TASKS else _of_row(name, _imported(name))
     if given is not None:
         name = getattr(given, "__name__", type(given).__name__)
-        functions[name], weights[name] = _of_row(given), 1.0
+        if name in functions:
+            raise RecipeError(f"rl.reward: {name} is the name of the function from Python, too; rename one of them")
+        functions[name], weights[name] = _of_row(name, given), 1.0
     if not functions:
         raise RecipeError("rl.reward: missing; name a task or module:function, or give reward= from Python")
     return Rewards(functions, weights)
+
+
+def failure_lines(failures: Sequence[Mapping[str, str]]) -> list[str]:
+    """Lines that name the most frequent failures; `failures` has those of each answer, by reward."""
+    failed = Counter(f"{name}: {why}" for of_answer in failures for name, why in of_answer.items())
+    return [
+        f"note      {count} of {len(failures)} rewards failed and count 0: {failure}"
+        for failure, count in failed.most_common(NAMED)
+    ]
 
 
 def steps_per_canvas(row: Mapping[str, Any], result: Result) -> float:
@@ -91,13 +107,22 @@ def advantages(rewards: Sequence[float], kind: Literal["centred", "standardised"
     return [(reward - mean) / (deviation + 1e-4) for reward in rewards]
 
 
-def _of_row(function: Reward) -> Callable[[Prompt, Result], float]:
-    return lambda prompt, result: function(prompt.value, result)
+def _of_row(name: str, function: Reward) -> Callable[[Prompt, Result], float]:
+    """The function on a copy of a prompt's row; RecipeError where it cannot be called so."""
+    if inspect.iscoroutinefunction(function):
+        raise RecipeError(f"rl.reward: {name} is async, and rewards are called, not awaited; make it a plain function")
+    try:
+        inspect.signature(function).bind({}, None)
+    except TypeError as error:
+        raise RecipeError(f"rl.reward: {name} is not a function of a row and a result: {error}") from None
+    except ValueError:  # some functions of C have no signature
+        pass
+    return lambda prompt, result: function(copy.deepcopy(prompt.value), result)
 
 
-def _of_task(name: str, prompts: Prompts) -> Callable[[Prompt, Result], float]:
+def _of_task(name: str, prompts: Sequence[Prompt]) -> Callable[[Prompt, Result], float]:
     task = evals.task(name)
-    for prompt in prompts.rows:
+    for prompt in prompts:
         where = prompt.question.where
         try:
             needs_reference = task.is_solved(prompt.question, "")

@@ -23,6 +23,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import load_split, replicate, split
+from blockdiff.rl.prompts import Prompts
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
@@ -31,6 +32,7 @@ from blockdiff.training.data import Data, read_data
 from blockdiff.training.distil import Distil, make_distil
 from blockdiff.training.ema import Ema
 from blockdiff.training.freeze import count_parts
+from blockdiff.training.heldout_rewards import judging_task
 from blockdiff.training.plan.device_memory import require_kept, require_step
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
@@ -197,6 +199,8 @@ def checked_data(recipe: Recipe, base: StartingModel, show: Progress, ranks: Ran
     Raises DataError for a row of `evaluation.prompts` that is no question of `evaluation.task`.
     """
     data = read_data(recipe, base, ranks, show.reading)
-    if data.prompts:
+    if isinstance(data.prompts, Prompts):
+        judging_task(recipe, data.prompts)
+    elif data.prompts:
         questions_of(data.prompts, evals.task(recipe.evaluation.task), data.encoder)
     return data

@@ -72,7 +72,7 @@ class Data:
     encoder: Encoder
     train: Dataset | StreamedExamples | Prompts
     heldout: Dataset | None
-    prompts: list[Row]
+    prompts: list[Row] | Prompts
     collator: Collator
     order: AnyOrder
 
@@ -266,7 +266,7 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, w
     order: AnyOrder
     if recipe.rl is not None:
         train = read_prompts(specs, d.chat, d.system, watch)
-        order = Order(len(train), recipe.rl.prompts, recipe.seed)
+        order = Order(train.sizes, recipe.rl.prompts, recipe.seed, train.weights)
     elif d.streaming is not None:
         train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed, watch)
         order = StreamOrder(recipe.train.batch_size)
@@ -285,10 +285,13 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, w
             "data.template: is set, but no row is a conversation; write messages rows, set data.chat: true, or leave "
             "data.template out"
         )
-    prompts = []
-    asked = recipe.evaluation.prompts
+    prompts: list[Row] | Prompts = []
+    asked, count = recipe.evaluation.prompts, recipe.evaluation.prompts_count
     if asked is not None:
         specs = sources(asked, recipe, d.heldout_split)
-        rows = chain.from_iterable(read_rows(spec) for spec in specs)
-        prompts = list(watch(islice(rows, recipe.evaluation.prompts_count)))
+        if recipe.rl is not None:
+            prompts = Prompts(read_prompts(specs, d.chat, d.system, watch).rows[:count])
+        else:
+            rows = chain.from_iterable(read_rows(spec) for spec in specs)
+            prompts = list(watch(islice(rows, count)))
     return Data(recipe, encode, train, heldout, prompts, collator(recipe, base, reader), order)

@@ -15,13 +15,14 @@ from blockdiff.training.freeze import PartCounts
 T = TypeVar("T")
 # What a line shows of a record, in this order, where the record has it.
 LINE = (
-    *("loss", "canvas_loss", "ar_loss", "grad_norm", "lr", "reward", "rollout_steps_per_canvas", "rollout_settled"),
+    *("loss", "canvas_loss", "ar_loss", "grad_norm", "lr"),
+    *("reward", "groups_without_spread", "rollout_steps_per_canvas", "rollout_settled"),
     *("tokens_per_second", "scored_tokens_per_second", "memory_gib", "skipped"),
     *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
     *("heldout_corrupted_loss", "heldout_corrupted_accuracy"),
     *("heldout_ar_loss", "heldout_ar_accuracy"),
     *("heldout_accepted_length", "heldout_draft_accuracy", "heldout_draft_loss"),
-    *("sample_accuracy", "sample_count", "sample_steps_per_canvas", "sample_tokens_per_forward"),
+    *("sample_reward", "sample_accuracy", "sample_count", "sample_steps_per_canvas", "sample_tokens_per_forward"),
 )
 BESIDE_BAR = ("tokens_per_second", "memory_gib")
 REDRAW_SECONDS = 0.5  # between two pictures of the bar in a notebook

@@ -141,9 +141,8 @@ def _refuse_unreinforced(recipe: Recipe, rl: RlSection) -> None:
     others = {"distil": o.distil is not None, "draft_for": o.draft_for is not None, "images": o.images != "none"}
     for key in (name for name, is_asked in others.items() if is_asked):
         raise RecipeError(f"objective.{key}: goes without reinforcement learning; leave it out")
-    for key in ("pack", "streaming", "max_length"):
-        if getattr(recipe.data, key) is not None:
-            raise RecipeError(f"data.{key}: is of rows with responses, and rl answers prompts; leave it out")
+    why = "is of rows with responses, and rl answers prompts; leave it out"
+    _refuse_changed(recipe, {"data": ("pack", "streaming", "max_length", "on_bad_row", "turns")}, why)
     if rl.policy == "canvas" and (not isinstance(o.corruption, UniformTokens) or o.prediction != "posterior"):
         key, value = ("corruption", "uniform") if o.prediction == "posterior" else ("prediction", "posterior")
         raise RecipeError(f"rl.policy: canvas: its draws are known for objective.{key}: {value} alone; choose head")

@@ -20,14 +20,14 @@ from blockdiff.terminal import counted
 PACKAGES = ("torch", "transformers", "accelerate")
 LAST_AND_BEST = (
     *("heldout_canvas_loss", "heldout_ar_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
-    *("heldout_accepted_length", "heldout_draft_accuracy", "sample_accuracy"),
+    *("heldout_accepted_length", "heldout_draft_accuracy", "sample_reward", "sample_accuracy"),
 )
 LAST = ("sample_steps_per_canvas", "sample_max_steps", "sample_tokens_per_forward")
 # What the line shows, in this order.
 LINE = (
     *("skipped", "canvas_loss", "ar_loss", "heldout_canvas_loss", "heldout_response_accuracy", "heldout_ar_loss"),
     *("heldout_accepted_length", "heldout_draft_accuracy"),
-    *("sample_accuracy", "sample_steps_per_canvas", "tokens_per_second", "memory_gib"),
+    *("sample_reward", "sample_accuracy", "sample_steps_per_canvas", "tokens_per_second", "memory_gib"),
 )
 
 

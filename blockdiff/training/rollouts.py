@@ -8,7 +8,7 @@ and the draw, so a round follows from weights and recipe alone.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
@@ -17,7 +17,7 @@ import torch
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.data.collate import Collator
 from blockdiff.data.order import AnyOrder
-from blockdiff.errors import DataError, RunError
+from blockdiff.errors import DataError, RequestError, RunError
 from blockdiff.metrics import Record
 from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
@@ -25,7 +25,7 @@ from blockdiff.parallel.turns import measuring
 from blockdiff.rl.batches import ROWS, Answer, Trajectory, canvas_batch, examples, head_batch
 from blockdiff.rl.policy import PolicyObjective, RolloutBatch
 from blockdiff.rl.prompts import Prompt, Prompts
-from blockdiff.rl.reward import Rewards, advantages, make_rewards
+from blockdiff.rl.reward import Rewards, advantages, failure_lines, make_rewards
 from blockdiff.sampling import Request, Result, Sampler
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 from blockdiff.seeding import Stream, words
@@ -35,8 +35,6 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.rollout_strategy import rollout_strategy
 from blockdiff.training.starting_model import StartingModel
 from blockdiff.training.step import autocast
-
-NAMED = 3  # failures of rewards that a line names
 
 
 class Rollouts:
@@ -159,7 +157,7 @@ class Rollouts:
         groups = range(ranks.row_rank, len(rows), ranks.row_world)
         places = [slot * rl.group + draw for slot in groups for draw in range(rl.group)]
         requests = [self._request(number, place, rows[place // rl.group]) for place in places]
-        drawn, recorder, began, tokens = list[Answer](), _Recorder(), time.perf_counter(), 0
+        drawn, recorder, began, total = list[Answer](), _Recorder(), time.perf_counter(), 0
         precise = autocast(ranks.device, self.precision)
         with evaluating(model), precise, measuring(model, ranks, "the rollouts") as look:
             sampler = self.sampler()
@@ -177,17 +175,33 @@ class Rollouts:
                 slot, row = places[n] // rl.group, rows[places[n] // rl.group]
                 if result.error is not None:
                     raise DataError(f"{row.question.where}: the prompt cannot be answered: {result.error}")
+                tokens = list(result.tokens)  # before somebody else's function has the result
                 earned = self.rewards(row, result)
                 parts = earned.total, earned.values, earned.failures, list(result.steps)
                 canvases = recorder.take(places[n]) if rl.policy == "canvas" else []
                 agreed = recorder.agreed(places[n], result)
-                drawn.append(Answer(places[n], prompt_of[slot], list(result.tokens), *parts, canvases, agreed))
-                tokens += len(result.tokens)
-                self.show.rollouts(count, len(requests), tokens / (time.perf_counter() - began))
+                drawn.append(Answer(places[n], prompt_of[slot], tokens, *parts, canvases, agreed))
+                total += len(tokens)
+                self.show.rollouts(count, len(requests), total / (time.perf_counter() - began))
         names = [each.name for each in fields(Answer)]
         gathered = ranks.gather_rows([[getattr(answer, name) for name in names] for answer in drawn])
         found = [Answer(**dict(zip(names, values, strict=True))) for of_rank in gathered for values in of_rank]
         return sorted(found, key=lambda answer: answer.place)
+
+    def check(self, rows: Sequence[Prompt]) -> None:
+        """Raise DataError for a prompt that cannot be answered, and not in the middle of a run."""
+        sampler = self.sampler()
+        settings, answer = sampler.settings, sampler.generation.max_new_tokens
+        for row in rows:
+            try:
+                length = len(self._prompt_tokens(self._request(0, 0, row), sampler)) + settings.max_tokens(answer)
+            except RequestError as error:
+                raise DataError(f"{row.question.where}: {error}") from None
+            if settings.positions is not None and length > settings.positions:
+                raise DataError(
+                    f"{row.question.where}: with an answer of {answer} tokens the prompt takes {length} of the model's "
+                    f"{settings.positions} positions; leave the row out, or lower generation.max_new_tokens"
+                )
 
     def _request(self, number: int, place: int, row: Prompt) -> Request:
         """The request of one draw, with the seed of its address; beside canvases a trained head says its likeliest."""
@@ -201,7 +215,7 @@ class Rollouts:
 
     def _count(self, answers: Sequence[Answer]) -> None:
         """Add the answers of a round to what the next record says, and name the rewards that failed."""
-        counted, failed = self._counted, Counter[str]()
+        counted = self._counted
         for answer in answers:
             counted["answers"] += 1
             counted["reward"] += answer.reward
@@ -213,11 +227,10 @@ class Rollouts:
             counted["stood"] += answer.agreed[1]
             for name, value in answer.rewards.items():
                 counted[f"reward {name}"] += value
-            failed.update(f"{name}: {why}" for name, why in answer.failures.items())
+            counted["failures"] += len(answer.failures)
         counted["groups"] += len(answers) / self.rl.group
-        counted["failures"] += failed.total()
-        for failure, count in failed.most_common(NAMED):
-            self.show.line(f"note      {count} of {len(answers)} rewards failed and count 0: {failure}")
+        for line in failure_lines([answer.failures for answer in answers]):
+            self.show.line(line)
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -313,9 +326,14 @@ def make_rollouts(
         return None
     assert isinstance(objective, PolicyObjective) and isinstance(data.train, Prompts)
     strategy = rollout_strategy(recipe.rl, base.generation, base.denoises)
-    rewards = make_rewards(recipe.rl.reward, recipe.given.reward, data.train)
+    heldout = data.prompts.rows if isinstance(data.prompts, Prompts) else []
+    rewards = make_rewards(recipe.rl.reward, recipe.given.reward, [*data.train.rows, *heldout])
 
     def sampler() -> Sampler:
         return Sampler(objective.model, base.tokenizer, base.generation, diffusion, strategy)
 
-    return Rollouts(recipe, data.train, data.order, objective, sampler, rewards, data.collator, ranks, precision, show)
+    if recipe.rl.policy == "head" and recipe.objective.ar_loss is None:
+        show.line("note      rl.policy: head: the model was trained with ar_loss: none, so its head has learnt nothing")
+    made = Rollouts(recipe, data.train, data.order, objective, sampler, rewards, data.collator, ranks, precision, show)
+    made.check([*data.train.rows, *heldout])
+    return made

@@ -14,6 +14,7 @@ from blockdiff.checkpoint.opening import ModelFiles, model_files
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.files import piecewise_digest
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.rl.prompts import Prompts
 from blockdiff.training.checkpoint_content import STREAMED
 from blockdiff.training.data import Data
 from blockdiff.training.recipe import Recipe
@@ -76,7 +77,11 @@ def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any
     if recipe.lora.trains:  # a checkpoint of the run has the adapters alone
         facts["model.path"] = digest_of(str(recipe.model.path))
     facts["model.tokenizer"] = data.encoder.tokenizer_fingerprint
-    facts["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
+    facts["evaluation.prompts"] = (
+        data.prompts.fingerprint
+        if isinstance(data.prompts, Prompts)
+        else _hash([asdict(replace(row, where="")) for row in data.prompts])
+    )
     facts["data.train"] = data.train.fingerprint
     if isinstance(data.train, StreamedExamples):
         facts[STREAMED] = ranks.from_main("reading the streamed rows", data.train.content)

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from blockdiff.data.rows import Row
-from blockdiff.evals.questions import Task
+from blockdiff.evals.questions import Question, Task
 from blockdiff.evals.run import evaluate
 from blockdiff.metrics import Record
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.step import autocast
 
 if TYPE_CHECKING:
-    from blockdiff.data.chat import Encoder
     from blockdiff.sampling.sampler import Sampler
 
 
@@ -33,16 +32,18 @@ class Sampled(NamedTuple):
 
 def sample_prompts(
     sampler: Sampler,
-    rows: Sequence[Row],
+    rows: Sequence[Row | Question],
     task: Task,
     ranks: Ranks,
     seed: int = 0,
     batch_size: int = 32,
     *,
     precision: str | None = None,
-    encoder: Encoder | None = None,
+    **choices: Any,
 ) -> Sampled:
     """Answer the rows' prompts, dealt out to the ranks, as `blockdiff eval` does; every rank gets the same result.
+
+    choices: more for `evaluate`, such as an encoder.
 
     The record has `sample_accuracy, sample_steps_per_canvas, sample_max_steps, sample_tokens_per_forward, sample_count,
     sample_errors` and `sample_seconds` (until the last rank is done). Weights, modes, gradients and torch's generators
@@ -51,7 +52,7 @@ def sample_prompts(
     is to stop.
     """
     with _room_after(sampler, ranks.device), autocast(ranks.device, precision):
-        found = evaluate(sampler, rows, task, ranks=ranks, batch_size=batch_size, seed=seed, encoder=encoder)
+        found = evaluate(sampler, rows, task, ranks=ranks, batch_size=batch_size, seed=seed, **choices)
     record = {
         "sample_accuracy": found["solved_share"],
         "sample_steps_per_canvas": found["steps_per_canvas"],

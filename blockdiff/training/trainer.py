@@ -30,6 +30,7 @@ from blockdiff.parallel.accelerate_config import refuse_settings
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.parallel.watch import watched
+from blockdiff.rl.prompts import Prompts
 from blockdiff.sampling import Sampler
 from blockdiff.terminal import counted
 from blockdiff.training import export
@@ -40,6 +41,7 @@ from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.data import Ahead
 from blockdiff.training.heldout import heldout
 from blockdiff.training.heldout_drafts import heldout_drafts
+from blockdiff.training.heldout_rewards import sample_rewarded
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe_checks import refuse, without_effect
@@ -285,15 +287,22 @@ class Trainer:
             self.sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.diffusion, strategy)
             self.sampler.settings = replace(self.sampler.settings, image_reader=data.encoder.reader)
         with self.averaged():
-            sampled = sample_prompts(
-                self.sampler,
-                data.prompts,
-                evals.task(self.recipe.evaluation.task),
-                self.ranks,
-                seed=self.recipe.seed,
-                precision=self.built.precision,
-                encoder=data.encoder,
-            )
+            if isinstance(data.prompts, Prompts):
+                assert isinstance(self.built.rollouts, Rollouts)
+                rewards, precision = self.built.rollouts.rewards, self.built.precision
+                sampled = sample_rewarded(
+                    self.recipe, self.sampler, data.prompts, rewards, self.ranks, precision, self.show
+                )
+            else:
+                sampled = sample_prompts(
+                    self.sampler,
+                    data.prompts,
+                    evals.task(self.recipe.evaluation.task),
+                    self.ranks,
+                    seed=self.recipe.seed,
+                    precision=self.built.precision,
+                    encoder=data.encoder,
+                )
         if self.step == self.built.step:  # no optimiser step has run here, so nobody knows what memory one takes
             self.sampler.release()
         if self.ranks.is_main:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -122,35 +123,118 @@ def failing(kind: str) -> Callable[..., Any]:
             return 1.0
         if kind == "late":
             time.sleep(5)
-        return {"raises": lambda: 1 / 0, "nan": lambda: float("nan"), "late": lambda: 1.0}[kind]()
+        ways = {"raises": lambda: 1 / 0, "nan": lambda: float("nan"), "late": lambda: 1.0, "exits": sys.exit}
+        return ways[kind]()
 
     return reward
 
 
-@pytest.mark.parametrize("kind", ["raises", "nan", "late"])
+@pytest.mark.parametrize("kind", ["raises", "nan", "late", "exits"])
 def test_a_reward_that_fails_is_0_and_counted(inputs, tmp_path, monkeypatch, capsys, kind):
     monkeypatch.setattr(rewards_module, "TEMPLATE_SECONDS", 0.05)
     run = blockdiff.reinforce(inputs, ["train.steps=1", "train.save_every=1"], tmp_path / "run", reward=failing(kind))
     [record] = run.records
     assert record["reward_failures"] == 3 and record["reward"] == 0.5
-    named = {"raises": "ZeroDivisionError", "nan": "no finite number", "late": "TimeoutError"}[kind]
-    assert "3 of 6 rewards failed and count 0: reward: " in (said := capsys.readouterr().out) and named in said
+    told = {"raises": "ZeroDivisionError", "nan": "no finite number", "late": "TimeoutError", "exits": "SystemExit"}
+    assert "3 of 6 rewards failed and count 0: reward: " in (said := capsys.readouterr().out) and told[kind] in said
 
 
 def test_rewards_are_weighted_tasks_and_functions_of_rows_as_their_files_have_them(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     prompts = read_prompts([Source(str(tmp_path / "rows.jsonl"))], is_chat=False, system=None)
-    made = make_rewards({"sudoku": 2.0, "blockdiff.rl.reward:steps_per_canvas": -0.5}, ones, prompts)
+    made = make_rewards({"sudoku": 2.0, "blockdiff.rl.reward:steps_per_canvas": -0.5}, ones, prompts.rows)
     row = prompts.rows[3]
     found = made(row, Result(0, ROWS[3]["response"], [], "eos", [2, 4]))
     assert found.values == {"sudoku": 1.0, "blockdiff.rl.reward:steps_per_canvas": 3.0, "ones": 4.0}
     assert found.total == 2.0 - 1.5 + 4.0 and not found.failures
     without = read_prompts([Source(rows=[{"prompt": "1+1="}])], is_chat=False, system=None)
     with pytest.raises(DataError, match="exact compares with the row's response, and there is none"):
-        make_rewards("exact", None, without)
+        make_rewards("exact", None, without.rows)
     for name, said in {"sudokus": "neither a task", "os:nowhere": "cannot be imported", "os:sep": "is a str"}.items():
         with pytest.raises(RecipeError, match=said):
-            make_rewards(name, None, prompts)
+            make_rewards(name, None, prompts.rows)
+
+
+async def awaited(row: dict[str, Any], result: Result) -> float:
+    return 1.0
+
+
+def changes_its_row(row: dict[str, Any], result: Result) -> float:
+    row["digit"] = row["digit"] + "."
+    return float(len(row["digit"]))
+
+
+def test_what_cannot_be_called_as_a_reward_is_refused_before_the_run_and_rows_stay_as_they_are(monkeypatch):
+    prompts = read_prompts([Source(rows=ROWS)], is_chat=False, system=None).rows
+    refused = {
+        "is async": awaited,
+        "is not a function of a row and a result: missing a required argument: 'more'": lambda row, result, more: 1.0,
+        "too many positional arguments": lambda row: 1.0,
+    }
+    for said, function in refused.items():
+        with pytest.raises(RecipeError, match=said):
+            make_rewards(None, function, prompts)
+    monkeypatch.setattr(rewards_module, "ones", ones, raising=False)
+    named = f"{rewards_module.__name__}:ones"
+    ones.__name__, kept = named, ones.__name__
+    try:
+        with pytest.raises(RecipeError, match="is the name of the function from Python, too"):
+            make_rewards(named, ones, prompts)
+    finally:
+        ones.__name__ = kept
+    made = make_rewards(None, changes_its_row, prompts)
+    assert [made(prompts[0], Result(0, "", [], "eos", [])).total for _ in range(2)] == [2.0, 2.0]
+
+
+def test_prompts_without_responses_are_evaluated_by_the_reward(inputs, tmp_path, capsys):
+    """No response is needed; a task judges where all rows have one, and failures are named."""
+    rows = [{"prompt": row["prompt"], "digit": row["digit"]} for row in ROWS[:4]]
+    changes = ["train.steps=2", "train.save_every=1", "evaluation.prompts_every=1", "evaluation.best=sample_reward"]
+    recipe = inputs | {"evaluation": {"prompts": rows, "prompts_count": 3}}
+    run = blockdiff.reinforce(recipe, [*changes, "rl.policy=canvas"], tmp_path / "run", reward=ones)
+    measured = [record for record in run.records if record["kind"] == "sample"]
+    assert [record["step"] for record in measured] == [0, 1, 2]
+    texts = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    for record in measured:
+        rewards = [text["text"].count("1") for text in texts if text["step"] == record["step"]]
+        assert record["sample_reward"] == sum(rewards) / 3 and len(rewards) == record["sample_count"] == 3
+        assert "sample_accuracy" not in record
+    assert run.report["sample_reward"] == measured[-1]["sample_reward"]
+    judged = [row | {"response": "1"} for row in rows[:3]] + [{"prompt": rows[3]["prompt"], "response": "1"}]
+    recipe = inputs | {"evaluation": {"prompts": judged, "prompts_count": 4}}
+    capsys.readouterr()
+    run = blockdiff.reinforce(recipe, ["train.steps=1", "train.save_every=0"], tmp_path / "judged", reward=ones)
+    assert run.records[-1]["sample_accuracy"] == 0
+    assert "1 of 4 rewards failed and count 0: ones: KeyError: 'digit'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "said"),
+    [
+        ([], [], "rows: no prompts; name a file with at least one"),
+        ([*ROWS[:2], {"prompt": "1x"}], [], "rows:3: the prompt cannot be tokenised: no token stands for 'x'"),
+        (ROWS, ["generation.max_new_tokens=1024"], "rows:1: with an answer of 1024 tokens the prompt takes"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused_before_the_run(inputs, tmp_path, rows, changes, said):
+    with pytest.raises(DataError, match=said):
+        blockdiff.reinforce(inputs | {"data": {"train": {"rows": rows}}}, changes, tmp_path / "run", reward=ones)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_sources_are_mixed_by_their_weights(inputs, tmp_path):
+    """Of two sources with weights 3 and 1 a round of 8 prompts has about 6 of the first, which has fewer rows."""
+    sources = [{"rows": ROWS[:2], "weight": 3.0}, {"rows": ROWS[2:], "weight": 1.0}]
+    seen: list[str] = []
+
+    def reward(row: dict[str, Any], result: Result) -> float:
+        seen.append(row["prompt"])
+        return 0.0
+
+    changes = ["rl.prompts=8", "rl.group=2", "train.batch_size=16", "train.steps=3", "train.save_every=0"]
+    blockdiff.reinforce(inputs | {"data": {"train": sources}}, changes, tmp_path / "run", reward=reward)
+    first = {row["prompt"] for row in ROWS[:2]}
+    assert len(seen) == 48 and 28 <= sum(prompt in first for prompt in seen) <= 44
 
 
 def test_conversations_are_asked_without_their_last_answer():
@@ -194,6 +278,7 @@ RL = {"rl": {"policy": "canvas", "reward": "sudoku"}, "model": {"path": "a", "pr
             "train.steps: 3 is within a round",
         ),
         ({"data": {"train": "a", "max_length": 8}}, "data.max_length: is of rows with responses"),
+        ({"data": {"train": "a", "on_bad_row": "skip"}}, "data.on_bad_row: is of rows with responses"),
     ],
 )
 def test_a_recipe_that_cannot_be_reinforced_is_refused(sections, said):
