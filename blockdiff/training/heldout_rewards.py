@@ -38,7 +38,7 @@ def sample_rewarded(
     precision: str | None,
     show: Progress,
 ) -> Sampled:
-    """What `sample_prompts` gives of prompts, and `sample_reward`, the mean reward of their answers.
+    """The figures of `sample_prompts`, and `sample_reward`, the mean reward of the answers.
 
     They are asked as those of rollouts are, and answered up to the sampler's own limit, as a reward may be for longer
     answers than a row's response. Without a task that judges there is no `sample_accuracy`.
