@@ -482,6 +482,8 @@ class Trainer:
         saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
         scored = f"{canvases} canvas{'es' * (canvases != 1)}" if self.built.base.denoises else "next tokens"
         steps, examples = counted(self.steps, "optimiser step"), counted(t.batch_size, "example")
+        if self.recipe.rl is not None:
+            return f"{steps} of {counted(t.batch_size, 'answer')}, {saved}"
         return f"{steps} of {examples}, {scored} of each{length}, {saved}"
 
     def steps_per_epoch(self) -> float | None:
