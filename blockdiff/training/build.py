@@ -24,6 +24,7 @@ from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import load_split, replicate, split
 from blockdiff.rl.prompts import Prompts
+from blockdiff.rl.reward import make_rewards
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
@@ -78,6 +79,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     data = checked_data(recipe, base, show, ranks)
     for line in data.lines():
         show.line(line)
+    if recipe.rl is not None and isinstance(data.train, Prompts):
+        make_rewards(recipe.rl.reward, recipe.given.reward, data.train.rows)  # what cannot judge is refused here
     require_step(objective, recipe, base, ranks, data, show)
 
     if recipe.train.activation_checkpointing:

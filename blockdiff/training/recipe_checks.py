@@ -216,6 +216,8 @@ def without_effect(recipe: Recipe, steps: int) -> list[str]:
         (e, "evaluation", ("rows", "noise_levels"), d.heldout is not None, "data.heldout"),
         (e, "evaluation", ("prompts_every", "prompts_count", "task"), e.prompts is not None, "evaluation.prompts"),
     ]
+    if (rl := recipe.rl) is not None:
+        needs.append((rl, "rl", ("signal",), rl.policy == "canvas", "rl.policy: canvas"))
     warmup = recipe.optim.warmup_steps or 0
     endless = f"optim.warmup_steps: the warm-up of {warmup} steps does not end within the {steps} steps of the run"
     return [endless] * (warmup >= steps) + [

@@ -28,6 +28,7 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.rollouts import Rollouts
 from tests.commands import refusal, works
+from tests.commands import run as command
 from tests.little_model import LITTLE, save_preset
 from tests.training.test_refuse import recipe
 
@@ -338,7 +339,11 @@ def test_the_commands_name_each_other(inputs, tmp_path):
         path.write_text(json.dumps({key: asked[key] for key in keys}))
     assert "has a section rl; `blockdiff rl` runs it" in refusal("train", rl, "-o", run)
     assert "has no section rl; `blockdiff train` runs it" in refusal("rl", plain, "-o", run)
+    wrong = command("rl", rl, "-o", run, "--set", "rl.reward=nope")
+    assert "rl.reward: 'nope' is neither a task" in wrong.stderr
+    assert "model  " not in wrong.stdout  # no weights are read
     said = works("inspect", rl, "--step", 2)
     assert "round 2: 2 prompts with 3 answers each" in said and said.count("prompt    ") == 2
-    works("rl", rl, "-o", run, "--set", "train.steps=1", "--set", "train.save_every=1")
+    one_step = "--set", "train.steps=1", "--set", "train.save_every=1", "--set", "rl.signal=through"
+    assert "rl.signal has no effect: it needs rl.policy: canvas" in works("rl", rl, "-o", run, *one_step)
     assert (run / "model" / "config.json").exists()
