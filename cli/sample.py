@@ -127,6 +127,10 @@ def sample(
         output = None
     if answers_per_prompt > 1 and best_of > 1:
         raise typer.BadParameter("it gives all answers, and --best-of one of them; leave one out", param_hint="-n")
+    if scores and as_rows:
+        raise typer.BadParameter(
+            "a row to train on has no scores; leave --as-rows or --scores out", param_hint="--scores"
+        )
     if prompts == json_schema == options.STREAM:
         raise typer.BadParameter("stdin is read for --prompts already", param_hint="--json-schema")
     if tensor_parallel > 1 and options.STREAM in (prompts, json_schema):

@@ -86,6 +86,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["data", "sudoku", "--output", "o", "--seed", str(2**64)], "--seed"),
         (["init", "tiny", "d", "--seed", str(2**64)], "--seed"),
         (["sample", "m", "--prompt", "a", "-o", "x.png", "--trace", "x.png"], "x.png is the file of --output, too"),
+        (["sample", "m", "--prompt", "a", "--as-rows", "--scores"], "--scores: a row to train on has no scores; leave"),
         (["sample", "m", "--prompt", "a", "--trace", "x.svg"], "x.svg ends in none of .html, .jsonl, .png, .gif"),
         (
             ["eval", "m", "--task", "chess", "--data", "d.jsonl"],
