@@ -151,6 +151,24 @@ def test_shared_pages_and_any_length_of_response(target, either):
     assert [each.places for each in found] == [each.places for each in alone]  # the same is drafted over shared pages
 
 
+def test_responses_reach_the_last_position_and_one_token_more_is_refused(target, either):
+    """Of blocks of 5 tokens fewer and fewer fit, down to a prompt that leaves room for one token."""
+    positions = Engine(target, None, SETTINGS).settings.positions
+    tokens = torch.randint(6, 90, (positions,), generator=torch.Generator().manual_seed(4)).tolist()
+    rest = (1, 2, 3, 4, 5, 9)
+    asked = [Request(n, tokens=tokens[: positions - n], max_new_tokens=n, banned=(EOS,)) for n in rest]
+    strategies = (target, "next_token:temperature=1.2"), (either, "speculative:block=5,temperature=1.2")
+    expected, found = (answered(each, strategy, asked) for each, strategy in strategies)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert tuple(len(each.tokens) for each in found) == rest
+    assert [each.forwards.draft > 0 for each in found] == [length > 2 for length in rest]
+    for request in asked:
+        said = f"positions leave room for {positions - request.id - 1} before a response of {request.id + 1};"
+        for each, strategy in strategies:
+            with pytest.raises(RequestError, match=said):
+                answered(each, strategy, [replace(request, max_new_tokens=request.id + 1)])
+
+
 def test_scores_best_of_and_penalties_are_those_of_next_tokens(target, either):
     for options in ({"scores": True, "top_logprobs": 2}, {"best_of": 3}, {"repetition_penalty": 1.3}, {"banned": (5,)}):
         asked = requests(4, seed=9, **options)
