@@ -7,11 +7,14 @@ import inspect
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from blockdiff import evals
 from blockdiff.errors import DataError, RecipeError
@@ -35,6 +38,8 @@ class Rewarded:
 class Rewards:
     """Calls every reward function by name; one that raises, takes too long or gives no finite number counts as 0.
 
+    They run without gradients and outside of autocast, whatever the answers were drawn in.
+
     functions: of a prompt and a result; weights: by the same names.
     """
 
@@ -47,7 +52,7 @@ class Rewards:
         for name, function in self.functions.items():
             values[name] = 0.0
             try:
-                with time_limit(TEMPLATE_SECONDS):
+                with torch.no_grad(), _without_autocast(), time_limit(TEMPLATE_SECONDS):
                     value = float(function(prompt, result))
                 if not math.isfinite(value):
                     raise ValueError(f"it gave {value}, which is no finite number")
@@ -55,6 +60,13 @@ class Rewards:
             except (Exception, SystemExit) as error:  # whatever somebody else's function raises
                 failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
         return Rewarded(sum(self.weights[name] * value for name, value in values.items()), values, failures)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Inside, autocast is off on every device."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def make_rewards(asked: str | Mapping[str, float] | None, given: Reward | None, prompts: Sequence[Prompt]) -> Rewards:

@@ -142,6 +142,22 @@ def test_a_reward_that_fails_is_0_and_counted(inputs, tmp_path, monkeypatch, cap
     assert "3 of 6 rewards failed and count 0: reward: " in (said := capsys.readouterr().out) and told[kind] in said
 
 
+def test_rewards_compute_in_their_own_precision_and_without_gradients(inputs, tmp_path):
+    """Of rollouts and of held-out prompts that are drawn under autocast."""
+    found = []
+
+    def product(row: dict[str, Any], result: Result) -> torch.Tensor:
+        x = torch.full((2, 2), 1 / 3, requires_grad=True) @ torch.full((2, 2), 1.0)
+        found.append((x.dtype, x.requires_grad))
+        return x[0, 0]
+
+    changes = ["train.autocast=bfloat16", "train.steps=1", "train.save_every=0", "evaluation.prompts_every=1"]
+    recipe = inputs | {"evaluation": {"prompts": inputs["data"]["train"][:1]}}
+    run = blockdiff.reinforce(recipe, changes, tmp_path / "run", reward=product)
+    assert set(found) == {(torch.float32, False)} and len(found) > 6
+    assert [record["reward_failures"] for record in run.records if record["kind"] == "train"] == [0]
+
+
 def test_rewards_are_weighted_tasks_and_functions_of_rows_as_their_files_have_them(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     prompts = read_prompts([Source(str(tmp_path / "rows.jsonl"))], is_chat=False, system=None)
