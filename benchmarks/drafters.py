@@ -4,9 +4,9 @@
 
 Targets and drafters that the directory lacks are trained there first, by recipes/word_problems.yaml and
 recipes/drafter_cpu.yaml, each drafter on answers of its target to rows of the training split; addition has the same
-recipes with its own rows and characters. Then every way answers the same test prompts greedily, in turns, at batch 1
-and 8, and its tokens must be those of next-token sampling. Beside the times stand tokens a round and the share of
-repeated 8-grams in the texts, which makes drafting easy.
+recipes with its own rows and characters. A training that was stopped goes on. Then every way answers the same test
+prompts greedily, in turns, at batch 1 and 8, and its tokens must be those of next-token sampling. Beside the times
+stand tokens a round and the share of repeated 8-grams in the texts, which makes drafting easy.
 
 With the reference package (`pip install --no-deps dflash==0.1.0`) its generation with the same weights is timed, too,
 and our oracle (tests/oracles/dflash.py) is held to it: hidden states of 20 random drafters in fp64 within 1e-10, and
@@ -72,7 +72,7 @@ def trained(task: str, to: Path, seed: int) -> tuple[Path, Path]:
     target, drafter = to / "target" / "model", to / f"drafter-{seed}" / "model"
     if not target.exists():
         own = [f"data.train={to}/train.jsonl", f"data.heldout={to}/test.jsonl", f"model.tokenizer={to}/tokenizer"]
-        blockdiff.train(RECIPES / "word_problems.yaml", own, target.parent)
+        blockdiff.train(RECIPES / "word_problems.yaml", own, target.parent, resume=True)
     for name, source, count in (("rows", "train", ROWS), ("heldout_rows", "test", 200)) if not drafter.exists() else ():
         prompts = to / f"{name}.prompts.jsonl"
         prompts.write_text("".join((to / f"{source}.jsonl").read_text().splitlines(keepends=True)[:count]))
@@ -86,7 +86,7 @@ def trained(task: str, to: Path, seed: int) -> tuple[Path, Path]:
             command("init", "--drafter-for", target, *named, *shape)
         own = [f"data.train={to}/rows.jsonl", f"data.heldout={to}/heldout_rows.jsonl", f"seed={seed}"]
         own += [f"model.path={draft}", f"objective.draft_for={target}"]
-        blockdiff.train(read_recipe(RECIPES / "drafter_cpu.yaml", own), output=drafter.parent)
+        blockdiff.train(read_recipe(RECIPES / "drafter_cpu.yaml", own), output=drafter.parent, resume=True)
     return target, drafter
 
 
