@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,6 +184,21 @@ def test_what_does_not_fit_gets_the_change_that_makes_it_fit(folder):
     tried = ("model.dtype=bfloat16", "train.activation_checkpointing=true", "data.canvases=1", "train.batch_size=1")
     small = recipe_of(folder, FROM_BASE, LORA, *tried)
     assert changes.what_fits(small, 1000, base, ranks=1, device="cpu", tokens=None) is None
+
+
+@pytest.mark.parametrize(("left", "named"), [(992, []), (988, ["train.activation_checkpointing=true"])])
+def test_a_change_that_hardly_helps_is_not_named(folder, monkeypatch, left, named):
+    """Of 1,000 bytes some are left with activation checkpointing, and 500 with one row at a time."""
+    recipe, base = recipe_of(folder), read_starting_model(recipe_of(folder))
+    made = plans.plan_training(recipe, device="cpu", base=base)
+
+    def plan(tried, **_):
+        of_rows = left if tried.train.activation_checkpointing else 1000
+        return replace(made, parts={"activations": 500 if tried.train.micro_batch_size else of_rows})
+
+    monkeypatch.setattr(changes, "plan_training", plan)
+    found = changes.what_fits(recipe, 600, base, ranks=1, device="cpu", tokens=None)
+    assert found is not None and found[0] == [*named, "train.micro_batch_size=1"]
 
 
 def test_sampling_is_planned_from_the_config_alone(folder):

@@ -187,15 +187,20 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_version_that_wrote_i
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left (os error 28)")]
+    ("at", "error"),
+    [
+        ("write_stream", OSError(28, "No space left on device")),
+        ("write_stream", SafetensorError("I/O error: No space left (os error 28)")),
+        ("publish", OSError(28, "No space left on device")),
+    ],
 )
-def test_a_full_disk_is_one_line_that_says_what_is_needed_and_what_is_saved(tmp_path, monkeypatch, error):
+def test_a_full_disk_is_one_line_that_says_what_is_needed_and_what_is_saved(tmp_path, monkeypatch, at, error):
     def full(*_: object) -> None:
         raise error
 
     objective, optimiser = run_to(tmp_path, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer, "write_stream", full)
+        patch.setattr(checkpoint_writer, at, full)
         words = r"step-4: cannot be written \(.*No space left .*; it needs [\d,]+ bytes, .* are free\); step 2 is saved"
         with pytest.raises(RunError, match=words):
             save_checkpoint(tmp_path, 4, objective, optimiser, FACTS)
