@@ -131,7 +131,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     )
     average = Ema(objective, recipe.optim.ema) if recipe.optim.ema is not None else None
 
-    facts, step = resume_facts(recipe, base, data, objective, ranks), 0
+    facts, step = resume_facts(recipe, base, data, objective, ranks, show), 0
     if saved is not None:
         step = restore(saved, objective, optimiser, facts, average=average, ranks=ranks)
         if step > data.steps:

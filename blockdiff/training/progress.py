@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from blockdiff.metrics import Record, texts
@@ -26,6 +27,7 @@ LINE = (
 )
 BESIDE_BAR = ("tokens_per_second", "memory_gib")
 REDRAW_SECONDS = 0.5  # between two pictures of the bar in a notebook
+FIRST_SECONDS = 1.0  # of reading without a line
 LINE_SECONDS = 60.0  # between two lines on rollouts where there is no bar
 
 
@@ -49,12 +51,34 @@ class Progress:
 
     def reading(self, rows: Iterator[T]) -> Iterator[T]:
         """The rows as they are; a line says how many were read after a second, after two, four and so on."""
-        began, wait = time.perf_counter(), 1.0
+        began, wait = time.perf_counter(), FIRST_SECONDS
         for count, row in enumerate(rows):
             if (seconds := time.perf_counter() - began) >= wait:
                 wait = 2 * seconds
                 self.line(f"data      {counted(count, 'row')} read in {seconds:.0f} s")
             yield row
+
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Surrounds what may take long; a line says for how many seconds after one, after two, four and so on."""
+        if not self.is_shown:
+            yield
+            return
+        is_over, began = Event(), time.perf_counter()
+
+        def say() -> None:
+            seconds = FIRST_SECONDS
+            while not is_over.wait(seconds):
+                seconds = time.perf_counter() - began
+                self.line(f"{text}, {seconds:.0f} s so far")
+
+        thread = Thread(target=say, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def parts(self, rows: Sequence[PartCounts]) -> None:
         """Print what trains and what stands still, by part of the model (`training.freeze.count_parts`)."""

@@ -17,6 +17,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.rl.prompts import Prompts
 from blockdiff.training.checkpoint_content import STREAMED
 from blockdiff.training.data import Data
+from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_choices import described
 from blockdiff.training.starting_model import StartingModel
@@ -50,16 +51,19 @@ def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
     return record | {key: described(getattr(objective, key)) for key in live}
 
 
-def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any, ranks: Ranks) -> dict[str, Any]:
+def resume_facts(
+    recipe: Recipe, base: StartingModel, data: Data, objective: Any, ranks: Ranks, show: Progress
+) -> dict[str, Any]:
     """The values that a resumed run must share with the run that was saved, by recipe key.
 
     Model, tokenizer, rows and prompts are compared by their content, wherever they lie. Rank 0 reads what is long to
-    read: the weights that stand still, and the files of streamed rows.
+    read: the weights that stand still, and the files of streamed rows; `show` says that it does.
     """
 
     @functools.cache  # a teacher may be the base
     def digest_of(name: str) -> str:
-        return str(ranks.from_main(f"reading {name}", lambda: _digest(model_files(name))))
+        with show.waiting(f"model     reading {name}, to know it again on resuming"):
+            return str(ranks.from_main(f"reading {name}", lambda: _digest(model_files(name))))
 
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
     sections = {name: section for name, section in sections.items() if section is not None}
@@ -84,7 +88,8 @@ def resume_facts(recipe: Recipe, base: StartingModel, data: Data, objective: Any
     )
     facts["data.train"] = data.train.fingerprint
     if isinstance(data.train, StreamedExamples):
-        facts[STREAMED] = ranks.from_main("reading the streamed rows", data.train.content)
+        with show.waiting("data      reading the streamed rows, to know them again on resuming"):
+            facts[STREAMED] = ranks.from_main("reading the streamed rows", data.train.content)
     facts["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint
     return facts
 

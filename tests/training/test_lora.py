@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 
 import blockdiff
 from blockdiff import checkpoint
+from blockdiff.data.stream import StreamedExamples
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError, RecipeError, RunError
 from blockdiff.models.adapters import adapter_tensors, is_adapted
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import Sampler
+from blockdiff.training import progress, same_run
 from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe_choices import ArLoss
 from blockdiff.training.recipe_files import read_recipe
@@ -52,6 +55,24 @@ def inputs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(inputs, tmp_path_factory):
     return blockdiff.train(inputs, output=tmp_path_factory.mktemp("lora") / "run")
+
+
+def test_the_base_and_streamed_rows_are_read_with_a_line_where_that_takes_long(inputs, tmp_path, monkeypatch, capsys):
+    def slow(function):
+        def wait(of):
+            time.sleep(0.2)
+            return function(of)
+
+        return wait
+
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.02)
+    monkeypatch.setattr(same_run, "weights_digest", slow(same_run.weights_digest))
+    monkeypatch.setattr(StreamedExamples, "content", slow(StreamedExamples.content))
+    recipe = inputs | {"data": {"train": inputs["data"]["train"], "streaming": True}}
+    blockdiff.train(recipe, ["train.steps=1", "train.eval_every=0", "train.save_every=0"], tmp_path / "run")
+    said = capsys.readouterr().out
+    assert f"model     reading {inputs['model']['path']}, to know it again on resuming, 0 s so far" in said
+    assert "data      reading the streamed rows, to know them again on resuming, 0 s so far" in said
 
 
 def hidden(model) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
 
+from blockdiff.training import progress
 from blockdiff.training.freeze import PartCounts
 from blockdiff.training.progress import Progress
 
@@ -33,6 +35,20 @@ def test_rows_are_counted_while_they_are_read(monkeypatch):
     rows = list("abcdefgh")
     assert list(show.reading(iter(rows))) == rows
     assert out.getvalue() == "data      1 row read in 1 s\ndata      3 rows read in 2 s\ndata      7 rows read in 5 s\n"
+
+
+def test_a_wait_is_said_at_longer_and_longer_intervals(monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.02)
+    show, out = Progress(100, is_shown=True), io.StringIO()
+    show.console = Console(file=out, width=200)
+    with show.waiting("model     reading a"):
+        until = time.monotonic() + 60
+        while out.getvalue().count("\n") < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    said = out.getvalue()
+    assert said.count("\n") > 1 and said.startswith("model     reading a, 0 s so far\n")
+    time.sleep(0.2)
+    assert out.getvalue() == said
 
 
 def shown(*records, is_shown=True, is_terminal=False, rows=None, **changes):
