@@ -1,4 +1,4 @@
-"""Buffers that denoising steps over rows in pages read: positions, spans, RoPE and block tables."""
+"""Buffers that calls read which are made again and again over rows in pages: positions, spans, RoPE, block tables."""
 
 from __future__ import annotations
 
@@ -47,12 +47,15 @@ class StepBuffers:
     Rows are loaded when they come, go or grow. The key that `load` returns determines what `denoise` launches, and on
     which memory. keeps: whether masks, dense copies of pages and the selections of layers, all made from the
     buffers, are kept until rows are loaded again; a captured step must make them anew, for it is replayed on the rows
-    that are loaded then.
+    that are loaded then. is_clean: the buffers are for `encode`, which writes so many clean tokens behind each row, and
+    nothing is kept.
     """
 
-    def __init__(self, pages: Pages, most: int, canvas_length: int, keeps: bool = True):
-        self.pages, self.most, self.canvas_length, self.keeps = pages, most, canvas_length, keeps
-        self.model, kinds = pages.model.denoiser, pages.model.canvas_kinds
+    def __init__(self, pages: Pages, most: int, canvas_length: int, keeps: bool = True, is_clean: bool = False):
+        self.pages, self.most, self.canvas_length, self.keeps = pages, most, canvas_length, keeps and not is_clean
+        self.model = pages.model if is_clean else pages.model.denoiser
+        kinds = {name: name for name in pages.pools} if is_clean else pages.model.canvas_kinds
+        self.is_clean = is_clean
         self.pools = {name: pages.pools[joint] for name, joint in kinds.items()}
         self.rows: list[PagedRow] = []
         self._stamps: list[int] = []  # of the rows when they were loaded
@@ -97,6 +100,17 @@ class StepBuffers:
             self._note_selections(inputs.spans)
         return hidden
 
+    def encode(self, tokens_BT: Tensor) -> Tensor:
+        """Hidden states [B, T, D], after the final norm, of clean tokens whose keys and values go behind the rows.
+
+        Room in pages was reserved before the rows were loaded, and who calls counts the tokens afterwards.
+        """
+        inputs = self._inputs()
+        hidden, kv = self.model(tokens_BT, inputs.positions_BL, inputs.spans, inputs.past, rope=inputs.rope)
+        for name, pool in self.pools.items():
+            pool.write([kv[n] for n in pool.layers], self._own_places(name))
+        return hidden
+
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _write(self, places: list[int]) -> None:
@@ -111,10 +125,17 @@ class StepBuffers:
             self._set(to, sin, name, "sin")
         for name, pool in self.pools.items():
             first, length_B = first_columns(rows, pool), start_B
-            spans = model.kinds[name].canvas_spans(start_B, self.canvas_length)
+            if self.is_clean:
+                counts = [self.canvas_length] * len(rows)
+                places_N = self.pages.places(pool, rows, counts, self.canvas_length)
+                self._set(to, places_N.view(positions_BL.shape), name, "places")
+                spans = model.kinds[name].encode_spans(torch.zeros_like(positions_BL), start_B)
+                length_B = start_B + self.canvas_length  # tokens of the call are read where they are written
+            else:
+                spans = model.kinds[name].canvas_spans(start_B, self.canvas_length)
             if any(first):
                 first_B = torch.tensor(first, device=model.device)
-                spans, length_B = spans.shifted(first_B), start_B - first_B
+                spans, length_B = spans.shifted(first_B), length_B - first_B
             self._set(to, spans.bounds_BT4, name, "bounds")
             self._set(to, length_B.int(), name, "lengths")
             width = self._widths[name]
@@ -125,18 +146,23 @@ class StepBuffers:
             self._buffers[name] = x.new_zeros(self.most, *x.shape[1:])
         self._buffers[name][slice(len(x)) if isinstance(to, slice) else to] = x
 
+    def _own_places(self, name: str) -> Tensor:
+        """The places [B * T] in a pool where the tokens go that are encoded."""
+        return self._buffers[name, "places"][: len(self.rows)].flatten()
+
     def _inputs(self) -> StepInputs:
         """The arguments of a call of the rows, as views of the buffers."""
         of, rows = slice(len(self.rows)), self.rows
         spans, past, rope = dict[str, Spans](), dict[int, Past](), dict[str, "Rope"]()
         for name, pool in self.pools.items():
-            spans[name] = Spans(self._buffers[name, "bounds"][of], is_padded=False)
+            spans[name] = Spans(self._buffers[name, "bounds"][of], is_padded=False, is_causal=self.is_clean)
             if self.keeps and self.model.kinds[name].keeps_selection:
                 selected = [row.kept[1] if row.kept[0] == self._mark(row) else {} for row in rows]
                 spans[name].kept = KeptSelection.together(selected)
             rope[name] = self._buffers[name, "cos"][of], self._buffers[name, "sin"][of]
             table_BM = self._buffers[name, "table", str(self._widths[name])][of]
-            pages = BlockTable(table_BM, self._buffers[name, "lengths"][of], pool.page_tokens)
+            own_N = self._own_places(name) if self.is_clean else None
+            pages = BlockTable(table_BM, self._buffers[name, "lengths"][of], pool.page_tokens, own_N)
             if self.keeps:
                 lengths = [row.length - column for row, column in zip(rows, first_columns(rows, pool), strict=True)]
                 contents = [pool.contents(row.tables[pool.kind.name]) for row in rows]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -148,26 +148,44 @@ class Pages(PagedRows):
         tokens_BT: Tensor,
         lengths: Sequence[int],
         images: Sequence[Sequence[PlacedImage]] | None = None,
+        call: Callable[[Sequence[PagedRow], Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Encode clean tokens behind those of their rows: hidden states [B, T, D] after the final norm.
 
         The tokens are not accepted: `accept` lets them stand. tokens_BT: int64, rows right-padded, best on the CPU
         (their values are needed there); lengths: how many tokens each row gets; images: those of each row in the call,
-        with its columns (None: no row has any). Raises BlockdiffError where there is no room: `reserve` asks before.
+        with its columns (None: no row has any); call: gives the hidden states of rows and tokens, and writes these into
+        the pages (None: a call of the model that is made for them). Raises BlockdiffError where there is no room:
+        `reserve` asks before.
         """
         if not all(self.reserve(row, added) for row, added in zip(rows, lengths, strict=True)):
             raise BlockdiffError(
                 f"no room for {sum(lengths)} more tokens: {self.free_tokens()} of the pages' tokens are free; "
                 "release rows or make capacity larger"
             )
-        model, device, given = self.model, self.model.device, tokens_BT.tolist()
+        hidden = self._encoded(rows, tokens_BT, lengths, images) if call is None else call(rows, tokens_BT)
+        for row, tokens, added, of_row in zip(
+            rows, tokens_BT.tolist(), lengths, images or [()] * len(rows), strict=True
+        ):
+            self._append(row, identities(tokens[:added], of_row))
+        return hidden
+
+    def _encoded(
+        self,
+        rows: Sequence[PagedRow],
+        tokens_BT: Tensor,
+        lengths: Sequence[int],
+        images: Sequence[Sequence[PlacedImage]] | None,
+    ) -> Tensor:
+        """Write clean tokens into the pages of their rows; returns their hidden states."""
+        model, device = self.model, self.model.device
         numbers = [[row.length for row in rows], list(lengths)]
         past_B1, added_B1 = torch.tensor(numbers, device=device)[..., None]
         column_T = torch.arange(tokens_BT.shape[1], device=device)
         doc_start_BT = torch.where(column_T < added_B1, 0, -1)
         placed = None if images is None else self._placed(images, tokens_BT.shape[1])
         spans, past = {}, dict[int, Past]()
-        places = {name: self._places(pool, rows, lengths, len(column_T)) for name, pool in self.pools.items()}
+        places = {name: self.places(pool, rows, lengths, len(column_T)) for name, pool in self.pools.items()}
         for name, pool in self.make_pools().items():
             first = first_columns(rows, pool)
             spans[name] = model.kinds[name].encode_spans(doc_start_BT, past_B1[:, 0], placed)
@@ -184,8 +202,6 @@ class Pages(PagedRows):
         hidden, kv = model(tokens_BT.to(device), past_B1 + column_T, spans, of_layers, images=placed)
         for name, pool in self.pools.items():
             pool.write([kv[n] for n in pool.layers], places[name])
-        for row, tokens, added, of_row in zip(rows, given, lengths, images or [()] * len(rows), strict=True):
-            self._append(row, identities(tokens[:added], of_row))
         return hidden
 
     @torch.no_grad()
@@ -201,9 +217,9 @@ class Pages(PagedRows):
         steps.load(rows)
         return steps.denoise(canvas_BL, soft_BLD)
 
-    def step_buffers(self, most: int, canvas_length: int, keeps: bool = True) -> StepBuffers:
-        """Buffers for denoising at most so many rows again and again, see `StepBuffers`."""
-        return StepBuffers(self, most, canvas_length, keeps)
+    def step_buffers(self, most: int, canvas_length: int, keeps: bool = True, is_clean: bool = False) -> StepBuffers:
+        """Buffers for denoising at most so many rows again and again, or for encoding, see `StepBuffers`."""
+        return StepBuffers(self, most, canvas_length, keeps, is_clean)
 
     def _placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
         """The images of a call's rows, of so many columns, with the features that are kept of them."""
@@ -212,7 +228,7 @@ class Pages(PagedRows):
             return None
         return replace(placed.with_features(torch.cat(self.images.of(placed.inputs))), inputs=()).to(self.model.device)
 
-    def _places(self, pool: Pool, rows: Sequence[PagedRow], lengths: Sequence[int], width: int) -> Tensor:
+    def places(self, pool: Pool, rows: Sequence[PagedRow], lengths: Sequence[int], width: int) -> Tensor:
         """The places of the tokens of a call in a pool, int64 [B * width], counted in tokens; padding is spilled."""
         places, name = array("q"), pool.kind.name
         for row, added in zip(rows, lengths, strict=True):

@@ -133,7 +133,7 @@ class CanvasBatch:
         prefixes: the key of the rows' buffers. Graphs of weights that have moved are forgotten.
         """
         assert self.graphs is not None
-        self.graphs.follow(weight_addresses(self.model))
+        self.graphs.follow(weight_addresses(self.pages.model))
         after = slice(len(self.canvases), None)  # strategies divide by the number of steps
         self._step.pinned_BL[after], self._step.state.steps_B[after] = 0, 1
         rows, key = len(self.sequences) + padding(self.buckets, len(self.sequences)), None

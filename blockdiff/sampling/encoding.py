@@ -11,21 +11,68 @@ from torch import Tensor
 from blockdiff.checkpoint import with_image_side
 from blockdiff.errors import CheckpointError
 from blockdiff.models.drafted import Drafted
+from blockdiff.models.weights import weight_addresses
+from blockdiff.sampling.graphs import padding
 from blockdiff.sampling.scores import next_token_logprobs
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.page_buffers import StepBuffers
+    from blockdiff.models.page_rows import PagedRow
     from blockdiff.models.pages import Pages
+    from blockdiff.sampling.graphs import Graphs
     from blockdiff.sampling.sequence import Sequence
 
 Chunk = tuple["Sequence", int]  # a sequence, and how many of its tokens are encoded
 
 
+class CapturedEncode:
+    """The call that encodes equally many tokens behind each of at most `most` rows, captured by that number.
+
+    longest: the most tokens of a row; buckets, graphs: as in `CanvasBatch`.
+    """
+
+    def __init__(self, pages: Pages, most: int, longest: int, buckets: abc.Sequence[int] | None, graphs: Graphs):
+        self.pages, self.most, self.longest, self.buckets, self.graphs = pages, most, longest, buckets, graphs
+        self._buffers: dict[int, tuple[StepBuffers, Tensor, Tensor]] = {}  # by the number of tokens
+
+    def takes(self, chunks: abc.Sequence[Chunk]) -> bool:
+        """True for a call of drafts to be verified that have equally many tokens."""
+        counts = {count for _, count in chunks}
+        fits = len(counts) == 1 and max(counts) <= self.longest and len(chunks) <= self.most
+        return fits and all(each.proposal is not None and each.may_capture for each, _ in chunks)
+
+    def __call__(self, rows: abc.Sequence[PagedRow], tokens_BT: Tensor) -> Tensor:
+        """Hidden states [B, T, D] of the tokens, which are written into the rows' pages; see `Pages.encode`."""
+        model, (B, T) = self.pages.model, tokens_BT.shape
+        if T not in self._buffers:
+            most = self.most + padding(self.buckets, self.most)
+            given_BT = torch.zeros(most, T, dtype=torch.int64, device=model.device)
+            width = model.vocabulary.table.shape[1]
+            hidden_BTD = torch.zeros(most, T, width, dtype=model.dtype, device=model.device)
+            self._buffers[T] = self.pages.step_buffers(most, T, is_clean=True), given_BT, hidden_BTD
+        steps, given_BT, hidden_BTD = self._buffers[T]
+        rows = [*rows, *[self.pages.stand_in(0, T)] * padding(self.buckets, B)]
+        key, of = steps.load(rows), slice(len(rows))
+        given_BT[:B] = tokens_BT
+
+        def encode() -> None:
+            hidden_BTD[of] = steps.encode(given_BT[of])
+
+        self.graphs.follow(weight_addresses(model))
+        self.graphs.run((len(rows), ("encode", T), key), encode)
+        return hidden_BTD[:B].clone()  # a sequence keeps the last one
+
+
 class Encoding:
-    """Encodes chunks of sequences; tokens: the number encoded so far, padding included."""
+    """Encodes chunks of sequences; tokens: the number encoded so far, padding included.
+
+    captured: the call that verifies drafts where it can be captured (None: it cannot).
+    """
 
     def __init__(self, model: BlockDiffusionModel, pages: Pages):
         self.model, self.pages, self.tokens = model, pages, 0
+        self.captured: CapturedEncode | None = None
 
     def encode(self, chunks: abc.Sequence[Chunk]) -> list[tuple[Sequence, int, Tensor]]:
         """Encode chunks, and score the tokens of sequences that ask for scores.
@@ -45,8 +92,9 @@ class Encoding:
             images = [
                 sequence.placed_images(start, count) for (sequence, count), start in zip(call, starts, strict=True)
             ]
-            hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts, images=images)
-            self.tokens += width * len(call)
+            captured = self.captured if self.captured is not None and self.captured.takes(call) else None
+            hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts, images=images, call=captured)
+            self.tokens += width * (len(call) + (0 if captured is None else padding(captured.buckets, len(call))))
             for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
                 proposal = sequence.proposal
                 sequence.calls["verify" if proposal is not None and sequence.has_drafts else "encode"] += 1

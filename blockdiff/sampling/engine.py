@@ -18,13 +18,13 @@ from torch import Tensor
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, RequestError
-from blockdiff.models.drafted import Drafter
+from blockdiff.models.drafted import Drafted, Drafter
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.blocks import BlockBatch
 from blockdiff.sampling.commits import Commits
 from blockdiff.sampling.drafts import CanvasDraft
-from blockdiff.sampling.encoding import Encoding
+from blockdiff.sampling.encoding import CapturedEncode, Encoding
 from blockdiff.sampling.graphs import BrokenCapture, Graphs, step_capture, warn_of_no_graphs
 from blockdiff.sampling.one_caller import OneCaller, one_caller
 from blockdiff.sampling.request import Request, Result, require_seed
@@ -139,6 +139,12 @@ class Engine(OneCaller):
         graphs = None if self._capture is None else Graphs(self._capture)
         if buckets is None and graphs is not None:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
+        verifier, self._encoding.captured = self.model, None
+        if isinstance(verifier, Drafted):
+            verifier = verifier.target
+        if graphs is not None and step_capture(verifier) is not None:
+            longest = self.settings.block or self.settings.canvas_length
+            self._encoding.captured = CapturedEncode(self.pages, max_rows, longest, buckets, graphs)
         if self.settings.is_next_token:
             drafter = denoiser if isinstance(denoiser, Drafter) else None
             return BlockBatch(drafter, self.pages, max_rows, buckets, graphs)
@@ -288,7 +294,7 @@ class Engine(OneCaller):
 
     def _calls(self) -> WarmUp:
         """The calls that the engine makes, without any request."""
-        return WarmUp(self.pages, self._batch, self.settings, self._scheduler)
+        return WarmUp(self.pages, self._batch, self.settings, self._scheduler, self._encoding.captured)
 
     @one_caller
     def events(self) -> list[Event]:
@@ -344,7 +350,12 @@ class Engine(OneCaller):
 
     def _encode(self, chunks: list[tuple[Sequence, int]]) -> None:
         """Encode chunks of sequences; sequences that have ended leave when nothing of them is left to encode."""
-        self._verify(self._encoding.encode(chunks))
+        try:
+            drafts = self._encoding.encode(chunks)
+        except BrokenCapture as error:
+            self._leave_graphs(error)
+            return
+        self._verify(drafts)
         for each in [each for each in self._scheduler.admitted if each.is_over]:
             self._leave(each)
 

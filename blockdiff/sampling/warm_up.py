@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from blockdiff.models.pages import Pages
     from blockdiff.sampling.batch import CanvasBatch
     from blockdiff.sampling.blocks import BlockBatch
+    from blockdiff.sampling.encoding import CapturedEncode
     from blockdiff.sampling.scheduler import Scheduler
     from blockdiff.sampling.settings import SamplingSettings
 
@@ -41,6 +42,7 @@ class WarmUp:
     batch: CanvasBatch | BlockBatch
     settings: SamplingSettings
     scheduler: Scheduler
+    captured: CapturedEncode | None
 
     def bytes_of_calls(self) -> int:
         """The bytes to leave free for calls beside pages, after the largest call of every kind has been made.
@@ -59,14 +61,18 @@ class WarmUp:
         self.pages.encode([self.pages.stand_in(0, tokens) for _ in range(rows)], tokens_BT, [tokens] * rows)
 
     def step(self, rows: int, times: int = 1, **asked: Any) -> None:
-        """Denoise the canvases of so many rows; the second time the step is captured, where that can be done.
+        """Denoise the canvases of so many rows, or draft blocks, and encode what was drafted where that is captured.
 
-        asked: fields of their requests.
+        The second time the step is captured, where that can be done. asked: fields of their requests.
         """
-        before = self.batch.denoised
-        self.batch.arrange(self._sequences(rows, **asked))
+        before, sequences = self.batch.denoised, self._sequences(rows, **asked)
+        self.batch.arrange(sequences)
         for step in range(times):
             self.batch.step(step)
+            if self.captured is not None and (proposal := sequences[0].proposal) is not None:
+                count = len(proposal.tokens) + sequences[0].is_drawn_from  # a block begins with a token that stands
+                row = self.pages.stand_in(sequences[0].num_computed, count)
+                self.captured([row] * rows, torch.zeros(rows, count, dtype=torch.int64))
         self.batch.arrange([])
         self.batch.denoised = before
 

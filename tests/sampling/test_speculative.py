@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,8 @@ from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.plots.picture import draw_picture
 from blockdiff.plots.trace_moments import canvas_moments
 from blockdiff.sampling import Engine, Recorder, Request, Result, Sampler
+from blockdiff.sampling.encoding import CapturedEncode
+from blockdiff.sampling.graphs import BrokenCapture
 from blockdiff.sampling.strategies import NextToken, Speculative
 from tests.drafters import drafter_for, drafter_values, head_for, head_values, head_weights, hub_weights
 from tests.families import CONFIGS, small_model
@@ -265,16 +268,44 @@ def test_an_engine_that_was_warmed_up_answers_the_same(target, either):
     assert result.tokens == tokens_of(target, "next_token", requests(1))[0]
 
 
-def test_captured_passes_of_a_drafter_give_the_same_answers(either, monkeypatch):
+def test_captured_passes_and_verifications_give_the_same_answers(target, either, monkeypatch):
     """The recorder refuses what waits for the device, and replays on the memory that it saw."""
     capture, options = GraphRecorder(), {"max_rows": 3, "buckets": (1, 2, 4)}
+    counts, encode = Counter[int](), CapturedEncode.__call__
+
+    def counted(self: CapturedEncode, rows: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
+        counts[tokens_BT.shape[1]] += 1
+        return encode(self, rows, tokens_BT)
+
+    monkeypatch.setattr(CapturedEncode, "__call__", counted)
     monkeypatch.setattr("blockdiff.sampling.engine.step_capture", lambda model: capture)
     monkeypatch.setattr("blockdiff.kernels.span_attention.torch.SMALL_SCORES", -1)  # which looks for empty rows
-    asked = requests(5, max_new_tokens=30)
+    asked = requests(5, max_new_tokens=30, scores=True)
     expected = answered(either, "speculative:block=3", asked, graphs=False, **options)
     assert capture.runs == 0
     assert answered(either, "speculative:block=3", asked, graphs=True, **options) == expected
+    assert [each.tokens for each in expected] == tokens_of(target, "next_token", asked, graphs=False)
+    assert counts[3] > 10 and set(counts) <= {1, 2, 3}
     assert capture.captures > 1 and capture.replays > 2 * capture.captures
+
+
+class BrokenVerification(GraphRecorder):
+    """Cannot end the capture of a verification."""
+
+    def capture(self, work: Any) -> Any:
+        """As CUDA does with a forbidden operation."""
+        if "CapturedEncode" in work.__qualname__:
+            raise BrokenCapture("operation not permitted when stream is capturing")
+        return super().capture(work)
+
+
+def test_answers_are_the_same_where_the_capture_of_a_verification_cannot_be_ended(target, model, monkeypatch):
+    broken, asked = BrokenVerification(), requests(5, max_new_tokens=30)
+    monkeypatch.setattr("blockdiff.sampling.engine.step_capture", lambda model: broken)
+    monkeypatch.setattr("blockdiff.kernels.span_attention.torch.SMALL_SCORES", -1)
+    with pytest.warns(UserWarning, match="without CUDA graphs: operation not permitted"):
+        found = tokens_of(model, "speculative:block=3", asked, max_rows=3)
+    assert found == tokens_of(target, "next_token", asked, graphs=False) and broken.runs > 2
 
 
 def test_blocks_follow_what_stood_lately(model):

@@ -137,8 +137,10 @@ def test_captured_steps_draft_the_same(model, monkeypatch):
     for each, eager in zip(models, expected, strict=True):
         recorder = CapturingRecorder()
         monkeypatch.setattr(engines, "step_capture", lambda _, recorder=recorder: recorder)
-        assert answers(engine_of(each, strategy), asked) == eager
-        assert recorder.replays > 0
+        engine = engine_of(each, strategy)
+        assert answers(engine, asked) == eager
+        captured = [key for key in engine._encoding.captured.graphs.keys if key[1] == ("encode", L)]
+        assert recorder.replays > 0 and captured
 
 
 def near_ties(name: str, dtype: torch.dtype, seed: int = 0) -> list[float]:
