@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -220,53 +221,68 @@ def agreement_of_heads() -> dict[str, Any]:
     return {"heads": 10, "worst_error": worst}
 
 
+def measured(to: Path, target: Path, drafter: Path, count: int) -> dict[int, dict[str, Any]]:
+    """By batch size what `measure` finds; with the reference package its generation stands beside batch 1."""
+    prompts = [json.loads(line)["prompt"] for line in (to / "test.jsonl").read_text().splitlines()[-count:]]
+    found = {size: measure(target, drafter, prompts, size) for size in (1, 8)}
+    if importlib.util.find_spec("dflash") is not None:
+        sampler = Sampler.from_pretrained(target)
+        requests = [Request(0, prompt=text) for text in prompts]
+        tokens = [each.as_tokens(sampler.tokenizer, sampler.model.vocab_size).tokens for each in requests]
+        package = reference(target, drafter, tokens, sampler.settings.generation.eos_ids[0])
+        texts = [each.tokens for each in sampler.generate(prompts, max_new_tokens=LONGEST)]
+        package["texts_that_differ"] = sum(a != b for a, b in zip(package.pop("texts"), texts, strict=True))
+        found[1]["ways"]["reference package"] = package
+    return found
+
+
+def table(task: str, seed: int, found: dict[int, dict[str, Any]]) -> list[str]:
+    """The lines of a table: tokens a second of each way, beside those of next tokens."""
+    lines = []
+    for size, of_size in found.items():
+        answers = f"{of_size['tokens']:.0f} tokens an answer, {of_size['repeated_8_grams']:.1%} of 8-grams repeated"
+        lines += [f"\n**{task}, seed {seed}, batch {size}**: {answers}\n"]
+        lines += ["| | tokens/s | times | tokens a round | texts that differ |", "|---" * 5 + "|"]
+        base = of_size["ways"]["next_token"]["tokens_per_second"]
+        for name, way in of_size["ways"].items():
+            rounds = f"{way['tokens_per_round']:.2f}" if "tokens_per_round" in way else ""
+            speed, others = way["tokens_per_second"], way["texts_that_differ"]
+            lines.append(f"| {name} | {speed:.0f} | {speed / base:.2f} | {rounds} | {others} |")
+    return lines
+
+
 def main() -> None:
-    """Train what is missing, measure, and print a table."""
+    """Train what is missing, measure, and print tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drafters", description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--task", choices=("addition", "prose"), action="append")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("directory", type=Path, help="of targets, rows and drafters, made where it is missing")
+    parser.add_argument("--task", choices=("addition", "prose"), action="append", help="(default: both)")
+    parser.add_argument("--seeds", default="0,1,2", help="of the drafters (default 0,1,2); a target has seed 0")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--train-only", action="store_true")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="FILE.json; the tables go beside it as .md")
     asked = parser.parse_args()
     torch.manual_seed(0)
-    has_package = importlib.util.find_spec("dflash") is not None
-    report: dict[str, Any] = {"machine": machine.describe(torch.device("cpu")), "tasks": {}, "seed": asked.seed}
-    if has_package and not asked.train_only:
-        report["agreement"] = agreement()
-        print(f"oracle and package: {report['agreement']}")
-    if importlib.util.find_spec("speculators") is not None and not asked.train_only:
-        report["agreement_of_heads"] = agreement_of_heads()
-        print(f"oracle of heads and package: {report['agreement_of_heads']}")
+    record = machine.describe(torch.device("cpu"))
+    report: dict[str, Any] = {"machine": record, "wait_policy": os.environ.get("OMP_WAIT_POLICY"), "runs": []}
+    text = [f"{machine.place(record)}; OMP_WAIT_POLICY {report['wait_policy'] or 'is not set'}"]
+    for name, package, agrees in ("dflash", "DFlash", agreement), ("speculators", "EAGLE3", agreement_of_heads):
+        if importlib.util.find_spec(name) is not None and not asked.train_only:
+            report[agrees.__name__] = agrees()
+            text.append(f"\nOur oracle of {package} beside the package {name}: {report[agrees.__name__]}")
+    print("\n".join(text))
     for task in asked.task or ("addition", "prose"):
-        to = asked.directory.absolute() / task
-        target, drafter = trained(task, to, asked.seed)
-        if asked.train_only:
-            continue
-        lines = (to / "test.jsonl").read_text().splitlines()[-asked.prompts :]
-        prompts = [json.loads(line)["prompt"] for line in lines]
-        found = {str(size): measure(target, drafter, prompts, size) for size in (1, 8)}
-        if has_package:
-            sampler = Sampler.from_pretrained(target)
-            asked_of = [Request(0, prompt=text) for text in prompts]
-            tokens = [each.as_tokens(sampler.tokenizer, sampler.model.vocab_size).tokens for each in asked_of]
-            package = reference(target, drafter, tokens, sampler.settings.generation.eos_ids[0])
-            texts = [each.tokens for each in sampler.generate(prompts, max_new_tokens=LONGEST)]
-            package["texts_that_differ"] = sum(a != b for a, b in zip(package.pop("texts"), texts, strict=True))
-            found["1"]["ways"]["reference package"] = package
-        report["tasks"][task] = found
-        for size, of_size in found.items():
-            answers = f"{of_size['tokens']:.0f} tokens, {of_size['repeated_8_grams']:.1%} of 8-grams repeated"
-            print(f"{task}, batch {size}: {answers}")
-            base = of_size["ways"]["next_token"]["tokens_per_second"]
-            for name, way in of_size["ways"].items():
-                rounds = f"{way['tokens_per_round']:.2f} tokens a round" if "tokens_per_round" in way else ""
-                speed = way["tokens_per_second"]
-                others = f"{way['texts_that_differ']} texts differ"
-                print(f"  {name:<22} {speed:8.0f} tokens/s {speed / base:5.2f}x  {others}  {rounds}")
+        for seed in map(int, asked.seeds.split(",")):
+            to = asked.directory.absolute() / task
+            target, drafter = trained(task, to, seed)
+            if asked.train_only:
+                continue
+            found = measured(to, target, drafter, asked.prompts)
+            report["runs"].append({"task": task, "seed": seed, "batches": found})
+            lines = table(task, seed, found)
+            print("\n".join(lines), flush=True)
+            text += lines
     if asked.output is not None:
-        asked.output.write_text(json.dumps(report, indent=1) + "\n")
+        machine.write(asked.output, report, "\n".join(text) + "\n")
 
 
 if __name__ == "__main__":
