@@ -67,11 +67,21 @@ def shown(text: str, file: IO[str]) -> str:
     return printable(text) if file.isatty() else text
 
 
+def say(text: str, file: IO[str] | None = None) -> None:
+    """Print a text on stderr, or on `file`, as `shown` there.
+
+    It is written at once with its line break, so that no other thread or process writes between the two.
+    """
+    file = file or sys.stderr
+    file.write(shown(text, file) + "\n")
+    file.flush()
+
+
 def say_error(message: str) -> None:
     """Print why this process ends, as one line on stderr, or let its launcher do so."""
     line = "blockdiff: error: " + " ".join(message.split())
     if _told_by_launcher(line):
-        print(shown(line, sys.stderr), file=sys.stderr, flush=True)
+        say(line)
 
 
 def end_with(message: str) -> NoReturn:

@@ -17,7 +17,7 @@ from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
 from blockdiff.cli.requests import user_message
 from blockdiff.cli.tally import Tally
 from blockdiff.errors import CheckpointError, DataError, RequestError
-from blockdiff.terminal import shown
+from blockdiff.terminal import console, say, shown
 
 if TYPE_CHECKING:
     from blockdiff.cli.live import Watcher
@@ -229,8 +229,7 @@ class Chat:
 
     def note(self, text: str) -> None:
         """Say something that is no answer: on stderr, dim at a terminal."""
-        text = shown(text, sys.stderr)
-        print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+        console(stderr=True).print(shown(text, sys.stderr), style="dim")
 
     def _request(self, messages: list[dict[str, Any]]) -> Request:
         from blockdiff.sampling import Request
@@ -271,7 +270,7 @@ class Chat:
         if answer.reasoning is not None:
             self.note(answer.reasoning)
         if self.thinking or not self.is_terminal:
-            print(shown(text, sys.stdout), flush=True)
+            say(text, sys.stdout)
         return text
 
     def _remember(self, text: str, otherwise: str) -> None:

@@ -29,7 +29,7 @@ from blockdiff.cli.sample import sample
 from blockdiff.cli.serve import serve
 from blockdiff.cli.train import rl, train
 from blockdiff.errors import BlockdiffError
-from blockdiff.terminal import say_error, shown
+from blockdiff.terminal import say, say_error
 
 OURS = (Path(blockdiff.__file__).parent, Path(__file__).parent)
 REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room there and start again")
@@ -61,7 +61,7 @@ def _show_warning(
 ) -> None:
     """One line for our own warnings; others' come as they are."""
     if issubclass(category, UserWarning) and any(Path(filename).is_relative_to(home) for home in OURS):
-        print("blockdiff: warning: " + shown(" ".join(str(message).split()), sys.stderr), file=sys.stderr)
+        say("blockdiff: warning: " + " ".join(str(message).split()))
     else:
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 

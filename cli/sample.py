@@ -19,7 +19,7 @@ from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
 from blockdiff.cli.requests import asked_requests, drawn, with_options, with_system
 from blockdiff.cli.tally import AnsweredSoFar, Tally, encoding_shown
 from blockdiff.errors import RequestError
-from blockdiff.terminal import shown
+from blockdiff.terminal import say
 
 if TYPE_CHECKING:
     from blockdiff.parallel.ranks import Ranks
@@ -229,7 +229,7 @@ def sample(
         answers.flush()
         progress.close()
         goes_on = f" and in {output}; the same command goes on from there" if output is not None else ""
-        typer.echo(f"stopped: {answered_before + progress.done} of {len(entries)} answered{goes_on}", err=True)
+        say(f"stopped: {answered_before + progress.done} of {len(entries)} answered{goes_on}")
         raise typer.Exit(130) from None
     finally:
         progress.close()
@@ -279,13 +279,13 @@ def _check_usage(
 def _say_answer(result: Result) -> None:
     """Print the answer to the only request; what is not its text goes to stderr."""
     if result.reasoning is not None:
-        typer.echo(shown(result.reasoning, sys.stderr), err=True)
+        say(result.reasoning)
     if result.text or result.tool_calls is None:
-        print(shown(result.text, sys.stdout))
+        say(result.text, sys.stdout)
     for call in result.tool_calls or ():
-        print(shown(json.dumps(call["function"], ensure_ascii=False), sys.stdout))
+        say(json.dumps(call["function"], ensure_ascii=False), sys.stdout)
     if result.score is not None:
-        typer.echo(f"mean log-probability per token {result.score:.4f}", err=True)
+        say(f"mean log-probability per token {result.score:.4f}")
 
 
 def _ranks(device: str, output: Path | None, trace: Path | None, stream: bool) -> Ranks:

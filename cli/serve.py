@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -71,7 +70,7 @@ def serve(
         )
     listening = listener(settings.host, settings.port)  # before the weights are read
     from blockdiff.serving import app
-    from blockdiff.terminal import quiet
+    from blockdiff.terminal import quiet, say
 
     quiet()
     names = settings.names(opened.model)
@@ -82,7 +81,7 @@ def serve(
         for name, directory in settings.adapters.items()
     }
     if sampler.tokenizer is not None and not sampler.tokenizer.chat_template:
-        print("blockdiff: the tokenizer has no chat template, so only /v1/completions is answered", file=sys.stderr)
+        say("blockdiff: the tokenizer has no chat template, so only /v1/completions is answered")
     asgi = app(
         sampler, names=names, adapters=adapters, limits=settings.limits, access=access, **settings.engine_options()
     )
@@ -90,11 +89,7 @@ def serve(
     engine = asgi.state.server.engine.start()  # now, so that threads that cannot start are one line
     address = f"[{settings.host}]" if ":" in settings.host else settings.host
     port = listening.getsockname()[1]
-    print(
-        f"blockdiff: serving {', '.join(asgi.state.server.served)} on http://{address}:{port}",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"blockdiff: serving {', '.join(asgi.state.server.served)} on http://{address}:{port}")
     AppStatus.disable_automatic_graceful_drain()  # streams go on to their end
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when everything has ended
         signal.signal(number, lambda *_: None)

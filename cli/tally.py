@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from blockdiff.metrics import at_limit
-from blockdiff.terminal import console, shown
+from blockdiff.terminal import console, say
 
 if TYPE_CHECKING:
     from blockdiff.parallel.ranks import Ranks
@@ -30,15 +28,15 @@ def encoding_shown(sampler: Sampler, is_shown: bool) -> Iterator[None]:
     """Surrounds the answer to a prompt; lines on stderr say how many tokens of a long one are encoded."""
     ended = threading.Event()
 
-    def say() -> None:
+    def watch() -> None:
         wait = FIRST_LINE
         while not ended.wait(wait):
             wait *= 2
             if sampler.encoded_tokens >= LONG:
-                print(f"{sampler.encoded_tokens:,} tokens encoded so far", file=sys.stderr, flush=True)
+                say(f"{sampler.encoded_tokens:,} tokens encoded so far")
 
     if is_shown:
-        threading.Thread(target=say, daemon=True).start()
+        threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
@@ -84,9 +82,9 @@ class Tally:
         """Print it, with how many answers were there before and how long the others took."""
         words = [f"{self.counts['answered']} answered", f"{self.counts['failed']} failed"]
         words += [f"{self.counts['tokens']} tokens"] + [f"{before} were there already"] * bool(before)
-        typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {self.cost(max_steps)}", err=True)
+        say(f"{', '.join(words)} in {seconds:.1f} s, {self.cost(max_steps)}")
         if self.first_error:
-            typer.echo(f"first failure: {shown(self.first_error, sys.stderr)}", err=True)
+            say(f"first failure: {self.first_error}")
 
 
 class AnsweredSoFar:
@@ -115,7 +113,7 @@ class AnsweredSoFar:
         elif self._is_shown and now - self._said >= BETWEEN_LINES and self.done < self.total:
             self._said = now
             per_second = self.done / (now - self._start)
-            print(f"{self.done} of {self.total} answered, {per_second:.1f} a second", file=sys.stderr, flush=True)
+            say(f"{self.done} of {self.total} answered, {per_second:.1f} a second")
 
     def close(self) -> None:
         """Leave the terminal as it was; `seconds` says how long it took."""

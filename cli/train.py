@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +50,7 @@ def _run(recipe: Path, set_: list[str] | None, output: str | None, resume: bool,
         raise typer.BadParameter("--resume goes on with a run and --overwrite replaces it; give one of them")
     from blockdiff.errors import RecipeError
     from blockdiff.parallel.signals import Stopped
-    from blockdiff.terminal import quiet
+    from blockdiff.terminal import quiet, say
     from blockdiff.training.trainer import Trainer
 
     trainer = Trainer(recipe, list(set_ or []), output, resume, overwrite=overwrite)
@@ -64,5 +63,5 @@ def _run(recipe: Path, set_: list[str] | None, output: str | None, resume: bool,
     except Stopped as stopped:
         if int(os.environ.get("RANK", "0")) == 0:
             where = output if output is not None else trainer.directory
-            print(f"{stopped}; `--resume --output {where}` goes on from there", file=sys.stderr)
+            say(f"{stopped}; `--resume --output {where}` goes on from there")
         raise typer.Exit(stopped.exit_code) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from threading import Event, Thread
 from typing import Any, TypeVar
 
 from blockdiff.metrics import Record, texts
-from blockdiff.terminal import console, counted, printable, shown
+from blockdiff.terminal import console, counted, printable, say, shown
 from blockdiff.training.freeze import PartCounts
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Print one line, above the bar in a terminal and below it in a notebook."""
         if self.is_shown and self.console.is_jupyter:
-            print(printable(text))  # rich would make an output of every line
+            say(printable(text), sys.stdout)  # rich would make an output of every line
         elif self.is_shown:
             self.console.print(shown(text, self.console.file))
 
@@ -66,13 +67,13 @@ class Progress:
             return
         is_over, began = Event(), time.perf_counter()
 
-        def say() -> None:
+        def watch() -> None:
             seconds = FIRST_SECONDS
             while not is_over.wait(seconds):
                 seconds = time.perf_counter() - began
                 self.line(f"{text}, {seconds:.0f} s so far")
 
-        thread = Thread(target=say, daemon=True)
+        thread = Thread(target=watch, daemon=True)
         thread.start()
         try:
             yield

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from blockdiff.cli.main import report
+import blockdiff
+import blockdiff.cli.main
+from blockdiff.cli.main import _show_warning, report
 from blockdiff.errors import BlockdiffError
-from blockdiff.terminal import counted, printable, shown
+from blockdiff.terminal import counted, printable, say, shown
 from blockdiff.training.progress import Progress
 from blockdiff.training.report import epochs_in_words
 
@@ -27,8 +31,16 @@ HOSTILE = {
 
 
 class Terminal(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
     def isatty(self) -> bool:
         return True
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return super().write(text)
 
 
 @pytest.mark.quick
@@ -62,4 +74,22 @@ def test_errors_and_lines_of_training_reach_a_terminal_escaped(monkeypatch: pyte
     report(BlockdiffError("id '\x1b]0;x\x07' is there twice"))
     Progress(1, is_shown=True).line("rows of \x1b[8m.jsonl")
     assert sys.stderr.getvalue() == "blockdiff: error: id '\\u001b]0;x\\u0007' is there twice\n"  # type: ignore[attr-defined]
+    assert all(text.endswith("\n") for stream in (sys.stdout, sys.stderr) for text in stream.writes)  # type: ignore[attr-defined]
     assert "\x1b" not in sys.stdout.getvalue() and "\\u001b[8m.jsonl" in sys.stdout.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.quick
+def test_a_line_is_written_at_once_so_that_other_threads_cannot_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    report(BlockdiffError("one"))
+    _show_warning("two", UserWarning, blockdiff.__file__, 1)
+    say("three")
+    assert stream.writes == ["blockdiff: error: one\n", "blockdiff: warning: two\n", "three\n"]
+
+
+@pytest.mark.quick
+def test_whatever_is_printed_on_stderr_goes_through_the_functions_for_it() -> None:
+    files = [*Path(blockdiff.__file__).parent.rglob("*.py"), *Path(blockdiff.cli.main.__file__).parent.glob("*.py")]
+    found = [file.name for file in files if re.search(r"file=sys\.stderr|\berr=True", file.read_text())]
+    assert found == ["__main__.py"]  # which has no other thread
