@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,6 +60,11 @@ def write_text(path: str | Path, text: str) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_json(path: str | Path, values: Mapping[str, Any]) -> None:
+    """Write an object as JSON, as `write_text` writes."""
+    write_text(path, json.dumps(dict(values), indent=2, sort_keys=True) + "\n")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.stream import TensorSource, write_stream
 from blockdiff.errors import CheckpointError
-from blockdiff.files import room_remedy, unwritten, whole_directory, write_text
+from blockdiff.files import room_remedy, unwritten, whole_directory, write_json, write_text
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapter_tensors
 from blockdiff.models.family import BlockDiffusionModel, family_of
@@ -96,12 +95,12 @@ def save_adapter(
     sources = _to_peft(model)
 
     def write() -> None:
-        if target.exists() and any(target.iterdir()) and not (overwrite and has_adapter(target)):
+        is_free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+        if not is_free and not (overwrite and has_adapter(target)):
             raise CheckpointError(f"{target}: is there already; choose another directory")
         try:
             with whole_directory(target) as fresh:
-                config = json.dumps(peft_config(model, base), indent=2, sort_keys=True)
-                (fresh / CONFIG).write_text(config + "\n", encoding="utf-8")
+                write_json(fresh / CONFIG, peft_config(model, base))
                 form, said = fp8_form(model), {"format": "pt", BASE: base_record(model)}
                 said |= {} if form is None else {FORM: form}
                 write_text(fresh / "README.md", README)
@@ -109,7 +108,7 @@ def save_adapter(
                 if tokenizer is not None:
                     tokenizer.save_pretrained(fresh)
                 if generation is not None:
-                    write_text(fresh / GENERATION, json.dumps(generation.to_dict(), indent=2, sort_keys=True) + "\n")
+                    write_json(fresh / GENERATION, generation.to_dict())
                 if diffusion is not None:
                     diffusion.save(fresh)
         except (OSError, SafetensorError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 from blockdiff.checkpoint.files import DIFFUSION, read_json
 from blockdiff.errors import CheckpointError
-from blockdiff.files import write_text
+from blockdiff.files import write_json
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class DiffusionSettings:
 
     def save(self, directory: str | Path) -> None:
         """Write `blockdiff.json` into a checkpoint directory, whole or not at all."""
-        write_text(Path(directory) / DIFFUSION, json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
+        write_json(Path(directory) / DIFFUSION, asdict(self))
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> DiffusionSettings:

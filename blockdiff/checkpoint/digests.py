@@ -6,7 +6,6 @@ The latter are made of what was to be written, so they also tell what a disk has
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,14 +17,14 @@ from torch import Tensor
 
 from blockdiff.checkpoint.files import ADDED, read_json, read_tensors, stored_tensors, tensors_in
 from blockdiff.errors import CheckpointError
-from blockdiff.files import WORKERS, piecewise_digest, seal
+from blockdiff.files import WORKERS, piecewise_digest, seal, write_json
 
 DIGESTS = "digests.json"
 
 
 def write_digests(directory: Path, digests: Mapping[str, str]) -> None:
     """Write the digests of the files of a directory that have tensors, by their names."""
-    (directory / DIGESTS).write_text(json.dumps(dict(digests), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write_json(directory / DIGESTS, digests)
 
 
 def has_digests(directory: Path) -> bool:

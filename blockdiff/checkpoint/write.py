@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.checkpoint.stream import TensorSource, in_order, write_stream
 from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
-from blockdiff.files import room_remedy, unwritten, whole_directory
+from blockdiff.files import room_remedy, unwritten, whole_directory, write_json
 from blockdiff.layers.fp8 import SCALE, is_scale
 from blockdiff.models.adapters import is_adapted
 from blockdiff.models.family import BlockDiffusionModel, family_of
@@ -69,8 +68,8 @@ def save(
     carried = model.carried or Carried()
     if model.carried is None and model.image_side is None:
         carried = Carried(tensors=drawn_images(model.config, 0, torch.float32))
-    gathering = Gathering(model.state_dict().values())
     state = model.state_dict()
+    gathering = Gathering(state.values())
     if weights is None:
         fixed = {name for name in state if name + SCALE in state or is_scale(name)}  # in fp8
         own = {name: gathering.source(state[name], None if name in fixed else cast) for name in state}
@@ -134,9 +133,9 @@ def _write(
                 shutil.copyfile(file, fresh / file.name)
     if generation is not None or not (fresh / GENERATION).exists():
         given = _default_generation(model.config, tokenizer) if generation is None else generation
-        _write_json(fresh / GENERATION, given.to_dict() if isinstance(given, Generation) else given)
+        write_json(fresh / GENERATION, given.to_dict() if isinstance(given, Generation) else given)
     if index is not None:
-        _write_json(fresh / INDEX, index)
+        write_json(fresh / INDEX, index)
     metadata = {name: {"format": "pt"} | (added_metadata(model) if name == ADDED else {}) for name in files}
     write_digests(fresh, {name: write_stream(fresh / name, files[name], metadata[name]) for name in files})
     config = copy.deepcopy(model.config)
@@ -182,10 +181,6 @@ def _divided_into_files(
     if added or not is_own_class(model):
         files[ADDED] = added
     return files, {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
-
-
-def _write_json(file: Path, data: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _default_generation(config: Any, tokenizer: Any) -> dict[str, Any]:
