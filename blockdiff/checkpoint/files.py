@@ -129,7 +129,7 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = [CONFIG, *SIDE_FILES, *(("*.safetensors", INDEX) if with_weights else ())]
+        patterns = [CONFIG, ADAPTER_CONFIG, *SIDE_FILES, *(("*.safetensors", INDEX) if with_weights else ())]
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:
         reason = first_line(error)

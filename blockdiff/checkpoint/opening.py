@@ -143,6 +143,9 @@ def with_adapter(model: BlockDiffusionModel, adapter: str | Path) -> BlockDiffus
         raise CheckpointError(
             f"{directory}: was trained over weights in the form {form!r}; open the model with quantize"
         )
+    origin = getattr(model.carried, "origin", None)
+    if origin is not None and origin.is_dir():  # else nobody can say any more what it was
+        warn_of_other_weights(directory, origin)
     tensors = [*model.parameters(), *model.buffers()]
     other = deepcopy(model, {id(tensor): tensor for tensor in tensors})
     found = read_adapter(directory, other)

@@ -60,6 +60,7 @@ class Vocabulary(nn.Module):
         self.softcap, self.kernels = softcap, kernels
         self.root = hidden**0.5 if scale is None else scale
         self.token_ids: tuple[int, ...] = ()
+        self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         # of an adapter: [len(token_ids), D], which stand for rows of the table
         self.register_parameter("token_rows", None)
 
@@ -80,8 +81,15 @@ class Vocabulary(nn.Module):
         """The table that counts: with the rows that train, a copy of it with them."""
         if self.token_rows is None:
             return self.table
-        index = torch.tensor(self.token_ids, device=self.table.device)
+        index = self.index_on(self.table.device, self.token_ids)
         return self.table.index_copy(0, index, self.token_rows.to(self.table.dtype))
+
+    def index_on(self, device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+        """Numbers as int64 on a device, copied there once: the host would wait for a copy, and no graph can hold it."""
+        key = device, numbers
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(numbers, dtype=torch.int64, device=device)
+        return self._indices[key]
 
     def output_weights(self) -> Tensor:
         """The weights that make the logits: the head, or the table where it is tied."""
@@ -234,7 +242,7 @@ class Vocabulary(nn.Module):
             temperature = temperature[:, None].expand(B, L).reshape(-1)
         stats = self.kernels.class_stats(
             hidden_BLD.reshape(-1, D),
-            self.table if self.head is None else self.head,
+            self.output_weights(),
             self.softcap,
             temperature,
             uniform_BL.reshape(-1),

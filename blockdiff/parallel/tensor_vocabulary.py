@@ -44,12 +44,12 @@ class SharedVocabulary(Vocabulary):
         if self.token_rows is None:
             return table
         rows = copied(self.token_rows, self.group).to(table.dtype)
-        places = [token - self.first for token in self.token_ids]
-        ours = [n for n, place in enumerate(places) if 0 <= place < len(table)]
+        ours = [n for n, token in enumerate(self.token_ids) if 0 <= token - self.first < len(table)]
         if not ours:
             return table + 0 * rows.sum()  # every rank takes part in the sum of gradients
-        index = torch.tensor([places[n] for n in ours], device=table.device)
-        return table.index_copy(0, index, rows[torch.tensor(ours, device=table.device)])
+        places = tuple(self.token_ids[n] - self.first for n in ours)
+        which, index = (self.index_on(table.device, numbers) for numbers in (tuple(ours), places))
+        return table.index_copy(0, index, rows.index_select(0, which))
 
     def output_weights(self) -> Tensor:
         """The rows of this rank that make the logits."""

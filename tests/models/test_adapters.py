@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import warnings
 import weakref
 from pathlib import Path
@@ -18,7 +19,10 @@ from torch import Tensor
 import blockdiff.checkpoint.merging
 from blockdiff import checkpoint
 from blockdiff.checkpoint import adapter_config, gathering
+from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.opening import model_files, with_adapter
 from blockdiff.errors import CheckpointError
+from blockdiff.kernels.vocabulary import Classes
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import (
     adapt,
@@ -30,6 +34,7 @@ from blockdiff.models.adapters import (
     targets,
 )
 from tests.oracle import oracle, ours, tiny_config
+from tests.recorder import Looker
 
 PARTS = ("attention", "mlp", "experts", "self_conditioning")
 CPU = torch.device("cpu")
@@ -86,6 +91,30 @@ def test_merged_and_unmerged_logits_are_equal(rslora):
         merge(model)
         assert (hidden - run(model)[0]).abs().max() < 1e-10
         assert (hidden - run(ours(oracle()))[0]).abs().max() > 0.1  # the adapters count
+
+
+def test_constraints_see_the_rows_of_the_table_that_an_adapter_brings():
+    model = adapted({"attention": LowRank(4, 6.0)}, tokens=(5, 17))
+    size, generator = model.vocab_size, torch.Generator().manual_seed(0)
+    hidden, uniform = torch.randn(1, 3, 64, dtype=torch.float64, generator=generator), torch.full((1, 3), 0.5)
+    classes = Classes.of(torch.arange(size), size)  # a class for each token
+    stats = model.vocabulary.class_stats(hidden, 1.0, uniform, classes)
+    merge(model)
+    merged = model.vocabulary.class_stats(hidden, 1.0, uniform, classes)
+    torch.testing.assert_close(stats.maximum, merged.maximum)
+    torch.testing.assert_close(stats.soft_embedding, merged.soft_embedding)
+
+
+def test_the_rows_of_the_table_that_an_adapter_brings_can_be_captured():
+    """Their ids are on the device after the first call, which a CUDA graph needs."""
+    vocabulary = adapted({"attention": LowRank(4, 6.0)}, tokens=(5, 17)).vocabulary
+    tokens = torch.tensor([[5, 6]])
+
+    def work() -> None:
+        vocabulary.logits(vocabulary.embed(tokens))
+
+    work()
+    Looker().capture(work)()
 
 
 def test_fresh_adapters_change_nothing_and_nothing_else_trains():
@@ -217,6 +246,23 @@ def test_an_adapter_is_read_back_as_it_was_saved(tmp_path):
     }
     assert again.vocabulary.token_ids == (5, 17, 250)
     assert torch.equal(our_logits(again), our_logits(model))
+
+
+def test_an_adapter_is_found_on_the_hub(tmp_path, monkeypatch):
+    checkpoint.save_adapter(adapted({"attention": LowRank(2, 4.0)}), tmp_path / "adapter", base=str(tmp_path))
+
+    def snapshot_download(hub_id: str, allow_patterns: list[str]) -> str:
+        ignored = shutil.ignore_patterns(*allow_patterns)
+        there = {path.name for path in (tmp_path / "adapter").iterdir()}
+        wanted = ignored(hub_id, sorted(there))
+        return str(shutil.copytree(tmp_path / "adapter", tmp_path / "copy", ignore=lambda *_: there - wanted))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    checkpoint.load_adapter(model := ours(oracle()), find("someone/adapter"))
+    assert is_adapted(model)
+    shutil.rmtree(tmp_path / "copy")
+    assert model_files("someone/adapter", with_weights=False).adapter == tmp_path / "copy"
+    assert not list((tmp_path / "copy").glob("*.safetensors"))
 
 
 def test_an_adapter_that_peft_made_is_read(tmp_path):
@@ -451,7 +497,13 @@ def test_an_adapter_over_other_weights_of_the_same_shape_is_told_in_one_line(tmp
         checkpoint.export(tmp_path / "adapter", tmp_path / "again", peft=True)
         checkpoint.load(tmp_path / "again", device="cpu", kernels="torch")
     with pytest.warns(UserWarning, match=r"again: was trained on other weights than those of .*2, of the same shape"):
+        other = checkpoint.load(tmp_path / "2", device="cpu", kernels="torch")
+        with_adapter(other, tmp_path / "again")
+    with pytest.warns(UserWarning, match=r"again: was trained on other weights than those of .*2, of the same shape"):
         checkpoint.load(tmp_path / "2", device="cpu", kernels="torch", adapter=tmp_path / "again")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: is there already"):
+        checkpoint.save_adapter(model, tmp_path / "file")
 
 
 def test_a_model_with_adapters_is_not_saved_as_a_checkpoint(tmp_path):
