@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -19,7 +21,7 @@ from blockdiff.data.examples import read_table
 from blockdiff.data.sources import OpenedSource
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
-from blockdiff.files import digest, remove_leftovers, seal, whole_directory
+from blockdiff.files import digest, remove_directory, remove_leftovers, seal, whole_directory
 
 VERSION = 5  # of the files and of what rows become; raise it when either changes
 TOKENS, FACTS = "tokens.arrow", "facts.json"
@@ -46,17 +48,19 @@ def temporary(write: Write) -> tuple[pa.Table, Statistics]:
 def cached(directory: Path, key: str, write: Write) -> tuple[pa.Table, Statistics]:
     """The table in `directory`/`key`; where there is none, `write` writes it first.
 
-    An entry appears whole or not at all; one that has changed since is written again, with a warning. Raises DataError
-    where it cannot be written.
+    An entry appears whole or not at all, and then stays where it is, for others may be reading it; one that has changed
+    since is written again, with a warning. Raises DataError where it cannot be written.
     """
     entry = directory / key
     found = _read(entry)
     if found is not None:
         return found
-    if entry.exists():
-        warnings.warn(f"{entry}: has changed since it was written; the rows are encoded again", stacklevel=2)
     where, reason = str(entry), "it cannot be read back"
     try:
+        if entry.exists():
+            warnings.warn(f"{entry}: has changed since it was written; the rows are encoded again", stacklevel=2)
+            with suppress(FileNotFoundError):  # another process has seen it, too
+                remove_directory(entry)
         remove_leftovers(directory, seconds=STALE)
         with whole_directory(entry) as fresh:
             with (fresh / TOKENS).open("wb") as file:
@@ -64,7 +68,9 @@ def cached(directory: Path, key: str, write: Write) -> tuple[pa.Table, Statistic
             facts = {"digest": digest(fresh / TOKENS), "statistics": asdict(statistics)}
             facts["seal"] = seal(facts)
             (fresh / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    except OSError as error:  # also where another process was quicker, whose entry is as good
+            if entry.exists():  # another process was quicker, and its entry is as good
+                raise FileExistsError(errno.EEXIST, "another process writes there", str(entry))
+    except OSError as error:
         where, reason = str(error.filename or directory), str(error.strerror)
     found = _read(entry)
     if found is None:

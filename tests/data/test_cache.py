@@ -280,6 +280,21 @@ def test_of_two_processes_that_write_the_same_one_wins_and_both_read(rows, tmp_p
     assert len(load(rows, cache=cache)) == 3 and entry_of(cache)
 
 
+def test_an_entry_that_another_process_may_be_reading_stays_where_it_is(rows, tmp_path, monkeypatch):
+    cache, written = tmp_path / "cache", list[int]()
+    original = examples_file.write_examples
+
+    def late(*arguments):
+        monkeypatch.setattr("blockdiff.data.dataset.write_examples", original)
+        load(rows, cache=cache)  # the other process is done first
+        written.extend(path.stat().st_ino for path in cache.glob("[0-9a-f]*/tokens.arrow"))
+        return original(*arguments)
+
+    monkeypatch.setattr("blockdiff.data.dataset.write_examples", late)
+    assert len(load(rows, cache=cache)) == 3
+    assert [(entry_of(cache) / "tokens.arrow").stat().st_ino] == written
+
+
 def test_a_cache_that_cannot_be_written_is_said_in_one_line(rows, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file.*token cache cannot be written .*; set data.cache"):
