@@ -241,9 +241,7 @@ class ImageReader:
         return image
 
     def begin(self, sources: Iterable[ImageSource]) -> None:
-        """Begin to read images that `read_all` will ask for next; others that were begun are dropped."""
-        for future in self._begun.values():
-            future.cancel()
+        """Begin to read images that `read_all` will ask for next; another thread may still wait for others."""
         self._begun = {source: self._workers.submit(self.read, source) for source in dict.fromkeys(sources)}
 
     def read_all(self, sources: Sequence[ImageSource]) -> list[ImageInput | DataError]:

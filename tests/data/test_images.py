@@ -10,6 +10,7 @@ import struct
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pyarrow as pa
@@ -268,6 +269,23 @@ def test_without_next_tokens_images_behind_the_last_canvas_are_left_out(folder):
     assert batch.images is not None and len(batch.images.inputs) == 1
     (cut_off,) = encoded(folder, {"messages": [*talk, *talk]}, max_length=100)
     assert len(cut_off.images) == 1 and cut_off.is_truncated
+
+
+def test_images_that_one_thread_waits_for_come_whatever_another_begins(monkeypatch):
+    """Held-out batches are made beside those of the next step, by the same reader."""
+    found, may_go = reader(), Event()
+    monkeypatch.setattr(found, "read", lambda source: may_go.wait() and source)
+    outcome, sources = images_file._outcome, [f"{n}.png" for n in range(20)]  # more than there are workers
+
+    def first(future):
+        monkeypatch.setattr(images_file, "_outcome", outcome)
+        found.begin(["other.png"])
+        may_go.set()
+        return outcome(future)
+
+    monkeypatch.setattr(images_file, "_outcome", first)
+    found.begin(sources)
+    assert found.read_all(sources) == sources
 
 
 def test_the_token_cache_has_sources_and_digests_but_no_pixels(folder, tmp_path, monkeypatch):
