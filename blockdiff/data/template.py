@@ -102,6 +102,23 @@ def give_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     tokenizer.chat_template = text
 
 
+def own_template(tokenizer: PreTrainedTokenizerBase, tools: list[Message] | None = None) -> str | None:
+    """The chat template of a tokenizer, of several the one for conversations with these tools; None where it has none.
+
+    Raises DataError where it has several and none is the default.
+    """
+    if not tokenizer.chat_template:
+        return None
+    try:
+        return str(tokenizer.get_chat_template(tools=tools))
+    except ValueError:
+        names = ", ".join(tokenizer.chat_template)
+        raise DataError(
+            f"none of the tokenizer's chat templates ({names}) is the default; name one as data.template, or make it "
+            "chat_template.jinja beside the weights"
+        ) from None
+
+
 def training_template(tokenizer: PreTrainedTokenizerBase, *, verbatim: bool = False) -> str:
     """The template that writes conversations of training: the tokenizer's own, or the packaged one.
 
@@ -109,7 +126,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, *, verbatim: bool = Fa
     does, and where there is none but the vocabulary has the turn tokens. `verbatim` always takes the packaged one, and
     needs the turn tokens. Raises DataError where there is no template.
     """
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    template = own_template(tokenizer)
     has_turns = all(token in tokenizer.get_vocab() for token in TURN_EDGES)
     if verbatim:
         if not has_turns:

@@ -12,7 +12,7 @@ from blockdiff.data.control_tokens import ControlTokens, Guard, cut, make_guard,
 from blockdiff.data.image_parts import image_parts, images_in, text_with_images
 from blockdiff.data.images import ImageReader, ImageTokens
 from blockdiff.data.messages import OF_ASSISTANT, BadRow, ImageSource, Message, Part, checked_messages, checked_tools
-from blockdiff.data.template import RefusedByTemplate, Span, is_variable, render
+from blockdiff.data.template import RefusedByTemplate, Span, is_variable, own_template, render
 from blockdiff.errors import DataError
 from blockdiff.images import ImageInput, PlacedImage
 
@@ -209,12 +209,12 @@ def chat_prompt(
     thinking: whether the template is asked for reasoning; options: further variables of the template, which has to
     use them. DataError where the conversation cannot be written or tokenised, or an image cannot be read.
     """
-    if not tokenizer.chat_template:
-        raise DataError("the tokenizer has no chat template; give a raw prompt instead of messages")
     guard = _guard(tokenizer, control_tokens)
     checked, declared = conversation(messages, tools)
     continued = str(checked.pop()["content"]) if checked[-1]["role"] == "assistant" else ""
-    template = tokenizer.get_chat_template(tools=declared)
+    template = own_template(tokenizer, declared)
+    if template is None:
+        raise DataError("the tokenizer has no chat template; give a raw prompt instead of messages")
     # training says False, too, without which some templates think
     says_thinking = thinking or is_variable("enable_thinking", template)
     options = {**({"enable_thinking": thinking} if says_thinking else {}), **(options or {})}

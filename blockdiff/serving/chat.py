@@ -14,7 +14,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
 from blockdiff.data.messages import BadRow, checked_tools
-from blockdiff.data.template import is_variable
+from blockdiff.data.template import is_variable, own_template
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT
 from blockdiff.sampling.constraints.json_schema import schema_regex
@@ -156,11 +156,13 @@ def template_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def effort_fields(effort: str | None, tokenizer: Any) -> dict[str, Any]:
     """The variable of the chat template that says an effort of reasoning; RequestError where it has none."""
-    template = getattr(tokenizer, "chat_template", None) and tokenizer.get_chat_template()
+    if effort is None:
+        return {}
+    template = None if tokenizer is None else own_template(tokenizer)
     thinks = effort not in ("none", "minimal")
     said = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking_mode": "enabled" if thinks else "disabled"}
     found = next((name for name in said if template and is_variable(name, template)), None)
-    if effort is None or (found is None and not thinks):
+    if found is None and not thinks:
         return {}
     if found is None:
         raise Refused(f"reasoning_effort {effort!r:.60}: the chat template has no variable for it; leave it out")

@@ -20,6 +20,7 @@ from blockdiff.data.template import (
     training_template,
     turn_ends,
 )
+from blockdiff.data.tokenise import chat_prompt
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.recipes.sudoku import alphabet
@@ -157,6 +158,20 @@ def test_messages_without_a_template_are_refused_but_prompt_rows_are_not():
     (example,), _ = encoder.encode([Row("f:1", prompt="1.=", response="12")])
     assert example.tokens == [2, 5, 3, 4, 5, 6, 1]
     assert example.responses == [(4, 7)]
+
+
+def test_of_several_templates_one_has_to_be_the_default():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": packaged_template()}
+    encoder = Encoder(tokenizer, eos_id=1, canvas_length=8)
+    assert encoder.fingerprint and encoder.encode([Row("f:1", prompt="a", response="b")])
+    refusal = r"none of the tokenizer's chat templates \(rag, tool_use\) is the default; name one as data.template"
+    with pytest.raises(DataError, match=refusal):
+        encoder.encode([Row("f:1", messages=(USER, ASSISTANT))])
+    with pytest.raises(DataError, match=refusal):
+        chat_prompt([USER], None, tokenizer)
+    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
+    assert "look" in chat_prompt([USER], tools, tokenizer).text
 
 
 def test_prompt_and_response_are_tokenised_apart():
