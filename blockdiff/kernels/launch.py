@@ -26,7 +26,7 @@ _CACHED: list[Any] = []  # the functions that `cached_by_sizes` remembers the re
 
 
 class Unserved(BlockdiffError):
-    """A call that a form of an op cannot serve: `Unserved("the reason")`. Where there is another form, that answers."""
+    """A call that a backend of an op cannot serve: `Unserved("the reason")`; torch answers, where it may."""
 
     @property
     def reason(self) -> str:
@@ -38,7 +38,7 @@ class Unserved(BlockdiffError):
 
 
 class TooLarge(Unserved):
-    """A launch that asks for more shared memory, say, than the device has; where another form answers, that is told."""
+    """A launch that asks for more shared memory, say, than the device has; that torch answers is told then."""
 
 
 def cached_by_sizes(function: Callable[P, R]) -> Callable[P, R]:

@@ -60,7 +60,7 @@ def compare(op: Any, truth: Any, tensors: list[Tensor | None], tolerance: float 
 # -- against the references --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", ["w", "0", "w0", "0ww", "ww0", "w0w0"])
+@pytest.mark.parametrize("weights", ["w", "0", "w0", "0ww", "ww0"])
 @pytest.mark.parametrize("shape", [(1, 1, 8), (3, 5, 24), (2, 63, 100), (5, 257, 16), (1, 2, 2816)])
 def test_rms_norms_match_the_reference(shape, weights):
     x = draw(*shape, seed=0)

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.expert_mlp import Slots
-from blockdiff.kernels.launch import Launch, cached_by_sizes, check_without_gradient, empty, launch, registered
+from blockdiff.kernels.launch import (
+    Launch,
+    Unserved,
+    cached_by_sizes,
+    check_without_gradient,
+    empty,
+    launch,
+    registered,
+)
 from blockdiff.kernels.norm_rope import kernels
 from blockdiff.kernels.tiles import Tile, elementwise
 
@@ -204,14 +212,10 @@ def _layer_end(
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
-    """RMSNorm of x once for each weight (None: no weight), over the last axis; x is read once for three of them."""
-    if len(weights) <= NORMS:
-        return tuple(_rms_norms(x, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
-    outs: list[Tensor] = []
-    for i in range(0, len(weights), NORMS):
-        some = weights[i : i + NORMS]
-        outs += _rms_norms(x, *some, *[None] * (NORMS - len(some)), len(some), eps)
-    return tuple(outs)
+    """RMSNorm of x, read once, for each weight (None: no weight), over the last axis; Unserved for more than three."""
+    if len(weights) > NORMS:
+        raise Unserved(f"rms_norms in Triton takes up to {NORMS} weights")
+    return tuple(_rms_norms(x, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
@@ -229,7 +233,7 @@ def residual_norms(
 ) -> tuple[Tensor, ...]:
     """`x + rms_norm(y)`, and its norms under up to three weights; Unserved where a gradient is needed."""
     check_without_gradient("residual_norms", x)
-    return tuple(_residual_norms(x, y, weight, *weights, *(None,) * (3 - len(weights)), len(weights), eps))
+    return tuple(_residual_norms(x, y, weight, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
 
 
 def layer_end(

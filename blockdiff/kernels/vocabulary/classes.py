@@ -1,7 +1,7 @@
 """Statistics of classes of tokens, for constraints: what a dynamic program over an automaton needs of every position.
 
 Tokens that an automaton treats alike form a class, so a program over (position, state) reads [N, C] numbers instead of
-[N, V]. Plain torch in chunks of logit rows, on every device; there is no Triton form.
+[N, V]. Plain torch in chunks of logit rows; `triton_classes.py` computes the same.
 """
 
 from __future__ import annotations
