@@ -66,13 +66,14 @@ class Outline:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The capabilities of a family's models; `Family.require` refuses everything else."""
+    """The objectives and meshes that a family's models can be trained with.
 
-    kernels: tuple[str, ...]
+    `Family.require` refuses everything else. Adapters and fp8 go by the parts that can have them.
+    """
+
     predictions: tuple[str, ...]
     corruptions: tuple[str, ...]
     meshes: tuple[str, ...]
-    adapters: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Attention, Past
-from blockdiff.layers.mlp import MLP, SelfConditioning
+from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.rope import default_frequencies, llama3_frequencies
-from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.causal import CausalModel, denoises, wrong_canvas_length
+from blockdiff.models.config_checks import other_values, refuse_first, sizes_below_one, sizes_out_of_range, wrong_rope
 from blockdiff.models.family import (
-    BlockDiffusionModel,
     Capabilities,
     Family,
     LayerKind,
@@ -62,7 +61,6 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
-LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16}
 
 
 class Layer(nn.Module):
@@ -104,35 +102,22 @@ class Layer(nn.Module):
         return x if scalar is None else x * scalar, kv
 
 
-class Llama(BlockDiffusionModel):
+class Llama(CausalModel):
     """The stack of layers, causal, and with `config.canvas_length` a denoiser, too."""
 
     layer_class: type[Layer] = Layer
 
     def __init__(self, config: Any, kernels: str | Kernels = "auto"):
-        super().__init__(config, kernels)
         check(config)
-        self.denoises, self.canvas_length = denoises(config), getattr(config, "canvas_length", None) or 1
-        hidden, self.vocab_size = config.hidden_size, config.vocab_size
-        is_tied = bool(config.tie_word_embeddings)
-        self.vocabulary = Vocabulary(self.vocab_size, hidden, None, self.kernels, scale=1.0, is_tied=is_tied)
-        self.self_conditioning = None
-        if self.denoises:
-            sizes = hidden, config.intermediate_size, config.rms_norm_eps, self.kernels
-            self.self_conditioning = SelfConditioning(*sizes, ACTIVATIONS[config.hidden_act], is_normed=False)
+        super().__init__(config, kernels, config.intermediate_size, ACTIVATIONS[config.hidden_act])
         layers, self.leaves_clean_out = config.num_hidden_layers, self.layer_class is Layer
         self.layers = nn.ModuleList(self.layer_class(config, self.denoises, self.kernels) for _ in range(layers))
-        self.norm = CastRMSNorm(hidden, config.rms_norm_eps, self.kernels)
+        self.norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
         self.layer_kinds = tuple(KINDS[each] for each in layer_types(config))
         windows = {"full": None, "sliding": getattr(config, "sliding_window", None)}
         self.kinds = {
             name: LayerKind(name, windows[name], frequencies(config)) for name in dict.fromkeys(self.layer_kinds)
         }
-
-
-def denoises(config: Any) -> bool:
-    """True for a config whose models have canvases; the others are causal alone."""
-    return bool(getattr(config, "canvas_length", None))
 
 
 def layer_types(config: Any) -> Sequence[str]:
@@ -158,37 +143,22 @@ def read(values: Mapping[str, Any], model_type: str) -> Any:
     """
     from transformers import LlamaConfig, Qwen3Config
 
-    require_sizes(values)
+    refuse_first(sizes_out_of_range(values, SIZES))
     config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[model_type](**json.loads(json.dumps(values)))
     check(config)
     return config
 
 
-def require_sizes(values: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for sizes in a config.json that no model has, before anything is made of them."""
-    for name in SIZES:
-        size, most = values.get(name), LARGEST.get(name, 2**31)
-        if isinstance(size, int) and not 1 <= size <= most:
-            raise CheckpointError(f"{name} is {size}; it must be at least 1 and at most {most}")
-
-
 def check(config: Any) -> None:
     """Raises CheckpointError, naming the field, for a config that our model does not compute as transformers does."""
-    wrong = next(_wrong(config), None)
-    if wrong is not None:
-        raise CheckpointError(wrong)
+    refuse_first(_wrong(config))
 
 
 def _wrong(config: Any) -> Iterator[str]:
-    for name, allowed in ONE_VALUE.items():
-        value = getattr(config, name, allowed[0])
-        if value not in allowed:
-            yield f"{name} is {value!r}; only {allowed[0]!r} is supported"
+    yield from other_values(config, ONE_VALUE)
     if config.hidden_act not in ACTIVATIONS:
         yield f"hidden_act {config.hidden_act!r} is not supported; there are: {', '.join(ACTIVATIONS)}"
-    for name in SIZES:
-        if not isinstance(getattr(config, name), int) or getattr(config, name) < 1:
-            yield f"{name} is {getattr(config, name)!r}; it must be at least 1"
+    yield from sizes_below_one(config, SIZES)
     if config.head_dim % 2:
         yield f"head_dim is {config.head_dim}; it must be even"
     if config.num_attention_heads % config.num_key_value_heads:
@@ -196,9 +166,7 @@ def _wrong(config: Any) -> Iterator[str]:
             f"num_key_value_heads {config.num_key_value_heads} does not divide num_attention_heads "
             f"{config.num_attention_heads}"
         )
-    canvas_length = getattr(config, "canvas_length", None)
-    if canvas_length is not None and (not isinstance(canvas_length, int) or canvas_length < 0):
-        yield f"canvas_length is {canvas_length!r}; it must be a number of tokens, or null for a causal model"
+    yield from wrong_canvas_length(config)
     if len(layer_types(config)) != config.num_hidden_layers:
         yield f"layer_types names {len(layer_types(config))} layers, but there are {config.num_hidden_layers}"
     for kind in layer_types(config):
@@ -206,17 +174,8 @@ def _wrong(config: Any) -> Iterator[str]:
             yield f"layer_types {kind!r} is not supported; there are: {', '.join(KINDS)}"
         elif kind == "sliding_attention" and not (getattr(config, "sliding_window", None) or 0) >= 1:
             yield f"sliding_window is {config.sliding_window!r}, but some layers slide; it must be at least 1"
-    rope = config.rope_parameters or {}
-    rope_type = rope.get("rope_type", "default")
-    if not rope.get("rope_theta"):
-        yield "rope_parameters: missing, or without rope_theta"
-    if rope_type not in ROPES:
-        yield f"rope_parameters: rope_type {rope_type!r} is not supported; there are: {', '.join(ROPES)}"
-        return
-    neutral = {"factor": 1.0, "partial_rotary_factor": 1.0}
-    for name in rope.keys() - {"rope_type", "type", "rope_theta", *ROPES[rope_type]}:
-        if rope[name] is not None and rope[name] != neutral.get(name):
-            yield f"rope_parameters: {name} {rope[name]!r} is not supported with rope_type {rope_type!r}"
+    yield from wrong_rope(config.rope_parameters, ROPES, "rope_parameters")
+    rope, rope_type = config.rope_parameters, config.rope_parameters.get("rope_type", "default")
     for name in ROPES[rope_type]:
         if not isinstance(rope.get(name), int | float) or rope[name] <= 0:
             yield f"rope_parameters: {name} is {rope.get(name)!r}; rope_type {rope_type!r} needs a number above 0"
@@ -303,11 +262,9 @@ def _family(model_type: str, architecture: str) -> Family:
             "vocabulary": "vocabulary",
         },
         capabilities=Capabilities(
-            kernels=("torch", "triton"),
             predictions=("posterior", "leave_one_out"),
             corruptions=("uniform", "mask"),
             meshes=("replicate", "shard", "tensor"),
-            adapters=("lora",),
         ),
         read=partial(read, model_type=model_type),
         check=check,

@@ -81,12 +81,12 @@ def test_sharding_units_are_modules_inner_ones_first_and_cover_the_model(model):
 
 def test_what_a_family_cannot_do_is_refused_in_one_line():
     family = family_of("diffusion_gemma")
-    family.require(kernels="triton", predictions="leave_one_out", corruptions="mask", meshes="replicate")
+    family.require(predictions="leave_one_out", corruptions="mask", meshes="replicate")
     with pytest.raises(CheckpointError, match=r"does not support sideways \(predictions: posterior, leave_one_out\)"):
-        family.require(kernels="torch", predictions="sideways")
-    none = dataclasses.replace(family, capabilities=dataclasses.replace(family.capabilities, adapters=()))
-    with pytest.raises(CheckpointError, match=r"does not support lora \(adapters: none\)"):
-        none.require(adapters="lora")
+        family.require(predictions="sideways")
+    none = dataclasses.replace(family, capabilities=dataclasses.replace(family.capabilities, meshes=()))
+    with pytest.raises(CheckpointError, match=r"does not support tensor \(meshes: none\)"):
+        none.require(meshes="tensor")
 
 
 def test_frequencies_and_kinds_are_there_in_an_empty_model(model):

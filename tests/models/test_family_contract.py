@@ -259,7 +259,7 @@ def test_no_signal_is_a_signal_of_zeros(denoiser):
 
 def test_what_a_family_cannot_do_is_refused_in_one_line(model):
     family = family_of(model.config)
-    for name in ("kernels", "predictions", "corruptions", "meshes", "adapters"):
+    for name in ("predictions", "corruptions", "meshes"):
         for choice in getattr(family.capabilities, name):
             family.require(**{name: choice})
         with pytest.raises(CheckpointError, match=rf"{family.model_type} does not support sideways \({name}: "):

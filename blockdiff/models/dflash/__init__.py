@@ -40,11 +40,9 @@ FAMILY = Family(
     fp8_parts=("attention", "mlp"),
     sharding_units=("layers.{}",),
     capabilities=Capabilities(
-        kernels=("torch", "triton"),
         predictions=("posterior",),
         corruptions=("mask",),
         meshes=("replicate", "shard"),
-        adapters=(),
     ),
     read=config.read,
     check=config.check,

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from blockdiff.errors import CheckpointError
 from blockdiff.models import llama
+from blockdiff.models.config_checks import refuse_first, sizes_out_of_range
 from blockdiff.models.family import Outline
 
 MODEL_TYPE, HUB_TYPE, ARCHITECTURE = "dflash", "qwen3", "DFlashDraftModel"
@@ -80,7 +80,7 @@ def read(values: Mapping[str, Any]) -> Any:
 
     Raises CheckpointError for values that are not supported, and what transformers raises for those that cannot be.
     """
-    llama.require_sizes(values)
+    refuse_first(sizes_out_of_range(values, llama.SIZES))
     given = json.loads(json.dumps({key: value for key, value in values.items() if key != "model_type"}))
     config = config_class()(**given)
     check(config)
@@ -90,8 +90,7 @@ def read(values: Mapping[str, Any]) -> Any:
 def check(config: Any) -> None:
     """Raises CheckpointError, naming the field, for a config that our model does not compute."""
     llama.check(config)
-    if (wrong := next(_wrong(config), None)) is not None:
-        raise CheckpointError(wrong)
+    refuse_first(_wrong(config))
 
 
 def _wrong(config: Any) -> Iterator[str]:

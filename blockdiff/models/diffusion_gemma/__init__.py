@@ -32,11 +32,9 @@ FAMILY = Family(
     },
     sharding_units=("image_side", "layers.{}.experts", "layers.{}", "vocabulary"),
     capabilities=Capabilities(
-        kernels=("torch", "triton"),
         predictions=("posterior", "leave_one_out"),
         corruptions=("uniform", "mask"),
         meshes=("replicate", "shard", "experts", "tensor"),
-        adapters=("lora",),
     ),
     read=config.read,
     check=config.check,

@@ -7,20 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from blockdiff.errors import CheckpointError
+from blockdiff.models.config_checks import LARGEST, other_values, refuse_first, wrong_rope
 from blockdiff.models.family import Outline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
     from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaConfig
 
-# Every field of transformers' DiffusionGemmaTextConfig and DiffusionGemmaConfig stands in exactly one of these lists.
-USED = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_activation", "initializer_range", "rms_norm_eps", "pad_token_id"),
-    *("eos_token_id", "bos_token_id", "rope_parameters", "sliding_window", "layer_types", "final_logit_softcapping"),
-    *("num_experts", "top_k_experts", "moe_intermediate_size", "max_position_embeddings"),
-    *("text_config", "vision_config", "canvas_length"),
-}
 # What has to be as the released model has it: the values that we implement. The last two are Gemma 4's, which
 # transformers' class does not declare but keeps where a file has them.
 ONE_VALUE: dict[str, tuple[Any, ...]] = {
@@ -30,12 +23,6 @@ ONE_VALUE: dict[str, tuple[Any, ...]] = {
     "use_double_wide_mlp": (False, None),
     "num_kv_shared_layers": (0, None),
 }
-# Without effect on the text model: image tokens are not run, and what the tie of the text config says transformers does
-# not read.
-IRRELEVANT = {"boi_token_id", "eoi_token_id", "image_token_id"}
-
-# What transformers or our model makes lists of before any weights are looked at; all other sizes are bounded by 2^31.
-LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16, "global_head_dim": 2**16}
 # What must be at least 1 where a file says it.
 SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "sliding_window"),
@@ -60,9 +47,7 @@ def read(values: Mapping[str, Any]) -> DiffusionGemmaConfig:
         most = LARGEST.get(name, 2**31)
         if isinstance(value, int) and value > most:
             raise CheckpointError(f"text_config.{name} is {value}; at most {most} is supported")
-    wrong = next(_wrong_sizes(values.get("canvas_length"), values["text_config"]), None)
-    if wrong is not None:
-        raise CheckpointError(wrong)
+    refuse_first(_wrong_sizes(values.get("canvas_length"), values["text_config"]))
     own: dict[str, Any] = json.loads(json.dumps(values))
     if own.get("vision_config"):
         own["vision_config"] = _image_config(own["vision_config"])
@@ -73,9 +58,7 @@ def read(values: Mapping[str, Any]) -> DiffusionGemmaConfig:
 
 def check(config: DiffusionGemmaConfig) -> None:
     """Raises CheckpointError, naming the field, for a config that our model does not compute as transformers does."""
-    wrong = next(_wrong(config), None)
-    if wrong is not None:
-        raise CheckpointError(wrong)
+    refuse_first(_wrong(config))
 
 
 def _wrong(config: Any) -> Iterator[str]:
@@ -83,10 +66,7 @@ def _wrong(config: Any) -> Iterator[str]:
     yield from _wrong_sizes(config.canvas_length, text.to_dict())
     if not config.tie_word_embeddings:
         yield "tie_word_embeddings is false; only tied weights are supported"
-    for name, allowed in ONE_VALUE.items():
-        value = getattr(text, name, allowed[0])
-        if value not in allowed:
-            yield f"text_config.{name} is {value!r}; only {allowed[0]!r} is supported"
+    yield from other_values(text, ONE_VALUE, "text_config.")
     if text.hidden_activation not in ACTIVATIONS:
         yield _one_of("hidden_activation", text.hidden_activation, ACTIVATIONS)
     for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
@@ -99,7 +79,8 @@ def _wrong(config: Any) -> Iterator[str]:
             yield _one_of("layer_types", kind, KINDS)
     yield from _wrong_heads(text)
     for kind in dict.fromkeys(text.layer_types):
-        yield from _wrong_rope(kind, (text.rope_parameters or {}).get(kind))
+        of_kind = (text.rope_parameters or {}).get(kind)
+        yield from wrong_rope(of_kind, ROPES, f"text_config.rope_parameters.{kind}")
 
 
 def _wrong_sizes(canvas_length: Any, text: Mapping[str, Any]) -> Iterator[str]:
@@ -130,21 +111,6 @@ def _wrong_heads(text: Any) -> Iterator[str]:
                 f"text_config: layer {layer} has {text.num_attention_heads} query heads, which "
                 f"{heads.num_key_value_heads} num_key_value_heads do not divide"
             )
-
-
-def _wrong_rope(kind: str, rope: Mapping[str, Any] | None) -> Iterator[str]:
-    where = f"text_config.rope_parameters.{kind}"
-    if not rope or not rope.get("rope_theta"):
-        yield f"{where}: missing, or without rope_theta"
-        return
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPES:
-        yield f"{where}: rope_type {rope_type!r} is not supported; there are: {', '.join(ROPES)}"
-        return
-    neutral = {"factor": 1.0, "partial_rotary_factor": 1.0}
-    for name in rope.keys() - {"rope_type", "type", "rope_theta", *ROPES[rope_type]}:
-        if rope[name] is not None and rope[name] != neutral.get(name):
-            yield f"{where}: {name} {rope[name]!r} is not supported with rope_type {rope_type!r}"
 
 
 def _one_of(name: str, value: str, known: Mapping[str, str]) -> str:

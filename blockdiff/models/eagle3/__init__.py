@@ -58,7 +58,7 @@ def _family(model_type: str, hub_type: str, architecture: str, layer: str) -> Fa
         fp8_parts=("attention", "mlp"),
         is_written=False,
         sharding_units=("layers.{}",),
-        capabilities=Capabilities(kernels=("torch", "triton"), predictions=(), corruptions=(), meshes=(), adapters=()),
+        capabilities=Capabilities(predictions=(), corruptions=(), meshes=()),
         read=partial(config.read, model_type=model_type),
         check=config.check,
         outline=config.outline,

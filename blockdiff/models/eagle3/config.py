@@ -13,6 +13,7 @@ from typing import Any
 
 from blockdiff.errors import CheckpointError
 from blockdiff.models import llama
+from blockdiff.models.config_checks import refuse_first
 from blockdiff.models.family import Outline
 
 # The layout of each family of this package: its model type, and the name of the layer in its files.
@@ -82,8 +83,7 @@ def read(values: Mapping[str, Any], model_type: str) -> Eagle3Config:
 def check(config: Eagle3Config) -> None:
     """Raises CheckpointError, naming the field, for a config that our model does not compute."""
     llama.check(config.layer)
-    if (wrong := next(_wrong(config), None)) is not None:
-        raise CheckpointError(wrong)
+    refuse_first(_wrong(config))
 
 
 def _wrong(config: Eagle3Config) -> Iterator[str]:

@@ -42,11 +42,9 @@ def _family(model_type: str, architecture: str, names: Names) -> Family:
         adapted_parts=("attention", "mlp", "experts", "images"),
         sharding_units=("image_side", "layers.{}.experts", "layers.{}", "vocabulary"),
         capabilities=Capabilities(
-            kernels=("torch", "triton"),
             predictions=("posterior", "leave_one_out"),
             corruptions=("uniform", "mask"),
             meshes=("replicate", "shard", "experts", "tensor"),
-            adapters=("lora",),
         ),
         read=config.read,
         check=config.check,

@@ -8,6 +8,8 @@ from typing import Any
 
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.expert_mlp.activations import oai
+from blockdiff.models.causal import denoises, wrong_canvas_length
+from blockdiff.models.config_checks import other_values, refuse_first, sizes_below_one, sizes_out_of_range
 from blockdiff.models.family import Outline
 
 TEXT = "minimax_m3_vl_text"  # the model type of the text side alone, as transformers' MiniMaxM3VLForCausalLM saves it
@@ -18,7 +20,6 @@ SIZES = (
     *("num_local_experts", "num_experts_per_tok", "index_n_heads", "index_head_dim", "index_block_size"),
     *("index_topk_blocks",),
 )
-LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16}
 # How canvases select, the default first: each query for itself or all with the mean of the canvas's index queries, and
 # whether the selection of a canvas's first step stands for its other steps.
 SELECTIONS: dict[str, tuple[Any, ...]] = {
@@ -52,10 +53,7 @@ def read(values: Mapping[str, Any]) -> Any:
     text, where = (own, "") if is_text else (own.get("text_config"), "text_config.")
     if not isinstance(text, dict):
         raise CheckpointError("no text_config")
-    for name in SIZES:
-        size, most = text.get(name), LARGEST.get(name, 2**31)
-        if isinstance(size, int) and not 1 <= size <= most:
-            raise CheckpointError(f"{where}{name} is {size}; it must be at least 1 and at most {most}")
+    refuse_first(sizes_out_of_range(text, SIZES, where))
     own.pop("quantization_config", None)
     sparse = text.get("sparse_attention_config") or {}
     metric_values = sparse.get("sparse_disable_index_value", 1)
@@ -75,21 +73,14 @@ def read(values: Mapping[str, Any]) -> Any:
 
 def check(config: Any) -> None:
     """Raises CheckpointError, naming the field, for a config that our model does not compute as transformers does."""
-    wrong = next(_wrong(config), None)
-    if wrong is not None:
-        raise CheckpointError(wrong)
+    refuse_first(_wrong(config))
 
 
 def _wrong(config: Any) -> Iterator[str]:
     text = config.get_text_config()
     where = "" if text is config else "text_config."
-    for name, allowed in ONE_VALUE.items():
-        value = getattr(text, name, allowed[0])
-        if value not in allowed:
-            yield f"{where}{name} is {value!r}; only {allowed[0]!r} is supported"
-    for name in SIZES:
-        if not isinstance(getattr(text, name), int) or getattr(text, name) < 1:
-            yield f"{where}{name} is {getattr(text, name)!r}; it must be at least 1"
+    yield from other_values(text, ONE_VALUE, where)
+    yield from sizes_below_one(text, SIZES, where)
     for heads in ("num_key_value_heads", "index_n_heads"):
         if text.num_attention_heads % getattr(text, heads):
             yield f"{where}{heads} {getattr(text, heads)} does not divide num_attention_heads"
@@ -119,19 +110,12 @@ def _wrong(config: Any) -> Iterator[str]:
     turned = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))
     if turned < 2 or turned % 2 or turned > text.index_head_dim:
         yield f"{where}rope_parameters: {turned} dimensions turn; it must be even, and index heads as wide"
-    canvas_length = getattr(config, "canvas_length", None)
-    if canvas_length is not None and (not isinstance(canvas_length, int) or canvas_length < 0):
-        yield f"canvas_length is {canvas_length!r}; it must be a number of tokens, or null for a causal model"
+    yield from wrong_canvas_length(config)
     for name, values in SELECTIONS.items():
         if getattr(config, name, values[0]) not in values:
             yield f"{name} is {getattr(config, name)!r}; there are: {', '.join(map(str, values))}"
-        if not canvas_length and getattr(config, name, values[0]) != values[0]:
+        if not denoises(config) and getattr(config, name, values[0]) != values[0]:
             yield f"{name} is of canvases, which a causal model has none of; leave it out or give a canvas_length"
-
-
-def denoises(config: Any) -> bool:
-    """True for a config whose models have canvases; the others are causal alone."""
-    return bool(getattr(config, "canvas_length", None))
 
 
 def selects_per_canvas(config: Any) -> bool:

@@ -14,7 +14,7 @@ What is special about it:
   With `canvas_selection: "canvas"` its queries have one choice, made with the mean of their index queries; with
   `canvas_selection_kept` the choice of its first denoising step stands for the others.
 
-Config: transformers' `MiniMaxM3VLConfig`. Image tensors are carried and not run.
+Config: transformers' `MiniMaxM3VLConfig`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PagedTensor, written
 from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.experts import Experts, SigmoidRouter
-from blockdiff.layers.mlp import MLP, SelfConditioning
+from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import ZeroCentredRMSNorm
 from blockdiff.layers.rope import default_frequencies
-from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope, layer_scalar
+from blockdiff.models.causal import CausalModel
+from blockdiff.models.family import LayerKind, Rope, layer_scalar
 from blockdiff.models.minimax_m3.config import (
     KINDS,
     activation,
     check,
-    denoises,
     keeps_selection,
     selects_per_canvas,
 )
@@ -167,26 +166,18 @@ class Block(nn.Module):
         return routed + self.shared(normed)
 
 
-class MiniMaxM3(BlockDiffusionModel):
+class MiniMaxM3(CausalModel):
     """The stack of layers, causal, and with `config.canvas_length` a denoiser, too."""
 
     layer_class: type[Block] = Block
 
     def __init__(self, config: Any, kernels: str | Kernels = "auto"):
-        super().__init__(config, kernels)
         check(config)
         text = config.get_text_config()
-        self.denoises, self.canvas_length = denoises(config), getattr(config, "canvas_length", None) or 1
-        hidden, self.vocab_size = text.hidden_size, text.vocab_size
-        is_tied = bool(config.tie_word_embeddings)
-        self.vocabulary = Vocabulary(self.vocab_size, hidden, None, self.kernels, scale=1.0, is_tied=is_tied)
-        self.self_conditioning = None
-        if self.denoises:
-            sizes = hidden, text.dense_intermediate_size, text.rms_norm_eps, self.kernels
-            self.self_conditioning = SelfConditioning(*sizes, activation(text), is_normed=False)
+        super().__init__(config, kernels, text.dense_intermediate_size, activation(text))
         more = self.denoises, self.kernels, self.canvas_length if selects_per_canvas(config) else None
         self.layers = nn.ModuleList(self.layer_class(text, n, *more) for n in range(text.num_hidden_layers))
-        self.norm = MiniMaxM3RMSNorm(hidden, text.rms_norm_eps, self.kernels)
+        self.norm = MiniMaxM3RMSNorm(text.hidden_size, text.rms_norm_eps, self.kernels)
         self.layer_kinds = tuple(KINDS[each] for each in text.layer_types)
         rope = text.rope_parameters
         turned = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))

@@ -1,0 +1,55 @@
+"""Checks of configs that several families make: each gives the reasons, in words, why a config is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from blockdiff.errors import CheckpointError
+
+# What transformers or a model of ours makes lists of before any weights are looked at; other sizes are up to 2^31.
+LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16, "global_head_dim": 2**16}
+NEUTRAL = {"factor": 1.0, "partial_rotary_factor": 1.0}  # parameters of RoPE that change nothing
+
+
+def refuse_first(reasons: Iterator[str]) -> None:
+    """Raise CheckpointError for the first reason, if there is any."""
+    if (reason := next(reasons, None)) is not None:
+        raise CheckpointError(reason)
+
+
+def sizes_out_of_range(values: Mapping[str, Any], names: Collection[str], where: str = "") -> Iterator[str]:
+    """Sizes in a config.json that no model has; to be refused before anything is made of them."""
+    for name in names:
+        size, most = values.get(name), LARGEST.get(name, 2**31)
+        if isinstance(size, int) and not 1 <= size <= most:
+            yield f"{where}{name} is {size}; it must be at least 1 and at most {most}"
+
+
+def sizes_below_one(config: Any, names: Collection[str], where: str = "") -> Iterator[str]:
+    """Sizes of a config that are no numbers from 1 on."""
+    for name in names:
+        if not isinstance(getattr(config, name), int) or getattr(config, name) < 1:
+            yield f"{where}{name} is {getattr(config, name)!r}; it must be at least 1"
+
+
+def other_values(config: Any, computed: Mapping[str, tuple[Any, ...]], where: str = "") -> Iterator[str]:
+    """Fields with other values than those that are computed with; a field that is not there has the first of them."""
+    for name, allowed in computed.items():
+        value = getattr(config, name, allowed[0])
+        if value not in allowed:
+            yield f"{where}{name} is {value!r}; only {allowed[0]!r} is supported"
+
+
+def wrong_rope(rope: Mapping[str, Any] | None, known: Mapping[str, tuple[str, ...]], where: str) -> Iterator[str]:
+    """Parameters of RoPE that are missing or not computed with; known: those that each type may have."""
+    if not rope or not rope.get("rope_theta"):
+        yield f"{where}: missing, or without rope_theta"
+        return
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in known:
+        yield f"{where}: rope_type {rope_type!r} is not supported; there are: {', '.join(known)}"
+        return
+    for name in rope.keys() - {"rope_type", "type", "rope_theta", *known[rope_type]}:
+        if rope[name] is not None and rope[name] != NEUTRAL.get(name):
+            yield f"{where}: {name} {rope[name]!r} is not supported with rope_type {rope_type!r}"
