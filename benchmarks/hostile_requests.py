@@ -29,7 +29,7 @@ VALUES: tuple[Any, ...] = (
 STRATEGIES = (
     *("entropy_bound:stability", "entropy_bound:confidence", "entropy_bound:t_min", "entropy_bound:top_k"),
     *("entropy_bound:top_p", "next_token:temperature", "next_token:top_k", "next_token:top_p", "next_token:min_p"),
-    *("verified:steps", "ddim:corrections", "confident:threshold", "quota:quota", "sticky:entropy_bound"),
+    *("verified:steps", "ddim:t_max", "confident:threshold", "quota:quota", "nosuch:entropy_bound"),
 )
 NUMBERS = (
     "9" * 20,

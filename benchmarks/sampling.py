@@ -50,10 +50,10 @@ SHARED, OWN = 512, 16  # tokens of a prompt that are every request's, and its ow
 
 
 @dataclass(frozen=True)
-class ScriptedStops:
-    """A stopping rule for weights that never settle: a request's canvases take as many steps as its id says."""
+class ScriptedStops(Composed):
+    """The rules for weights that never settle: a request's canvases take as many steps as its id says."""
 
-    steps: tuple[int, ...]
+    steps: tuple[int, ...] = ()
 
     def stop(self, canvases: Canvases) -> Tensor:
         """The canvases that have taken their steps."""
@@ -76,7 +76,7 @@ class Workload:
         """Ours, fresh: it shares nothing with an earlier call."""
         rules = released(self.generation)
         if self.steps is not None:
-            rules = replace(rules, stopping=ScriptedStops(self.steps))
+            rules = ScriptedStops(**vars(rules), steps=self.steps)
         return Sampler(self.models.ours, None, self.generation, strategy=rules)
 
     def ours(self, limit: int) -> list[Result]:

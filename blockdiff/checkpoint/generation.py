@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from blockdiff.checkpoint.files import GENERATION, find
 from blockdiff.data.template import turn_ends
 from blockdiff.errors import CheckpointError
+from blockdiff.field_rules import Rule, broken_rule
 from blockdiff.models.family import family_of
 
 # Our settings and transformers' names of them; two more are no single number there.
@@ -50,24 +51,22 @@ class Generation:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        rules: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
-            "max_steps": (Integral, "an integer of at least 1", lambda x: x >= 1),
-            "max_new_tokens": (Integral, "an integer of at least 1", lambda x: x >= 1),
-            "entropy_bound": (Real, "a number more than 0", lambda x: x > 0),
-            "t_max": (Real, "a number more than 0", lambda x: x > 0),
-            "t_min": (Real, f"a number of at least 0 and at most t_max, {self.t_max}", lambda x: 0 <= x <= self.t_max),
-            "stability": (Integral, "an integer of at least 0", lambda x: x >= 0),
-            "confidence": (Real, "a number more than 0", lambda x: x > 0),
-            "temperature": (Real, "a number of at least 0", lambda x: x >= 0),
-            "top_k": (Integral, "an integer of at least 1, or null", lambda x: x >= 1),
-            "top_p": (Real, "a number more than 0 and at most 1", lambda x: 0 < x <= 1),
+        rules = {
+            "max_steps": Rule(Integral, "an integer of at least 1", lambda x: x >= 1),
+            "max_new_tokens": Rule(Integral, "an integer of at least 1", lambda x: x >= 1),
+            "entropy_bound": Rule(Real, "a number more than 0", lambda x: x > 0),
+            "t_max": Rule(Real, "a number more than 0", lambda x: x > 0),
+            "t_min": Rule(
+                Real, f"a number of at least 0 and at most t_max, {self.t_max}", lambda x: 0 <= x <= self.t_max
+            ),
+            "stability": Rule(Integral, "an integer of at least 0", lambda x: x >= 0),
+            "confidence": Rule(Real, "a number of at least 0", lambda x: x >= 0),
+            "temperature": Rule(Real, "a number of at least 0", lambda x: x >= 0),
+            "top_k": Rule(Integral, "an integer of at least 1, or null", lambda x: x >= 1),
+            "top_p": Rule(Real, "a number more than 0 and at most 1", lambda x: 0 < x <= 1),
         }
-        for name, (kind, rule, is_met) in rules.items():
-            value = getattr(self, name)
-            if name == "top_k" and value is None:
-                continue
-            if not isinstance(value, kind) or not is_met(value):
-                raise ValueError(f"{name} must be {rule}, got {value!r:.80}")
+        if broken := broken_rule(self, rules):
+            raise ValueError(broken)
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Generation:

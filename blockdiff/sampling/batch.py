@@ -121,9 +121,8 @@ class CanvasBatch:
             return None
         if not all(each.rows is None for each in self._canvas_controls):
             return None
-        [strategy], diffusion = strategies, self.settings.diffusion
-        steps = {row.max_steps for row in self.sequences}
-        shapes = {captured_shape(strategy, each, diffusion.prediction, diffusion.mask_id) for each in steps}
+        [strategy] = strategies
+        shapes = {captured_shape(strategy, steps) for steps in {row.max_steps for row in self.sequences}}
         shape = shapes.pop()
         return None if shapes or shape is None or not self.can_capture(shape) else shape
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdiff.diffusion.prediction import leave_one_out_bonus
-from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.vocabulary import ClassStats, Penalty, Shaping, Stats, pack_allowed
 from blockdiff.sampling.canvas_control import CanvasControl
@@ -57,25 +55,24 @@ def predict(
     controls: Sequence[CanvasControl] = (),
     shapes: Sequence[Shape] | None = None,
     mask_id: int | None = None,
-    prediction: str = "posterior",
 ) -> Stats:
     """The statistics of a step over B canvases, each [B, L] (the soft embedding [B, L, D]).
 
     `controls` say what may stand in rows, where not every token may; `shapes` what else is done to the distributions of
     the other rows (None: nothing). With mask noise the mask is never predicted, and a token that is not a mask stays
-    what it is. `prediction` is what the model was trained for.
+    what it is.
     """
     if shapes is not None and all(shape.is_plain for shape in {id(shape): shape for shape in shapes}.values()):
         shapes = None
     if not controls:
-        return _free(model, inputs, shapes, mask_id, prediction)
+        return _free(model, inputs, shapes, mask_id)
     if controls[0].rows is None:
         return controlled_stats(model, inputs, controls[0], mask_id)
     parts = [controlled_stats(model, inputs.select(each.rows or ()), each, mask_id) for each in controls]
     order = [row for each in controls for row in each.rows or ()]
     if free := sorted(set(range(len(inputs.tokens_BL))).difference(order)):
         of_rows = None if shapes is None else [shapes[row] for row in free]
-        parts.append(_free(model, inputs.select(free), of_rows, mask_id, prediction))
+        parts.append(_free(model, inputs.select(free), of_rows, mask_id))
     return _in_order(parts, order + free)
 
 
@@ -92,7 +89,6 @@ def _free(
     inputs: PredictInputs,
     shapes: Sequence[Shape] | None,
     mask_id: int | None,
-    prediction: str,
 ) -> Stats:
     """The statistics of rows in which every token can stand anywhere; those of like shapes are computed together."""
     if shapes is None:
@@ -103,21 +99,9 @@ def _free(
     parts = []
     for shape, rows in rows_of.items():
         some = inputs if len(rows_of) == 1 else inputs.select(rows)
-        shaping = _shaping(shape, some, model.vocab_size, mask_id, prediction)
-        parts.append(_alike(model, some, mask_id, shaping, some.tokens_BL if shape.is_of_seen else None))
+        shaping = Shaping(shape.top_k, shape.top_p, shape.min_p)
+        parts.append(_alike(model, some, mask_id, shaping if shaping.has_filters else None))
     return _in_order(parts, [row for rows in rows_of.values() for row in rows])
-
-
-def _shaping(
-    shape: Shape, inputs: PredictInputs, vocab_size: int, mask_id: int | None, prediction: str
-) -> Shaping | None:
-    """The changes that a shape makes to the distributions; None for none."""
-    shaping, tokens_BL = Shaping(shape.top_k, shape.top_p, shape.min_p), inputs.tokens_BL
-    if shape.alpha is not None and shape.corrects(prediction, mask_id):
-        bonus = float(leave_one_out_bonus(Linear(), torch.tensor([[1 - shape.alpha]]), vocab_size))
-        bonus_BL = torch.full(tokens_BL.shape, -bonus if shape.is_of_others else bonus, device=tokens_BL.device)
-        shaping = shaping._replace(observed_N=tokens_BL, bonus_N=bonus_BL)
-    return shaping if shaping.has_filters or shaping.bonus_N is not None else None
 
 
 def _alike(
@@ -125,16 +109,12 @@ def _alike(
     inputs: PredictInputs,
     mask_id: int | None,
     shaping: Shaping | None = None,
-    given_BL: Tensor | None = None,
 ) -> Stats:
-    """The statistics of rows in which every token can stand anywhere, and whose distributions are shaped alike.
-
-    given_BL: the tokens that `log_probability` is of (None: the samples).
-    """
+    """The statistics of rows in which every token can stand anywhere, and whose distributions are shaped alike."""
     vocabulary, tokens_BL, allowed_BLW = model.vocabulary, inputs.tokens_BL, None
     if mask_id is not None:
         allowed_BLW = _all_but(mask_id, model.vocab_size, tokens_BL.device).expand(*tokens_BL.shape, -1)
-    found = vocabulary.stats(inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, given_BL, allowed_BLW, shaping)
+    found = vocabulary.stats(inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, None, allowed_BLW, shaping)
     return found if mask_id is None else carried_over(found, tokens_BL, mask_id)
 
 

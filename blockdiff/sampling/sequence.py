@@ -331,8 +331,8 @@ def prepare_sequences(
     if control is not None:
         max_tokens = settings.max_tokens(control.max_tokens)
         if control.classes is not None:
-            _require_plain(strategy, max_steps, settings)
-            _require_plain(next_token_head(strategy) or strategy, max_steps, settings)
+            _require_plain(strategy, max_steps)
+            _require_plain(next_token_head(strategy) or strategy, max_steps)
     positions = settings.positions
     if positions is not None and len(tokens) > (room := positions - max_tokens):
         raise RequestError(
@@ -379,13 +379,10 @@ def another_draw(first: Sequence, draw: int) -> Sequence:
     return replace(first, **own, tokens=[], steps=[], token_ids=[], canvas=None, recorded={}, top_logprobs=[])  # type: ignore[arg-type]
 
 
-def _require_plain(strategy: Strategy, max_steps: int, settings: SamplingSettings) -> None:
+def _require_plain(strategy: Strategy, max_steps: int) -> None:
     """Raise RequestError for a strategy that changes the distributions of a step."""
-    shapes = [strategy.shape(step, max_steps) for step in range(max_steps)]
-    if settings.diffusion.prediction == "posterior":  # which the step's noise level leaves alone
-        shapes = [replace(shape, alpha=None) for shape in shapes]
-    if not all(shape.is_plain for shape in shapes):
+    if not all(strategy.shape(step, max_steps).is_plain for step in range(max_steps)):
         raise RequestError(
-            "a strategy with top_k, top_p, min_p or corrections changes the draws that a "
-            "template, a constraint, banned texts or a penalty hold; leave one of the two out"
+            "a strategy with top_k, top_p or min_p changes the draws that a template, a constraint, banned texts or a "
+            "penalty hold; leave one of the two out"
         )

@@ -228,8 +228,7 @@ class CanvasStep:
         hidden_BLD = self.prefixes.denoise(tokens_BL, state.soft_BLD if call.has_signal else None)[of]
         state, tokens_BL, step_B = self.state.part(of), tokens_BL[of], step_B[of]
         inputs = PredictInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[of], step_B)
-        prediction = self.settings.diffusion.prediction
-        stats = predict(self.model, inputs, call.controls, call.shapes, mask_id, prediction)
+        stats = predict(self.model, inputs, call.controls, call.shapes, mask_id)
         pinned_BL = self.pinned_BL[of]
         canvases = state.canvases(self.settings, call.ids, step_B, temperature_B, tokens_BL, stats, pinned_BL)
         decision = decide_groups(canvases, call.groups)

@@ -6,7 +6,7 @@ The strategies there are lie in `strategies/`. Tensors: B canvases, L positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from numbers import Integral, Real
@@ -16,50 +16,47 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
+from blockdiff.field_rules import Rule, broken_rule
 from blockdiff.kernels.vocabulary import Stats
+
+SHAPE_RULES = {
+    "temperature": Rule(Real, "a number more than 0", lambda value: 0 < value < math.inf),
+    "top_k": Rule(Integral, "an integer of at least 1", lambda value: value >= 1),
+    "top_p": Rule(Real, "a number more than 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": Rule(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
+}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The distribution that one step of a canvas draws from, made of the model's logits.
+    """The distribution that one step of a canvas draws from, made of the model's logits; ValueError where none can be.
 
     temperature: logits are divided by it. top_k, top_p, min_p: of every position's tempered distribution only the k
     likeliest tokens are left, the fewest likeliest ones whose probabilities reach top_p, those at least min_p times as
-    likely as the likeliest. is_of_seen: `stats.log_probability` is of the tokens that the step saw, not of the
-    samples. The soft embedding that the next step is conditioned on is made of the model's own tempered logits.
-
-    alpha: the share of the canvas taken to be true, from which follows what a token that the step saw says of itself.
-    With it a model that was trained to predict each token from the others alone (leave_one_out) gives the distribution
-    given all of them, and with `is_of_others` any other model gives the one given the others alone; None = the logits
-    as they are.
+    likely as the likeliest. The soft embedding that the next step is conditioned on is made of the model's own tempered
+    logits.
     """
 
     temperature: float
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
-    alpha: float | None = None
-    is_of_others: bool = False
-    is_of_seen: bool = False
+
+    def __post_init__(self) -> None:
+        if broken := broken_rule(self, SHAPE_RULES):
+            raise ValueError(broken)
 
     @property
     def is_plain(self) -> bool:
         """True where the tempered logits are drawn from as they are."""
         return self == Shape(self.temperature)
 
-    def corrects(self, prediction: str, mask_id: int | None) -> bool:
-        """True where the evidence of a seen token about itself is added to the logits, or taken from them.
-
-        Under mask noise a mask says nothing of its token, and what is visible is carried over.
-        """
-        return self.alpha is not None and mask_id is None and self.is_of_others != (prediction == "leave_one_out")
-
 
 @dataclass
 class Canvases:
     """B canvases that a strategy decides for, after a step has seen them.
 
-    Every row is decide_groups on its own: what shares the step changes nothing. Tensors lie on the model's device, and
+    Every row is decided on its own: the others of the step change nothing. Tensors lie on the model's device, and
     reading one on the host makes that wait. Steps that follow write over them: clone what `decide` keeps for itself.
     """
 
@@ -109,7 +106,7 @@ class Decision:
 
 
 class Strategy(Protocol):
-    """A frozen dataclass: canvases of equal strategies are decide_groups together.
+    """A frozen dataclass: canvases of equal strategies are decided together.
 
     A class with `is_capturable = True` (or a property) says that its steps can be captured in a CUDA graph: `decide`
     computes with the tensors of canvases alone, without reading one on the host, and never looks at `ids`. A class
@@ -117,7 +114,7 @@ class Strategy(Protocol):
     """
 
     def __hash__(self) -> int:
-        """The shape that its fields describe."""
+        """The hash of its fields: equal strategies decide alike."""
 
     def shape(self, step: int, steps: int) -> Shape:
         """The distribution that step `step` (from 0) of at most `steps` draws from."""
@@ -128,33 +125,19 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True)
 class Key:
-    """A field of a strategy, or of a rule of one, as its text form `NAME:key=value,...` has it.
+    """A field of a strategy, or of a part of one, as its text form `NAME:key=value,...` has it.
 
     It annotates the field, whose type says which words are values. meaning: its purpose, in the help; settings: the
-    field of `Generation` that has the value of a text without the key (None: the default of the field); name: the key
-    (None: the field's name); rules: by word, the classes of rules that can stand there, whose own keys stand beside
-    this one, and of which the first is the default.
+    field of `Generation` that has the value of a text without the key (None: the default of the field).
     """
 
     meaning: str
     settings: str | None = None
-    name: str | None = None
-    rules: Mapping[str, Callable[..., Any]] | None = None
 
 
 TopK = Annotated[int | None, Key("draw from so many likeliest tokens")]
 TopP = Annotated[float, Key("draw from the likeliest tokens that have this probability together")]
 MinP = Annotated[float, Key("draw from tokens at least so likely, times the likeliest")]
-
-
-def require_filters(top_k: int | None, top_p: float, min_p: float) -> None:
-    """Raise ValueError for filters, as `Shape` has them, that cannot be."""
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be more than 0 and at most 1, got {top_p}")
-    if not 0 <= min_p <= 1:
-        raise ValueError(f"min_p must be at least 0 and at most 1, got {min_p}")
 
 
 def checked_decision(strategy: Strategy, canvases: Canvases) -> Decision:
@@ -183,26 +166,12 @@ def _refusal(strategy: Strategy, given: str) -> RequestError:
 def require_shapes(strategy: Strategy, steps: int) -> None:
     """Raise RequestError where a strategy gives something else than shapes that a step can draw from."""
     for step in range(steps):
-        if obstacle := _obstacle(strategy.shape(step, steps)):
-            raise _refusal(strategy, f"shape() gave {obstacle} for step {step}")
-
-
-def _obstacle(shape: object) -> str | None:
-    """The part of a shape that no step can draw from, in words; None where there is none."""
-    if not isinstance(shape, Shape):
-        return f"a {type(shape).__name__}, not a Shape,"
-    between = {
-        "temperature": (math.ulp(0.0), math.inf, "more than 0 and finite"),
-        "top_p": (math.ulp(0.0), 1, "more than 0 and at most 1"),
-        "min_p": (0, 1, "at least 0 and at most 1"),
-    }
-    for name, (least, most, words) in between.items():
-        value = getattr(shape, name)
-        if not isinstance(value, Real) or not least <= float(value) <= most or math.isinf(value):
-            return f"{name} {value!r:.80}, which must be a number {words},"
-    if shape.top_k is not None and (not isinstance(shape.top_k, Integral) or shape.top_k < 1):
-        return f"top_k {shape.top_k!r:.80}, which must be an integer of at least 1,"
-    return None
+        try:
+            shape: object = strategy.shape(step, steps)
+        except ValueError as error:
+            raise _refusal(strategy, f"shape() gave no shape for step {step}: {error}") from None
+        if not isinstance(shape, Shape):
+            raise _refusal(strategy, f"shape() gave a {type(shape).__name__}, not a Shape, for step {step}")
 
 
 def declares_capturable(rule: object) -> bool:
@@ -211,21 +180,15 @@ def declares_capturable(rule: object) -> bool:
 
 
 @lru_cache(maxsize=64)
-def captured_shape(
-    strategy: Strategy, steps: int, prediction: str = "posterior", mask_id: int | None = None
-) -> Shape | None:
+def captured_shape(strategy: Strategy, steps: int) -> Shape | None:
     """The shape that all of so many steps share at temperature 1, where they can be captured in CUDA graphs; else None.
 
-    That is where the strategy says so, and its shapes have the same filters, and nothing else but a temperature each.
+    That is where the strategy says so, and its shapes have the same filters.
     """
     if not declares_capturable(strategy):
         return None
-    shapes = [strategy.shape(step, steps) for step in range(steps)]
-    alike = {replace(shape, temperature=1.0, alpha=None) for shape in shapes}
-    if len(alike) > 1 or any(shape.corrects(prediction, mask_id) for shape in shapes):
-        return None
-    [shape] = alike
-    return shape if shape == Shape(1.0, shape.top_k, shape.top_p, shape.min_p) else None
+    shapes = {replace(strategy.shape(step, steps), temperature=1.0) for step in range(steps)}
+    return shapes.pop() if len(shapes) == 1 else None
 
 
 def group_canvases(strategies: Sequence[Strategy], device: torch.device) -> tuple[tuple[Strategy, Tensor | None], ...]:

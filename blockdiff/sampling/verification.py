@@ -83,7 +83,7 @@ def verify(
         uniform_BL=_draws(drafts, addresses, model.device),
         step_B=torch.zeros(len(shapes), dtype=torch.int64, device=model.device),
     )
-    stats = predict(model, inputs, grouped(controls), shapes, mask_id, settings.diffusion.prediction)
+    stats = predict(model, inputs, grouped(controls), shapes, mask_id)
     columns = stats.argmax, stats.sample, stats.entropy.isfinite().long()
     found = iter(torch.cat(columns, -1).tolist())
     return [

@@ -15,7 +15,6 @@ from blockdiff.serving.limits import Limits
 from blockdiff.serving.protocol import GenerationBody
 
 FILTERS = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}  # of what a step draws from, and the values that keep all
-MOST_CORRECTIONS = 16  # which a step makes one after the other
 
 
 def common_fields(
@@ -47,7 +46,6 @@ def strategy_of(body: GenerationBody, settings: SamplingSettings) -> Strategy | 
     Where canvases are denoised, temperature 0 leaves the strategy as it is, and `seed_of` makes the answer repeatable.
     """
     strategy = None if body.strategy is None else as_strategy(body.strategy, settings.generation)
-    check_size("the strategy's corrections", getattr(strategy, "corrections", 0), MOST_CORRECTIONS)
     has_head = next_token_head(strategy or settings.strategy) is not None
     temperature = body.temperature or (0.0 if has_head and body.temperature is not None else None)
     filters = {name: getattr(body, name) for name, off in FILTERS.items() if getattr(body, name) not in (None, *off)}

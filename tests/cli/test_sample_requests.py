@@ -13,7 +13,6 @@ from blockdiff import checkpoint
 from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
 from blockdiff.sampling import Request, Sampler
-from blockdiff.sampling.strategies import LinearTemperature
 from tests.chat_tokenizer import chat_tokenizer
 from tests.commands import refusal, works
 
@@ -94,7 +93,7 @@ def test_eval_prints_json_and_nothing_else(model: Path, tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text('{"prompt": "1", "response": "2"}\n')
     words = ("eval", model, "--task", "exact", "--data", tmp_path / "r.jsonl", *QUICK, "--temperature", "0.5")
     numbers = json.loads(works(*words, "--json"))
-    assert numbers["count"] == 1 and repr(LinearTemperature(0.25, 0.5)) in numbers["settings"]["strategy"]
+    assert numbers["count"] == 1 and "t_min=0.25, t_max=0.5" in numbers["settings"]["strategy"]
     assert json.loads(works(*words, "--output", "-"))["records"] == numbers["records"]
     assert "--thinking" in refusal(*words, "--thinking", code=2)
 

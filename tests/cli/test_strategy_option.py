@@ -14,7 +14,7 @@ from blockdiff.checkpoint import init
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RecipeError, RequestError
 from blockdiff.sampling import Generation, Sampler
-from blockdiff.sampling.strategies import Composed, Never, Quota, Sticky, parse_strategy, strategies_table
+from blockdiff.sampling.strategies import Composed, Quota, parse_strategy, strategies_table
 from blockdiff.training import trainer
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.samples import Sampled
@@ -24,7 +24,7 @@ from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 
-TEXT = "quota:sticky=true,stopping=never"
+TEXT = "quota:confidence=0"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_sample_and_eval_denoise_by_the_strategy_that_is_named(model, tmp_path):
     result = run("eval", model, "--task", "exact", "--data", str(rows), "--strategy", TEXT, "-o", str(numbers))
     assert result.exit_code == 0, result.output
     assert json.loads(numbers.read_text())["steps_per_canvas"] == 5.0
-    assert "Sticky(rule=Quota(pace='linear'))" in numbers.read_text()
+    assert "acceptance=Quota(pace='linear')" in numbers.read_text()
 
 
 def test_help_lists_the_strategies_and_a_mistake_is_one_line_before_the_weights_are_read(model, monkeypatch):
@@ -63,7 +63,7 @@ def test_help_lists_the_strategies_and_a_mistake_is_one_line_before_the_weights_
 
 def test_a_sampler_takes_the_text_with_the_settings_of_the_model(model):
     sampler = Sampler.from_pretrained(model, dtype="float32", strategy=TEXT)
-    assert sampler.strategy == Composed(Sticky(Quota()), stopping=Never())
+    assert sampler.strategy == Composed(Quota(), stability=0, confidence=0)
 
 
 def test_a_draft_model_drafts_for_a_causal_one(model, tmp_path):

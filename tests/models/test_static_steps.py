@@ -78,7 +78,7 @@ def step_of(
 STRATEGIES = (
     None,
     "ddim",
-    "quota:sticky=true",
+    "quota",
     "entropy_bound:top_k=20,top_p=0.9,min_p=0.01",
     "ddim:top_k=20,min_p=0.01",
 )

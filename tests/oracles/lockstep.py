@@ -149,7 +149,7 @@ def _denoise(
         held = grouped(controls)
         step_B = torch.full_like(steps_B, step)
         inputs = PredictInputs(hidden_BLD, canvas_BL, shape.temperature, uniform_BL, step_B)
-        stats = predict(model, inputs, held, [shape] * len(live), mask_id, settings.diffusion.prediction)
+        stats = predict(model, inputs, held, [shape] * len(live), mask_id)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
             ids=[batch[place].id for place in live],

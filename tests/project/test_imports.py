@@ -25,6 +25,7 @@ IMPORT_ORDER = {
     "images": 0,
     "canvas": 0,
     "tensor_pieces": 0,
+    "field_rules": 0,
     "rank_json": 0,
     "kernels": 1,
     "diffusion": 1,

@@ -22,7 +22,7 @@ from blockdiff.rl.batches import Answer, canvas_batch, head_batch
 from blockdiff.rl.policy import Policy, PolicyObjective
 from blockdiff.rl.reward import advantages
 from blockdiff.sampling import Generation, Request, Sampler
-from blockdiff.sampling.strategies import Composed, EntropyBound, LinearTemperature, Never, NextToken
+from blockdiff.sampling.strategies import Composed, EntropyBound, NextToken
 from blockdiff.training.rollout_strategy import CommitsDraw
 from blockdiff.training.rollouts import _Recorder
 from tests.families import small_model
@@ -225,7 +225,7 @@ class Overhears(CommitsDraw):
 def test_recorded_canvases_have_the_log_probability_with_which_the_engine_drew_them():
     """Two canvases of several steps each; the draws are those of fp32, whatever the model is."""
     denoiser, steps, heard = small_model("diffusion_gemma", seed=3), 4, dict[Any, float]()
-    rules = Composed(temperature=LinearTemperature(0.5, 1.5), stopping=Never(), acceptance=EntropyBound(4.0))
+    rules = Composed(EntropyBound(4.0), t_min=0.5, t_max=1.5, confidence=0)
     strategy = Overhears(rules, heard)
     generation = Generation(max_steps=steps, max_new_tokens=16, eos_ids=(95,))
     sampler = Sampler(denoiser, generation=generation, strategy=strategy)

@@ -25,7 +25,7 @@ from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.graphs import BrokenCapture, CudaCapture, Graphs, HostCopy
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sequence import prepare_sequences
-from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound, Never, Sticky
+from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, captured_shape
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 from tests.recorder import Recorder, Refused
@@ -102,9 +102,9 @@ def test_rows_that_come_and_go_get_the_same_answers_from_replayed_steps(model, r
 
 
 RULES = (
-    "quota:sticky=true,stopping=never",
-    "confident:threshold=0.01,temperature=cosine,stopping=all_kept",
-    "entropy_bound:stopping=stable,temperature=constant,t_max=0.7",
+    "quota:confidence=0",
+    "confident:threshold=0.01,confidence=inf",
+    "entropy_bound:stability=0,t_min=0.7,t_max=0.7",
     "ddim",
     "confident:threshold=0.01,top_k=20,min_p=0.02",
 )
@@ -141,7 +141,7 @@ def test_rows_that_are_held_alike_are_replayed_with_what_holds_each(model, recor
         tokenizer=tokenizer,
         generation=settings,
         diffusion=diffusion,
-        strategy="quota:stopping=never",
+        strategy="quota:confidence=0",
     )
     assert len({tuple(result.tokens) for result in found.values()}) == 5
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_captured_runs_beside_what_can_and_every_answer_is_the_or
 
 
 def test_rows_of_several_strategies_run_as_they_are_until_those_of_one_are_left(model, recorder):
-    rules = {0: "ddim", 1: "entropy_bound:top_k=20", 2: "quota:sticky=true"}
+    rules = {0: "ddim", 1: "entropy_bound:top_k=20", 2: "quota"}
     requests = [replace(each, strategy=rules.get(each.seed), max_steps=9) for each in requests_of(6)]
     same_answers(model, requests, recorder, max_rows=2)
 
@@ -205,7 +205,7 @@ def test_the_host_waits_for_no_step_at_which_nothing_can_end(model, recorder, mo
     monkeypatch.setattr(HostCopy, "read", lambda copy, count: (reads.append(count), read(copy, count))[1])
     [request] = requests_of(1, max_steps=6)
     settings = replace(LIVELY, eos_ids=())
-    engine = Engine(model, None, settings, strategy=Composed(stopping=Never()), graphs=True)
+    engine = Engine(model, None, settings, strategy=Composed(confidence=0), graphs=True)
     engine.submit(request)
     while engine.step():
         pass
@@ -233,9 +233,7 @@ class Reading(EntropyBound):
 
 
 def test_only_a_strategy_that_says_so_itself_is_captured():
-    assert captured_shape(Composed(), 8) == captured_shape(Composed(acceptance=Sticky(EntropyBound())), 8) == Shape(1.0)
-    for rule in (Own(), Sticky(Own())):
-        assert captured_shape(Composed(acceptance=rule), 8) is None
+    assert captured_shape(Composed(), 8) == Shape(1.0) and captured_shape(Composed(Own()), 8) is None
 
 
 @dataclass(frozen=True)
@@ -253,10 +251,7 @@ def test_what_is_the_same_in_every_step_but_for_the_temperature_is_captured():
     filtered = Composed(top_k=3, top_p=0.9, min_p=0.01)
     assert captured_shape(filtered, 8) == captured_shape(filtered, 9) == Shape(1.0, 3, 0.9, 0.01)
     assert captured_shape(Narrowing(), 8) is None
-    assert captured_shape(Ancestral(), 8) == Shape(1.0) and captured_shape(Ancestral(corrections=1), 8) is None
-    # a model that was trained to predict from the other tokens is corrected by the noise level of each step
-    assert captured_shape(Ancestral(), 8, "leave_one_out") is None
-    assert captured_shape(Ancestral(), 8, "leave_one_out", mask_id=7) == Shape(1.0)
+    assert captured_shape(Ancestral(), 8) == Shape(1.0)
 
 
 def test_top_p_is_captured_where_a_kernel_finds_its_tokens(recorder):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,21 +16,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.strategies import (
-    AllKept,
-    Ancestral,
-    Composed,
-    Confident,
-    ConstantTemperature,
-    CosineTemperature,
-    EntropyBound,
-    LinearTemperature,
-    Never,
-    Quota,
-    StableAndConfident,
-    Sticky,
-    released,
-)
+from blockdiff.sampling.strategies import Ancestral, Composed, Confident, EntropyBound, Quota, released
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
 from tests.canvases import canvases_of
 from tests.scripted import ScriptedModel, random_script, sampler_for
@@ -49,7 +34,7 @@ def with_entropy(entropy_BL: Tensor) -> Canvases:
 
 
 def test_the_temperature_falls_from_t_max_and_never_reaches_t_min():
-    temperatures = [LinearTemperature(0.4, 0.8).at(step, 48) for step in range(48)]
+    temperatures = [Composed(t_min=0.4, t_max=0.8).shape(step, 48).temperature for step in range(48)]
     assert temperatures[0] == torch.tensor(0.8) and abs(temperatures[-1] - 0.40833) < 1e-5
     processor = reference.LinearTemperatureScheduleLogitsProcessor(0.4, 0.8, 48)
     for step, temperature in enumerate(temperatures):
@@ -79,7 +64,7 @@ def test_acceptance_by_entropy_equals_transformers_on_random_logits():
 def test_stopping_equals_transformers_step_for_step(stability):
     generator = torch.Generator().manual_seed(stability)
     theirs = reference.StableAndConfidentStoppingCriteria(stability, 0.3)
-    ours = StableAndConfident(stability, 0.3)
+    ours = Composed(stability=stability, confidence=0.3)
     previous, unchanged, stops = torch.full((8, 5), -1), torch.zeros(8, dtype=torch.int64), 0
     for _ in range(40):
         # Two peaks that rarely move, at two sharpnesses: argmax and confidence change on their own.
@@ -156,16 +141,15 @@ def test_the_second_uniform_numbers_have_an_address():
 def test_without_a_strategy_the_released_rules_have_the_numbers_of_the_settings():
     generation = Generation(entropy_bound=0.3, t_min=0.1, t_max=0.9, stability=2, confidence=0.4)
     model = ScriptedModel(random_script(L, V, {}, {}), L, V)
-    rules = dict(temperature=LinearTemperature(0.1, 0.9), stopping=StableAndConfident(2, 0.4))
-    expected = Composed(EntropyBound(0.3), **rules)
+    expected = Composed(EntropyBound(0.3), t_min=0.1, t_max=0.9, stability=2, confidence=0.4)
     assert Sampler(model, None, generation).strategy == released(generation) == expected
     assert released(Generation()) == Composed()
 
 
 def test_a_request_may_bring_its_own_strategy_and_a_mistake_in_it_is_its_own_error():
-    never, five = Composed(stopping=Never()), "quota:stopping=all_kept,sticky=true,pace=bad"
+    never, bad = Composed(confidence=0), "quota:confidence=0.1,pace=bad"
     requests = [Request(0, tokens=[5]), Request(1, tokens=[5], strategy=never)]
-    requests += [Request(2, tokens=[5], strategy="ddim:stopping=never"), Request(3, tokens=[5], strategy=five)]
+    requests += [Request(2, tokens=[5], strategy="ddim:confidence=0"), Request(3, tokens=[5], strategy=bad)]
     requests += [Request(4, tokens=[5], strategy=Composed)]
     *answered, misspelt, no_object = streamed(sampler_of(None, calm={5: 0}), requests)
     assert [result.steps for result in answered] == [[2], [4], [4]]
@@ -205,30 +189,39 @@ def test_a_decision_that_is_none_of_these_canvases_is_one_line(made, words):
 
 
 WRONG_SHAPES = {
-    "a float, not a Shape": 0.5,
-    "temperature -1.0, which must be a number more than 0": Shape(-1.0),
-    "temperature 0.0, which": Shape(0.0),
-    "temperature nan, which": Shape(math.nan),
-    "temperature inf, which": Shape(math.inf),
-    "temperature '1', which": Shape("1"),
-    "top_k 0, which must be an integer of at least 1": Shape(1.0, top_k=0),
-    "top_k 2.5, which": Shape(1.0, top_k=2.5),
-    "top_p 0.0, which must be a number more than 0 and at most 1": Shape(1.0, top_p=0.0),
-    "min_p 2, which must be a number at least 0 and at most 1": Shape(1.0, min_p=2),
+    "temperature must be a number more than 0, got -1.0": dict(temperature=-1.0),
+    "temperature must be a number more than 0, got 0.0": dict(temperature=0.0),
+    "temperature must be a number more than 0, got nan": dict(temperature=math.nan),
+    "temperature must be a number more than 0, got inf": dict(temperature=math.inf),
+    "temperature must be a number more than 0, got '1'": dict(temperature="1"),
+    "top_k must be an integer of at least 1, got 0": dict(top_k=0),
+    "top_k must be an integer of at least 1, got 2.5": dict(top_k=2.5),
+    "top_p must be a number more than 0 and at most 1, got 0.0": dict(top_p=0.0),
+    "min_p must be a number from 0 to 1, got 2": dict(min_p=2),
 }
 
 
-@pytest.mark.parametrize("held", [{}, {"repetition_penalty": 1.5}], ids=["free", "held"])
+@dataclass(frozen=True)
+class Shaped(Given):
+    """A strategy that makes a shape of what it was given."""
+
+    def shape(self, step: int, steps: int) -> Any:
+        return Shape(**(dict(temperature=1.0) | dict(self.shaped)))
+
+
 @pytest.mark.parametrize("said", WRONG_SHAPES)
-def test_a_shape_that_no_step_can_draw_from_is_the_error_of_its_request(said, held):
-    wrong, right = streamed(
+def test_a_shape_that_no_step_can_draw_from_is_the_error_of_its_request(said):
+    wrong, float_, right = streamed(
         sampler_of(None),
         [
-            Request(0, tokens=[5], strategy=Given(WRONG_SHAPES[said]), **held),
-            Request(1, tokens=[5], strategy=Given(), **held),
+            Request(0, tokens=[5], strategy=Shaped(tuple(WRONG_SHAPES[said].items()))),
+            Request(1, tokens=[5], strategy=Given(0.5), repetition_penalty=1.5),
+            Request(2, tokens=[5], strategy=Given()),
         ],
     )
-    assert wrong.error.startswith(f"strategy Given: shape() gave {said}") and right.error is None
+    assert wrong.error.startswith(f"strategy Shaped: shape() gave no shape for step 0: {said}")
+    assert float_.error.startswith("strategy Given: shape() gave a float, not a Shape, for step 0")
+    assert right.error is None
 
 
 @pytest.mark.parametrize("token", [-1, 9999])
@@ -256,26 +249,25 @@ def test_equal_strategies_are_one_strategy():
     assert len({Composed(), Composed(EntropyBound(0.1)), Composed(EntropyBound(0.2))}) == 2
 
 
-def test_other_temperatures_and_what_is_none():
-    falling = [CosineTemperature(0.4, 0.8).at(step, 8) for step in range(8)]
-    assert falling[0] == pytest.approx(0.8) and falling[4] == pytest.approx(0.6) and falling[7] > 0.4
-    assert falling == sorted(falling, reverse=True)
-    assert {ConstantTemperature(0.7).at(step, 8) for step in range(8)} == {0.7}
-    for kind, numbers in ((LinearTemperature, (0.8, 0.4)), (ConstantTemperature, (0.0,)), (CosineTemperature, (0, 0))):
-        with pytest.raises(ValueError, match="must be"):
-            kind(*numbers)
+@pytest.mark.parametrize(
+    "wrong", [dict(t_min=0.9), dict(t_min=0, t_max=0), dict(t_max=math.inf), dict(stability=-1), dict(confidence=-0.1)]
+)
+def test_numbers_of_a_strategy_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="must be at least 0"):
+        Composed(**wrong)
 
 
-def test_a_canvas_stops_by_stability_by_confidence_when_all_is_kept_or_never():
-    kept = torch.tensor([[True, True], [True, False], [True, True], [False, True]])
-    unchanged = torch.tensor([0, 1, 2, 2])
+def test_a_temperature_without_a_fall_is_the_same_at_every_step():
+    assert {Composed(t_min=0.75, t_max=0.75).shape(step, 7).temperature for step in range(7)} == {0.75}
+
+
+def test_a_canvas_ends_by_stability_by_confidence_by_both_or_never():
     seen = with_entropy(torch.tensor([[0.1, 0.0], [0.1, 0.0], [0.1, 0.0], [0.3, 0.5]]))
-    seen = replace(seen, unchanged_B=unchanged, kept_BL=kept)
-    assert StableAndConfident(2, math.inf).stop(seen).tolist() == [False, False, True, True]
-    assert StableAndConfident(0, 0.06).stop(seen).tolist() == [True, True, True, False]
-    assert StableAndConfident(1, 0.06).stop(seen).tolist() == [False, True, True, False]
-    assert AllKept().stop(seen).tolist() == [True, False, True, False]
-    assert Never().stop(seen) is None
+    seen = replace(seen, unchanged_B=torch.tensor([0, 1, 2, 2]))
+    assert Composed(stability=2, confidence=math.inf).stop(seen).tolist() == [False, False, True, True]
+    assert Composed(stability=0, confidence=0.06).stop(seen).tolist() == [True, True, True, False]
+    assert Composed(stability=1, confidence=0.06).stop(seen).tolist() == [False, True, True, False]
+    assert Composed(confidence=0).stop(seen) is None
 
 
 def with_probability(p_BL: Tensor, **given: object) -> Canvases:
@@ -298,61 +290,6 @@ def test_a_quota_is_reached_step_by_step_by_the_likeliest(pace, wanted):
         seen = with_probability(p, step_B=torch.tensor([step]), steps_B=torch.tensor([3]))
         keep = Quota(pace).accept(seen).keep_BL[0]
         assert keep.nonzero().flatten().tolist() == sorted(order[:count])
-
-
-def committed_in_blocks(p_TBL: Tensor, sample_TBL: Tensor, noise_TBL: Tensor, threshold: float) -> list[Tensor]:
-    """The canvases after every step of block refinement without a mask, position by position.
-
-    A plain statement of the rule of diffusers' BlockRefinementScheduler (0.42.1), with which it was compared once.
-    """
-    T, B, L = p_TBL.shape
-    canvases, committed, canvas = [], [[False] * L for _ in range(B)], torch.zeros(B, L, dtype=torch.int64)
-    for step in range(T):
-        canvas = canvas.clone()
-        for row in range(B):
-            open_ones = [place for place in range(L) if not committed[row][place]]
-            owed = -(-(step + 1) * L // T) - (L - len(open_ones))
-            ranked = sorted(open_ones, key=lambda place: -float(p_TBL[step, row, place]))
-            chosen = set(ranked[: max(0, owed)]) | {x for x in open_ones if p_TBL[step, row, x] > threshold}
-            for place in range(L):
-                if place in chosen:
-                    canvas[row, place], committed[row][place] = sample_TBL[step, row, place], True
-                elif not committed[row][place]:
-                    canvas[row, place] = noise_TBL[step, row, place]
-        canvases.append(canvas)
-    return canvases
-
-
-def test_a_sticky_quota_is_block_refinement():
-    T, B, L = 5, 6, 13
-    generator = torch.Generator().manual_seed(3)
-    p, sample = torch.rand(T, B, L, generator=generator), torch.randint(9, (T, B, L), generator=generator)
-    noise = torch.randint(9, (T, B, L), generator=generator)
-    expected = committed_in_blocks(p, sample, noise, threshold=1.0)
-    canvas, kept = torch.zeros(B, L, dtype=torch.int64), torch.zeros(B, L, dtype=torch.bool)
-    for step in range(T):
-        named = dict(step_B=torch.full((B,), step), steps_B=torch.full((B,), T), tokens_BL=canvas, kept_BL=kept)
-        seen = with_probability(p[step], **named)
-        seen = replace(seen, stats=seen.stats._replace(sample=sample[step]))
-        decision = Sticky(Quota()).accept(seen)
-        kept = decision.kept_BL
-        canvas = decision.standing(seen).where(kept, noise[step])
-        assert torch.equal(canvas, expected[step])
-    assert kept.all()
-
-
-@pytest.mark.parametrize("rule", [EntropyBound(1.0), Confident(0.5), Quota()], ids=lambda rule: type(rule).__name__)
-def test_what_a_sticky_rule_keeps_never_changes_and_every_step_keeps_more(rule):
-    watch = Watch()
-    watch.inner = Composed(Sticky(rule), stopping=AllKept())
-    watch.decide = lambda canvases: watch.seen.append(kept(canvases)) or watch.inner.decide(canvases)
-    generation = Generation(max_steps=L + 1, max_new_tokens=L)
-    sampler = sampler_for(ScriptedModel(random_script(L, V, {}, {}), L, V), None, generation, strategy=watch)
-    [result] = sampler.generate([Request(0, tokens=[7], seed=1)])
-    for before, after in pairwise(watch.seen):
-        assert torch.equal(after.tokens_BL[before.kept_BL], before.tokens_BL[before.kept_BL])
-        assert (after.kept_BL.sum() > before.kept_BL.sum()) or before.kept_BL.all()
-    assert watch.seen[-1].kept_BL.all() and result.steps[0] == len(watch.seen) <= L + 1
 
 
 def law_of(strategy: Ancestral, step: int, steps: int, seen: int, x0: int, pi: Tensor) -> Tensor:
@@ -400,17 +337,3 @@ def test_the_last_ddim_step_keeps_every_prediction():
     seen = canvases_of(torch.randn(2, 50, 7), steps_B=torch.tensor([6, 3]), step_B=torch.tensor([5, 2]))
     for canvases in (seen, replace(seen, noise_probability=0.0)):
         assert Ancestral().decide(canvases).keep_BL.all()
-
-
-def test_corrections_follow_the_steps_that_they_correct_and_draw_the_least_likely_tokens_again():
-    strategy = Ancestral(corrections=2, positions=3)
-    shapes = [strategy.shape(step, 8) for step in range(8)]  # 2 corrected steps, 2 others
-    assert [shape.is_of_others for shape in shapes] == [False, True, True, False, True, True, False, False]
-    assert [shape.alpha for shape in shapes] == [0.0, 0.25, 0.25, 0.25, 0.5, 0.5, 0.5, 0.75]
-    assert all(shape.is_of_seen == shape.is_of_others for shape in shapes)
-    p = torch.tensor([[0.5, 0.1, 0.4, 0.2, 0.9]])
-    for u, is_kept in ((0.24, True), (0.26, False)):
-        named = dict(step_B=torch.tensor([1]), steps_B=torch.tensor([8]), second_BL=torch.full((1, 5), u))
-        decision = strategy.decide(with_probability(p, **named))
-        assert decision.stay_BL.tolist() == [[True, False, False, False, True]]
-        assert decision.keep_BL.tolist() == [[False, is_kept, is_kept, is_kept, False]]

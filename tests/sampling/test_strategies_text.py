@@ -10,19 +10,12 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
 from blockdiff.sampling.strategies import (
     NAMES,
-    AllKept,
     Ancestral,
     Composed,
     Confident,
-    ConstantTemperature,
-    CosineTemperature,
     EntropyBound,
-    LinearTemperature,
-    Never,
     NextToken,
     Quota,
-    StableAndConfident,
-    Sticky,
     adjusted,
     parse_strategy,
     released,
@@ -32,26 +25,20 @@ from blockdiff.sampling.strategies import (
 pytestmark = pytest.mark.quick
 
 SETTINGS = Generation(entropy_bound=0.3, t_min=0.1, t_max=0.9, stability=2, confidence=0.4)
-RULES = {"temperature": LinearTemperature(0.1, 0.9), "stopping": StableAndConfident(2, 0.4)}
+NUMBERS = {"t_min": 0.1, "t_max": 0.9, "stability": 2, "confidence": 0.4}
 
 
 def test_text_says_a_strategy_and_the_settings_what_it_does_not_say():
-    filters = {"top_k": 3, "top_p": 0.9, "min_p": 0.1}
-    constant = {"temperature": ConstantTemperature(0.7), "stopping": Never()}
-    cosine = {"temperature": CosineTemperature(0.0, 0.9), "stopping": AllKept()}
-    stable, confident = StableAndConfident(2, math.inf), StableAndConfident(0, 0.4)
+    filters, never = {"top_k": 3, "top_p": 0.9, "min_p": 0.1}, NUMBERS | {"t_min": 0.7, "t_max": 0.7, "confidence": 0}
     expected = {
         "entropy_bound": released(SETTINGS),
-        "entropy_bound:bound=0.2,sticky=true": Composed(Sticky(EntropyBound(0.2)), **RULES),
-        "confident": Composed(Confident(0.9), **RULES),
-        " confident: threshold = 0.5 , top_k=3,top_p=0.9, min_p=0.1,": Composed(Confident(0.5), **RULES, **filters),
-        "quota:pace=cosine,temperature=constant,t_max=0.7,stopping=never": Composed(Quota("cosine"), **constant),
-        "quota:temperature=cosine,t_min=0,stopping=all_kept,sticky=True": Composed(Sticky(Quota()), **cosine),
-        "ddim": Ancestral(**RULES),
-        "ddim:stopping=stable,corrections=1,positions=2": Ancestral(
-            corrections=1, positions=2, **{**RULES, "stopping": stable}
-        ),
-        "ddim:stopping=confident": Ancestral(**{**RULES, "stopping": confident}),
+        "entropy_bound:bound=0.2": Composed(EntropyBound(0.2), **NUMBERS),
+        "confident": Composed(Confident(0.9), **NUMBERS),
+        " confident: threshold = 0.5 , top_k=3,top_p=0.9, min_p=0.1,": Composed(Confident(0.5), **NUMBERS, **filters),
+        "quota:pace=cosine,t_min=0.7,t_max=0.7,confidence=0": Composed(Quota("cosine"), **never),
+        "ddim": Ancestral(**NUMBERS),
+        "ddim:confidence=inf": Ancestral(**NUMBERS | {"confidence": math.inf}),
+        "ddim:stability=0": Ancestral(**NUMBERS | {"stability": 0}),
     }
     assert {text: parse_strategy(text, SETTINGS) for text in expected} == expected
 
@@ -68,11 +55,11 @@ def test_text_says_a_strategy_and_the_settings_what_it_does_not_say():
         ("confident:threshold=high", "threshold takes a number, got 'threshold=high'"),
         ("confident:threshold", "threshold takes a value, key=value, got 'threshold'"),
         ("confident:threshold=2", "strategy confident: threshold must be at least 0 and less than 1, got 2.0"),
-        ("ddim:corrections=1.5", "corrections takes an integer"),
+        ("ddim:stability=1.5", "stability takes an integer, got 'stability=1.5'"),
+        ("ddim:top_k=9999999999", "top_k takes an integer of at most 1,000,000,000"),
         ("ddim:t_min=2", "t_min must be at least 0 and at most t_max"),
-        ("entropy_bound:sticky=1", "sticky takes one of true, false"),
-        ("entropy_bound:top_p=0", "top_p must be more than 0 and at most 1"),
-        ("entropy_bound:top_p=nan", "top_p must be more than 0"),
+        ("entropy_bound:top_p=0", "top_p must be a number more than 0 and at most 1"),
+        ("entropy_bound:top_p=nan", "top_p must be a number more than 0"),
         ("entropy_bound:bound=nan", "bound must be more than 0"),
     ],
 )
@@ -95,11 +82,9 @@ def test_the_table_names_everything_that_text_may_say():
         (NextToken(), NextToken(temperature=0.5, top_p=0.9)),
         (
             released(SETTINGS),
-            Composed(
-                EntropyBound(0.3), **(RULES | {"temperature": LinearTemperature(0.1 * 0.5 / 0.9, 0.5)}), top_p=0.9
-            ),
+            Composed(EntropyBound(0.3), **NUMBERS | {"t_min": 0.1 * 0.5 / 0.9, "t_max": 0.5}, top_p=0.9),
         ),
-        (Ancestral(temperature=ConstantTemperature(2.0)), Ancestral(temperature=ConstantTemperature(0.5), top_p=0.9)),
+        (Ancestral(t_min=2.0, t_max=2.0), Ancestral(t_min=0.5, t_max=0.5, top_p=0.9)),
     ],
     ids=["next tokens", "canvases", "constant"],
 )
@@ -112,7 +97,7 @@ def test_a_temperature_scales_all_steps_and_top_p_filters_them(strategy, expecte
     ("strategy", "temperature", "top_p", "reason"),
     [
         (Composed(), math.inf, None, "temperature must be at least 0, got inf"),
-        (Composed(), None, 1.5, "top_p must be more than 0 and at most 1"),
+        (Composed(), None, 1.5, "top_p must be a number more than 0 and at most 1"),
         (NextToken(), -1.0, None, "temperature must be at least 0"),
         (object(), 0.5, None, "strategy object has no temperature and no filters"),
     ],

@@ -91,7 +91,7 @@ def test_answers_are_seen_side_by_side_step_by_step(opened: Browser) -> None:
 
 def test_stop_ends_the_request_and_who_looks_back_is_left_there(opened: Browser, server: tuple[str, object]) -> None:
     opened.prefer(motion="no-preference")
-    opened.type("#strategy", "entropy_bound:stopping=never")
+    opened.type("#strategy", "entropy_bound:confidence=0")
     opened.type("#steps", "20000")
     opened.click("[type=submit]")
     opened.wait("return /^step .*/.test(document.querySelector('.card .where')?.textContent)")

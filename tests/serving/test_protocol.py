@@ -426,7 +426,6 @@ def test_neutral_and_inert_fields_pass(chatty):
         ({"regex": "[a]{50}", "max_tokens": 1}, "(over HTTP, max_tokens)"),
         ({"nosuch": 1}, "nosuch: is not a field of /v1/chat/completions"),
         ({"steps": 1_000_000}, "steps"),
-        ({"strategy": "ddim:corrections=9999"}, "corrections"),
         ({"top_logprobs": 2}, "logprobs"),
         ({"max_tokens": 10_000_000}, "max_new_tokens"),
         ({"tools": [{"type": "function", "function": None}], "tool_choice": "required"}, "declares no function"),

@@ -21,7 +21,7 @@ from typing import Annotated
 import torch
 
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.sampling.strategies.composed import Composed
+from blockdiff.sampling.strategies.denoising import Composed
 from blockdiff.sampling.strategy import (
     Canvases,
     Decision,
@@ -32,7 +32,6 @@ from blockdiff.sampling.strategy import (
     TopK,
     TopP,
     declares_capturable,
-    require_filters,
 )
 
 MOST_STEPS = 1000  # of a draft
@@ -53,7 +52,7 @@ class NextToken:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        require_filters(self.top_k, self.top_p, self.min_p)
+        Shape(1.0, self.top_k, self.top_p, self.min_p)  # refuses filters that cannot be
 
     @classmethod
     def of(cls, generation: Generation) -> NextToken:

@@ -1,0 +1,30 @@
+"""Rules for the fields of a dataclass, as a table, and the first field that breaks its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """The rule of a field: its type, in words what it must be, and whether a value of the type is."""
+
+    kind: type | tuple[type, ...]
+    words: str
+    is_met: Callable[[Any], bool] = lambda value: True
+
+
+def broken_rule(instance: Any, rules: Mapping[str, Rule]) -> str | None:
+    """The first field that breaks its rule, in words; None where all keep theirs.
+
+    A truth value is no number, and None may stand where it is the default.
+    """
+    defaults = {field.name: field.default for field in fields(instance)}
+    for name, (kind, words, is_met) in rules.items():
+        value = getattr(instance, name)
+        if value is None and defaults[name] is None:
+            continue
+        if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kind) or not is_met(value):
+            return f"{name} must be {words}, got {value!r:.80}"
+    return None
