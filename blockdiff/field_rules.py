@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """The rule of a field: its type, in words what it must be, and whether a value of the type is."""
+    """The rule of a field: its type, in words what it must be, and whether a value of the type is.
+
+    is_item: whether something may be in a value that is a list (None: anything may).
+    """
 
     kind: type | tuple[type, ...]
     words: str
     is_met: Callable[[Any], bool] = lambda value: True
+    is_item: Callable[[Any], bool] | None = None
 
 
 def broken_rule(instance: Any, rules: Mapping[str, Rule]) -> str | None:
@@ -21,10 +25,13 @@ def broken_rule(instance: Any, rules: Mapping[str, Rule]) -> str | None:
     A truth value is no number, and None may stand where it is the default.
     """
     defaults = {field.name: field.default for field in fields(instance)}
-    for name, (kind, words, is_met) in rules.items():
+    for name, (kind, words, is_met, is_item) in rules.items():
         value = getattr(instance, name)
         if value is None and defaults[name] is None:
             continue
         if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kind) or not is_met(value):
             return f"{name} must be {words}, got {value!r:.80}"
+        for item in value if is_item is not None else ():
+            if not is_item(item):
+                return f"{name} must be {words}, got {item!r:.80} in it"
     return None

@@ -124,6 +124,25 @@ def text_tokens(
     return _ids(text, tokenizer, _guard(tokenizer, control_tokens), name=name)
 
 
+def token_prompt(tokens: Sequence[int], images: Sequence[ImageSource], reader: ImageReader | None) -> Prompt:
+    """A prompt that came as tokens, without a text; images stand at their placeholders. DataError where they do not."""
+    if not images:
+        return Prompt("", list(tokens), [])
+    if reader is None:
+        raise DataError(NO_IMAGES)
+    read = [reader.read(image) for image in images]
+    columns = [column for column, token in enumerate(tokens) if token == reader.tokens[1]]
+    if len(columns) != (taken := sum(image.tokens for image in read)):
+        raise DataError(f"the tokens have {len(columns)} placeholders of images, but the images take {taken}")
+    placed, at = list[PlacedImage](), 0
+    for number, image in enumerate(read):
+        if columns[at + image.tokens - 1] - columns[at] >= image.tokens:
+            raise DataError(f"the {image.tokens} placeholders of images[{number}] do not stand side by side")
+        placed.append(PlacedImage(image, columns[at]))
+        at += image.tokens
+    return Prompt("", list(tokens), placed)
+
+
 def raw_prompt(
     text: str,
     tokenizer: PreTrainedTokenizerBase,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from blockdiff.data.image_parts import images_in
 from blockdiff.data.messages import BadRow, ImageSource, image_source
-from blockdiff.data.tokenise import NO_IMAGES, chat_prompt, conversation, raw_prompt, text_tokens
 from blockdiff.data.tokenise import Prompt as PromptTokens
+from blockdiff.data.tokenise import chat_prompt, conversation, raw_prompt, text_tokens, token_prompt
 from blockdiff.errors import DataError, RequestError
-from blockdiff.images import PlacedImage
+from blockdiff.field_rules import Rule, broken_rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +27,47 @@ MOST_STEPS = 1_000_000  # of a canvas
 MOST_PENALTY = 1000.0
 MOST_TOP = 20  # likeliest tokens beside each token of an answer
 MOST_DRAWS = 1024  # answers to one request, of which the best is given
+
+
+def _is_list(value: object) -> bool:
+    return not isinstance(value, str | bytes)
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(least: int, most: int) -> Rule:
+    return Rule(int, f"an integer from {least} to {most:,}", lambda value: least <= value <= most)
+
+
+# What each field of a `Request` must be for itself; `Request.check` says what goes with what.
+RULES = {
+    "prompt": Rule(str, "text"),
+    "tokens": Rule(Sequence, "a list of token ids", _is_list),
+    "images": Rule(Sequence, "a list", _is_list),
+    "seed": Rule(int, "an integer from 0 to 2**64 - 1", lambda value: 0 <= value < 2**64),
+    **dict.fromkeys(("thinking", "scores", "scores_prompt", "allow_control_tokens"), Rule(bool, "true or false")),
+    "top_logprobs": _integer(0, MOST_TOP),
+    "best_of": _integer(1, MOST_DRAWS),
+    "stop": Rule(Sequence, "a list of texts", _is_list, lambda each: isinstance(each, str) and each != ""),
+    "max_new_tokens": Rule(int, "an integer of at least 1", lambda value: value >= 1),
+    "max_steps": _integer(1, MOST_STEPS),
+    **dict.fromkeys(("template", "regex", "draft"), Rule(str, "text")),
+    "json_schema": Rule((str, Mapping), "an object or its JSON"),
+    "banned": Rule(
+        Sequence,
+        "a list of texts and token ids",
+        _is_list,
+        lambda each: _is_integer(each) or (isinstance(each, str) and each != ""),
+    ),
+    "repetition_penalty": Rule(
+        (int, float),
+        f"a number from {1 / MOST_PENALTY} to {MOST_PENALTY:g}",
+        lambda value: 1 / MOST_PENALTY <= value <= MOST_PENALTY,
+    ),
+    "noise": Rule((int, float), "a number in [0, 1]", lambda value: 0 <= value <= 1),
+}
 
 
 @dataclass(frozen=True)
@@ -120,87 +160,45 @@ class Request:
 
     def check(self) -> None:
         """Raise RequestError, with one line that says what is wrong, for fields that cannot be answered."""
-        given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
-        if len(given) != 1:
-            which = " and ".join(given) or "none"
-            raise RequestError(f"give exactly one of prompt, messages and tokens, got {which}")
-        if self.prompt is not None and not isinstance(self.prompt, str):
-            raise RequestError(f"prompt must be text, got {self.prompt!r:.80}")
-        if self.tokens is not None and (isinstance(self.tokens, str | bytes) or not isinstance(self.tokens, Sequence)):
-            raise RequestError(f"tokens must be a list of token ids, got {self.tokens!r:.80}")
-        if isinstance(self.images, str | bytes) or not isinstance(self.images, Sequence):
-            raise RequestError(f"images must be a list, got {self.images!r:.80}")
-        if self.images and self.messages is not None:
-            raise RequestError("images stand beside a prompt; messages have theirs as parts of type image")
-        if self.seed is not None:
-            require_seed(self.seed)
-        if self.tools is not None and self.messages is None:
-            raise RequestError("tools are there, but no messages; only a conversation has a place for them")
-        for name in ("thinking", "scores", "scores_prompt", "allow_control_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r:.80}")
-        if (self.thinking or self.template_options) and self.messages is None:
-            name = "thinking" if self.thinking else "template_options"
-            raise RequestError(f"{name} is asked for in the chat template, so it needs messages")
-        if not _is_integer(self.top_logprobs) or not 0 <= self.top_logprobs <= MOST_TOP:
-            raise RequestError(f"top_logprobs must be an integer from 0 to {MOST_TOP}, got {self.top_logprobs!r:.80}")
-        for name in ("top_logprobs", "scores_prompt"):
-            if getattr(self, name) and not self.scores:
-                raise RequestError(f"{name} stand beside scores; ask for both")
-        if not _is_integer(self.best_of) or not 1 <= self.best_of <= MOST_DRAWS:
-            raise RequestError(f"best_of must be an integer from 1 to {MOST_DRAWS}, got {self.best_of!r:.80}")
+        if wrong := broken_rule(self, RULES) or self._contradiction():
+            raise RequestError(wrong)
+        for name in ("stop", "banned"):
+            for text in getattr(self, name):
+                _require_whole(name, str(text))
         if self.messages is not None:
             try:
                 conversation(self.messages, self.tools)
             except DataError as error:
                 raise RequestError(str(error)) from None
-        for name in ("max_new_tokens", "max_steps"):
-            value = getattr(self, name)
-            if value is not None and not (_is_integer(value) and value >= 1):
-                raise RequestError(f"{name} must be an integer of at least 1, got {value!r:.80}")
-        if self.max_steps is not None and self.max_steps > MOST_STEPS:
-            raise RequestError(f"max_steps must be at most {MOST_STEPS:,}, got {self.max_steps!r:.80}")
-        if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
-            raise RequestError(f"stop must be a list of texts, got {self.stop!r:.80}")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must be a list of texts, got {text!r:.80} in it")
-            _require_whole("stop", text)
-        self._check_control()
 
-    def _check_control(self) -> None:
-        """Raise RequestError for fields on what may stand in the response that are wrong or exclude each other."""
-        for name in ("template", "regex", "draft"):
-            if (text := getattr(self, name)) is not None and not isinstance(text, str):
-                raise RequestError(f"{name} must be text, got {text!r:.80}")
-        if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
-            raise RequestError(f"json_schema must be an object or its JSON, got {self.json_schema!r:.80}")
+    def _contradiction(self) -> str | None:
+        """The first fields that do not go together, in words; None where all do."""
+        given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            return f"give exactly one of prompt, messages and tokens, got {' and '.join(given) or 'none'}"
+        if self.messages is not None and self.images:
+            return "images stand beside a prompt; messages have theirs as parts of type image"
+        if self.messages is None:
+            if self.tools is not None:
+                return "tools are there, but no messages; only a conversation has a place for them"
+            for name in ("thinking", "template_options"):
+                if getattr(self, name):
+                    return f"{name} is asked for in the chat template, so it needs messages"
+        for name in ("top_logprobs", "scores_prompt"):
+            if getattr(self, name) and not self.scores:
+                return f"{name} stand beside scores; ask for both"
         for name in ("regex", "json_schema"):
-            if isinstance(text := getattr(self, name), str) and not text.strip():
-                raise RequestError(f"{name} is empty; leave it out, or say what the whole response is")
+            if isinstance(form := getattr(self, name), str) and not form.strip():
+                return f"{name} is empty; leave it out, or say what the whole response is"
         if self.regex is not None and self.json_schema is not None:
-            raise RequestError("give one of regex and json_schema, not both")
+            return "give one of regex and json_schema, not both"
         if self.thinking and self.form is not None:
-            words = f"{self.form} says the form of the whole response and leaves no place for thinking; give one"
-            raise RequestError(words)
-        if isinstance(self.banned, str) or not isinstance(self.banned, Sequence):
-            raise RequestError(f"banned must be a list of texts and token ids, got {self.banned!r:.80}")
-        for each in self.banned:
-            if not _is_integer(each) and not (isinstance(each, str) and each):
-                raise RequestError(f"banned must be a list of texts and token ids, got {each!r:.80} in it")
-            if isinstance(each, str):
-                _require_whole("banned", each)
-        if not _is_number(self.repetition_penalty) or not 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
-            given = f"{self.repetition_penalty!r:.80}"
-            raise RequestError(
-                f"repetition_penalty must be a number from {1 / MOST_PENALTY} to {MOST_PENALTY:g}, got {given}"
-            )
-        if self.noise is not None and not (_is_number(self.noise) and 0 <= self.noise <= 1):
-            raise RequestError(f"noise must be a number in [0, 1], got {self.noise!r:.80}")
+            return f"{self.form} says the form of the whole response and leaves no place for thinking; give one"
         if self.noise is not None and self.draft is None:
-            raise RequestError("noise is the level to which a draft is noised; give a draft with it")
+            return "noise is the level to which a draft is noised; give a draft with it"
         if self.draft is not None and self.template is not None:
-            raise RequestError("a template says where everything stands, which leaves no place for a draft; give one")
+            return "a template says where everything stands, which leaves no place for a draft; give one"
+        return None
 
     def as_tokens(
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, reader: ImageReader | None = None
@@ -212,7 +210,7 @@ class Request:
         self.check()
         try:
             if self.tokens is not None:
-                prompt = PromptTokens("", list(self.tokens), _placed(self.tokens, self.sources, reader))
+                prompt = token_prompt(self.tokens, self.sources, reader)
             elif tokenizer is None:
                 raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
             elif self.messages is not None:
@@ -355,8 +353,8 @@ def as_request(prompt: Prompt, place: int) -> Request:
 
 def require_seed(seed: object) -> None:
     """Raise RequestError for a seed that is not a whole number of 64 bits."""
-    if not _is_integer(seed) or not 0 <= seed < 2**64:
-        raise RequestError(f"seed must be an integer from 0 to 2**64 - 1, got {seed!r:.80}")
+    if not _is_integer(seed) or not RULES["seed"].is_met(seed):
+        raise RequestError(f"seed must be {RULES['seed'].words}, got {seed!r:.80}")
 
 
 def _require_whole(name: str, text: str) -> None:
@@ -365,31 +363,3 @@ def _require_whole(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise RequestError(f"{name} has half of a surrogate pair in {text!r:.60}; repair the escape") from None
-
-
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    """True for a finite number that is no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _placed(tokens: Sequence[int], sources: Sequence[Any], reader: ImageReader | None) -> list[PlacedImage]:
-    """Images at the placeholders that tokens have already; DataError where they do not fit there."""
-    if not sources:
-        return []
-    if reader is None:
-        raise DataError(NO_IMAGES)
-    images = [reader.read(source) for source in sources]
-    columns = [column for column, token in enumerate(tokens) if token == reader.tokens[1]]
-    if len(columns) != (taken := sum(image.tokens for image in images)):
-        raise DataError(f"the tokens have {len(columns)} placeholders of images, but the images take {taken}")
-    found, at = list[PlacedImage](), 0
-    for number, image in enumerate(images):
-        if columns[at + image.tokens - 1] - columns[at] >= image.tokens:
-            raise DataError(f"the {image.tokens} placeholders of images[{number}] do not stand side by side")
-        found.append(PlacedImage(image, columns[at]))
-        at += image.tokens
-    return found

@@ -306,7 +306,7 @@ def test_what_needs_more_positions_than_the_model_has_is_refused():
 
 BAD_OPTIONS = {
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
-    "half a step": ({"max_steps": 1.5}, "max_steps must be an integer of at least 1, got 1.5"),
+    "half a step": ({"max_steps": 1.5}, "max_steps must be an integer from 1 to 1,000,000, got 1.5"),
     "a thought": ({"thinking": "yes"}, "thinking must be true or false, got 'yes'"),
     "too many tokens": ({"max_new_tokens": 10**9}, "leaves no room for a prompt"),
 }
