@@ -49,7 +49,6 @@ class Tokens:
             self.levels.append((above[begins], own[begins].long()))
             self.node[lengths == level + 1] = node[lengths == level + 1] + first
             first, above = first + int(begins.sum()), node
-        self.nodes = first
 
     def read_by(self, automaton: ByteAutomaton) -> TextTree:
         """The tree as an automaton reads it: what it reads alike is one, what it never accepts is gone."""
