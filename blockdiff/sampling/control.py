@@ -191,14 +191,31 @@ def compile_control(
     """
     if not request.control_in_words:
         return None
-    device, mask_id, eos_ids = torch.device(device), settings.diffusion.mask_id, settings.generation.eos_ids
-    pins, languages = _pins(request, settings), _languages(request, settings)
-    start = _start(request, settings, max_tokens)
-    forbidden = {each for each in request.banned if not isinstance(each, str)}
-    forbidden |= set() if mask_id is None else {mask_id}
-    if pins is not None:
-        max_tokens = len(pins)
-    control = Control(
+    device, generation, mask_id = torch.device(device), settings.generation, settings.diffusion.mask_id
+    pins, start = _pins(request, settings), _start(request, settings, max_tokens)
+    languages = _languages(request, settings)
+    if languages and start and mask_id is not None:
+        raise RequestError(
+            "a model of mask noise never changes what is not masked, so a draft may break a constraint; give one of "
+            "the two"
+        )
+    max_tokens = max_tokens if pins is None else len(pins)
+    forbidden = {token for token in (*request.banned, mask_id) if isinstance(token, int)}
+    vocab_size, eos_ids, banned = settings.vocab_size, generation.eos_ids, tuple(sorted(forbidden))
+    classes = automaton = open_NS = seen_V = None
+    if languages:
+        is_text = request.regex is not None or request.json_schema is not None
+        automaton = _automaton(
+            settings.tokenizer, vocab_size, languages, eos_ids, generation.pad_id, banned, is_text=is_text
+        )
+        classes, open_NS = automaton.on(device).classes, _open(automaton, pins, max_tokens)
+    elif pins is not None or banned or request.repetition_penalty != 1.0:
+        classes = _one_class(None if pins is None else settings.tokenizer, vocab_size, eos_ids, banned, device)
+    if request.repetition_penalty != 1.0:
+        seen_V = torch.zeros(vocab_size, dtype=torch.bool)
+        seen_V[list(prompt_tokens)] = True
+        seen_V = seen_V.to(device)
+    return Control(
         settings.canvas_length,
         max_tokens,
         max_steps,
@@ -207,42 +224,27 @@ def compile_control(
         start,
         NOISE if request.noise is None else request.noise,
         request.repetition_penalty,
+        classes,
+        automaton,
+        open_NS,
+        is_seen_V=seen_V,
     )
-    if control.penalty != 1.0:
-        control.is_seen_V = torch.zeros(settings.vocab_size, dtype=torch.bool)
-        control.is_seen_V[list(prompt_tokens)] = True
-        control.is_seen_V = control.is_seen_V.to(device)
-    if languages:
-        if mask_id is not None and start:
-            raise RequestError(
-                "a model of mask noise never changes what is not masked, so a draft may break a constraint; "
-                "give one of the two"
-            )
-        control.automaton = automaton = _automaton(
-            settings.tokenizer,
-            settings.vocab_size,
-            languages,
-            eos_ids,
-            settings.generation.pad_id,
-            tuple(sorted(forbidden)),
-            is_text=request.regex is not None or request.json_schema is not None,
+
+
+def _open(automaton: TokenAutomaton, pins: list[int] | None, max_tokens: int) -> Tensor:
+    """`Control.open_NS`; RequestError where no response can be completed."""
+    if pins is not None:
+        open_NS = completable_pins(automaton, tuple(pins))
+        if not bool(open_NS[0, 0]):
+            raise RequestError("no text of the template's form satisfies the constraint; change one of the two")
+        return open_NS
+    open_NS = completable(automaton, max_tokens)
+    if not bool(open_NS[-1, 0]):
+        raise RequestError(
+            f"no text of at most {max_tokens} tokens satisfies the constraint; "
+            "raise max_new_tokens (over HTTP, max_tokens)"
         )
-        control.classes = automaton.on(device).classes
-        if pins is None:
-            control.open_NS = completable(automaton, max_tokens)
-        else:
-            control.open_NS = completable_pins(automaton, tuple(pins))
-        if not bool(control.open_NS[0 if pins is not None else -1][0]):
-            if pins is not None:
-                raise RequestError("no text of the template's form satisfies the constraint; change one of the two")
-            raise RequestError(
-                f"no text of at most {max_tokens} tokens satisfies the constraint; "
-                "raise max_new_tokens (over HTTP, max_tokens)"
-            )
-    elif pins is not None or forbidden or control.penalty != 1.0:
-        tokenizer = settings.tokenizer if pins is not None else None
-        control.classes = _one_class(tokenizer, settings.vocab_size, eos_ids, tuple(sorted(forbidden)), device)
-    return control
+    return open_NS
 
 
 def require_tokenizer(name: str, settings: SamplingSettings) -> PreTrainedTokenizerBase:
@@ -320,14 +322,14 @@ def _automaton(
     languages: tuple[ByteAutomaton, ...],
     eos_ids: tuple[int, ...],
     pad_id: int | None,
-    forbidden: tuple[int, ...],
+    banned: tuple[int, ...],
     is_text: bool,
 ) -> TokenAutomaton:
     """The automaton over tokens of all languages at once, made once for each set of them and tokenizer."""
     tokens = token_texts(tokenizer, vocab_size)
     language = functools.reduce(ByteAutomaton.both, languages)
     fill = pad_id if pad_id is not None and pad_id < vocab_size and not tokens.texts[pad_id] else None
-    return token_automaton(language, tokens, eos_ids, fill, forbidden, allows_special=not is_text)
+    return token_automaton(language, tokens, eos_ids, fill, banned, allows_special=not is_text)
 
 
 @functools.lru_cache(maxsize=32)
@@ -335,10 +337,10 @@ def _one_class(
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     eos_ids: tuple[int, ...],
-    forbidden: tuple[int, ...],
+    banned: tuple[int, ...],
     device: torch.device,
 ) -> Classes:
-    """The tokens that can stand anywhere, as one class: all, or those of a text of the tokenizer, but the forbidden.
+    """The tokens that can stand anywhere, as one class: all, or those of a text of the tokenizer, but the banned.
 
     Requests of the same tokens have the same object: their canvases are computed together.
     """
@@ -347,7 +349,7 @@ def _one_class(
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         class_V[len(tokenizer) :] = 1
         class_V[[id for id in {*special, *tokenizer.all_special_ids, *eos_ids} if id < vocab_size]] = 1
-    class_V[list(forbidden)] = 1
+    class_V[list(banned)] = 1
     if bool(class_V.all()):
         raise RequestError("every token is banned; allow some")
     return Classes.of(class_V, 1).to(device)
