@@ -233,8 +233,8 @@ class CanvasBatch:
         watched = {}
         for place, (canvas, step) in enumerate(zip(self.canvases, steps, strict=True)):
             sequence, number = canvas.sequence, canvas.number
-            if sequence.is_watched and step > sequence.recorded.get(number, -1):
-                sequence.recorded[number] = step
+            if sequence.is_watched and (number, step) > sequence.recorded:
+                sequence.recorded = number, step
                 watched[place] = sequence.id, number, step, self._shape(place, step).temperature
         records = step_records(watched, tokens_BL, stats, decision, self._step.pinned_BL[: len(tokens_BL)])
         return list(zip([self.canvases[place].sequence for place in watched], records, strict=True))

@@ -27,15 +27,13 @@ OF_PROMPT = ("id", "prompt", "messages", "tools", "tokens", "image", "images")
 # What a file of prompts must not decide, for others may have written it.
 OF_CALLER = ("allow_control_tokens",)
 OPTIONS = tuple(field.name for field in fields(Request) if field.name not in (*OF_PROMPT, *OF_CALLER))
-# Settings under the names that this and other programs give them; a line that has one wants something of the sampler.
+# Settings under other names of other programs; a line that has one wants something of the sampler.
 SETTINGS = (
-    *("max_new_tokens", "max_tokens", "max_length", "min_new_tokens", "max_steps", "max_denoising_steps"),
-    *("num_inference_steps", "temperature", "t_min", "t_max", "top_k", "top_p", "min_p", "entropy_bound"),
-    *("stability_threshold", "confidence_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "eos_token_id", "logit_bias", "logprobs", "num_return_sequences", "best_of", "scores"),
-    *("template", "regex", "json_schema", "response_format", "grammar", "guided_json", "guided_regex", "draft"),
-    *("noise", "strategy", "seed", "banned", "thinking", "enable_thinking", "chat_template", "tool_choice"),
-    *OF_CALLER,
+    *("max_tokens", "max_length", "min_new_tokens", "max_denoising_steps", "num_inference_steps", "temperature"),
+    *("t_min", "t_max", "top_k", "top_p", "min_p", "entropy_bound", "stability_threshold", "confidence_threshold"),
+    *("presence_penalty", "frequency_penalty", "stop_token_ids", "eos_token_id", "logit_bias", "logprobs"),
+    *("num_return_sequences", "response_format", "grammar", "guided_json", "guided_regex", "enable_thinking"),
+    *("chat_template", "tool_choice", *OF_CALLER),
 )
 
 NEAR = 5  # letters of a key; a longer one is refused if it is nearly an option

@@ -17,11 +17,13 @@ from torch import Tensor
 from blockdiff.errors import RequestError
 from blockdiff.sampling.canvas_control import FREE
 from blockdiff.sampling.control import require_tokenizer
-from blockdiff.sampling.request import MOST_DRAWS, Request
+from blockdiff.sampling.request import MOST_DRAWS, MOST_STEPS, Request
 from blockdiff.sampling.sequence import Sequence, another_draw, prepare_sequences
 from blockdiff.sampling.template import Hole, parse_template
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.sampling.settings import SamplingSettings
 
@@ -82,10 +84,9 @@ class RunningRead:
         steps: denoising steps before the distributions are read; draws: of the noise, by seeds that follow from the
         request's, or from `seed` where it brings none.
         """
-        for name, value, most in (("steps", steps, None), ("draws", draws, MOST_DRAWS)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most and value > most):
-                bound = f"from 1 to {most}" if most else "of at least 1"
-                raise RequestError(f"{name} must be an integer {bound}, got {value!r:.80}")
+        for name, value, most in (("steps", steps, MOST_STEPS), ("draws", draws, MOST_DRAWS)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise RequestError(f"{name} must be an integer from 1 to {most:,}, got {value!r:.80}")
         if settings.is_next_token:
             raise RequestError("a read takes a model that denoises, and this one predicts next tokens")
         request.check()
@@ -93,21 +94,8 @@ class RunningRead:
             raise RequestError("a read takes a prompt alone; leave out scores, thinking, best_of and other controls")
         if steps > 1 and settings.diffusion.mask_id is not None:
             raise RequestError(f"a model of mask noise fills holes for good, so it is read after one step, not {steps}")
-        tokenizer = require_tokenizer("a read", settings)
-        named, text = dict[str, tuple[int, dict[str, list[int]] | None]](), ""
-        for part in parse_template(template):
-            if isinstance(part, str):
-                text += part.replace("<?", "<??")
-                continue
-            found = {each: request.spelt(each, tokenizer, "the choice") for each in _choices(part, choices, named)}
-            size = part.tokens or _size(part, found)
-            named[str(part.name)] = size, found or None
-            text += f"<?{size}>"
-        if unknown := [name for name in choices or {} if name not in named]:
-            raise RequestError(f"there are choices for {unknown[0]!r}, but the template has no hole <?{unknown[0]}>")
-        if (count := sum(size for size, found in named.values() if found is None)) > MOST_FREE:
-            raise RequestError(f"the free holes have {count} tokens together, and a read takes {MOST_FREE} at most")
-        asked = replace(request, template=text, max_steps=steps, max_new_tokens=settings.canvas_length)
+        holes, filled = _holes(template, choices, request, require_tokenizer("a read", settings))
+        asked = replace(request, template=filled, max_steps=steps, max_new_tokens=settings.canvas_length)
         [first] = prepare_sequences(asked, settings, seed, model.device)
         if first.draft is not None:
             raise RequestError(
@@ -121,13 +109,14 @@ class RunningRead:
             )
         free = iter([place for place, pin in enumerate(first.control.pins) if pin == FREE])
         reading = cls(model, settings, {})
-        for name, (size, of_choices) in named.items():
+        for name, (size, of_choices) in holes.items():
             places = [next(free) for _ in range(size)]
             if of_choices is not None or size == 1:
                 reading.holes[name] = places, of_choices
             else:
                 reading.holes |= {f"{name}[{n}]": ([place], None) for n, place in enumerate(places)}
-        first.draws.extend(another_draw(first, n) for n in range(1, draws))
+        for n in range(1, draws):
+            another_draw(first, n)
         for n, sequence in enumerate(first.draws):
             sequence.on_last_hidden = reading._reader(n)
         reading.sequences = first.draws
@@ -176,6 +165,29 @@ class RunningRead:
         assert control is not None and control.classes is not None
         allowed = control.classes.token_M[: int(control.classes.end_C[0])]  # texts, and no special token
         return torch.full_like(logits_nV[0], -torch.inf).index_copy_(0, allowed, logits_nV[0, allowed]).softmax(-1)
+
+
+def _holes(
+    template: str, choices: Choices | None, request: Request, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, tuple[int, dict[str, list[int]] | None]], str]:
+    """The holes of a template by name, and the template with their sizes in the place of their names.
+
+    A hole has its number of tokens, and the tokens of each choice (None: it is free).
+    """
+    holes, filled = dict[str, tuple[int, dict[str, list[int]] | None]](), ""
+    for part in parse_template(template):
+        if isinstance(part, str):
+            filled += part.replace("<?", "<??")
+            continue
+        found = {each: request.spelt(each, tokenizer, "the choice") for each in _choices(part, choices, holes)}
+        size = part.tokens or _size(part, found)
+        holes[str(part.name)] = size, found or None
+        filled += f"<?{size}>"
+    if unknown := [name for name in choices or {} if name not in holes]:
+        raise RequestError(f"there are choices for {unknown[0]!r}, but the template has no hole <?{unknown[0]}>")
+    if (count := sum(size for size, found in holes.values() if found is None)) > MOST_FREE:
+        raise RequestError(f"the free holes have {count} tokens together, and a read takes {MOST_FREE} at most")
+    return holes, filled
 
 
 def _choices(hole: Hole, choices: Choices | None, others: abc.Container[str]) -> abc.Sequence[str]:

@@ -17,8 +17,7 @@ from blockdiff.sampling.control import Control, compile_control
 from blockdiff.sampling.drafts import BlockDraft, CanvasDraft, Draft, Proposal
 from blockdiff.sampling.request import Forwards, PromptScores, Request, Result
 from blockdiff.sampling.response import opens_reasoning, parse
-from blockdiff.sampling.settings import NO_DRAFTER, ONE_KIND, ONLY_SPECULATIVE, ONLY_VERIFIED
-from blockdiff.sampling.strategies import NextToken, Speculative, Verified, as_strategy, next_token_head
+from blockdiff.sampling.strategies import Speculative, Verified, as_strategy, next_token_head
 from blockdiff.sampling.strategy import require_shapes
 from blockdiff.seeding import child_seed
 
@@ -59,48 +58,45 @@ class RunningCanvas:
 class Sequence:
     """One answer to a request; `prepare_sequences` makes it, the engine extends it, and `result` gives the end of it.
 
-    prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it; seed: that of its
-    draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas; control: what may
-    stand in it; images: those of the prompt; draw: the number of this answer among the request's several (None: it is
-    the only one); draws: all of them, this one included; `id` tells them apart; calls: the model calls of all of them
-    so far, by the names of `Forwards`; places: those of `Result`, of all of them, too.
+    What is asked: prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it;
+    seed: that of its draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas;
+    images: those of the prompt; draw: the number of this answer among the request's `best_of`; on_last_hidden: called
+    with the hidden states [L, D] of the last step of a canvas; on_inputs: called with the number of every step of a
+    canvas, the tokens that it saw [L] and the self-conditioning signal [L, D].
 
-    The response so far is `tokens`, with the `steps` of each canvas, the `logprobs` of the tokens that are scored, and
-    a `finish_reason` or an `error` at its end.
+    What all answers to the request share: draws: all of them, this one included; calls: their model calls so far, by
+    the names of `Forwards`; places: those of `Result`.
+
+    The response so far: `tokens`, with the `steps` of each canvas, the `logprobs` and `top_logprobs` of those that are
+    scored, and a `finish_reason` or an `error` at its end. control: what may stand in it, and the state of that; draft:
+    of its next tokens, where they are verified (None: canvases are committed as they are).
 
     The rest is the engine's. owner: who asked, if others are to get their turns beside it ("": in the order of
-    arrival); token_ids: the prompt and the committed canvases, which the next canvas must see; paged: the pages with
-    the keys and values of those that are encoded (None while the sequence is not admitted); draft: of the next tokens,
-    where they are verified (None: canvases are committed as they are); proposal: the tokens at the end of token_ids
-    that are to be verified (None: there is no proposal); last_hidden_D: the hidden state of the last
+    arrival); token_ids: the prompt and the committed canvases, which the next canvas must see; proposal: the tokens at
+    the end of token_ids that are to be verified (None: there is no proposal); paged: the pages with the keys and values
+    of those that are encoded (None while the sequence is not admitted); last_hidden_D: the hidden state of the last
     encoded token, from which the next one is scored, drawn or verified; num_preempted: the number of token_ids that
     were encoded when it was preempted; shared_tokens: the number of token_ids that others had encoded; canvas: the one
-    that is denoised, if any; is_watched: whether its steps are recorded; recorded: the last recorded step of each
-    canvas; may_capture: whether its steps may be captured; on_last_hidden: called with the hidden states [L, D] of the
-    last step of a canvas; on_inputs: called with the number of every step of a canvas, the tokens that it saw [L] and
-    the self-conditioning signal [L, D]; events: the caller's list, which gets pairs of the sequence and an event.
+    that is denoised, if any; is_watched: whether its steps are recorded; recorded: the canvas and the step that were
+    recorded last; may_capture: whether its steps may be captured; events: the caller's list, which gets pairs of the
+    sequence and an event; is_done: whether it has left the engine.
     """
 
     request: Request
-    id: str | int
     seed: int
     prompt: str
     prompt_tokens: list[int]
     strategy: Strategy
     max_tokens: int
     max_steps: int
-    control: Control | None = None
     images: abc.Sequence[PlacedImage] = ()
-    draw: int | None = None
+    draw: int = 0
+    on_last_hidden: abc.Callable[[Tensor], object] | None = None
+    on_inputs: abc.Callable[[int, Tensor, Tensor], object] | None = None
+
     draws: list[Sequence] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     places: list[tuple[int, int]] = field(default_factory=list)
-    is_scored: bool = False
-    is_watched: bool = False
-    may_capture: bool = True
-    draft: Draft | None = None
-    on_last_hidden: abc.Callable[[Tensor], object] | None = None
-    on_inputs: abc.Callable[[int, Tensor, Tensor], object] | None = None
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -108,22 +104,36 @@ class Sequence:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
-    is_done: bool = False
+    control: Control | None = None
+    draft: Draft | None = None
 
+    owner: str = ""
     token_ids: list[int] = field(default_factory=list)
     proposal: Proposal | None = None
     paged: PagedRow | None = None
     last_hidden_D: Tensor | None = None
-    shared_tokens: int = 0
     num_preempted: int = 0
-    owner: str = ""
+    shared_tokens: int = 0
     canvas: RunningCanvas | None = None
-    recorded: dict[int, int] = field(default_factory=dict)
+    is_watched: bool = False
+    recorded: tuple[int, int] = (-1, -1)
+    may_capture: bool = True
     events: list[tuple[Sequence, Any]] = field(default_factory=list)
+    is_done: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or list(self.prompt_tokens)
         self._prompt_identities = identities(self.prompt_tokens, self.images)
+
+    @property
+    def id(self) -> str | int:
+        """The id of the request, or of an answer to it after the first one "ID draw N"."""
+        return f"{self.request.id} draw {self.draw}" if self.draw else self.request.id
+
+    @property
+    def is_scored(self) -> bool:
+        """True where its tokens are scored."""
+        return self.request.scores or self.request.best_of > 1
 
     @property
     def identities(self) -> list[int]:
@@ -280,7 +290,7 @@ class Sequence:
             logprobs=logprobs,
             top_logprobs=top if self.request.top_logprobs else None,
             prompt_scores=prompt_scores,
-            draw=self.draw,
+            draw=None if self.request.best_of == 1 else self.draw,
             forwards=Forwards(**self.calls),
             places=[*self.places],
             prompt_tokens=len(self.prompt_tokens),
@@ -293,33 +303,22 @@ def prepare_sequences(
 ) -> list[Sequence]:
     """The answers to a request that are to be drawn: one, or `best_of`; RequestError says why it cannot be answered.
 
-    seed: what the request's own seed follows from where it brings none; device: the model's. Answers after the first
-    are called "ID draw N" in the records of steps and canvases, and their seeds follow from the first one's.
+    seed: what the request's own seed follows from where it brings none; device: the model's. The seeds of answers after
+    the first follow from that one's.
     """
     prompt, tokens, images = request.as_tokens(settings.tokenizer, settings.vocab_size, settings.image_reader)
-    max_tokens = settings.max_tokens(request.max_new_tokens or settings.generation.max_new_tokens)
-    max_steps = request.max_steps or settings.generation.max_steps
     strategy = settings.strategy
     if request.strategy is not None:
         strategy = as_strategy(request.strategy, settings.generation)
-    if isinstance(strategy, Verified):
-        max_steps = strategy.steps  # of a round
-    require_shapes(strategy, max_steps)
-    is_scored, is_verified = request.scores or request.best_of > 1, isinstance(strategy, Verified)
-    if (is_scored or is_verified) and settings.diffusion.objective.get("ar_loss", "not said") in ("none", None):
-        vain = "its next-token predictions, which verify drafts, know" if is_verified else "its scores say"
-        warnings.warn(
-            f"this model was trained without the next-token loss (objective.ar_loss: none): {vain} nothing",
-            stacklevel=1,
-        )
-    if isinstance(strategy, Speculative) and settings.block is None:
-        raise RequestError(NO_DRAFTER)
-    if isinstance(strategy, NextToken | Speculative) != settings.is_next_token:
-        raise RequestError(ONE_KIND if settings.block is None else ONLY_SPECULATIVE)
-    if settings.is_drafted and settings.block is None and not is_verified:
-        raise RequestError(ONLY_VERIFIED)
+        settings.require_fitting(strategy)
+    is_verified = isinstance(strategy, Verified)
+    max_tokens = settings.max_tokens(request.max_new_tokens or settings.generation.max_new_tokens)
+    max_steps = request.max_steps or settings.generation.max_steps
     if settings.is_next_token:
         max_steps = 1
+    elif isinstance(strategy, Verified):
+        max_steps = strategy.steps  # of a round
+    require_shapes(strategy, max_steps)
     if request.stop and settings.tokenizer is None:
         raise RequestError("stop has texts, which need a tokenizer, and there is none")
     if opens_reasoning(prompt) and (form := request.form):
@@ -339,27 +338,28 @@ def prepare_sequences(
             f"the prompt has {len(tokens)} tokens, but the model's {positions} positions leave room for {room} before "
             f"a response of {max_tokens}; shorten it or lower max_new_tokens"
         )
-    own_seed = child_seed(seed, request.id) if request.seed is None else request.seed
     first = Sequence(
         request,
-        request.id,
-        own_seed,
+        child_seed(seed, request.id) if request.seed is None else request.seed,
         prompt,
         tokens,
         strategy,
         max_tokens,
         max_steps * settings.canvas_length if is_verified else max_steps,  # each round adds a token at least
-        control,
         images,
-        draw=None if request.best_of == 1 else 0,
-        is_scored=is_scored,
+        control=control,
         draft=_new_draft(strategy, settings),
     )
-    draws = first.draws
-    draws.append(first)
+    if (first.is_scored or is_verified) and settings.diffusion.objective.get("ar_loss", "not said") in ("none", None):
+        vain = "its next-token predictions, which verify drafts, know" if is_verified else "its scores say"
+        warnings.warn(
+            f"this model was trained without the next-token loss (objective.ar_loss: none): {vain} nothing",
+            stacklevel=1,
+        )
+    first.draws.append(first)
     for n in range(1, request.best_of):
-        draws.append(another_draw(first, n))
-    return draws
+        another_draw(first, n)
+    return first.draws
 
 
 def _new_draft(strategy: Strategy, settings: SamplingSettings) -> Draft | None:
@@ -371,12 +371,26 @@ def _new_draft(strategy: Strategy, settings: SamplingSettings) -> Draft | None:
     return BlockDraft(min(block or most, most) - 1, follows=block is None)
 
 
-def another_draw(first: Sequence, draw: int) -> Sequence:
-    """Another answer to the request of `first`, before it has begun, with a seed that follows from its own."""
-    own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
-    own["draft"] = None if first.draft is None else replace(first.draft)
-    own["control"] = None if first.control is None else first.control.copy()
-    return replace(first, **own, tokens=[], steps=[], token_ids=[], canvas=None, recorded={}, top_logprobs=[])  # type: ignore[arg-type]
+def another_draw(first: Sequence, draw: int) -> None:
+    """Add another answer to the draws of `first`, before it has begun, with a seed that follows from its own."""
+    first.draws.append(
+        Sequence(
+            first.request,
+            child_seed(first.seed, draw),
+            first.prompt,
+            first.prompt_tokens,
+            first.strategy,
+            first.max_tokens,
+            first.max_steps,
+            first.images,
+            draw,
+            draws=first.draws,
+            calls=first.calls,
+            places=first.places,
+            control=None if first.control is None else first.control.copy(),
+            draft=None if first.draft is None else replace(first.draft),
+        )
+    )
 
 
 def _require_plain(strategy: Strategy, max_steps: int) -> None:

@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 
     from blockdiff.models.family import BlockDiffusionModel
 
-ONLY_VERIFIED = "a draft model drafts for verified canvases alone; give the strategy verified, or none"
-ONE_KIND = (
-    "some strategies denoise canvases and next_token does not, so not both can answer the requests of one sampler; "
-    "use two"
-)
-ONLY_SPECULATIVE = "a drafter drafts next tokens; give the strategy speculative or next_token, or none"
 A_DRAFTER = "is a drafter; give it with --draft-model (draft_model=...) beside the model that it drafts for"
-NO_DRAFTER = "the strategy speculative needs a drafter; give one (--draft-model), or the strategy next_token"
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,23 @@ class SamplingSettings:
     @property
     def is_next_token(self) -> bool:
         """True where responses grow token by token and nothing is denoised."""
-        return isinstance(self.strategy, NextToken | Speculative)
+        return draws_next_tokens(self.strategy)
+
+    def require_fitting(self, strategy: Strategy) -> None:
+        """Raise RequestError for a strategy that the model, or the drafter beside it, cannot answer by."""
+        if isinstance(strategy, Speculative) and self.block is None:
+            raise RequestError(
+                "the strategy speculative needs a drafter; give one (--draft-model), or the strategy next_token"
+            )
+        if self.block is not None and not draws_next_tokens(strategy):
+            raise RequestError("a drafter drafts next tokens; give the strategy speculative or next_token, or none")
+        if self.is_drafted and self.block is None and not isinstance(strategy, Verified):
+            raise RequestError("a draft model drafts for verified canvases alone; give the strategy verified, or none")
+        if draws_next_tokens(strategy) != self.is_next_token:
+            raise RequestError(
+                "some strategies denoise canvases and next_token does not, so not both can answer the requests of one "
+                "sampler; use two"
+            )
 
     def max_tokens(self, max_new_tokens: int) -> int:
         """The most tokens of a response: so many, in whole canvases; RequestError where no prompt fits before them."""
@@ -124,13 +133,8 @@ def sampling_settings(
     if is_drafted and strategy is None:
         strategy = "verified" if block is None else "speculative"
     strategy = as_strategy(strategy, generation, denoises)
-    is_next_token = isinstance(strategy, NextToken | Speculative)
-    if not denoises and not is_next_token:
+    if not denoises and not draws_next_tokens(strategy):
         raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")
-    if isinstance(strategy, Speculative) and block is None:
-        raise RequestError(NO_DRAFTER)
-    if is_drafted and not (isinstance(strategy, Verified) if block is None else is_next_token):
-        raise RequestError(ONLY_VERIFIED if block is None else ONLY_SPECULATIVE)
     if diffusion is None:
         diffusion = _diffusion(origin)
         if isinstance(model, Drafted) and block is None:
@@ -145,18 +149,25 @@ def sampling_settings(
     config = getattr(model, "config", None)
     configs = [config, model.drafter.config] if isinstance(model, Drafted) else [config]
     special = special_tokens(config, generation, tokenizer)
-    return SamplingSettings(
+    settings = SamplingSettings(
         tokenizer,
         replace(generation, eos_ids=special.eos_ids, pad_id=special.pad_id),
         diffusion,
         strategy,
-        canvas_length=1 if is_next_token else model.canvas_length,
+        canvas_length=1 if draws_next_tokens(strategy) else model.canvas_length,
         vocab_size=model.vocab_size,
         positions=None if config is None else min(family_of(each).outline(each).positions for each in configs),
         is_drafted=is_drafted,
         block=block,
         image_reader=None if is_drafted and block is None else _image_reader(model, tokenizer),
     )
+    settings.require_fitting(strategy)
+    return settings
+
+
+def draws_next_tokens(strategy: Strategy) -> bool:
+    """True for a strategy by which responses grow token by token."""
+    return isinstance(strategy, NextToken | Speculative)
 
 
 def _diffusion(origin: Path | None) -> DiffusionSettings:
