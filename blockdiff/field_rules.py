@@ -29,9 +29,12 @@ def broken_rule(instance: Any, rules: Mapping[str, Rule]) -> str | None:
         value = getattr(instance, name)
         if value is None and defaults[name] is None:
             continue
-        if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kind) or not is_met(value):
+        if not _is_kind(value, kind) or not is_met(value):
             return f"{name} must be {words}, got {value!r:.80}"
-        for item in value if is_item is not None else ():
-            if not is_item(item):
-                return f"{name} must be {words}, got {item!r:.80} in it"
+        if is_item is not None and (wrong := [item for item in value if not is_item(item)]):
+            return f"{name} must be {words}, got {wrong[0]!r:.80} in it"
     return None
+
+
+def _is_kind(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, bool) is (kind is bool) and isinstance(value, kind)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import lru_cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from blockdiff.checkpoint.generation import Generation
@@ -93,7 +92,6 @@ NAMES: Mapping[str, Named] = {
 }
 
 
-@lru_cache(maxsize=16)
 def text_keys(made: type[Any]) -> dict[str, TextKey]:
     """The keys of a dataclass, by their names, which are those of its fields."""
     hints, found = get_type_hints(made, include_extras=True), {}
