@@ -32,9 +32,9 @@ class Commits:
         if isinstance(draft, BlockDraft):
             assert own is not None
             draft.note(verification)
-            sequence.count_places(verification)
             standing = [*verification.draft[: verification.accepted], own]
-            self.commit(sequence, standing, 1, hidden_TD, start)
+            kept = self.commit(sequence, standing, 1, hidden_TD, start)
+            sequence.count_places(verification, kept)
             return
         assert draft is not None
         draft.take(verification, proposal.steps)
@@ -59,17 +59,17 @@ class Commits:
         steps: int,
         hidden_TD: Tensor | None = None,
         start: int | None = None,
-    ) -> None:
+    ) -> int:
         """Add any number of tokens to the response, and to the token_ids where the next canvas or scores need them.
 
         hidden_TD: of verified tokens the hidden states of the first ones, which stand in the pages from column `start`
-        on (None: behind the tokens before).
+        on (None: behind the tokens before). Returns the number of tokens added, up to the end of the response.
         """
         number, start = len(sequence.steps), len(sequence.token_ids) if start is None else start
         kept = sequence.commit(tokens, steps, self.settings.generation.eos_ids)
         kept -= sequence.stop(kept, self.settings.text)
         if sequence.error is not None:
-            return
+            return kept
         committed = CommittedCanvas.undecoded(
             functools.partial(_text, self.settings, sequence.tokens, len(sequence.tokens)),
             id=sequence.id,
@@ -91,6 +91,7 @@ class Commits:
                 hidden_TD = sequence.last_hidden_D[None, :][:0]
         if hidden_TD is not None:
             self.encoding.accept(sequence, start, hidden_TD[: len(sequence.token_ids) - start])
+        return kept
 
 
 def _text(settings: SamplingSettings, tokens: list[int], count: int) -> str:

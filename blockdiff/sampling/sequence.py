@@ -196,9 +196,12 @@ class Sequence:
         """True where nothing is left to do for it: it has failed, or it has ended and all its tokens are encoded."""
         return self.error is not None or (self.finish_reason is not None and not self.num_uncomputed)
 
-    def count_places(self, verification: Verification) -> None:
-        """Count the drafted tokens of a block by their places, and those that stand."""
-        for place in range(len(verification.draft)):
+    def count_places(self, verification: Verification, kept: int) -> None:
+        """Count the drafted tokens of a block by their places, and those that stand; none behind the response's end.
+
+        kept: the tokens of the block that were added to the response.
+        """
+        for place in range(len(verification.draft) if self.finish_reason is None else kept)[: len(verification.draft)]:
             drafted, stood = self.places[place] if place < len(self.places) else (0, 0)
             self.places[place : place + 1] = [(drafted + 1, stood + (place < verification.accepted))]
 

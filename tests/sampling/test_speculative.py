@@ -133,6 +133,17 @@ def test_drafts_stand_and_save_calls_of_the_target(target, either):
     assert all(each.forwards.denoise == 0 for each in drafts)
 
 
+def test_places_behind_the_end_of_a_response_are_not_counted(either, monkeypatch):
+    """The prompt's call gives a token, a round what stands and, unless that is the end, one more."""
+    monkeypatch.setitem(globals(), "SETTINGS", replace(SETTINGS, eos_ids=(5, 6)))
+    asked = requests(24, max_new_tokens=30)
+    found = answered(either, "speculative:temperature=20,block=5", asked)
+    for each in found:
+        stood = sum(count for _, count in each.places)
+        assert stood + 1 + each.forwards.verify - len(each.tokens) in (0, 1)
+    assert any(stood for each in found for _, stood in each.places)
+
+
 @pytest.mark.parametrize("options", [{"max_rows": 3}, {"max_rows": 6, "capacity": 64, "chunk_tokens": 8}])
 def test_company_and_preemption_change_no_token(target, either, options):
     asked, hot = requests(), "temperature=1.2,top_p=0.9"
