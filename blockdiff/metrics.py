@@ -54,6 +54,7 @@ METRICS: dict[str, Metric] = {
     "loss": Metric("train", "loss", "lower"),
     "canvas_loss": Metric("train", "canvas loss", "lower"),
     "ar_loss": Metric("train", "next-token loss", "lower"),
+    "draft_loss": Metric("train", "draft loss", "lower"),
     "grad_norm": Metric("train", "gradient norm", format=".2f"),
     "lr": Metric("train", "learning rate", format=".1e"),
     "epoch": Metric("train", "epoch", format=".2f"),

@@ -194,12 +194,13 @@ class Collator:
         coin_N = uniform(self.seed, Stream.COIN, (epoch_N, sample_N, canvas_N), 1)[:, 0] < self.coin_probability
         t_N = self.time.draw(self.seed, step, slot_N, rank_N, total_slots)
         canvases_of: list[list[Canvas]] = [[] for _ in examples]
+        scored = [sum(self._scored(pieces[row][canvas]) for canvas in canvases) for row, canvases in enumerate(chosen)]
         for (row, canvas, _), t, coin in zip(flat, t_N.tolist(), coin_N.tolist(), strict=True):
             start, end = pieces[row][canvas]
             example = examples[row]
             tokens = fill(example.tokens[start:end], self.canvas_length, self.eos_id)
             address = (epochs[row], example.sample_id, canvas)
-            weight = 1.0 if self.normalisation == "token" else 1 / (len(chosen[row]) * self.canvas_length)
+            weight = 1.0 if self.normalisation == "token" else 1 / scored[row]
             canvases_of[row].append(
                 Canvas(tokens, start, content=end - start, t=t, coin=coin, address=address, weight=weight)
             )
@@ -216,6 +217,11 @@ class Collator:
             return cut(response, self.canvas_length)
         start, end = response
         return [(column, min(column + self.canvas_length, end)) for column in range(start, end - 1)]
+
+    def _scored(self, columns: tuple[int, int]) -> int:
+        """The number of positions that are scored of a canvas, or of a block, at some columns."""
+        start, end = columns
+        return end - start - 1 if self.are_blocks else self.canvas_length
 
     def begin(self, examples: Sequence[Example]) -> None:
         """Begin to read the images of the examples whose rows are asked for next."""

@@ -85,7 +85,7 @@ ALONE = [  # one run: losses first, then everything else that it measured; colou
         for m in ("loss", "accuracy")
     ),
     Panel("held-out tokens right", (Line(RESPONSE, "without fill", ORANGE), Line(WHOLE, "with fill", BLUE))),
-    *_over_steps("heldout_accepted_length", "heldout_draft_accuracy"),
+    *_over_steps("draft_loss", "heldout_accepted_length", "heldout_draft_accuracy"),
     Panel(METRICS["reward"].label, REWARD),
     *_over_steps("rollout_steps_per_canvas", "groups_without_spread", "entropy"),
     *_over_steps("sample_accuracy", "sample_steps_per_canvas"),

@@ -30,9 +30,8 @@ class Answer:
     failures: dict[str, str]
     steps: list[int]
     canvases: list[Trajectory] = field(default_factory=list)
-    agreed: list[int] = field(
-        default_factory=lambda: [0, 0]
-    )  # tokens that canvases proposed, and the head chooses, too
+    agreed: list[int] = field(default_factory=lambda: [0, 0])  # of the tokens that canvases proposed the head's, too
+    is_cut: bool = False  # it has as many tokens as it may, and no end
     advantage: float = 0.0
 
     @property
@@ -62,7 +61,10 @@ def canvas_batch(answers: Sequence[Answer], collator: Collator, steps: int) -> R
         committed = [own for _, _, own in answer.canvases]
         clean = [*answer.prompt, *(token for own in committed[:-1] for token in own)]
         starts = range(len(answer.prompt), len(clean) + 1, L)
-        canvases = [Canvas(own, start) for own, start in zip(committed, starts, strict=True)]
+        canvases = [
+            Canvas(own, start, address=(0, answer.place, number))
+            for number, (own, start) in enumerate(zip(committed, starts, strict=True))
+        ]
         rows.append(CleanRow(clean, canvases, answer.place, ar_weights=[0.0] * len(clean)))
     rows = rows or [replace(PADDING_ROW, canvases=[Canvas([0] * L, 0, length=0)])]
     batch = _laid_out(rows, answers, collator)
@@ -78,13 +80,19 @@ def canvas_batch(answers: Sequence[Answer], collator: Collator, steps: int) -> R
 def examples(answers: Sequence[Answer], collator: Collator, number: int, step: int, slots: int) -> Batch:
     """The answers of above-average reward as rows of the ordinary objective, at their places of so many slots.
 
-    number: the round's, by which noise and coins are addressed as by an epoch.
+    number: the round's, by which noise and coins are addressed as by an epoch. An answer that was cut off has whole
+    canvases alone, so that it does not teach to end there.
     """
-    good = [answer for answer in answers if answer.advantage > 0]
-    found = [Example(a.place, [*a.prompt, *a.tokens], [(len(a.prompt), len(a.prompt) + len(a.tokens))]) for a in good]
+    found, places = list[Example](), list[int]()
+    for answer in answers:
+        L, count = collator.canvas_length, len(answer.tokens)
+        count -= count % L if answer.is_cut else 0
+        if answer.advantage > 0 and count:
+            span = len(answer.prompt), len(answer.prompt) + count
+            found.append(Example(answer.place, [*answer.prompt, *answer.tokens[:count]], [span]))
+            places.append(answer.place % slots)
     if not found:
         return collator.lay_out([PADDING_ROW])
-    places = [answer.place % slots for answer in good]
     return collator(found, epoch=number, step=step, slots=places, total_slots=slots)
 
 

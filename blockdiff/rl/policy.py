@@ -90,8 +90,9 @@ class PolicyObjective(Objective):
     """The ordinary objective, which of a `RolloutBatch` gives the policy loss, too.
 
     The loss of an answer is the sum over its actions of -min(r A, clip(r) A) with r = exp(log p - old log p) (PPO,
-    arXiv 1707.06347), and with `kl` of exp(d) - d - 1 with d = reference log p - log p. `measured` adds up what was
-    seen on the way, until it is taken.
+    arXiv 1707.06347), and with `kl` of r (exp(d) - d - 1) with d = reference log p - log p: the ratio makes value and
+    gradient those of the divergence of each action's distribution, whichever weights drew it (arXiv 2512.02556).
+    `measured` adds up what was seen on the way, until it is taken.
     """
 
     def __init__(self, *parts: Any, policy: Policy, **choices: Any) -> None:
@@ -115,7 +116,7 @@ class PolicyObjective(Objective):
             with torch.no_grad(), without_adapters(self.model):
                 reference_N = self.actions(batch, is_measured=False).log_p_N
             more_N = reference_N - log_p_N
-            divergence = (more_N.exp() - more_N - 1).sum()
+            divergence = (ratio_N * (more_N.exp() - more_N - 1)).sum()
             policy_sum = policy_sum + self.policy.kl * divergence
             self._measure(kl=divergence.detach())
         zero = policy_sum.new_zeros(())

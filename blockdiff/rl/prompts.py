@@ -26,18 +26,24 @@ class Prompt:
 
 
 class Prompts:
-    """The rows of all sources, one source after the other; `fingerprint` says what is in them, wherever they lie.
+    """The rows of all sources, one source after the other; `fingerprint` says what they ask and how they are mixed.
 
     sizes: the number of rows of each source (none: there is one); weights: their parts of a mixture.
     """
 
     def __init__(self, rows: Sequence[Prompt], sizes: Sequence[int] = (), weights: Sequence[float] = (1.0,)) -> None:
         self.rows, self.sizes, self.weights = rows, sizes or [len(rows)], weights
-        text = json.dumps([row.value for row in rows], sort_keys=True, default=str)
+        asked = [(row.value, row.question.prompt, row.question.reference, row.question.tools) for row in rows]
+        text = json.dumps([asked, self.sizes, self.weights], sort_keys=True, default=str)
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def has_conversations(self) -> bool:
+        """True where the chat template writes some of the prompts."""
+        return any(not isinstance(row.question.prompt, str) for row in self.rows)
 
 
 def read_prompts(

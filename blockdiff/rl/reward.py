@@ -24,6 +24,7 @@ from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
 Reward = Callable[[Mapping[str, Any], Result], float]
 NAMED = 3  # failures that lines name
+LARGEST = 1e12  # of a reward, whose square and sums are numbers, too
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Rewarded:
 
 
 class Rewards:
-    """Calls every reward function by name; one that raises, takes too long or gives no finite number counts as 0.
+    """Calls every reward function by name; one that raises, takes too long or gives no usable number counts as 0.
 
     They run without gradients and outside of autocast, whatever the answers were drawn in.
 
@@ -54,8 +55,8 @@ class Rewards:
             try:
                 with torch.no_grad(), _without_autocast(), time_limit(TEMPLATE_SECONDS):
                     value = float(function(prompt, result))
-                if not math.isfinite(value):
-                    raise ValueError(f"it gave {value}, which is no finite number")
+                if not abs(value) <= LARGEST:
+                    raise ValueError(f"it gave {value}, which is no finite number of at most {LARGEST:g}")
                 values[name] = value
             except (Exception, SystemExit) as error:  # whatever somebody else's function raises
                 failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"

@@ -28,7 +28,7 @@ from blockdiff.rl.reward import make_rewards
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.checkpoint_reader import restore
+from blockdiff.training.checkpoint_reader import read_counts, restore
 from blockdiff.training.data import Data, read_data
 from blockdiff.training.distil import Distil, make_distil
 from blockdiff.training.ema import Ema
@@ -79,8 +79,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     data = checked_data(recipe, base, show, ranks)
     for line in data.lines():
         show.line(line)
-    if recipe.rl is not None and isinstance(data.train, Prompts):
-        make_rewards(recipe.rl.reward, recipe.given.reward, data.train.rows)  # what cannot judge is refused here
+    if recipe.rl is not None:
+        make_rewards(recipe.rl.reward, recipe.given.reward, data.asked)  # what cannot judge is refused here
     require_step(objective, recipe, base, ranks, data, show)
 
     if recipe.train.activation_checkpointing:
@@ -139,6 +139,10 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
             length = f"{getattr(recipe.train, key):g}"
             raise RunError(f"{saved}: already at step {step}, past train.{key} = {length}; raise train.{key} to go on")
     diffusion = DiffusionSettings.of(objective, objective_record(recipe, objective))
+    rollouts: Distil | Rollouts | None = make_distil(recipe, base, model, diffusion, precision)
+    rollouts = rollouts or make_rollouts(recipe, base, data, objective, diffusion, ranks, precision, show)
+    if saved is not None and rollouts is not None:
+        rollouts.count_on(read_counts(saved), ranks)
     return Built(
         base=base,
         data=data,
@@ -150,8 +154,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         optimiser=optimiser,
         learning_rate=learning_rate,
         average=average,
-        rollouts=make_distil(recipe, base, model, diffusion, precision)
-        or make_rollouts(recipe, base, data, objective, diffusion, ranks, precision, show),
+        rollouts=rollouts,
         diffusion=diffusion,
         facts=facts,
         steps=data.steps,

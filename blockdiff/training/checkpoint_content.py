@@ -1,9 +1,10 @@
 """The content of a checkpoint of a run, `checkpoints/step-N`: its files, and the tensors and values in them by name.
 
-It holds weights, optimiser state, averaged weights, step and facts, and no random state: every draw is addressed. Its
-tensors are safetensors files and the rest is JSON, so no file is a pickle. Where nothing was sharded, a file has whole
-tensors: `model.safetensors`. Otherwise each rank wrote the pieces that it owns, `model-RANK.safetensors`, and
-`pieces.json` says where they lie. `checkpoint_writer` writes it, `checkpoint_reader` reads it.
+It holds weights, optimiser state, averaged weights, step, facts and what the next record of the log has counted so far,
+and no random state: every draw is addressed. Its tensors are safetensors files and the rest is JSON, so no file is a
+pickle. Where nothing was sharded, a file has whole tensors: `model.safetensors`. Otherwise each rank wrote the pieces
+that it owns, `model-RANK.safetensors`, and `pieces.json` says where they lie. `checkpoint_writer` writes it,
+`checkpoint_reader` reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from blockdiff.tensor_pieces import is_spread
 
 FOLDER, TRAINER, PIECES = CHECKPOINTS, "trainer.json", "pieces.json"
 MODEL, OPTIMISER, AVERAGE = KINDS = ("model", "optimiser", "ema")  # the tensors, and how their files begin
-FORMAT = 6  # of trainer.json and what it lists; a checkpoint of another one is refused
+FORMAT = 7  # of trainer.json and what it lists; a checkpoint of another one is refused
 STREAMED = "data.train: content"  # a fact: of a stream, whose rows may be corrected before a run goes on
 ALONE = Ranks(torch.device("cpu"))
 SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes keeps once for all parameters

@@ -113,6 +113,13 @@ def restore(
     return int(trainer["step"])
 
 
+def read_counts(checkpoint: Path) -> dict[str, float]:
+    """The counts that were saved with a checkpoint, which the next record of the log goes on from."""
+    with _readable(checkpoint):
+        counts: dict[str, float] = _read_trainer(checkpoint)["counts"]
+        return counts
+
+
 def restore_weights(
     checkpoint: Path, objective: nn.Module, average: Ema | None = None, ranks: Ranks | None = None
 ) -> None:

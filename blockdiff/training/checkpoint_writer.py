@@ -77,12 +77,13 @@ class CheckpointWriter:
         optimiser: torch.optim.Optimizer,
         facts: Facts,
         average: Ema | None = None,
+        counts: Mapping[str, float] | None = None,
     ) -> None:
         """Begin the checkpoint of a step, once the one before is complete.
 
         objective: what trains; the tensors of its `model` have the names they have there. `facts` (JSON values, such as
-        seed and recipe) are compared by `restore`. Raises RunError in one line for what cannot be written, which leaves
-        the earlier checkpoints as they were.
+        seed and recipe) are compared by `restore`, and `read_counts` gives `counts` back. Raises RunError in one line
+        for what cannot be written, which leaves the earlier checkpoints as they were.
         """
         self.wait()
         ranks = self.ranks
@@ -92,7 +93,7 @@ class CheckpointWriter:
         self._is_sharded = any(is_spread(tensor) for named in tensors.values() for tensor in named.values())
         self._mine = mine = {kind: _owned(named, ranks.rank) for kind, named in tensors.items()}
         self._needed = sum(piece.local.nbytes for named in mine.values() for piece in named.values())
-        kept = {"step": step, "world": ranks.world, "facts": dict(facts), "optimiser": values}
+        kept = {"step": step, "world": ranks.world, "facts": dict(facts), "counts": counts or {}, "optimiser": values}
         self._trainer = {"format": FORMAT, "version": __version__, **kept}
         self.step = step
         with ranks.guarded(f"saving step {step}"), self._abandoned_if_it_fails():

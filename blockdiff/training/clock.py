@@ -15,12 +15,16 @@ from blockdiff import memory
 
 
 class Clock:
-    """Seconds spent on optimiser steps and the tokens they processed; evaluation and saving stand apart."""
+    """Seconds spent on optimiser steps and the tokens they processed; evaluation and saving stand apart.
+
+    since_reading: the seconds between the last two readings.
+    """
 
     def __init__(self, device: torch.device, seconds: float = 0.0) -> None:
         self._seconds = seconds
         self._since = time.perf_counter()
         self._seconds_at_reading = seconds
+        self.since_reading = 0.0
         # Stays on the device, so that counting never waits for it.
         self._tokens = torch.zeros(2, dtype=torch.float64, device=device)
 
@@ -32,7 +36,7 @@ class Clock:
         """Processed and scored tokens per second since the last reading, `seconds` so far; waits for the device."""
         processed, scored = self._tokens.tolist()
         seconds = self._seconds + time.perf_counter() - self._since
-        since = max(seconds - self._seconds_at_reading, 1e-9)
+        self.since_reading = since = max(seconds - self._seconds_at_reading, 1e-9)
         self._seconds_at_reading = seconds
         self._tokens.zero_()
         return {

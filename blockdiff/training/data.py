@@ -27,7 +27,7 @@ from blockdiff.data.stream import StreamedExamples
 from blockdiff.errors import DataError
 from blockdiff.models.family import family_of
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.rl.prompts import Prompts, read_prompts
+from blockdiff.rl.prompts import Prompt, Prompts, read_prompts
 from blockdiff.terminal import counted
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
@@ -108,6 +108,11 @@ class Data:
             most = self.recipe.evaluation.rows
             examples = self.heldout.examples if most is None else self.heldout.examples[:most]
             yield from heldout_batches(examples, self.collator, rows, rank=rank, world=world)
+
+    @property
+    def asked(self) -> list[Prompt]:
+        """The prompts of reinforcement learning, those that are held out at the end."""
+        return [prompt for each in (self.train, self.prompts) if isinstance(each, Prompts) for prompt in each.rows]
 
     def step_examples(self, step: int) -> dict[int, Example]:
         """The examples of an optimiser step by sample id."""
@@ -277,9 +282,10 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, w
     if d.heldout is not None:
         specs = sources(d.heldout, recipe, d.heldout_split)
         heldout = load_dataset(specs, encode, cache=cache, first=one_first(), watch=watch)
-    if not isinstance(train, Prompts) and train.has_conversations:
-        # The model learns this format: the tokenizer saved beside it writes it.
-        base.tokenizer.chat_template = encode.template
+    if train.has_conversations:
+        # The model learns this format, or is asked in it: the tokenizer saved beside it writes it.
+        if recipe.rl is None or d.template == "verbatim":
+            base.tokenizer.chat_template = encode.template
     elif d.template != "tokenizer":
         raise DataError(
             "data.template: is set, but no row is a conversation; write messages rows, set data.chat: true, or leave "

@@ -8,8 +8,8 @@ stay as they are.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from blockdiff.training.starting_model import StartingModel
 from blockdiff.training.step import autocast
 
 ROWS = 64  # canvases that are rolled out together
+COUNTED = ("canvases", "steps", "settled")
 
 
 @dataclass(eq=False)
@@ -70,7 +71,7 @@ class Distil:
 
     def __init__(self, student: Sampler, teacher: Sampler, seed: int, precision: str | None = None) -> None:
         self.student, self.teacher, self.seed, self.precision = student, teacher, seed, precision
-        self._counted = Counter[str]()
+        self._counted: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
         """The batches with states and settled canvases; canvases that did not settle are not scored.
@@ -84,15 +85,25 @@ class Distil:
         for rollout, canvas in self._run(self.teacher, rollouts, is_visited=False):
             if canvas.steps < (canvas.max_steps or 0):  # its stopping rule has ended it
                 rollout.settled_L = canvas.tokens
-        self._counted.update(canvases=len(rollouts), settled=sum(each.settled_L is not None for each in rollouts))
+        self._counted["canvases"] += len(rollouts)
+        self._counted["settled"] += sum(each.settled_L is not None for each in rollouts)
         return [self._distilled(batch, of_batch) for batch, of_batch in zip(batches, by_place, strict=True)]
 
     def read(self, ranks: Ranks) -> Record:
         """The student's steps per canvas of all ranks since the last call, and the share of canvases with a target."""
-        mine = [self._counted[name] for name in ("canvases", "steps", "settled")]
-        count, steps, settled = ranks.sum_of_rows(torch.tensor(mine, dtype=torch.float64)).tolist()
+        count, steps, settled = self.counts(ranks).values()
         self._counted.clear()
         return {"rollout_steps_per_canvas": steps / max(1, count), "rollout_settled": settled / max(1, count)}
+
+    def counts(self, ranks: Ranks) -> dict[str, float]:
+        """The counts since the last reading, over all ranks, for a checkpoint."""
+        mine = torch.tensor([self._counted[name] for name in COUNTED], dtype=torch.float64)
+        return dict(zip(COUNTED, ranks.sum_of_rows(mine).tolist(), strict=True))
+
+    def count_on(self, counts: Mapping[str, float], ranks: Ranks) -> None:
+        """Go on from what a checkpoint has of `counts`."""
+        if ranks.row_rank == 0:
+            self._counted.update(counts)
 
     def _rollouts(self, batch: Batch) -> dict[tuple[int, int], Rollout]:
         """The rollouts that a batch asks for, by row and canvas."""

@@ -17,7 +17,7 @@ from blockdiff.training.freeze import PartCounts
 T = TypeVar("T")
 # What a line shows of a record, in this order, where the record has it.
 LINE = (
-    *("loss", "canvas_loss", "ar_loss", "grad_norm", "lr"),
+    *("loss", "canvas_loss", "ar_loss", "draft_loss", "grad_norm", "lr"),
     *("reward", "groups_without_spread", "rollout_steps_per_canvas", "rollout_settled"),
     *("tokens_per_second", "scored_tokens_per_second", "memory_gib", "skipped"),
     *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
@@ -140,7 +140,7 @@ class Progress:
     def record(self, record: Record) -> None:
         """Show a metrics record as one line, and its loss, speed and memory beside the bar."""
         step = record["step"]
-        keys = [key for key in LINE if key != "loss" or record.get("ar_loss")]  # otherwise it is the canvas loss
+        keys = [key for key in LINE if key != "loss" or record.get("ar_loss")]  # otherwise it is the only one
         shown = list(texts(record, keys).values())
         words = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *shown]
         if record["kind"] == "skipped":

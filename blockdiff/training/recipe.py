@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    FiniteFloat,
     PlainSerializer,
     ValidationError,
     ValidationInfo,
@@ -313,7 +314,7 @@ class RlSection(Section):
     """Reinforcement learning: who answers, what is rewarded, and how the gradient follows (docs/rl.md)."""
 
     policy: Literal["head", "canvas"]
-    reward: str | dict[str, float] | None = None  # a task or module:function, or their weights; null = from Python
+    reward: str | dict[str, FiniteFloat] | None = None  # a task or module:function, or weights of several
     strategy: Annotated[str, AfterValidator(_strategy)] | None = None  # of the rollouts; null = docs/rl.md
     group: Annotated[int, Field(ge=2)] = 8  # answers to each prompt
     prompts: Positive = 16  # of a round of rollouts

@@ -15,6 +15,8 @@ from blockdiff.training.recipe_choices import UniformTokens
 from blockdiff.training.run import require_decisive
 from blockdiff.training.trackers import check as check_trackers
 
+OF_OPTIMISERS = ("name", "betas", "eps", "weight_decay", "layer_decay")
+OF_PROMPTS = ("prompts_every", "prompts_count", "task", "strategy")
 OF_CANVASES = {
     "objective": (
         *("schedule", "time", "corruption", "weight"),
@@ -22,6 +24,7 @@ OF_CANVASES = {
     ),
     "data": ("canvases",),
 }
+OF_DRAFTERS = ("heldout_accepted_length", "heldout_draft_accuracy", "heldout_draft_loss")  # held-out metrics
 NOT_OF_DRAFTERS = {
     "objective": (*OF_CANVASES["objective"], "ar_loss", "router", "images"),
     "data": ("canvases",),
@@ -73,6 +76,16 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         raise RecipeError(f"evaluation.best: {metric} is measured on {needs}, which is not set")
     if metric in ("heldout_ar_loss", "heldout_ar_accuracy") and recipe.objective.ar_loss is None:
         raise RecipeError(f"evaluation.best: {metric} is not measured with objective.ar_loss: none")
+    is_drafted = recipe.objective.draft_for is not None
+    if METRICS[metric].kind == "heldout" and (metric in OF_DRAFTERS) != is_drafted:
+        others = (
+            f"of a drafter there are {', '.join(OF_DRAFTERS)}"
+            if is_drafted
+            else "it is a drafter's (objective.draft_for)"
+        )
+        raise RecipeError(f"evaluation.best: {metric} is not measured; {others}")
+    if metric == "sample_reward" and recipe.rl is None:
+        raise RecipeError("evaluation.best: sample_reward is not measured; it is of reinforcement learning (rl)")
     if patience is not None and not every:
         raise RecipeError(f"evaluation.patience: {metric} is measured at the end only; set {key}")
 
@@ -207,17 +220,23 @@ def without_effect(recipe: Recipe, steps: int) -> list[str]:
 
     A warm-up that never ends gets a line, too.
     """
-    d, t, e, o = recipe.data, recipe.train, recipe.evaluation, recipe.optim
+    d, t, e, o, c = recipe.data, recipe.train, recipe.evaluation, recipe.optim, recipe.objective
+    has_noise = d.heldout is not None and c.draft_for is None
     keeps_some = not t.keep_every or (t.save_every > 0 and t.keep_every % t.save_every == 0)
     needs = [
         (o, "optim", ("momentum",), o.name == "muon", "optim.name: muon"),
+        (o, "optim", OF_OPTIMISERS, recipe.given.optimiser is None, "no optimiser from Python"),
+        (c, "objective", ("anchors", "loss", "targets"), c.draft_for is not None, "objective.draft_for"),
         (t, "train", ("eval_every",), d.heldout is not None, "data.heldout"),
         (t, "train", ("keep_every",), keeps_some, "to be a multiple of train.save_every"),
-        (e, "evaluation", ("rows", "noise_levels"), d.heldout is not None, "data.heldout"),
-        (e, "evaluation", ("prompts_every", "prompts_count", "task"), e.prompts is not None, "evaluation.prompts"),
+        (e, "evaluation", ("rows",), d.heldout is not None, "data.heldout"),
+        (e, "evaluation", ("noise_levels",), has_noise, "held-out canvases (data.heldout)"),
+        (e, "evaluation", OF_PROMPTS, e.prompts is not None, "evaluation.prompts"),
     ]
     if (rl := recipe.rl) is not None:
+        has_ratios = rl.steps(t.batch_size) > 1
         needs.append((rl, "rl", ("signal",), rl.policy == "canvas", "rl.policy: canvas"))
+        needs.append((rl, "rl", ("clip",), has_ratios, "several steps a round (rl.epochs or train.batch_size)"))
     warmup = recipe.optim.warmup_steps or 0
     endless = f"optim.warmup_steps: the warm-up of {warmup} steps does not end within the {steps} steps of the run"
     return [endless] * (warmup >= steps) + [

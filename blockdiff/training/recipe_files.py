@@ -41,10 +41,10 @@ def read_recipe(
     """Read a recipe on top of those it `extends`, with `key.path=value` overrides (values are YAML) on top.
 
     source: a path, the same as a mapping, or a recipe that was read. given: values from Python by section and key,
-    which come on top of everything. needs_data: whether the files with rows must be there. In a mapping, rows may
-    stand for a source of rows (a `datasets.Dataset` or a list of mappings) and an object for a choice. Relative paths
-    of data, weights and tokenizer are looked up from the current directory first, then from the directory of the
-    recipe that names them.
+    which come on top of everything. needs_data: whether the rows must be there, in files or from Python. In a mapping,
+    rows may stand for a source of rows (a `datasets.Dataset` or a list of mappings) and an object for a choice.
+    Relative paths of data, weights and tokenizer are looked up from the current directory first, then from the
+    directory of the recipe that names them.
     Raises RecipeError: one line with file, key path and cure.
     """
     if not isinstance(source, str | Path | Mapping | Recipe):
@@ -62,6 +62,8 @@ def read_recipe(
                     if not section.get(each):
                         below.pop(each, None)
         _merge(merged, tree, (), (origin, directory), origins)
+    if not needs_data:
+        _leave_out_given(merged)
     for key, must_exist in FILE_KEYS.items():
         must_exist = must_exist and needs_data
         *above, last = key
@@ -136,6 +138,24 @@ def _spelt_out(choice: OneOf, value: Any) -> Any:
         return choice.full(choice.short(value) if type(value) in choice.kinds.values() else value)
     except ValueError:
         return value
+
+
+def _leave_out_given(tree: dict[str, Any]) -> None:
+    """Take out what a run was given from Python and has recorded, and what neither its weights nor a plan need."""
+    for name, key in SOURCES:
+        section = tree.get(name)
+        if isinstance(section, dict) and isinstance(section.get(key), list):
+            section[key] = [{"path": each["name"]} if _is_recorded(each) else each for each in section[key]]
+    for name, key in (("given", "optimiser"), ("given", "trainer"), ("given", "reward"), ("evaluation", "task")):
+        section = tree.get(name)
+        value = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and (isinstance(value, Mapping) or (isinstance(value, str) and "." in value)):
+            del section[key]
+
+
+def _is_recorded(source: Any) -> bool:
+    """True of rows from Python as a run records them, by their number."""
+    return isinstance(source, Mapping) and isinstance(source.get("rows"), int)
 
 
 class _Loader(yaml.SafeLoader):

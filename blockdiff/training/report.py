@@ -25,7 +25,8 @@ LAST_AND_BEST = (
 LAST = ("sample_steps_per_canvas", "sample_max_steps", "sample_tokens_per_forward")
 # What the line shows, in this order.
 LINE = (
-    *("skipped", "canvas_loss", "ar_loss", "heldout_canvas_loss", "heldout_response_accuracy", "heldout_ar_loss"),
+    *("skipped", "canvas_loss", "ar_loss", "draft_loss"),
+    *("heldout_canvas_loss", "heldout_response_accuracy", "heldout_ar_loss"),
     *("heldout_accepted_length", "heldout_draft_accuracy"),
     *("sample_reward", "sample_accuracy", "sample_steps_per_canvas", "tokens_per_second", "memory_gib"),
 )
@@ -64,6 +65,7 @@ def run_report(
         "epochs": round(steps * batch_size / examples, 6) if examples else None,
         "skipped": max((record.get("skipped", 0) for record in records), default=0),
         **{key: last.get(key) for key in ("loss", "canvas_loss", "ar_loss")},
+        **{key: last[key] for key in ("draft_loss",) if key in last},
         **{key: record[key] for record in records for key in LAST if key in record},
     }
     for key in LAST_AND_BEST:

@@ -7,9 +7,10 @@ and the draw, so a round follows from weights and recipe alone.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -35,6 +36,8 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.rollout_strategy import rollout_strategy
 from blockdiff.training.starting_model import StartingModel
 from blockdiff.training.step import autocast
+
+SEEN = ("actions", "clipped", "surprise", "kl", "positions", "reaccepted")  # in the objective's `measured`
 
 
 class Rollouts:
@@ -62,7 +65,6 @@ class Rollouts:
         self.ranks, self.precision, self.show = ranks, precision, show
         self._round = 0
         self._had_spread = True  # whether rewards of a group differed in the round before
-        self._ended: float | None = None  # when batches were handed out
         self._updates: list[list[RolloutBatch]] = []  # of the round
         self._counted: defaultdict[str, float] = defaultdict(float)
 
@@ -71,34 +73,23 @@ class Rollouts:
 
         Raises DataError for a prompt that cannot be answered, and Interrupted when a rank is to stop meanwhile.
         """
-        self._count_update()
         number, within = divmod(step - 1, self.rl.steps(self.recipe.train.batch_size))
         if number + 1 != self._round:
             if within:
                 raise RunError(f"step {step} is within a round of rollouts, which begins anew where a run is resumed")
             self._begin(number + 1, step)
-        self._ended = time.perf_counter()
         return self._updates[within % len(self._updates)]
 
-    def _count_update(self) -> None:
-        """Count the time since batches were handed out, in which their gradient was computed."""
-        if self._ended is not None:
-            self._counted["updates"] += time.perf_counter() - self._ended
-        self._ended = None
-
     def read(self, ranks: Ranks) -> Record:
-        """The metrics of all rounds and updates since the last call, over all ranks."""
-        self._count_update()
-        mine = self.objective.measured
-        names = ("actions", "clipped", "surprise", "kl", "positions", "reaccepted")
-        device = self.ranks.device
-        sums = ranks.sum_of_rows(torch.stack([torch.as_tensor(mine[name], device=device).double() for name in names]))
-        seen, counted = dict(zip(names, sums.tolist(), strict=True)), self._counted
+        """The metrics of all rounds and updates since the last call, over all ranks.
+
+        Left out are means of nothing, and sums that are not finite, because of a step that was skipped.
+        """
+        seen, counted, record = self._seen(ranks), self._counted, Record()
         self.objective.measured.clear()
-        actions = max(1.0, seen["actions"])
-        record: Record = {"ratio_clipped": seen["clipped"] / actions, "entropy": seen["surprise"] / actions}
-        if self.rl.kl:
-            record["kl"] = seen["kl"] / actions
+        if actions := seen["actions"]:
+            names = {"ratio_clipped": "clipped", "entropy": "surprise"} | ({"kl": "kl"} if self.rl.kl else {})
+            record |= {key: seen[name] / actions for key, name in names.items() if math.isfinite(seen[name])}
         if seen["positions"]:
             record["acceptance_changed"] = seen["reaccepted"] / seen["positions"]
         if answers := counted["answers"]:  # a round has begun
@@ -110,15 +101,34 @@ class Rollouts:
                 "reward_failures": int(counted["failures"]),
                 "groups_without_spread": counted["even groups"] / counted["groups"],
                 "answer_tokens": counted["tokens"] / answers,
+                "rollout_seconds": counted["seconds"],
+                "rollout_tokens_per_second": counted["tokens"] / max(1e-9, counted["seconds"]),
             }
         if counted["canvases"]:
             record["rollout_steps_per_canvas"] = counted["steps"] / counted["canvases"]
         if counted["drafted"]:
             record["agreement"] = counted["stood"] / counted["drafted"]
-        record |= {"rollout_seconds": counted["seconds"], "update_seconds": counted["updates"]}
-        record["rollout_tokens_per_second"] = counted["tokens"] / max(1e-9, counted["seconds"])
         counted.clear()
         return record
+
+    def counts(self, ranks: Ranks) -> dict[str, float]:
+        """The counts since the last reading, over all ranks, for a checkpoint; seconds are none of them."""
+        return {f"seen {name}": value for name, value in self._seen(ranks).items()} | {
+            name: value for name, value in self._counted.items() if name != "seconds"
+        }
+
+    def count_on(self, counts: Mapping[str, float], ranks: Ranks) -> None:
+        """Go on from what a checkpoint has of `counts`."""
+        for name, value in counts.items():
+            if not name.startswith("seen "):
+                self._counted[name] = value
+            elif ranks.row_rank == 0:
+                self.objective.measured[name.removeprefix("seen ")] = value
+
+    def _seen(self, ranks: Ranks) -> dict[str, float]:
+        """The sums that the objective has measured, over all ranks."""
+        mine = [torch.as_tensor(self.objective.measured[name], device=ranks.device).double() for name in SEEN]
+        return dict(zip(SEEN, ranks.sum_of_rows(torch.stack(mine)).tolist(), strict=True))
 
     def _begin(self, number: int, step: int) -> None:
         """Draw the answers of a round, and lay out the batches of its optimiser steps."""
@@ -142,7 +152,9 @@ class Rollouts:
         self._count(answers)
         self._counted["seconds"] += time.perf_counter() - began
         starts = range(0, len(answers), size)
-        self._updates = [self._batches(answers[first : first + size], number, step) for first in starts]
+        self._updates = [
+            self._batches(answers[first : first + size], number, step + update) for update, first in enumerate(starts)
+        ]
         if len(self._updates) * self.rl.epochs > 1:
             self._updates = [[self._with_old(batch) for batch in update] for update in self._updates]
         self._round = number
@@ -158,6 +170,7 @@ class Rollouts:
         places = [slot * rl.group + draw for slot in groups for draw in range(rl.group)]
         requests = [self._request(number, place, rows[place // rl.group]) for place in places]
         drawn, recorder, began, total = list[Answer](), _Recorder(), time.perf_counter(), 0
+        refusal: str | None = None
         precise = autocast(ranks.device, self.precision)
         with evaluating(model), precise, measuring(model, ranks, "the rollouts") as look:
             sampler = self.sampler()
@@ -174,18 +187,21 @@ class Rollouts:
             for count, (n, result) in enumerate(stream, start=1):
                 slot, row = places[n] // rl.group, rows[places[n] // rl.group]
                 if result.error is not None:
-                    raise DataError(f"{row.question.where}: the prompt cannot be answered: {result.error}")
+                    refusal = f"{row.question.where}: the prompt cannot be answered: {result.error}"
+                    continue
                 tokens = list(result.tokens)  # before somebody else's function has the result
                 earned = self.rewards(row, result)
                 parts = earned.total, earned.values, earned.failures, list(result.steps)
                 canvases = recorder.take(places[n]) if rl.policy == "canvas" else []
-                agreed = recorder.agreed(places[n], result)
-                drawn.append(Answer(places[n], prompt_of[slot], tokens, *parts, canvases, agreed))
+                agreed, is_cut = recorder.agreed(places[n], result), result.finish_reason == "length"
+                drawn.append(Answer(places[n], prompt_of[slot], tokens, *parts, canvases, agreed, is_cut))
                 total += len(tokens)
                 self.show.rollouts(count, len(requests), total / (time.perf_counter() - began))
         names = [each.name for each in fields(Answer)]
-        gathered = ranks.gather_rows([[getattr(answer, name) for name in names] for answer in drawn])
-        found = [Answer(**dict(zip(names, values, strict=True))) for of_rank in gathered for values in of_rank]
+        gathered = ranks.gather_rows((refusal, [[getattr(answer, name) for name in names] for answer in drawn]))
+        if refusals := [said for said, _ in gathered if said is not None]:  # all ranks say it together
+            raise DataError(refusals[0])
+        found = [Answer(**dict(zip(names, values, strict=True))) for _, of_rank in gathered for values in of_rank]
         return sorted(found, key=lambda answer: answer.place)
 
     def check(self, rows: Sequence[Prompt]) -> None:
@@ -326,8 +342,7 @@ def make_rollouts(
         return None
     assert isinstance(objective, PolicyObjective) and isinstance(data.train, Prompts)
     strategy = rollout_strategy(recipe.rl, base.generation, base.denoises)
-    heldout = data.prompts.rows if isinstance(data.prompts, Prompts) else []
-    rewards = make_rewards(recipe.rl.reward, recipe.given.reward, [*data.train.rows, *heldout])
+    rewards = make_rewards(recipe.rl.reward, recipe.given.reward, data.asked)
 
     def sampler() -> Sampler:
         return Sampler(objective.model, base.tokenizer, base.generation, diffusion, strategy)
@@ -335,5 +350,5 @@ def make_rollouts(
     if recipe.rl.policy == "head" and recipe.objective.ar_loss is None:
         show.line("note      rl.policy: head: the model was trained with ar_loss: none, so its head has learnt nothing")
     made = Rollouts(recipe, data.train, data.order, objective, sampler, rewards, data.collator, ranks, precision, show)
-    made.check([*data.train.rows, *heldout])
+    made.check(data.asked)
     return made

@@ -87,6 +87,8 @@ def resume_facts(
         else _hash([asdict(replace(row, where="")) for row in data.prompts])
     )
     facts["data.train"] = data.train.fingerprint
+    if isinstance(data.train, Prompts):  # which are no tokens yet
+        facts["data.train"] = _hash([data.train.fingerprint, str(base.tokenizer.chat_template)])
     if isinstance(data.train, StreamedExamples):
         with show.waiting("data      reading the streamed rows, to know them again on resuming"):
             facts[STREAMED] = ranks.from_main("reading the streamed rows", data.train.content)

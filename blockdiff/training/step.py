@@ -61,8 +61,8 @@ class Counts:
 class Gradient:
     """The gradient that the backward passes of an optimiser step left in the parameters, and its losses."""
 
-    sums: Tensor  # float64 [micro-batches of this rank, 3]: canvas, AR and policy loss, summed
-    losses: Record  # loss, canvas_loss, ar_loss, and of rollouts policy_loss: means over all ranks
+    sums: Tensor  # float64 [micro-batches of this rank, 3]: canvas (or draft), AR and policy loss, summed
+    losses: Record  # loss, canvas_loss (or draft_loss), ar_loss, and of rollouts policy_loss: means over all ranks
     norm: float
 
     @property
@@ -163,6 +163,8 @@ class SkippedSteps:
         Every rank sees the same gradient, so all come here together.
         """
         broken, samples = culprit(batches, gradient.sums, ranks)
+        if broken == "canvas loss" and "draft_loss" in gradient.losses:
+            broken = "draft loss"
         named = ", ".join(map(str, samples[:NAMED_SAMPLES])) + (", ..." if len(samples) > NAMED_SAMPLES else "")
         what = f"step {step}: the {broken} is not finite (sample ids {named})"
         if self.policy == "stop":

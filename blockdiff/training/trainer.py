@@ -184,6 +184,9 @@ class Trainer:
         share = 1.0 if self.recipe.rl is None else self.recipe.rl.sft
         gradient = backpropagate(b.module, self.weights, batches, counts, ar_weight, b.precision, b.mesh, share)
         self.clock.count(counts.tokens_2)
+        if isinstance(b.objective, DraftObjective):
+            named = {("draft_loss" if key == "canvas_loss" else key): loss for key, loss in gradient.losses.items()}
+            gradient = replace(gradient, losses=named)
         return gradient
 
     def learning_rate(self, step: int) -> float:
@@ -207,6 +210,8 @@ class Trainer:
         record |= {"grad_norm": gradient.norm, "lr": self.learning_rate(self.step)}
         if self.built.rollouts is not None:
             record |= self.built.rollouts.read(self.ranks)
+        if self.recipe.rl is not None:
+            record["update_seconds"] = self.clock.since_reading - record.get("rollout_seconds", 0.0)
         if steps_per_epoch := self.steps_per_epoch():
             record["epoch"] = round(self.step / steps_per_epoch, 4)
         self.record({**record, "skipped": len(self.skipped.steps), **rates})
@@ -356,7 +361,8 @@ class Trainer:
     def save(self, step: int) -> None:
         """Write a checkpoint; with `train.save_async` only begin to write it."""
         b = self.built
-        self.saver.start(step, b.objective, b.optimiser, b.facts, b.average)
+        counts = None if b.rollouts is None else b.rollouts.counts(self.ranks)
+        self.saver.start(step, b.objective, b.optimiser, b.facts, b.average, counts)
 
     def completed(self, step: int) -> None:
         """The checkpoint of a step (0 = none) is complete: remove old ones, and tell the callbacks."""

@@ -69,6 +69,13 @@ def test_blocks_begin_at_random_tokens_of_responses_and_their_masks_alone_are_sc
     assert [block.start for block in row.canvases] == list(range(start, end - 1))
 
 
+def test_examples_count_alike_where_losses_are_means_over_examples():
+    made, some = replace(collator(4), normalisation="example"), examples(5)
+    batch = made(some, epoch=1, step=1, slots=range(5), total_slots=5)
+    counts = (batch.is_scored_BCL.sum(-1) * batch.weight_BC).sum(-1)
+    assert counts.tolist() == pytest.approx([1.0] * 5)
+
+
 def plainly(objective: DraftObjective, batch: Batch, weights: dict[str, Tensor]) -> Tensor:
     """The loss, block by block, with the drafter of the oracle and features of a row that ends before the anchor."""
     target, drafter = objective.target, objective.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -289,3 +290,24 @@ def test_the_reference_is_the_model_without_its_adapters():
     expected = ((plain - log_p).exp() - (plain - log_p) - 1).sum()
     assert float(objective(batch).policy_sum) == pytest.approx(0.5 * float(expected), rel=1e-9)
     assert torch.equal(objective.actions(batch).log_p_N, objective.actions(batch).log_p_N)
+
+
+def test_the_expected_gradient_of_the_divergence_is_the_exact_one_whichever_weights_drew_the_answers(model):
+    adapted = copy.deepcopy(model)
+    reference_V = torch.stack([head_log_p(adapted, [token], 1.0) for token in range(V)]).detach()
+    adapt(adapted, targets(adapted, {"attention": LowRank(2, 4)}))
+    draw_adapters(adapted, 4, torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        for name, x in adapted.named_parameters():
+            if name.endswith("lora_B"):
+                x.normal_(0, 2.0, generator=torch.Generator().manual_seed(1))
+    log_p_V = torch.stack([head_log_p(adapted, [token], 1.0) for token in range(V)])
+    exact = gradient(adapted, (log_p_V.exp() * (log_p_V - reference_V)).sum())
+    objective = objective_of(adapted, Policy("head", [1.0], kl=1.0))
+    for old in ([0.2, 0.5, 0.3], log_p_V.detach().exp().tolist()):
+        losses = []
+        for token, p in enumerate(old):
+            batch = head_batch([answer(0, [token])], COLLATOR)
+            drawn = replace(batch, old_N=torch.tensor([p], dtype=torch.float64).log())
+            losses.append(p * objective(drawn).policy_sum)
+        assert largest_error(gradient(adapted, torch.stack(losses).sum()), exact) < 1e-8

@@ -6,7 +6,9 @@ import itertools
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,23 +17,30 @@ from safetensors.torch import load_file
 
 import blockdiff
 from blockdiff import checkpoint
+from blockdiff.data.collate import AllCanvases, Collator
 from blockdiff.data.sources import Source
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.errors import DataError, RecipeError
+from blockdiff.diffusion.schedule import StratifiedTime
+from blockdiff.errors import DataError, RecipeError, RunError
 from blockdiff.metrics import reproducible
+from blockdiff.parallel.ranks import Ranks
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.rl import reward as rewards_module
+from blockdiff.rl.batches import Answer, canvas_batch, examples
 from blockdiff.rl.prompts import read_prompts
 from blockdiff.rl.reward import advantages, make_rewards
 from blockdiff.sampling import Generation, Result
+from blockdiff.training.export import consolidate
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.rollouts import Rollouts
+from blockdiff.training.step import sample_ids
 from tests.commands import refusal, works
 from tests.commands import run as command
 from tests.little_model import LITTLE, save_preset
 from tests.training.test_refuse import recipe
 
+ALONE = Ranks(torch.device("cpu"))
 ROWS = [{**row, "digit": "1"} for row in make_splits(4, {"train": 12}, seed=0)["train"]]
 
 
@@ -117,6 +126,117 @@ def test_equal_rewards_leave_the_weights_unchanged_to_the_bit_and_are_said(input
     assert "2 optimiser steps of 6 answers, saved every 2" in said
 
 
+class Watch(blockdiff.Callback):
+    """Ends the run in the middle of a step, or takes long between two steps."""
+
+    def __init__(self, lost_in: int = 0, takes: float = 0.0) -> None:
+        self.lost_in, self.takes = lost_in, takes
+
+    def on_step(self, trainer: Any) -> None:
+        if trainer.step == self.lost_in:
+            raise KeyboardInterrupt
+
+    def on_record(self, trainer: Any, record: dict[str, Any]) -> None:
+        if record["kind"] == "sample":
+            time.sleep(self.takes)
+
+
+@pytest.mark.parametrize("policy", ["head", "canvas"])
+def test_a_record_of_a_resumed_run_covers_the_rounds_before_its_checkpoint(inputs, tmp_path, policy):
+    """The only record is that of step 4, and the run is lost after the checkpoint of step 2."""
+    changes = ["train.log_every=4", "train.save_every=2", "train.keep=9", f"rl.policy={policy}"]
+    whole = blockdiff.reinforce(inputs, changes, tmp_path / "whole", reward=ones)
+    with pytest.raises(KeyboardInterrupt):
+        blockdiff.reinforce(inputs, changes, tmp_path / "run", reward=ones, callbacks=[Watch(lost_in=3)])
+    again = blockdiff.reinforce(inputs, changes, tmp_path / "run", resume=True, reward=ones)
+    [record] = reproducible(whole.records)
+    assert reproducible(again.records) == [record] and record["step"] == 4
+    exported = consolidate(again.directory / "checkpoints" / "step-4", tmp_path / "exported")
+    assert (exported / "model.safetensors").exists()  # though rows and reward were given from Python
+
+
+def test_the_time_of_updates_is_without_that_of_evaluations(inputs, tmp_path):
+    changes = ["train.log_every=2", "train.steps=2", "train.save_every=0", "evaluation.prompts_every=1"]
+    asked = inputs | {"evaluation": {"prompts": inputs["data"]["train"][:1]}}
+    run = blockdiff.reinforce(asked, changes, tmp_path / "run", reward=ones, callbacks=[Watch(takes=0.3)])
+    [record] = [record for record in run.records if record["kind"] == "train"]
+    assert 0 < record["update_seconds"] + record["rollout_seconds"] < record["seconds"] + 1e-2
+
+
+def rollouts_that_saw(**measured: float) -> Rollouts:
+    """Rollouts between two rounds, whose objective has measured this."""
+    rollouts = Rollouts.__new__(Rollouts)
+    rollouts.ranks, rollouts.rl, rollouts._counted = ALONE, SimpleNamespace(kl=0.1), defaultdict(float)
+    rollouts.objective = SimpleNamespace(measured=defaultdict(float, measured))
+    return rollouts
+
+
+def test_what_was_not_measured_is_not_recorded():
+    """Means over no action, figures of no round, and sums of a step that was skipped because it was not finite."""
+    assert rollouts_that_saw().read(ALONE) == {}
+    assert rollouts_that_saw(actions=4, surprise=float("nan"), kl=2.0).read(ALONE) == {"ratio_clipped": 0, "kl": 0.5}
+
+
+def test_every_update_has_noise_levels_of_its_own_and_all_ranks_refuse_together(inputs, tmp_path, monkeypatch):
+    steps: list[int] = []
+    made = Rollouts._batches
+
+    def batches(self: Rollouts, answers: Any, number: int, step: int) -> Any:
+        steps.append(step)
+        return made(self, answers, number, step)
+
+    monkeypatch.setattr(Rollouts, "_batches", batches)
+    changes = ["train.batch_size=3", "train.save_every=0", "rl.sft=1"]
+    blockdiff.reinforce(inputs, changes, tmp_path / "run", reward=ones)
+    assert steps == [1, 2, 3, 4]
+    monkeypatch.setattr(Ranks, "gather_rows", lambda self, mine: [mine, ("rows:9: the prompt cannot be answered", [])])
+    with pytest.raises(DataError, match="rows:9: the prompt cannot be answered"):
+        blockdiff.reinforce(inputs, changes, tmp_path / "other", reward=ones)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_answers_that_were_cut_off_do_not_teach_to_end_there(is_cut):
+    collator = Collator(4, 0, 2, 3, StratifiedTime(), AllCanvases())
+    own = {"is_cut": is_cut, "advantage": 1}
+    rows = [Answer(n, [5, 6], [7] * length, 1, {}, {}, [], **own) for n, length in enumerate((6, 3))]
+    batch = examples(rows, collator, 1, 1, 2)
+    fills = batch.length_BC - batch.content_BC
+    assert fills[batch.length_BC > 0].tolist() == ([0] if is_cut else [0, 2, 1])
+    assert int((batch.tokens_BS == 7).sum()) == (4 if is_cut else 9)
+
+
+def test_samples_of_a_batch_of_canvases_are_its_answers():
+    trajectory = [[1, 2]], [[1, 2]], [1, 2]
+    rows = [Answer(place, [5, 6], [1, 2], 1, {}, {}, [], [trajectory], advantage=1) for place in (3, 7)]
+    assert sample_ids(canvas_batch(rows, Collator(2, 0, 2, 3, StratifiedTime()), 1)) == [3, 7]
+
+
+def test_another_template_of_prompts_is_another_run(inputs, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": row["prompt"]}], "digit": "1"} for row in ROWS[:4]]
+    asked = inputs | {"data": {"train": rows}}
+    for name, text in {"one": "{{ messages[-1]['content'] }}", "other": "{{ messages[-1]['content'] }}1"}.items():
+        (tmp_path / f"{name}.jinja").write_text(text)
+    changes = ["train.steps=1", "train.save_every=1", f"data.template={tmp_path / 'one.jinja'}"]
+    run = blockdiff.reinforce(asked, changes, tmp_path / "run", reward=ones)
+    assert (run.directory / "model" / "chat_template.jinja").read_text() == "{{ messages[-1]['content'] }}"
+    changes = ["train.steps=2", "train.save_every=1", f"data.template={tmp_path / 'other.jinja'}"]
+    with pytest.raises(RunError, match=r"other training rows \(data.train\), or rows that become tokens in another"):
+        blockdiff.reinforce(asked, changes, tmp_path / "run", resume=True, reward=ones)
+    with pytest.raises(DataError, match=r"data.template: is set, but no row is a conversation"):
+        blockdiff.reinforce(inputs, changes, tmp_path / "other", reward=ones)
+
+
+def test_prompts_are_known_by_what_they_ask_and_how_they_are_mixed():
+    rows = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+    sources = [
+        [Source(rows=rows, columns={"prompt": "a"})],
+        [Source(rows=rows, columns={"prompt": "b"})],
+        [Source(rows=rows[:1], columns={"prompt": "a"}), Source(rows=rows[1:], columns={"prompt": "a"})],
+        [Source(rows=rows[:1], columns={"prompt": "a"}, weight=2), Source(rows=rows[1:], columns={"prompt": "a"})],
+    ]
+    assert len({read_prompts(each, is_chat=False, system=None).fingerprint for each in sources}) == 4
+
+
 def failing(kind: str) -> Callable[..., Any]:
     """A reward that fails for every other answer, in some way."""
     count = itertools.count()
@@ -127,18 +247,19 @@ def failing(kind: str) -> Callable[..., Any]:
         if kind == "late":
             time.sleep(5)
         ways = {"raises": lambda: 1 / 0, "nan": lambda: float("nan"), "late": lambda: 1.0, "exits": sys.exit}
-        return ways[kind]()
+        return (ways | {"huge": lambda: 1e200})[kind]()
 
     return reward
 
 
-@pytest.mark.parametrize("kind", ["raises", "nan", "late", "exits"])
+@pytest.mark.parametrize("kind", ["raises", "nan", "huge", "late", "exits"])
 def test_a_reward_that_fails_is_0_and_counted(inputs, tmp_path, monkeypatch, capsys, kind):
     monkeypatch.setattr(rewards_module, "TEMPLATE_SECONDS", 0.05)
     run = blockdiff.reinforce(inputs, ["train.steps=1", "train.save_every=1"], tmp_path / "run", reward=failing(kind))
     [record] = run.records
     assert record["reward_failures"] == 3 and record["reward"] == 0.5
     told = {"raises": "ZeroDivisionError", "nan": "no finite number", "late": "TimeoutError", "exits": "SystemExit"}
+    told["huge"] = "it gave 1e+200, which is no finite number of at most 1e+12"
     assert "3 of 6 rewards failed and count 0: reward: " in (said := capsys.readouterr().out) and told[kind] in said
 
 
@@ -286,6 +407,7 @@ RL = {"rl": {"policy": "canvas", "reward": "sudoku"}, "model": {"path": "a", "pr
         ({"train": {"steps": 4, "batch_size": 7}}, "train.batch_size: 7 does not divide the 128 answers"),
         ({"train": {"steps": None, "epochs": 1, "batch_size": 128}}, "train.epochs: rounds of rollouts have no end"),
         ({"rl": {"policy": "head"}}, "rl.reward: missing"),
+        ({"rl": {"policy": "head", "reward": {"sudoku": float("nan")}}}, "rl.reward.sudoku: input should be a finite"),
         ({"objective": {"corruption": "mask"}}, "its draws are known for objective.corruption: uniform"),
         ({"objective": {"prediction": "leave_one_out"}}, "its draws are known for objective.prediction: posterior"),
         ({"objective": {"images": "frozen"}}, "objective.images: goes without reinforcement learning"),

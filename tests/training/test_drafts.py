@@ -72,9 +72,12 @@ def test_the_mask_token_is_asked_for_by_name_and_must_be_free(here):
         assert found.exit_code == 1 and said in found.output, found.output
 
 
-def test_a_drafter_learns_and_its_run_is_resumed_to_the_bit(here, tmp_path):
+def test_a_drafter_learns_and_its_run_is_resumed_to_the_bit(here, tmp_path, capsys):
     whole = blockdiff.train(recipe(here), output=tmp_path / "whole")
     heldout = [record for record in whole.records if record["kind"] == "heldout"]
+    trained = [record for record in whole.records if record["kind"] == "train"]
+    assert all(record["draft_loss"] == record["loss"] and "canvas_loss" not in record for record in trained)
+    assert "draft loss" in capsys.readouterr().out
     assert [record["step"] for record in heldout] == [0, 2, 4]
     assert heldout[-1]["heldout_draft_loss"] < heldout[0]["heldout_draft_loss"]
     assert all(len(record["heldout_places"]) == 3 and 1 <= record["heldout_accepted_length"] <= 4 for record in heldout)
@@ -127,7 +130,10 @@ def test_a_plan_counts_the_target_and_all_blocks(here):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"objective": {}, "lora": "none"}, r"model.path: .*draft is a drafter; say for which model, objective"),
+        (
+            {"objective": {}, "lora": "none", "evaluation": {}},
+            r"model.path: .*draft is a drafter; say for which model, objective",
+        ),
         ({"objective": {"draft_for": "TARGET", "coin": 0.1}}, "objective.coin: a drafter learns without it"),
         ({"lora": {"rank": 2}}, "lora: a drafter trains whole"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import MaskCorruption
@@ -43,6 +44,15 @@ HELD = {"train": "a.jsonl", "heldout": "b.jsonl"}
             {"evaluation": {"best": "heldout_canvas_loss", "patience": 1}, "data": HELD},
             "measured at the end only; set train.eval_every",
         ),
+        (
+            {"evaluation": {"best": "heldout_canvas_loss"}, "data": HELD, "objective": {"draft_for": "a"}},
+            "is not measured; of a drafter there are heldout_accepted_length",
+        ),
+        ({"evaluation": {"best": "heldout_draft_loss"}, "data": HELD}, "is not measured; it is a drafter's"),
+        (
+            {"evaluation": {"best": "sample_reward", "prompts": "a"}},
+            "sample_reward is not measured; it is of reinforcement learning",
+        ),
         ({"train": {"steps": None, "epochs": 2}, "data": {"streaming": True}}, "not counted beforehand"),
         ({"train": {"trackers": ["tensorbord"]}}, "no tracker is called 'tensorbord'"),
     ],
@@ -71,11 +81,22 @@ def test_keys_that_need_those_of_another_section_are_named() -> None:
     assert without_effect(recipe(optim={"warmup_steps": 8}), 9) == []
     changed = recipe(
         train={"keep_every": 7, "save_every": 5, "eval_every": 3, "steps": 30},
-        evaluation={"prompts_every": 4},
-        optim={"momentum": 0.9},
+        evaluation={"prompts_every": 4, "strategy": "confident"},
+        optim={"momentum": 0.9, "layer_decay": 0.9},
+        objective={"anchors": 9},
+        given={"optimiser": torch.optim.SGD},
     )
     keys = [line.split()[0] for line in without_effect(changed, 30)]
-    assert keys == ["optim.momentum", "train.eval_every", "train.keep_every", "evaluation.prompts_every"]
+    assert keys == [
+        *("optim.momentum", "optim.layer_decay", "objective.anchors", "train.eval_every", "train.keep_every"),
+        *("evaluation.prompts_every", "evaluation.strategy"),
+    ]
+    drafted = recipe(objective={"draft_for": "a", "anchors": 9}, data=HELD, evaluation={"noise_levels": 2})
+    assert [line.split()[0] for line in without_effect(drafted, 9)] == ["evaluation.noise_levels"]
+    for epochs, said in ((1, ["rl.clip"]), (2, [])):
+        rl = {"policy": "head", "reward": "sudoku", "clip": [0.1, 0.1], "epochs": epochs}
+        reinforced = recipe(rl=rl, train={"batch_size": 128})
+        assert [line.split()[0] for line in without_effect(reinforced, 9)] == said
 
 
 def test_a_warm_up_that_never_ends_is_named() -> None:
