@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from blockdiff.errors import BlockdiffError, Closed, EngineError, Full, RequestError, TimedOut
-from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS, compile_limit
+from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS
 from blockdiff.sampling.engine import Engine, Event
 from blockdiff.sampling.read import Choices, Read, RunningRead
 from blockdiff.sampling.request import Request, Result
@@ -28,6 +28,7 @@ from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.sequence import Sequence, prepare_sequences
 from blockdiff.sampling.settings import SamplingSettings, sampling_settings
 from blockdiff.sampling.trace import Step
+from blockdiff.serving.preparing import Kind, Preparing, characters, fulfil, kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("blockdiff.serving")
 MOST_FRAMES = 64  # steps that wait for a slow reader; later ones are left out until it has read some
-# Threads in which requests are prepared: those with a constraint or images, those with a prompt of more characters than
-# that, whose tokenising takes hundreds of times their size, and all others.
-PREPARING = {"heavy": 2, "long": 1, "plain": 2}
-LONG_CHARACTERS = 100_000
 BASE = ""  # the name of the model without an adapter
 DRAIN_LOOKS = 0.05  # seconds between two looks at whether all is answered
 T = TypeVar("T")
@@ -85,14 +82,12 @@ class AsyncEngine:
     model: a model, with its tokenizer, or a `Sampler`, whose settings are taken; adapters: by their names samplers over
     the same weights, each with an engine of its own, whose steps take turns in the one thread; max_waiting: the
     requests that may be unanswered beside those that run; max_of_owner: answers to one owner that may be unanswered
-    (None: as many as all); max_prompt_tokens: of a request (None: as many as the model sees); prepare_seconds: to
-    compile its constraint, from its arrival on; warms_up: whether the calls of `Engine.warm_up` are made before the
-    first request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or call `start` and
-    `close`.
+    (None: as many as all); max_prompt_tokens: of a request (None: as many as the model sees); prepare_seconds: for
+    which a constraint may wait, and for which it may then compile; warms_up: whether the calls of `Engine.warm_up` are
+    made before the first request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or
+    call `start` and `close`.
 
-    A request is tokenised in threads beside the engine's; those with a constraint or images, and those with a long
-    prompt, in threads of their own, so that plain ones never wait for them. An exception of the engine fails the
-    requests that run with EngineError, and later ones are answered by a new engine.
+    An exception of the engine fails the requests that run with EngineError, and a new engine answers later ones.
     """
 
     def __init__(
@@ -119,10 +114,10 @@ class AsyncEngine:
         self._engines = self._made()
         engine = self._engines[BASE]
         self.max_of_owner = max_of_owner
-        self.max_prompt_tokens, self.prepare_seconds = max_prompt_tokens, prepare_seconds
+        self.max_prompt_tokens = max_prompt_tokens
         self.seed, self.max_unanswered = engine.seed, engine.most_rows + max_waiting
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._pools = {kind: ThreadPoolExecutor(count, f"blockdiff-{kind}") for kind, count in PREPARING.items()}
+        self._preparing = Preparing(prepare_seconds)
         self._streams: dict[str | int, _Stream] = {}  # by the ids of draws; only the engine's thread looks at it
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
@@ -144,13 +139,9 @@ class AsyncEngine:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="blockdiff-engine", daemon=True)
             try:
-                all_there = threading.Barrier(sum(PREPARING.values()))
-                for kind, count in PREPARING.items():
-                    for _ in range(count):
-                        self._pools[kind].submit(all_there.wait)
+                self._preparing.start()
                 thread.start()
             except RuntimeError as error:
-                all_there.abort()
                 raise EngineError(f"{error}; let this user have more processes (ulimit -u)") from None
             self._thread = thread
         return self
@@ -161,8 +152,7 @@ class AsyncEngine:
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
-        for pool in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._preparing.close()
 
     async def drain(self, seconds: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """Take no more requests, let those that are unanswered end for so long, or until it is urgent, and close."""
@@ -223,17 +213,10 @@ class AsyncEngine:
                     raise EngineError(event.error)
         return readings[0].answer()
 
-    async def prepared(self, prepare: Callable[[], T], kind: str, arrived: float | None = None) -> T:
-        """The value that a function makes in a thread of a kind (`PREPARING`); Full where its time is over by then."""
-        began = time.monotonic() if arrived is None else arrived
-
-        def limited() -> T:
-            if kind != "plain" and time.monotonic() - began > self.prepare_seconds:
-                raise Full("too many constraints, images and long prompts are being prepared; ask later")
-            with compile_limit(self.prepare_seconds, began):
-                return prepare()
-
-        return await asyncio.get_running_loop().run_in_executor(self._pools[kind], limited)
+    async def prepared(self, prepare: Callable[[], T], kind: Kind, terms: Terms) -> T:
+        """The value of a function that belongs to a request's preparation, from a thread; Full where it waits long."""
+        arrived = time.monotonic() if terms.arrived is None else terms.arrived
+        return await self._preparing.run(prepare, kind, self._of_owner[terms.owner], arrived)
 
     async def _events(
         self,
@@ -257,12 +240,7 @@ class AsyncEngine:
         self._of_owner[owner] += request.best_of
         event: Event | Accepted | Exception | None = None
         try:
-            characters = _characters(request)
-            is_heavy = request.form is not None or bool(request.banned or request.images)
-            is_heavy |= _has_images(request)
-            kind = "long" if characters > LONG_CHARACTERS else "heavy" if is_heavy else "plain"
-            _, settings = self.models[terms.adapter]
-            draws = await self.prepared(partial(self._prepare, prepare, characters, settings), kind, terms.arrived)
+            draws = await self.prepared(partial(self._prepare, request, prepare, terms), kind_of(request), terms)
             if self._is_closed:  # meanwhile; nobody takes commands any more
                 raise Closed("the engine was closed; ask another one")
             for draw in draws:
@@ -286,15 +264,12 @@ class AsyncEngine:
                 stream.is_left = True
                 self._commands.put(partial(self._leave, stream))
 
-    def _prepare(
-        self, prepare: Callable[[], list[Sequence]], characters: int, settings: SamplingSettings
-    ) -> list[Sequence]:
+    def _prepare(self, request: Request, prepare: Callable[[], list[Sequence]], terms: Terms) -> list[Sequence]:
         """The draws of a request; RequestError where there are none, or where its prompt is too long."""
-        most, tokenizer = self.max_prompt_tokens or settings.positions, settings.tokenizer
-        if most is not None and tokenizer is not None and characters > (room := most * _longest_token(tokenizer)):
-            raise RequestError(
-                f"the prompt has {characters} characters, more than the {room} of {most} tokens; shorten it"
-            )
+        _, settings = self.models[terms.adapter]
+        most, tokenizer, length = self.max_prompt_tokens or settings.positions, settings.tokenizer, characters(request)
+        if most is not None and tokenizer is not None and length > (room := most * _longest_token(tokenizer)):
+            raise RequestError(f"the prompt has {length} characters, more than the {room} of {most} tokens; shorten it")
         draws = prepare()
         count, most = len(draws[0].prompt_tokens), self.max_prompt_tokens
         if most is not None and count > most:
@@ -305,18 +280,10 @@ class AsyncEngine:
         """The answer of a function, which the engine's thread calls with the engine of a model between two steps."""
         future: Future[T] = Future()
 
-        def answer() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function(self._working(adapter)))
-            except Exception as error:
-                future.set_exception(error)
-
         if self._is_closed:
             raise Closed("the engine is closed; ask another one")
         self.start()
-        self._commands.put(answer)
+        self._commands.put(lambda: fulfil(future, lambda: function(self._working(adapter))))
         return await asyncio.wrap_future(future)
 
     @property
@@ -484,19 +451,6 @@ class AsyncEngine:
 def _put_all(events: list[tuple[_Stream, Event]]) -> None:
     for stream, event in events:
         stream.put(event)
-
-
-def _characters(request: Request) -> int:
-    """The characters of a prompt in words."""
-    contents = [message.get("content") or "" for message in request.messages or () if isinstance(message, Mapping)]
-    parts = [part for each in contents if isinstance(each, list) for part in each if isinstance(part, Mapping)]
-    texts = [request.prompt, *contents, *(part.get("text") for part in parts)]
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _has_images(request: Request) -> bool:
-    """True where a message has parts, which may be images."""
-    return any(isinstance(each, Mapping) and isinstance(each.get("content"), list) for each in request.messages or ())
 
 
 @lru_cache(maxsize=4)

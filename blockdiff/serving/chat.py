@@ -30,10 +30,12 @@ from blockdiff.serving.answers import (
     ToolCall,
     TopLogprob,
 )
+from blockdiff.serving.async_engine import Terms
 from blockdiff.serving.bodies import read_body
 from blockdiff.serving.content import served_messages
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.mapping import check_size, common_fields, seed_of
+from blockdiff.serving.preparing import Kind
 from blockdiff.serving.protocol import ChatRequest, NamedChoice
 from blockdiff.serving.refusals import Refused
 
@@ -48,8 +50,9 @@ def router(server: Server) -> APIRouter:
     async def chat(http: HttpRequest) -> Response:
         body = await read_body(http, ChatRequest)
         adapter = server.adapter_of(body.model)
-        kind = "plain" if body.tool_choice in ("none", "auto") else "heavy"  # which compiles a schema
-        made = server.engine.prepared(partial(api_call, body, server, adapter), kind, http.state.measures.began)
+        terms = Terms(http.state.measures.began, http.state.owner)
+        kind: Kind = "plain" if body.tool_choice in ("none", "auto") else "heavy"  # which compiles a schema
+        made = server.engine.prepared(partial(api_call, body, server, adapter), kind, terms)
         return await respond(server, http, await made)
 
     return routes

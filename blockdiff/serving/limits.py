@@ -15,9 +15,10 @@ class Limits:
     of each answer (None: as many as the model's positions and the memory of the pages hold); images, pixels: the images
     of its messages, and the pixels of them all; answers: `n`, for all prompts together, and `best_of`; answers_each:
     that are under way for one key, or one connection; answer_seconds: for an answer, or a read; steps: of a canvas;
-    draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to compile its
-    constraint; read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds: after which
-    a step that has not ended makes the server not ready.
+    draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: for
+    which its constraint may wait for others, and for which it may then compile; read_seconds: for which a client may
+    keep a body unsent, or a stream unread; stall_seconds: after which a step that has not ended makes the server not
+    ready.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (where a file says them)

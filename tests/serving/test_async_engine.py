@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, Full, RequestError, TimedOut
 from blockdiff.sampling import CommittedCanvas, Engine, Request, Result, Sampler, Step
-from blockdiff.serving import AsyncEngine
+from blockdiff.serving import AsyncEngine, preparing
 from blockdiff.serving.async_engine import Terms
 from tests.oracle import TWO_LAYERS, tiny_config
 from tests.scripted import ScriptedModel, ScriptedPages, random_script
@@ -179,10 +180,10 @@ def test_closing_tells_those_that_still_read(sampler):
 
 
 def test_closing_tells_those_whose_request_is_still_prepared(sampler, monkeypatch):
-    begun, gate = threading.Event(), threading.Event()
+    begun, gate = queue.SimpleQueue(), threading.Event()
 
     def waiting(*of):
-        begun.set()
+        begun.put(of)
         gate.wait(60)
         return prepare(*of)
 
@@ -190,14 +191,39 @@ def test_closing_tells_those_whose_request_is_still_prepared(sampler, monkeypatc
     monkeypatch.setattr(AsyncEngine, "_prepare", waiting)
 
     async def ask(engine):
-        asked = asyncio.create_task(events_of(engine, request("a")))
-        await asyncio.to_thread(begun.wait, 60)
+        asked = [asyncio.create_task(events_of(engine, request(f"a{n}"))) for n in range(4)]  # there are two threads
+        await asyncio.to_thread(begun.get, timeout=60)
         await engine.close()
         gate.set()
-        with pytest.raises(EngineError, match="closed"):
-            await asked
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert [str(error) for error in with_engine(sampler, ask)] == ["the engine was closed; ask another one"] * 4
+    assert begun.qsize() < 2  # what waited was not prepared
+
+
+def test_constraints_are_prepared_by_turns(sampler, monkeypatch):
+    """The first one of somebody who comes last is next, before what waits of somebody with several."""
+    monkeypatch.setitem(preparing.THREADS, "heavy", 1)
+    gate, prepare, begun = threading.Event(), AsyncEngine._prepare, []
+
+    def slow(engine, request, *others):
+        begun.append(request.id)
+        gate.wait(60)
+        return prepare(engine, request, *others)
+
+    monkeypatch.setattr(AsyncEngine, "_prepare", slow)
+
+    async def ask(engine):
+        async def of(id):
+            return [event async for event in engine.generate(request(id, banned=(5,)), terms=Terms(owner=id[0]))]
+
+        asked = [asyncio.create_task(of(id)) for id in ("a0", "a1", "a2", "b0")]
+        await asyncio.sleep(0.05)
+        gate.set()
+        await asyncio.gather(*asked)
 
     with_engine(sampler, ask)
+    assert begun == ["a0", "b0", "a1", "a2"]
 
 
 def test_answers_by_turns_are_those_alone(sampler):

@@ -16,6 +16,7 @@ from PIL import Image
 
 from benchmarks.hostile_requests import failures
 from blockdiff.sampling import Request, Sampler
+from blockdiff.sampling.constraints.outlines import TooSlow, seconds_left
 from blockdiff.serving import Access, AsyncEngine, Limits, app
 from blockdiff.serving.bodies import parsed_body
 from blockdiff.serving.completions import PATH as COMPLETIONS
@@ -123,9 +124,9 @@ def test_plain_requests_never_wait_for_constraints_that_are_compiled(chatty, mon
     """Four slow ones are begun, two at a time; those whose time is over before they begin are told to come again."""
     gate, prepare = threading.Event(), AsyncEngine._prepare
 
-    def slow(engine, function, characters, settings):
-        draws = prepare(engine, function, characters, settings)
-        if draws[0].request.form:
+    def slow(engine, request, *others):
+        draws = prepare(engine, request, *others)
+        if request.form:
             gate.wait(30)
         return draws
 
@@ -143,17 +144,43 @@ def test_plain_requests_never_wait_for_constraints_that_are_compiled(chatty, mon
     assert plain == 200 and [status for status, _ in told] == [429, 429]
 
 
+def test_constraints_never_wait_for_those_that_compile_for_long(chatty, monkeypatch):
+    """Four that take longer than QUICK_SECONDS leave the two threads to others, and go on one at a time elsewhere."""
+    monkeypatch.setattr("blockdiff.serving.preparing.QUICK_SECONDS", 20.0)
+    is_over, prepare = threading.Event(), AsyncEngine._prepare
+
+    def slow(engine, request, *others):
+        if request.regex == "slow" and seconds_left() <= 20:
+            raise TooSlow
+        if request.regex == "slow":
+            is_over.wait(60)
+        return prepare(engine, request, *others)
+
+    monkeypatch.setattr(AsyncEngine, "_prepare", slow)
+
+    async def use(asking):
+        post = asking.http.post
+        hostile = [asyncio.create_task(post(COMPLETIONS, json={"prompt": "a", "regex": "slow"})) for _ in range(4)]
+        await asyncio.sleep(0.02)
+        good = await post(COMPLETIONS, json={"prompt": "a", "regex": "a{3}"})
+        are_over = [each.done() for each in hostile]
+        is_over.set()
+        return good.status_code, are_over, [each.status_code for each in await asyncio.gather(*hostile)]
+
+    assert served(chatty, use, limits=Limits(prepare_seconds=60)) == (200, [False] * 4, [200] * 4)
+
+
 def test_long_prompts_are_prepared_one_at_a_time_and_constraints_beside_them(chatty, monkeypatch):
-    monkeypatch.setattr("blockdiff.serving.async_engine.LONG_CHARACTERS", 100)
+    monkeypatch.setattr("blockdiff.serving.preparing.LONG_CHARACTERS", 100)
     prepare, gate, under_way, most = AsyncEngine._prepare, threading.Event(), [], []
 
-    def slow(engine, function, characters, settings):
-        if characters > 100:
-            under_way.append(characters)
+    def slow(engine, request, *others):
+        if len(request.prompt) > 100:
+            under_way.append(request)
             most.append(len(under_way))
             gate.wait(0.1 if gate.is_set() else 30)
             under_way.pop()
-        return prepare(engine, function, characters, settings)
+        return prepare(engine, request, *others)
 
     monkeypatch.setattr(AsyncEngine, "_prepare", slow)
 

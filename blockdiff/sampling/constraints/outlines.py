@@ -21,18 +21,22 @@ from blockdiff.sampling.constraints import compile_child
 COMPILE_SECONDS = 10.0  # for the constraints of one request
 COMPILE_BYTES = 1 << 29  # of memory, for one call of outlines-core
 
+
+class TooSlow(RequestError):
+    """A constraint takes longer to compile than its limit."""
+
+
 _ADVICE = "shorten its counted repetitions, or name fewer characters in them"
 _limit: ContextVar[tuple[float, float] | None] = ContextVar("compile_limit", default=None)  # seconds, and their end
 
 
 @contextlib.contextmanager
-def compile_limit(seconds: float = COMPILE_SECONDS, began: float | None = None) -> Iterator[None]:
-    """Raises RequestError where compiling inside this block takes longer altogether; in any thread.
+def compile_limit(seconds: float = COMPILE_SECONDS) -> Iterator[None]:
+    """Raises TooSlow where compiling inside this block takes longer altogether; in any thread.
 
-    began: when the seconds began, by `time.monotonic` (None: now).
     Inside another limit the outer one holds, so a caller may shorten or lengthen what a request has.
     """
-    token = _limit.set(_limit.get() or (seconds, (time.monotonic() if began is None else began) + seconds))
+    token = _limit.set(_limit.get() or (seconds, time.monotonic() + seconds))
     try:
         yield
     finally:
@@ -40,7 +44,7 @@ def compile_limit(seconds: float = COMPILE_SECONDS, began: float | None = None) 
 
 
 def seconds_left() -> float:
-    """The seconds that compiling may go on for; RequestError where none is left."""
+    """The seconds that compiling may go on for; TooSlow where none is left."""
     limit = _limit.get()
     left = COMPILE_SECONDS if limit is None else limit[1] - time.monotonic()
     if left <= 0:
@@ -73,6 +77,6 @@ def call_outlines(**request: Any) -> tuple[dict[str, Any], bytes]:
     return answer, body
 
 
-def _too_slow() -> RequestError:
+def _too_slow() -> TooSlow:
     seconds = (_limit.get() or (COMPILE_SECONDS,))[0]
-    return RequestError(f"the constraint takes more than {seconds:g} seconds to compile; {_ADVICE}")
+    return TooSlow(f"the constraint takes more than {seconds:g} seconds to compile; {_ADVICE}")
