@@ -89,6 +89,14 @@ def decodes_fp8(x: Tensor) -> bool:
     return architecture(x.device) >= 89 and not INTERPRETED
 
 
+def precision_of(dtype: torch.dtype, head: int = 0) -> str:
+    """The precision of products, which half precision ignores: fp32 ones are made of three tf32 ones, as good as fp32.
+
+    head: the size of attention's heads; for large ones there are no registers for that.
+    """
+    return "tf32" if dtype != torch.float32 else "tf32x3" if head <= 128 else "ieee"
+
+
 def tile_of(kernel: str, x: Tensor, size: float) -> Tile:
     """The tile of a kernel on x's device for elements of x's size; `size` is what the table's lines are limited by.
 

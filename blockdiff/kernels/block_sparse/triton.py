@@ -22,7 +22,6 @@ from blockdiff.kernels.block_sparse.torch import as_heads
 from blockdiff.kernels.block_sparse.triton_selection import (
     _int32,
     _padded,
-    _precision,
     _reads_pages,
     _sources,
     _tile,
@@ -40,7 +39,7 @@ from blockdiff.kernels.span_attention.triton import (
     splits_of,
     tiles_for,
 )
-from blockdiff.kernels.tiles import LEAST, elementwise, power_of_2, runs_products_aside, tile_of
+from blockdiff.kernels.tiles import LEAST, elementwise, power_of_2, precision_of, runs_products_aside, tile_of
 
 __all__ = ["block_sparse_attention", "select_blocks"]
 
@@ -77,7 +76,8 @@ def _groups(q: Tensor, k: Tensor, ids: Tensor, block: int) -> dict[str, Any]:
     """The constants of the attention kernels: heads that share a key head and an index head are a group."""
     (h, d), K, (H, topk) = q.shape[2:], k.shape[2], ids.shape[2:]
     parts = max(H, K)
-    return dict(K=K, H=H, PARTS=parts, GROUP=h // parts, D=d, BLOCK=block, TOPK=topk, PRECISION=_precision(q))
+    sizes = dict(K=K, H=H, PARTS=parts, GROUP=h // parts, D=d, BLOCK=block, TOPK=topk)
+    return dict(PRECISION=precision_of(q.dtype, d), **sizes)
 
 
 def _forward(

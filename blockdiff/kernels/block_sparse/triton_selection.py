@@ -17,17 +17,12 @@ from blockdiff.kernels.block_sparse.torch import as_heads
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, registered
 from blockdiff.kernels.span_attention.paged import PagedTensor
 from blockdiff.kernels.span_attention.triton import _dense_heads, _multiprocessors, is_read_as_it_is, splits_of
-from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
+from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, precision_of, tile_of
 
 LARGEST_HEAD = 256
 MOST_CHOSEN_FROM = 1024  # blocks that compete at a time
 
 # -- launchers -------------------------------------------------------------------------------------------------
-
-
-def _precision(x: Tensor) -> str:
-    """The precision of products: fp32 as three tf32 products where there are registers for it."""
-    return "tf32" if x.dtype != torch.float32 else "tf32x3" if x.shape[-1] <= 128 else "ieee"
 
 
 def _int32(x: Tensor | None) -> Tensor | None:
@@ -58,7 +53,7 @@ def _scores(
     q, (k,), page = _dense_heads(q), *_sources(B, table, k)
     tensors = q, q.stride()[:3], k, k.stride()[:3], visible, first, table, out
     arguments = *tensors, T, columns, N, 0 if table is None else table.shape[1], scale
-    constants = dict(H=H, D=d, BLOCK=block, PAGE=page, USES_SUM=uses_sum, PRECISION=_precision(q))
+    constants = dict(H=H, D=d, BLOCK=block, PAGE=page, USES_SUM=uses_sum, PRECISION=precision_of(q.dtype, d))
     launch(kernels.block_sparse_scores, (row_tiles, B, splits), *arguments, **constants, **tile.options)
 
 

@@ -105,7 +105,7 @@ class _ExpertMLP(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * 10
         grad_y = groups.gather(grad_ND.contiguous())
         grad_a = groups.product(grad_y, down_EDF)
-        grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A))
+        grad_between_y = groups.add_low_rank(grad_a, grad_y, in_torch._transposed(down_B), in_torch._transposed(down_A))
         grad_h, rows, width = torch.empty_like(h), h.shape[0], grad_a.shape[1]
         of_weight_M, a = torch.empty_like(weight_M), grad_a  # one row after the other takes the place of its gradient
         (gate, up), (of_gate, of_up) = h.chunk(2, -1), grad_h.chunk(2, -1)
@@ -135,10 +135,6 @@ class _ExpertMLP(torch.autograd.Function):
             flat = weight_M.new_zeros(groups.slots).index_copy_(0, groups.slot, of_weight_M)
             grads[4] = flat.view_as(groups.place_Nk)
         return tuple(grads)
-
-
-def _transposed(matrices_E: Tensor | None) -> Tensor | None:
-    return None if matrices_E is None else matrices_E.transpose(1, 2)
 
 
 def _gated_halves(h: Tensor, weight_M: Tensor | None, kind: int) -> Tensor:

@@ -34,7 +34,7 @@ from blockdiff.kernels.launch import (
     registered,
 )
 from blockdiff.kernels.scratch import scratch
-from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_for, tile_of
+from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, precision_of, tile_for, tile_of
 
 PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
 FEW_SLOTS = 8192  # of so many every program counts all, which is then one launch and not two
@@ -105,15 +105,10 @@ def _sorting_of(slots: int, experts: int, rows: int) -> tuple[Launch, Launch, in
     return count, sort, plan_lengths(slots, experts, rows)[-1], programs, chunk
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """fp32 products are made of three tf32 ones, as good as fp32 arithmetic; half precision ignores this."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
 def _launch_rows(kernel: Any, plan: Plan, columns: int, tile: Tile, *arguments: Any, **constants: Any) -> None:
     """A kernel with a program for each row tile of the plan and each tile of its result's columns."""
     grid = (len(plan.tile_row) * tile.grid(1, columns)[1],)
-    constants |= dict(PRECISION=_precision(arguments[0].dtype))
+    constants |= dict(PRECISION=precision_of(arguments[0].dtype))
     if kernel is not kernels.expert_mlp_narrow:
         constants |= dict(HARDWARE=arguments[2] is not None and decodes_fp8(arguments[0]))
     launch(kernel, grid, *arguments, plan, **constants, **tile.options)
@@ -125,7 +120,7 @@ def _outer(left: Any, right: Any, out_EMN: Tensor, plan: Plan, k: int, tile: Til
     tile = tile.fitted(rows=M, columns=N)
     grid = (E * math.prod(tile.grid(M, N)),)
     constants = dict(M=M, N=N, TOP_K=k, LEFT_BY_TOKEN=by_token == "left", RIGHT_BY_TOKEN=by_token == "right")
-    options = dict(PRECISION=_precision(left.dtype), **tile.options)
+    options = dict(PRECISION=precision_of(left.dtype), **tile.options)
     launch(backward.expert_mlp_outer_product, grid, left, right, out_EMN, plan, **constants, **options)
 
 
@@ -216,13 +211,11 @@ def _forward_of(
 ) -> tuple[Tile, tuple[int, ...], Launch, Launch]:  # fmt: skip
     """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
 
-    activation_named(activation)  # raises where there is none
-
     def tile_in(left: torch.dtype, name: str) -> Tile:
         return tile_for(f"expert_mlp_{name}", left, device, slots / max(1, E))
 
     of_plan = tile_in(dtype, "down")
-    lengths, both = plan_lengths(slots, E, of_plan.rows), dict(E=E, HARDWARE=hardware, PRECISION=_precision(dtype))
+    lengths, both = plan_lengths(slots, E, of_plan.rows), dict(E=E, HARDWARE=hardware, PRECISION=precision_of(dtype))
     taken = torch.int8 if rounds_inputs else dtype
     of_gate_up, of_down = (tile_in(taken, name).fitted(rows=of_plan.rows) for name in ("gate_up", "down"))
     tile = of_gate_up.fitted(columns=F, inner=D)

@@ -17,7 +17,7 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.fp8 import Fp8, kernels
 from blockdiff.kernels.launch import check_dtypes, empty, launch, registered
-from blockdiff.kernels.tiles import Tile, decodes_fp8, elementwise, tile_of
+from blockdiff.kernels.tiles import Tile, decodes_fp8, elementwise, precision_of, tile_of
 
 # For more rows, writing and reading a decoded weight costs less than what torch's product is ahead of the one here.
 FEW_ROWS = 512
@@ -73,8 +73,7 @@ def _fp8_linear(
         return
     left = x.contiguous() if of_x is None else of_x
     tile = tile_of("fp8_product", left, N).fitted(columns=F, inner=K)
-    precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
-    constants = dict(K=K, F=F, HARDWARE=decodes_fp8(x), PRECISION=precision, **tile.options)
+    constants = dict(K=K, F=F, HARDWARE=decodes_fp8(x), PRECISION=precision_of(x.dtype), **tile.options)
     launch(kernels.fp8_product, tile.grid(N, F), left, of_rows, codes, scale, out, N, **constants)
 
 

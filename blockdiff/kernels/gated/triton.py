@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.expert_mlp.activations import activation_named
-from blockdiff.kernels.expert_mlp.triton import _precision, check_activation
+from blockdiff.kernels.expert_mlp.triton import check_activation
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import codes_and_scale
 from blockdiff.kernels.gated import kernels
 from blockdiff.kernels.launch import Launch, Unserved, cached_by_sizes, check_dtypes, check_without_gradient, registered
-from blockdiff.kernels.tiles import decodes_fp8, tile_for
+from blockdiff.kernels.tiles import decodes_fp8, precision_of, tile_for
 
 FEW_ROWS = 1024  # for more, torch's product is faster than a product here saves launches
 
@@ -35,9 +34,8 @@ def _gated_product(
 def _gated_product_of(
     N: int, D: int, F: int, activation: str, hardware: bool, dtype: torch.dtype, device: torch.device
 ) -> Launch:
-    activation_named(activation)  # raises where there is none
     tile = tile_for("expert_mlp_gate_up", dtype, device, N / 4).fitted(columns=F, inner=D)
-    constants = dict(D=D, F=F, ACTIVATION=activation, HARDWARE=hardware, PRECISION=_precision(dtype), **tile.options)
+    constants = dict(D=D, F=F, ACTIVATION=activation, HARDWARE=hardware, PRECISION=precision_of(dtype), **tile.options)
     return Launch(kernels.gated_product, tile.grid(N, F), **constants)
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.expert_mlp.triton import _precision
 from blockdiff.kernels.launch import Launch, cached_by_sizes, check_dtypes, check_without_gradient, registered
 from blockdiff.kernels.routing import kernels
-from blockdiff.kernels.tiles import power_of_2, tile_for, tile_of
+from blockdiff.kernels.tiles import power_of_2, precision_of, tile_for, tile_of
 
 
 @registered("routed_tokens")
@@ -29,7 +28,7 @@ def _routed_tokens(
 @cached_by_sizes
 def _routed_tokens_of(N: int, E: int, D: int, k: int, dtype: torch.dtype, device: torch.device) -> Launch:
     tile = tile_for("routed_tokens", dtype, device, E).fitted(columns=E, inner=D)
-    constants = dict(E=E, D=D, TOP_K=k, CHOICES=power_of_2(k), PRECISION=_precision(dtype), **tile.options)
+    constants = dict(E=E, D=D, TOP_K=k, CHOICES=power_of_2(k), PRECISION=precision_of(dtype), **tile.options)
     return Launch(kernels.routed_tokens, tile.grid(N)[:1], **constants)
 
 

@@ -30,7 +30,16 @@ from blockdiff.kernels.span_attention import kernels
 from blockdiff.kernels.span_attention import kernels_backward as backward
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
 from blockdiff.kernels.span_attention.torch import in_sweep
-from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_for, tile_of
+from blockdiff.kernels.tiles import (
+    LEAST,
+    Tile,
+    elementwise,
+    power_of_2,
+    precision_of,
+    runs_products_aside,
+    tile_for,
+    tile_of,
+)
 from blockdiff.spans import Spans, Sweep
 
 LARGEST_HEAD = 512
@@ -85,9 +94,8 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 
 def _heads(h: int, K: int, d: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The constants of the kernels with products; fp32 as three tf32 products where there are registers for it."""
-    precision = "tf32" if dtype != torch.float32 else "tf32x3" if d <= 128 else "ieee"
-    return dict(K=K, G=h // K, D=d, PRECISION=precision)
+    """The constants of the kernels with products."""
+    return dict(K=K, G=h // K, D=d, PRECISION=precision_of(dtype, d))
 
 
 def _with_strides(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
