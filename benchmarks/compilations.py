@@ -32,7 +32,7 @@ from blockdiff.kernels.vocabulary import Shaping
 from blockdiff.models.dflash.config import read as drafter_config
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 
 ROWS = (1, 2, 3, 4, 8, 16, 32)

@@ -18,8 +18,9 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.dflash.config import read as drafter_config
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling import Engine, Request, Result
 
 RELEASED, TARGET, DRAFTER = "diffusiongemma-26b-a4b", "qwen3-8b", "qwen3-8b-drafter"

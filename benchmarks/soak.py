@@ -22,7 +22,7 @@ import torch
 
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sequence import prepare_sequences

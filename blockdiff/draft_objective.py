@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blockdiff.canvas import Batch
 from blockdiff.models.drafted import with_features
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Losses, complete, evaluating, places, positions, spans_of_canvases
 
 SMOOTHING = 0.5  # alpha of D-PACE

@@ -16,8 +16,9 @@ from blockdiff.checkpoint.opening import model_files
 from blockdiff.errors import CheckpointError
 from blockdiff.memory import of_training, size
 from blockdiff.models.adapters import adapt, is_adapted
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.training.freeze import count_parts, freeze
 from blockdiff.training.progress import Progress
 

@@ -20,7 +20,7 @@ from blockdiff.errors import RequestError
 if TYPE_CHECKING:
     from blockdiff.checkpoint.generation import Generation
     from blockdiff.checkpoint.opening import ModelFiles
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.parallel.mesh import Mesh
     from blockdiff.sampling import Sampler
     from blockdiff.sampling.strategy import Strategy

@@ -16,7 +16,8 @@ import blockdiff
 from blockdiff.models.dflash.config import read
 from blockdiff.models.dflash.model import DFlash
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 
 
 def drafter_values(target: Any, rng: random.Random | None = None, **more: Any) -> dict[str, Any]:

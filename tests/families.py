@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, MiniMaxM3VLConfig, Qwen3Config
 
 import blockdiff
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from tests.oracle import TWO_LAYERS, tiny_config
 
 SMALL: dict[str, Any] = dict(

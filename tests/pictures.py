@@ -13,7 +13,8 @@ from torch import Tensor
 
 import blockdiff
 from blockdiff.images import ImageInput, PlacedImage
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from tests.families import m3_config
 from tests.oracle import oracle as gemma_oracle
 from tests.oracle import tiny_config

@@ -30,8 +30,9 @@ from blockdiff.layers.experts import local_part
 from blockdiff.layers.lora import LowRank
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers, layers_in_fp8, put_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks

@@ -18,8 +18,9 @@ from blockdiff.checkpoint.adapter_names import WEIGHTS, hub_module
 from blockdiff.checkpoint.added import listed, tensor_shapes
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, fingerprint, metadata_in
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.image_side import IMAGE_SIDE
+from blockdiff.models.model import BlockDiffusionModel
 
 BASE = "base"  # the entry of an adapter's file
 

@@ -14,7 +14,8 @@ from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import AdaptedExperts, LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapters_of
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 
 # Settings of PEFT that change what an adapter computes, with the values under which they do not.
 PLAIN: dict[str, tuple[Any, ...]] = {

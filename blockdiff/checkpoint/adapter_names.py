@@ -21,7 +21,8 @@ from blockdiff.checkpoint.files import Stored, read_blocks, tensors_in
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import Block
 
 WEIGHTS = "adapter_model.safetensors"

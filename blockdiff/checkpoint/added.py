@@ -18,7 +18,8 @@ from blockdiff.checkpoint.files import ADDED, first_line
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.fp8 import is_scale
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import fill_piece, is_spread, local_of
 
 Shapes = dict[str, tuple[int, ...]]

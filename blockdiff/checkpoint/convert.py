@@ -21,7 +21,8 @@ from blockdiff.checkpoint.read import empty
 from blockdiff.checkpoint.tokenizer import mask_token, rows_needed
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.mlp import SelfConditioning
-from blockdiff.models.family import BlockDiffusionModel, families, family_of
+from blockdiff.models.family import families, family_of
+from blockdiff.models.model import BlockDiffusionModel
 
 CANVAS_LENGTH = 256  # that of the released model
 

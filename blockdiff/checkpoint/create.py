@@ -14,7 +14,8 @@ from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import empty, require_dtype, require_room, resolve_dtype
 from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 
 
 def init(

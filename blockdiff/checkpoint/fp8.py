@@ -21,8 +21,9 @@ from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.fp8 import SCALE, InFp8
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers, layers_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 
 # What weights can be asked for in; None: as they are stored. With fp8-dynamic products take their inputs in fp8, too.
 FORMS = ("fp8", "fp8-dynamic", "none")

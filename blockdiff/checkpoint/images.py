@@ -12,8 +12,9 @@ from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.assembled import assembled, read_whole
 from blockdiff.checkpoint.files import Carried
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.image_side import IMAGE_SIDE, ImageSide
+from blockdiff.models.model import BlockDiffusionModel
 
 
 def drawn_images(config: Any, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -29,8 +29,8 @@ from blockdiff.kernels.fp8.torch import decoded, quantised
 from blockdiff.layers.fp8 import SCALE
 from blockdiff.layers.lora import AdaptedExperts, merged
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of
-from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.fp8 import put_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 
 
 def export(

@@ -24,8 +24,9 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import adapt
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import put_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 
 
 @dataclass(frozen=True)

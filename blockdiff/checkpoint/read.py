@@ -34,8 +34,9 @@ from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.torch import quantised
 from blockdiff.layers.fp8 import SCALE, is_scale
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers, layers_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.names import Names
 from blockdiff.tensor_pieces import Block, is_spread, local_of, piece_of
 

@@ -27,7 +27,8 @@ from blockdiff.errors import CheckpointError
 from blockdiff.files import room_remedy, unwritten, whole_directory, write_json
 from blockdiff.layers.fp8 import SCALE, is_scale
 from blockdiff.models.adapters import is_adapted
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 
 SHARD_BYTES = 5 * 10**9
 

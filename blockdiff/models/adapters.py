@@ -13,7 +13,8 @@ from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.fp8 import AdaptedFp8Experts, AdaptedFp8Linear, Fp8Experts, Fp8Linear
 from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, draw_low_rank, is_low_rank
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import fill_piece, gathered, is_spread
 
 TOKEN_ROWS = "vocabulary.token_rows"

@@ -8,7 +8,7 @@ from typing import Any
 from blockdiff.kernels import Kernels
 from blockdiff.layers.mlp import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 
 
 class CausalModel(BlockDiffusionModel):

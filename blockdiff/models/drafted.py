@@ -17,7 +17,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.images import ImageInput, RowImages
 from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import BlockDiffusionModel, Rope
+from blockdiff.models.model import BlockDiffusionModel, Rope
 from blockdiff.spans import Spans, Sweep
 
 

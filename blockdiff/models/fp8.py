@@ -9,7 +9,8 @@ from torch import nn
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.fp8 import Fp8Experts, Fp8Linear, InFp8
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 
 
 def fp8_layers(model: BlockDiffusionModel) -> list[str]:

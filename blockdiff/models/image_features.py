@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from blockdiff.images import ImageInput
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 
 MOST_TOKENS = 1 << 14  # of images that are kept beside those of the last call
 

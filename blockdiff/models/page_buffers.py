@@ -16,7 +16,7 @@ from blockdiff.models.page_pool import Pool
 from blockdiff.spans import KeptSelection, Spans
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import Rope
+    from blockdiff.models.model import Rope
     from blockdiff.models.page_rows import PagedRow
     from blockdiff.models.pages import Pages
 

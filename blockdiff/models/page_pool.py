@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import LayerKind
+    from blockdiff.models.model import LayerKind
 
 KV = tuple[Tensor, ...]
 ZEROS, SPILL = 0, 1  # pages of no row: one that is never written, and one that padding is written to

@@ -19,8 +19,8 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.images import PlacedImage, RowImages
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.attention import KV, Past
-from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.image_features import ImageFeatures
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.page_buffers import StepBuffers, block_tables, first_columns, table_width
 from blockdiff.models.page_keys import identities
 from blockdiff.models.page_pool import SPILL, Link, Pool, Published

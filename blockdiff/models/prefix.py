@@ -12,7 +12,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.spans import KeptSelection, Spans
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import LayerKind, Rope
+    from blockdiff.models.model import LayerKind, Rope
 
 KV = tuple[Tensor, ...]
 

@@ -25,8 +25,9 @@ from blockdiff.checkpoint.opening import load_files, model_files
 from blockdiff.errors import RunError
 from blockdiff.layers.experts import Experts
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import layers_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.tensor import tensor_parallel

@@ -27,7 +27,8 @@ from blockdiff.layers.experts import Experts, local_part
 from blockdiff.layers.fp8 import SCALE, InFp8
 from blockdiff.layers.mlp import MLP, SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.reduce import copied, summed
 from blockdiff.parallel.tensor_vocabulary import share_vocabulary
 from blockdiff.tensor_pieces import keep_part

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from blockdiff.errors import RunError
 from blockdiff.images import ImageInput
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.tensor_pieces import is_spread

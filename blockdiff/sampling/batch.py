@@ -21,7 +21,7 @@ from blockdiff.sampling.strategy import Decision, Shape, Strategy, captured_shap
 from blockdiff.sampling.trace import Step, step_records
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.models.pages import Pages
     from blockdiff.sampling.sequence import RunningCanvas, Sequence
     from blockdiff.sampling.settings import SamplingSettings

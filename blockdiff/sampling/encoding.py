@@ -16,7 +16,7 @@ from blockdiff.sampling.graphs import padding
 from blockdiff.sampling.scores import next_token_logprobs
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.models.page_buffers import StepBuffers
     from blockdiff.models.page_rows import PagedRow
     from blockdiff.models.pages import Pages

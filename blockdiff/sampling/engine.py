@@ -41,7 +41,7 @@ from blockdiff.sampling.warm_up import PageRoom, WarmUp
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
 
 MAX_WAITING = 10_000
 CHUNK_TOKENS = 512

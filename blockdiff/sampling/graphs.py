@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.tensor_vocabulary import SharedVocabulary
 from blockdiff.tensor_pieces import is_spread
 

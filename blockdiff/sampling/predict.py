@@ -19,7 +19,7 @@ from blockdiff.sampling.strategy import Shape
 from blockdiff.seeding import Stream, uniform
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
 
 
 @dataclass(frozen=True)

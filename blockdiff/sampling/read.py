@@ -24,7 +24,7 @@ from blockdiff.sampling.template import Hole, parse_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.sampling.settings import SamplingSettings
 
 Choices = abc.Mapping[str, abc.Sequence[str]]

@@ -30,7 +30,7 @@ from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.parallel.mesh import Mesh
 
 TOGETHER = 1024  # the least number of prompts of a stream that are tokenised, and whose images are held, at once

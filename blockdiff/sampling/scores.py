@@ -19,7 +19,7 @@ from torch import Tensor
 from blockdiff.sampling.request import Result
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
 
 CHUNK = 2048  # columns that one encode takes: the memory of a long text's hidden states
 

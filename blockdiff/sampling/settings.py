@@ -24,7 +24,7 @@ from blockdiff.sampling.strategy import Strategy
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
 
 A_DRAFTER = "is a drafter; give it with --draft-model (draft_model=...) beside the model that it drafts for"
 

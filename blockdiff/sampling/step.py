@@ -23,7 +23,7 @@ from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, dec
 from blockdiff.seeding import Stream, signed, to_integers, to_uniform, uniform, words
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
 
 # One call of the generator covers this many steps: most canvases stop before they need a second one.
 STEPS_AHEAD = 8

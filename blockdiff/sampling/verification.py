@@ -26,7 +26,7 @@ from blockdiff.sampling.trace import Verification
 from blockdiff.seeding import Stream, signed, uniform
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.sampling.sequence import Sequence
     from blockdiff.sampling.settings import SamplingSettings
 

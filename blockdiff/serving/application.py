@@ -24,7 +24,7 @@ from blockdiff.serving.security import Guard
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
 
 # A file each; each takes the Server.
 ROUTERS = (chat.router, completions.router, reads.router, operations.router, page.router)

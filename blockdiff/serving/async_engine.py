@@ -33,7 +33,7 @@ from blockdiff.serving.preparing import Kind, Preparing, characters, fulfil, kin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
 
 LOG = logging.getLogger("blockdiff.serving")
 MOST_FRAMES = 64  # steps that wait for a slow reader; later ones are left out until it has read some

@@ -17,8 +17,8 @@ from blockdiff.draft_objective import DraftObjective
 from blockdiff.errors import RunError
 from blockdiff.evals.questions import questions_of
 from blockdiff.models.adapters import draw_adapters
-from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.fp8 import layers_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks

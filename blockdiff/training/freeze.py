@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from blockdiff.errors import RunError
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import layers_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 
 _LAYER = re.compile(r"(?<![^.])layers\.\d+\.")
 

@@ -18,6 +18,7 @@ from blockdiff.layers.experts import Experts
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, draw_adapters, is_adapted, targets
 from blockdiff.models.fp8 import layers_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe_checks import refuse
@@ -29,7 +30,7 @@ Q = "layers.0.attention.q_proj.weight"
 HUB_Q = "model.decoder.layers.0.self_attn.q_proj.weight"
 
 
-def load(path: Path, **how: object) -> blockdiff.models.family.BlockDiffusionModel:
+def load(path: Path, **how: object) -> BlockDiffusionModel:
     return blockdiff.load(path, dtype="float32", device="cpu", kernels="torch", **how)  # type: ignore[arg-type]
 
 
@@ -47,7 +48,7 @@ def written(base: Path) -> Path:
     return checkpoint.export(base, base.parent / "written", quantize="fp8")
 
 
-def hidden(model: blockdiff.models.family.BlockDiffusionModel) -> torch.Tensor:
+def hidden(model: BlockDiffusionModel) -> torch.Tensor:
     tokens = torch.arange(2, 14)[None]
     with torch.no_grad():
         return model.denoise(tokens[:, :8], model.encode(tokens))

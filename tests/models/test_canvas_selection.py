@@ -13,7 +13,7 @@ from torch import Tensor
 import blockdiff
 from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Engine, Generation, Request, Result, graphs
 from blockdiff.sampling.sequence import prepare_sequences

@@ -12,7 +12,8 @@ from torch import nn
 
 from blockdiff.checkpoint import empty, empty_image_side, preset_config
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import BlockDiffusionModel, families, family_of
+from blockdiff.models.family import families, family_of
+from blockdiff.models.model import BlockDiffusionModel
 
 pytestmark = pytest.mark.quick
 

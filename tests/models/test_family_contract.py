@@ -1,4 +1,4 @@
-"""The contract of the families: one suite for all models, written against `models/family.py`."""
+"""The contract of the families: one suite for all models, written against `models/family.py` and `models/model.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import blockdiff
 from blockdiff.canvas import Canvas, CleanRow, joined, lay_out
 from blockdiff.checkpoint.added import added_to
 from blockdiff.errors import BlockdiffError, CheckpointError
-from blockdiff.models.family import BlockDiffusionModel, families, family_of
+from blockdiff.models.family import families, family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from tests.closeness import require_close
 from tests.families import CONFIGS, small_model

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, joined, lay_out
 from blockdiff.images import images_between, run_end
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.prefix import Prefix
 from tests.closeness import relative_error
 from tests.models.test_minimax_m3 import gradient_of

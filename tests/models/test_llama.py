@@ -16,7 +16,8 @@ from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.norm_rope.torch import turned
 from blockdiff.layers.rope import llama3_frequencies
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from tests.closeness import require_close
 from tests.families import LLAMA3, SLIDING, SMALL
 

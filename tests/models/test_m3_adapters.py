@@ -14,7 +14,7 @@ from blockdiff import checkpoint
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, adapters_of, draw_adapters, merge, targets
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from tests.families import m3_config
 from tests.models.test_adapters import drawn
 from tests.models.test_minimax_m3 import close, oracle, tokens

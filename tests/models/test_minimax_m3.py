@@ -21,8 +21,8 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 import blockdiff
 from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.minimax_m3 import build_block_sparse_attn_bias, swiglu_oai
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler

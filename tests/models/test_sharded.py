@@ -16,7 +16,8 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler
 from tests.oracle import TWO_LAYERS, tiny_config

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockdiff.kernels import launch as launching
 from blockdiff.kernels.span_attention.paged import written
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from tests.closeness import require_close

@@ -14,7 +14,8 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, joined, lay_out
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.images import ImageInput, PlacedImage
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from tests.closeness import relative_error
 from tests.pictures import gemma_config, minimax_config, picture

@@ -23,7 +23,8 @@ from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Evaluation, Objective
 from blockdiff.training.activations import checkpoint_activations
 from tests.families import small_model

@@ -23,7 +23,7 @@ from blockdiff.sampling.strategy import Canvases, checked_decision
 from blockdiff.seeding import signed
 
 if TYPE_CHECKING:
-    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.models.prefix import Prefix
 
 

@@ -17,7 +17,7 @@ MOST = 8  # arguments of a function
 PUBLIC = {
     "blockdiff/checkpoint/write.py": {"save"},
     "blockdiff/evals/run.py": {"evaluate"},
-    "blockdiff/models/family.py": {"forward"},
+    "blockdiff/models/model.py": {"forward"},
     "blockdiff/sampling/sampler.py": {"from_pretrained"},
     "blockdiff/training/train.py": {"train"},
 }

@@ -15,7 +15,7 @@ from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling import CommittedCanvas, Engine, Request, Result, Sampler
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton
 from blockdiff.sampling.settings import SamplingSettings

@@ -17,7 +17,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.plots.picture import draw_picture
 from blockdiff.plots.trace_moments import canvas_moments
 from blockdiff.sampling import Engine, Recorder, Request, Result, Sampler

@@ -16,7 +16,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.page_keys import unpacked_identities
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import (

@@ -34,7 +34,6 @@ from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import ZeroCentredRMSNorm
 from blockdiff.layers.rope import default_frequencies
 from blockdiff.models.causal import CausalModel
-from blockdiff.models.family import LayerKind, Rope, layer_scalar
 from blockdiff.models.minimax_m3.config import (
     KINDS,
     activation,
@@ -42,6 +41,7 @@ from blockdiff.models.minimax_m3.config import (
     keeps_selection,
     selects_per_canvas,
 )
+from blockdiff.models.model import LayerKind, Rope, layer_scalar
 from blockdiff.spans import Spans, Sweep
 
 

@@ -12,8 +12,9 @@ from torch import nn
 from blockdiff import checkpoint
 from blockdiff.checkpoint.fp8 import is_fp8, rounds_inputs
 from blockdiff.models.adapters import adapt
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.plan.step_bytes import keep_one_of_each
 from blockdiff.training.plan.training import kernels_for

@@ -22,7 +22,8 @@ from blockdiff.errors import BlockdiffError, RecipeError
 from blockdiff.images import PlacedImage
 from blockdiff.kernels import IN_C, Kernels
 from blockdiff.memory import size
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.rl.batches import ROWS, Answer, canvas_batch, head_batch
 from blockdiff.rl.policy import RolloutBatch
 from blockdiff.terminal import counted

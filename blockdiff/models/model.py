@@ -1,0 +1,312 @@
+"""The model that every family's is one of: what runs its layers over any geometry, and the kinds of these layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.images import ImageInput, PlacedImage, RowImages
+from blockdiff.kernels import Kernels, resolve
+from blockdiff.kernels.scratch import shared_scratch
+from blockdiff.layers.attention import KV, Past
+from blockdiff.layers.norm import RMSNorm
+from blockdiff.layers.rope import angles
+from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.family import family_of
+from blockdiff.models.image_side import ImageSide
+from blockdiff.models.prefix import Prefix
+from blockdiff.spans import Spans, Sweep, canvas_spans, denoise_spans, encode_spans
+
+Rope = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKind:
+    """A kind of layers, which see the same tokens and turn positions alike.
+
+    window: how many keys a clean query sees, itself included (None: all); frequencies: of RoPE, fp32 [d/2];
+    keeps_selection: of layers that select among the keys of the prefix, whether what they select in the first step of a
+    canvas stands for its other steps; sees_whole_images: whether the tokens of adjacent images all see one another.
+    """
+
+    name: str
+    window: int | None
+    frequencies: Tensor
+    keeps_selection: bool = False
+    sees_whole_images: bool = False
+    _on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def sees_whole_canvases(self) -> bool:
+        """True where every token of a canvas sees all of it, and as much of the prefix as the others."""
+        return True
+
+    def encode_spans(
+        self, doc_start_BT: Tensor, past_B: Tensor | None = None, images: RowImages | None = None
+    ) -> Spans:
+        """The causal spans of clean tokens, see `spans.encode_spans`; images: those among the call's tokens."""
+        run_BT2 = images.run_BS2 if images is not None and self.sees_whole_images else None
+        return encode_spans(doc_start_BT, self.window, past_B, run_BT2)
+
+    def denoise_spans(self, start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int) -> Spans:
+        """The spans of canvases laid side by side, see `spans.denoise_spans`."""
+        return denoise_spans(start_BC, doc_start_BC, length_BC, canvas_length, self.window)
+
+    def canvas_spans(self, start_B: Tensor, canvas_length: int) -> Spans:
+        """The spans of the canvas that follows each row, see `spans.canvas_spans`."""
+        return canvas_spans(start_B, canvas_length, self.window)
+
+    def rope(self, positions_BT: Tensor, dtype: torch.dtype) -> Rope:
+        """cos and sin [B, T, d] for `norm_rope`."""
+        device = positions_BT.device
+        if device not in self._on:
+            self._on[device] = self.frequencies.to(device)
+        return angles(positions_BT, self._on[device], dtype)
+
+
+class BlockDiffusionModel(nn.Module):
+    """A denoiser with a prefix: every family's model is one, and no other code knows the families apart.
+
+    A causal model is one without canvases (`denoises` is False, `canvas_length` 1): it encodes.
+    Every way into the weights is a call of a module (of the model or of its vocabulary), because what shards weights
+    gathers them around such calls and nowhere else.
+    """
+
+    config: Any
+    denoises: bool = True
+    leaves_clean_out: bool = False  # whether a layer gives the wanted tokens of a sweep alone
+    canvas_length: int
+    vocab_size: int
+    kernels: Kernels
+    vocabulary: Vocabulary
+    self_conditioning: nn.Module | None  # of embeddings [B, T, D] and a signal; None where nothing denoises
+    layers: nn.ModuleList  # each with an encoder_scalar and a decoder_scalar, [1]; None: 1
+    norm: RMSNorm
+    kinds: dict[str, LayerKind]  # by name
+    layer_kinds: tuple[str, ...]  # the name of each layer's kind
+    image_side: ImageSide | None  # None until it is needed: see `checkpoint.images`
+    typical = "vocabulary.table"  # the parameter whose dtype and device are the model's
+    target_layers: tuple[int, ...] = ()  # of a drafter: the layers of its target whose outputs it reads
+    mask_id: int  # of a drafter with masks: the token that stands where it drafts
+    carried: Any = None  # tensors and files of the checkpoint that the model does not run
+    # Of sharded weights: where they are gathered to, and in which dtype; None = where and as they are kept.
+    gathered_on: torch.device | None = None
+    gathered_in: torch.dtype | None = None
+
+    def __init__(self, config: Any, kernels: str | Kernels = "auto"):
+        super().__init__()
+        self.config, self.kernels, self.image_side = config, resolve(kernels), None
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        spans: Mapping[str, Spans | Sweep],
+        past: Sequence[Past] | None = None,
+        is_noisy: bool | Tensor = False,
+        soft_BTD: Tensor | None = None,
+        rope: Mapping[str, Rope] | None = None,
+        images: RowImages | None = None,
+        shown: Sequence[int] = (),
+    ) -> tuple[Tensor, list[KV]]:
+        """Run the layers over any geometry: hidden states [B, T, D] after the final norm, and each layer's kv.
+
+        spans: by kind of layer; past: each layer's prefix tensors, dense or as in
+        `span_attention/paged.py`; is_noisy: False = clean tokens (encode), True = tokens of canvases (denoise), or
+        which they are as booleans [B, T]; soft_BTD: the signal of noisy tokens (None: none); rope: what
+        `rope(positions_BT)` gives, for who has it; images: those of the rows, with features, which stand in place of
+        their placeholders' embeddings; shown: layers whose outputs are wanted, too: they stand behind the hidden
+        states, [B, T, (1 + layers) * D]. The kv of a call that is all noisy is left out (an empty list):
+        nothing ever sees those tokens again. A layer that wrote its kv into the pages of `past` has an empty tuple.
+
+        In one sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s and say which tokens are
+        noisy; `soft_BTD` is of the canvases only, and no kv is given back. Where these do not want the clean tokens'
+        hidden states, the last layer may make keys and values of them alone; then the result is [B, C * L, D].
+        """
+        rope = self.rope(positions_BT) if rope is None else rope
+        x, kv, outputs = self.embedded(tokens_BT), list[KV](), dict[int, Tensor]()
+        if images is not None:
+            x = images.into(x)
+        sweep, spans_of_last = next(iter(spans.values())), None
+        if isinstance(sweep, Sweep):
+            clean, noisy = x.split([sweep.clean_tokens, x.shape[1] - sweep.clean_tokens], 1)
+            x = torch.cat([clean, self._conditioned(noisy, soft_BTD)], 1)
+            is_noisy = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]) >= sweep.clean_tokens
+            if not sweep.wants_clean:
+                spans_of_last = spans if self.leaves_clean_out else None
+                spans = {name: each.with_clean() if isinstance(each, Sweep) else each for name, each in spans.items()}
+        elif isinstance(is_noisy, Tensor):
+            x = torch.where(is_noisy[..., None], self._conditioned(x, soft_BTD), x)
+        elif is_noisy:
+            x = self._conditioned(x, soft_BTD)
+        with nullcontext() if torch.compiler.is_compiling() else shared_scratch():
+            for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
+                if spans_of_last is not None and n == len(self.layers) - 1:
+                    spans = spans_of_last
+                x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], is_noisy)
+                if is_noisy is not True and not isinstance(sweep, Sweep):
+                    kv.append(layer_kv)
+                if n in shown:
+                    outputs[n] = x
+        hidden = self.norm(x)
+        return torch.cat([hidden, *(outputs[n] for n in shown)], -1) if shown else hidden, kv
+
+    def embedded(self, tokens_BT: Tensor) -> Tensor:
+        """The residual [B, T, D] that tokens enter the layers with."""
+        x: Tensor = self.vocabulary.embed(tokens_BT)
+        return x
+
+    def _conditioned(self, x: Tensor, soft_BTD: Tensor | None) -> Tensor:
+        """Embeddings of noisy tokens with their signal; BlockdiffError for a causal model."""
+        if self.self_conditioning is None:
+            raise BlockdiffError(
+                "a causal model denoises nothing; `blockdiff init --from` adds what that needs, or sample next tokens"
+            )
+        conditioned: Tensor = self.self_conditioning(x, soft_BTD)
+        return conditioned
+
+    def drafts_for(self, target: BlockDiffusionModel) -> None:
+        """Make ready to draft for a target; BlockdiffError for a causal model, and for a target of other tokens."""
+        if not self.denoises:
+            raise BlockdiffError("the draft model is causal and has no canvases to draft; give one that denoises")
+        if target.vocab_size != self.vocab_size:
+            raise BlockdiffError(
+                f"the draft model has {self.vocab_size} tokens and the model {target.vocab_size}; "
+                "give one of the same tokenizer"
+            )
+
+    @property
+    def denoiser(self) -> BlockDiffusionModel:
+        """The model that canvases go through: this one, or the one that drafts for it."""
+        return self
+
+    @property
+    def canvas_kinds(self) -> dict[str, str]:
+        """The names of the denoiser's kinds of layers, and what they are called among the kinds of this model."""
+        return {name: name for name in self.kinds}
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the model computes."""
+        return self.gathered_on or self._typical.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights that the model computes with."""
+        return self.gathered_in or self.kept_dtype
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """The dtype in which the weights are kept."""
+        return self._typical.dtype
+
+    @property
+    def _typical(self) -> nn.Parameter:
+        parameter: nn.Parameter = attrgetter(self.typical)(self)
+        return parameter
+
+    def parameters_of(self, part: str) -> list[nn.Parameter]:
+        """The parameters of one of the family's parts."""
+        family = family_of(self.config)
+        return [p for name, p in self.named_parameters() if family.part_of(name) == part]
+
+    def rope(self, positions_BT: Tensor) -> dict[str, Rope]:
+        """cos and sin of every kind of layer."""
+        return {name: kind.rope(positions_BT, self.dtype) for name, kind in self.kinds.items()}
+
+    def image_features(self, inputs: Sequence[ImageInput]) -> Tensor:
+        """The embeddings [sum of their tokens, D] of images, one after the other, from one call of the image side.
+
+        Raises BlockdiffError where the model has none, or has not got its weights yet, and for inputs that say another
+        number of tokens than their pixels have.
+        """
+        if self.image_side is None:
+            raise BlockdiffError("the model's image side is not there yet; call blockdiff.with_image_side(model) first")
+        features: Tensor = self.image_side(inputs)
+        if len(features) != (tokens := sum(image.tokens for image in inputs)):
+            raise BlockdiffError(f"images of {tokens} tokens have {len(features)} embeddings; mend ImageInput.tokens")
+        return features
+
+    def encode(
+        self,
+        tokens_BS: Tensor,
+        lengths: Tensor | None = None,
+        prefix: Prefix | None = None,
+        images: Sequence[Sequence[PlacedImage]] | None = None,
+    ) -> Prefix:
+        """Encode clean tokens causally; with `prefix`, append them to it (and consume it).
+
+        tokens_BS: int64, rows right-padded; lengths: valid tokens of each row, int64 [B] (None: all valid); images: of
+        each row, by columns of this call (`images.images_between` has those of a part of a row).
+        Returns the Prefix that `denoise` and further calls read; its `hidden` is [B, S, D].
+        """
+        placed = None if images is None else self.placed(images, tokens_BS.shape[1])
+        column = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        doc_start_BS = torch.zeros_like(tokens_BS)
+        if lengths is not None:
+            doc_start_BS = torch.where(column < lengths[:, None], 0, -1)
+        if prefix is None:
+            spans = {name: kind.encode_spans(doc_start_BS, None, placed) for name, kind in self.kinds.items()}
+            hidden, kv = self(tokens_BS, column.expand(tokens_BS.shape), spans, images=placed)
+            return Prefix.of(hidden, kv, [self.kinds[name] for name in self.layer_kinds], lengths)
+        spans = {
+            name: prefix.held(kind, kind.encode_spans(doc_start_BS, prefix.lengths_B, placed))
+            for name, kind in self.kinds.items()
+        }
+        hidden, kv = self(tokens_BS, prefix.lengths_B[:, None] + column, spans, prefix.layers(), images=placed)
+        return prefix.extended(hidden, kv, lengths)
+
+    def placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
+        """The images of a call's rows with their features, on the model's device; columns are the call's."""
+        placed = RowImages.of(images, width)
+        if placed is None:
+            return None
+        placed = placed.to(self.device)
+        return placed.with_features(self.image_features(placed.inputs))
+
+    def denoise(self, canvas_BL: Tensor, prefix: Prefix, soft_embedding: Tensor | None = None) -> Tensor:
+        """Hidden states [B, L, D] of one canvas per row, after the final norm; leaves the prefix as it is.
+
+        canvas_BL: int64 noisy tokens, standing right after the row's cached tokens; soft_embedding: [B, L, D] signal
+        of the last prediction (None, or rows of zeros: no signal). Raises BlockdiffError for a causal model.
+        """
+        positions_BL, spans, rope = prefix.canvas(canvas_BL.shape[1], self.rope)
+        hidden, _ = self(canvas_BL, positions_BL, spans, prefix.layers(), True, soft_embedding, rope)
+        return hidden
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Soft-capped logits, fp32 [..., V]: a convenience; training and sampling never hold them all."""
+        return self.vocabulary.logits(hidden)
+
+    def soft_embedding(self, logits: Tensor) -> Tensor:
+        """Soft embedding [..., D] of logits [..., V]: a convenience, see `vocabulary.soft_embedding`."""
+        return self.vocabulary.soft_embedding_of(logits)
+
+
+def wanted(x: Tensor, is_noisy: bool | Tensor, tokens: int) -> tuple[Tensor, bool | Tensor]:
+    """The last `tokens` of the residual x [B, T, D], and which of them are noisy: those that attention has answered."""
+    if tokens == x.shape[1]:
+        return x, is_noisy
+    return x[:, -tokens:], is_noisy[:, -tokens:] if isinstance(is_noisy, Tensor) else is_noisy
+
+
+def layer_scalar(layer: Any, is_noisy: bool | Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The factor of a layer's tokens: [1] for all, [B, T, 1], or None for no factor.
+
+    A layer calls it in its forward, which is where its weights are whole when they are sharded.
+    """
+    clean, noisy = layer.encoder_scalar, layer.decoder_scalar
+    if not isinstance(is_noisy, Tensor):
+        scalar = noisy if is_noisy else clean
+    elif noisy is None:
+        scalar = clean
+    else:
+        scalar = torch.where(is_noisy[..., None], noisy, torch.ones_like(noisy) if clean is None else clean)
+    return scalar if scalar is None or scalar.dtype is dtype else scalar.to(dtype)
