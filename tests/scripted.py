@@ -137,13 +137,13 @@ class ScriptedRow:
     """A row of `ScriptedPages`: its last prompt token, its canvas, and the steps of that."""
 
     def __init__(self) -> None:
-        self.length, self.last, self.canvas, self.step = 0, -1, -1, 0
+        self.length, self.accepted, self.last, self.canvas, self.step = 0, 0, -1, -1, 0
 
 
 class ScriptedPages:
     """Stands in for the pages of a `ScriptedModel`. A row's first tokens are its prompt, the later ones canvases."""
 
-    page_tokens, capacity = 128, 1 << 40
+    page_tokens, capacity, weight_addresses = 128, 1 << 40, None
 
     def __init__(self, model: ScriptedModel):
         self.model, self.rows, self.empty = model, set[ScriptedRow](), ScriptedRow()
@@ -185,7 +185,8 @@ class ScriptedPages:
         return torch.zeros(*tokens_BT.shape, 1)
 
     def accept(self, row: ScriptedRow) -> None:
-        """Nothing is published, so nothing is to be done."""
+        """Nothing is published."""
+        row.accepted = row.length
 
     def step_buffers(self, most: int, canvas_length: int, keeps: bool = True) -> ScriptedSteps:
         """Buffers by which rows are denoised."""

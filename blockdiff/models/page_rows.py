@@ -61,25 +61,22 @@ class PageStatistics:
 
 
 class PagedRows:
-    """The rows of some pools of pages, one for each kind of layer.
+    """The rows of some pools of pages, one for each kind of layer."""
 
-    identity: a text that names the encoder: rows share pages only where it is the same. It may be changed between rows.
-    """
-
-    def __init__(self, pools: dict[str, Pool], links: Published, page_tokens: int, identity: str):
-        self.pools, self.page_tokens, self.identity = pools, page_tokens, identity
-        self._links = links
+    def __init__(self, pools: dict[str, Pool], links: Published, page_tokens: int):
+        self.pools, self.page_tokens, self._links = pools, page_tokens, links
+        self._root = Link(None, b"")  # before the first page of rows that may share pages
         self._rows: set[PagedRow] = set()
         self._stamps = itertools.count(1)
         self._reused = self._asked = 0
-        self.empty = PagedRow(Link(None, b""), {name: [] for name in pools}, dict.fromkeys(pools, 0))  # pads calls
+        self.empty = PagedRow(self._root, {name: [] for name in pools}, dict.fromkeys(pools, 0))  # pads calls
 
     # -- rows --------------------------------------------------------------------------------------------------
 
     def open(self) -> PagedRow:
         """An empty row."""
-        root = self._links.setdefault((None, key := self.identity.encode()), Link(None, key))
-        row = PagedRow(root, {name: [] for name in self.pools}, dict.fromkeys(self.pools, 0), stamp=next(self._stamps))
+        tables, first = {name: list[int]() for name in self.pools}, dict.fromkeys(self.pools, 0)
+        row = PagedRow(self._root, tables, first, stamp=next(self._stamps))
         self._rows.add(row)
         return row
 
@@ -156,9 +153,9 @@ class PagedRows:
                 return False
         return True
 
-    def accept(self, row: PagedRow, tokens: int | None = None) -> None:
-        """Let a row's first so many tokens stand (None: all): publish their full pages, leave what windows left."""
-        row.accepted = max(row.accepted, row.length if tokens is None else min(tokens, row.length))
+    def accept(self, row: PagedRow) -> None:
+        """Let all tokens of a row stand: publish their full pages, and give back those that windows have left."""
+        row.accepted = row.length
         for _ in range(row.accepted // self.page_tokens - len(row.links)):
             page_of_tokens, row.tail = row.tail[: self.page_tokens], row.tail[self.page_tokens :]
             key = row.links[-1] if row.links else row.root, packed_identities(page_of_tokens)
@@ -204,6 +201,7 @@ class PagedRows:
             pool.cached.clear()
             pool.links.clear()
         self._links.clear()
+        self._root = Link(None, b"")
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -254,7 +252,7 @@ class PagedRows:
             assert len(row.links) * self.page_tokens + len(row.tail) == row.length >= row.accepted
             assert len(row.links) == row.accepted // self.page_tokens
         published = {id(link) for pool in self.pools.values() for link in pool.links.values()}
-        assert {id(link) for link in self._links.values() if link.parent is not None} == published
+        assert {id(link) for link in self._links.values()} == published
 
     # -- parts -------------------------------------------------------------------------------------------------
 

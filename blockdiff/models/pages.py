@@ -25,7 +25,7 @@ from blockdiff.models.page_buffers import StepBuffers, block_tables, first_colum
 from blockdiff.models.page_keys import identities
 from blockdiff.models.page_pool import SPILL, Link, Pool, Published
 from blockdiff.models.page_rows import NO_LIMIT, PagedRow, PagedRows
-from blockdiff.models.weights import weights_version
+from blockdiff.models.weights import weight_addresses, weights_version
 
 PAGE_TOKENS = 128
 SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.8}  # that pages may take: torch on a CPU gathers live rows a second time
@@ -35,30 +35,25 @@ class Pages(PagedRows):
     """All pages of one model, on its device.
 
     page_tokens: tokens of a page; capacity: tokens that fit in all, of each kind of layer (None: what the device has
-    memory for; on a CPU memory is taken as it is needed, elsewhere all of it with the first encode); identity: of the
-    model, its adapter and its quantisation: rows share pages only where it is the same. It may be changed between rows.
-    Rows share nothing with those that were opened before `follow_weights` has found the weights changed.
+    memory for; on a CPU memory is taken as it is needed, elsewhere all of it with the first encode); weight_addresses:
+    where the model's weights lie. Rows share nothing with those that were opened before `follow_weights` has found the
+    weights changed.
     """
 
-    def __init__(
-        self,
-        model: BlockDiffusionModel,
-        page_tokens: int = PAGE_TOKENS,
-        capacity: int | None = None,
-        identity: str = "",
-    ):
+    def __init__(self, model: BlockDiffusionModel, page_tokens: int = PAGE_TOKENS, capacity: int | None = None):
         by_kind = {name: [n for n, each in enumerate(model.layer_kinds) if each == name] for name in model.kinds}
         most, grows = (capacity or 0) // page_tokens, model.device.type == "cpu"
         links: Published = {}
         pools = {
             name: Pool(model.kinds[name], layers, page_tokens, most, grows, links) for name, layers in by_kind.items()
         }
-        super().__init__(pools, links, page_tokens, identity)
+        super().__init__(pools, links, page_tokens)
         self.model = model
         self.images = ImageFeatures(model)
         self.kept_free: int | None = None  # bytes left to the calls; None: they are unknown, and get a share
         self.share = 1.0  # of the memory that is there for pages
         self._version = weights_version(model)
+        self.weight_addresses = weight_addresses(self._version)
         self._buffers: StepBuffers | None = None  # of `denoise`
         if capacity is None:
             self.grow()
@@ -72,7 +67,7 @@ class Pages(PagedRows):
         if version != self._version:
             self.forget()
             self.images.clear()
-            self._version = version
+            self._version, self.weight_addresses = version, weight_addresses(version)
 
     def grow(self, tokens: int | None = None, rows: int | None = None, added: int = 0) -> bool:
         """Let so many tokens fit (None: as many as the device has memory for); no kind of layers gets fewer pages.

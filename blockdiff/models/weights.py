@@ -12,19 +12,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from blockdiff.tensor_pieces import local_of
 
-
-def weight_addresses(model: nn.Module) -> Hashable:
-    """The addresses and dtypes of the weights and buffers of a model, which a captured step reads."""
-    return tuple((x.data_ptr(), x.dtype) for x in _tensors(model))
+Version = tuple[tuple[int, torch.dtype, int], ...]
 
 
-def weights_version(model: nn.Module) -> Hashable:
+def weights_version(model: nn.Module) -> Version:
     """The memory of a model's weights and buffers, and how often they were written to; about 1 us for each of them.
 
     Every in-place operation of torch counts and every step of an optimiser of torch: `load_state_dict`, merging an
     adapter, averaging. Writing through `.data`, numpy or a C function does not.
     """
     return tuple((x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in _tensors(model))
+
+
+def weight_addresses(version: Version) -> Hashable:
+    """Where the weights and buffers of a version lie, and as what: captured work reads them there."""
+    return tuple((address, dtype) for address, dtype, _ in version)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
-from blockdiff.models.weights import weight_addresses
 from blockdiff.sampling.canvas_control import CanvasControl, grouped
-from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy, padding
+from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
 from blockdiff.sampling.step import STEPS_AHEAD, CanvasState, CanvasStep, StepCall
 from blockdiff.sampling.strategy import Decision, Shape, Strategy, captured_shape, group_canvases
 from blockdiff.sampling.trace import Step, step_records
@@ -28,11 +27,10 @@ if TYPE_CHECKING:
 
 
 class CanvasBatch:
-    """The batch of running canvases. `arrange` it whenever sequences come, go or commit, then `step`.
+    """The batch of running canvases, each in its place of the buffers.
 
-    Sequences that stay keep their places; one that leaves is replaced by a new one, else by the last. buckets: row
-    counts that a step is padded up to, so that its shapes are few (None: no padding); graphs: capture and replay the
-    steps that can be captured (None: no step is).
+    Sequences that stay keep their places; one that leaves is replaced by a new one, else by the last. graphs: for the
+    steps that can be captured.
     """
 
     def __init__(
@@ -41,22 +39,20 @@ class CanvasBatch:
         settings: SamplingSettings,
         pages: Pages,
         max_rows: int,
-        buckets: abc.Sequence[int] | None = None,
-        graphs: Graphs | None = None,
+        graphs: Graphs,
     ):
-        self.model, self.settings, self.pages = model, settings, pages
-        self.buckets, self.graphs = buckets, graphs
-        self.sequences: list[Sequence] = []
+        self.model, self.settings, self.pages, self.graphs = model, settings, pages, graphs
+        self.sequences: list[Sequence] = []  # in the order of their places, with their canvases
         self.canvases: list[RunningCanvas] = []
+        self._running: list[RunningCanvas | None] = []  # the canvases in the order in which they were given
         self.denoised = 0  # canvases that the model has run, padding included
-        most = max_rows + padding(buckets, max_rows)
-        self._step = CanvasStep(model, settings, pages, most, keeps=graphs is None)
+        most = max_rows + graphs.padding(max_rows)
+        self._step = CanvasStep(model, settings, pages, most, keeps=not graphs.captures)
         self._control_buffers: dict[str, Tensor] = {}  # which captured steps read
         self._report = HostCopy(self._step.report_BN)
         self._shapes: dict[tuple[Strategy, int], list[Shape]] = {}
         self._shapes_B: list[list[Shape]] = []
         self._canvas_controls: list[CanvasControl] = []
-        self._is_new = False
         # where steps of the running canvases can be captured: the shape of all, and the key of the graph
         self._captured: tuple[Shape, abc.Hashable] | None = None
 
@@ -66,8 +62,9 @@ class CanvasBatch:
 
     # -- the canvases and their places -------------------------------------------------------------------------
 
-    def arrange(self, running: abc.Sequence[Sequence]) -> None:
+    def _arrange(self, running: abc.Sequence[Sequence]) -> None:
         """Make these sequences the batch; canvases without an index begin now."""
+        self._running = [row.canvas for row in running]
         self.sequences, step, device = self._placed(running), self._step, self.model.device
         self.canvases = canvases = [row.canvas for row in self.sequences if row.canvas is not None]
         moved = [(n, canvas.index) for n, canvas in enumerate(canvases) if canvas.index not in (None, n)]
@@ -88,14 +85,14 @@ class CanvasBatch:
         starting = [None if canvas.has_begun else canvas.control for canvas in canvases]
         step.write_given(step.start_BL, [None if c is None else c.start_BL for c in starting])
         self._canvas_controls = grouped(controls)
-        self._is_new, self._captured = True, None
+        self._captured = None
         if self.sequences:
             rows = [row.paged for row in self.sequences if row.paged is not None]
-            prefixes = step.prefixes.load(rows + [self.pages.empty] * padding(self.buckets, len(rows)))
+            prefixes = step.prefixes.load(rows + [self.pages.empty] * self.graphs.padding(len(rows)))
             if (shape := self._shape_to_capture()) is not None:
                 self._captured = shape, self._prepared(shape, prefixes)
         if len(step.may_stop) > MOST_GRAPHS:  # what replayed steps said is needed; others say it again
-            used = set() if self.graphs is None else {key[1] for key in self.graphs.keys}
+            used = {key[1] for key in self.graphs.keys}
             step.may_stop = {each: stops for each, stops in step.may_stop.items() if each in used}
 
     def _placed(self, running: abc.Sequence[Sequence]) -> list[Sequence]:
@@ -115,7 +112,7 @@ class CanvasBatch:
         """The shape that all canvases draw from, at whatever temperatures; None if their step cannot be captured."""
         strategies = {row.strategy for row in self.sequences}
         is_looked_at = any(row.is_watched or row.on_last_hidden or row.on_inputs for row in self.sequences)
-        if self.graphs is None or len(strategies) > 1 or is_looked_at:
+        if not self.graphs.captures or len(strategies) > 1 or is_looked_at:
             return None
         if not all(row.may_capture for row in self.sequences):
             return None
@@ -129,13 +126,11 @@ class CanvasBatch:
     def _prepared(self, shape: Shape, prefixes: abc.Hashable) -> abc.Hashable:
         """Fill the buffers that a captured step reads beside those of its rows; returns the key of the step's graph.
 
-        prefixes: the key of the rows' buffers. Graphs of weights that have moved are forgotten.
+        prefixes: the key of the rows' buffers.
         """
-        assert self.graphs is not None
-        self.graphs.follow(weight_addresses(self.pages.model))
         after = slice(len(self.canvases), None)  # strategies divide by the number of steps
         self._step.pinned_BL[after], self._step.state.steps_B[after] = 0, 1
-        rows, key = len(self.sequences) + padding(self.buckets, len(self.sequences)), None
+        rows, key = len(self.sequences) + self.graphs.padding(len(self.sequences)), None
         for control in self._canvas_controls:
             most, key = len(self._step.pinned_BL), control.key
             self._canvas_controls = [control.in_buffers(self._control_buffers, most, rows)]
@@ -143,21 +138,26 @@ class CanvasBatch:
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def step(self, now: int) -> tuple[list[RunningCanvas], list[tuple[Sequence, Step]]]:
-        """Denoise every canvas once; returns the canvases that this finishes, and the records of watched sequences.
+    def step(
+        self, running: abc.Sequence[Sequence], now: int
+    ) -> tuple[list[RunningCanvas], list[tuple[Sequence, Step]]]:
+        """Denoise the canvas of every running sequence once.
 
-        now: the number of the engine's step.
+        Returns the canvases that this finishes, and the records of watched sequences. now: the number of the engine's
+        step. A step of no sequence lets go of those before; pages may have moved before the one after it.
         """
+        if has_changed := [row.canvas for row in running] != self._running:
+            self._arrange(running)
+        if not self.canvases:
+            return [], []
         steps, step = [now - canvas.step_offset for canvas in self.canvases], self._step
         due = step.state.draw_on(steps, self.settings)
-        if places := range(len(steps)) if self._is_new else due:
+        if places := range(len(steps)) if has_changed else due:
             temperatures = torch.tensor([self._temperatures(n, steps[n]) for n in places], device=self.model.device)
             step.temperature_BT[torch.tensor(places, device=self.model.device)] = temperatures
-        self._is_new = False
         step.now.fill_(now)
         call, records, hidden_BLD = self._call(steps), list[tuple["Sequence", Step]](), None
         if self._captured is not None:
-            assert self.graphs is not None
             self.graphs.run(self._captured[1], lambda: step(call))
         else:
             callbacks = [canvas.sequence.on_inputs for canvas in self.canvases]
@@ -188,9 +188,9 @@ class CanvasBatch:
         shapes, controls = [self._shape(n, step) for n, step in enumerate(steps)], self._canvas_controls
         groups = group_canvases([canvas.sequence.strategy for canvas in canvases], self.model.device)
         # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
-        has_signal = self.graphs is not None or any(canvas.has_begun for canvas in canvases)
+        has_signal = self.graphs.captures or any(canvas.has_begun for canvas in canvases)
         ids = [canvas.sequence.id for canvas in canvases]
-        count = padded = len(ids) + padding(self.buckets, len(ids))
+        count = padded = len(ids) + self.graphs.padding(len(ids))
         if self._captured is None:
             return StepCall(len(ids), padded, ids, groups, controls, shapes, has_signal)
         # a captured step treats canvases of padding as it does others

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blockdiff.models.weights import weight_addresses
 from blockdiff.sampling.drafts import BlockDraft, Proposal
-from blockdiff.sampling.graphs import padding
 
 if TYPE_CHECKING:
     from blockdiff.models.drafted import Drafter
@@ -24,35 +22,24 @@ class BlockBatch:
 
     A block begins with the last token of the response, which is not encoded yet, and the tokens behind it are proposed,
     as many as `BlockDraft.reach` says: none where there is no drafter. What no constraint of the request lets stand is
-    left out.
-
-    buckets, graphs: as in `CanvasBatch`, for the passes of the drafter.
+    left out. graphs: for the passes of the drafter.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter | None,
-        pages: Pages,
-        most: int,
-        buckets: abc.Sequence[int] | None = None,
-        graphs: Graphs | None = None,
-    ):
-        self.drafter, self.pages, self.buckets, self.graphs = drafter, pages, buckets, graphs
-        self.sequences, self.denoised = list["Sequence"](), 0
+    def __init__(self, drafter: Drafter | None, pages: Pages, most: int, graphs: Graphs):
+        self.drafter, self.pages, self.graphs = drafter, pages, graphs
+        self.denoised = 0
         if drafter is not None:
-            most, length = most + padding(buckets, most), drafter.canvas_length
-            self._steps = pages.step_buffers(most, length, keeps=graphs is None)
+            most, length = most + graphs.padding(most), drafter.canvas_length
+            self._steps = pages.step_buffers(most, length, keeps=not graphs.captures)
             self._anchor_B = torch.zeros(most, dtype=torch.int64, device=drafter.device)
             self._drafted_BK = torch.zeros(most, length - 1, dtype=torch.int64, device=drafter.device)
 
-    def arrange(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Take the sequences of the next pass."""
-        self.sequences = list(sequences)
-
-    def step(self, now: int) -> tuple[list[RunningCanvas], list[tuple[Sequence, Step]]]:
+    def step(
+        self, running: abc.Sequence[Sequence], now: int
+    ) -> tuple[list[RunningCanvas], list[tuple[Sequence, Step]]]:
         """Put a proposal, which may be of no token, behind each sequence; there are no canvases and no records."""
         asked = list[tuple["Sequence", int]]()
-        for each in self.sequences:
+        for each in running:
             assert isinstance(each.draft, BlockDraft)
             if (count := min(each.draft.reach, each.max_tokens - len(each.tokens) - 1)) > 0:
                 asked.append((each, count))
@@ -70,15 +57,14 @@ class BlockBatch:
         drafter, steps = self.drafter, self._steps
         assert drafter is not None
         rows = [each.paged for each in sequences if each.paged is not None]
-        rows += [self.pages.empty] * padding(self.buckets, len(rows))
+        rows += [self.pages.empty] * self.graphs.padding(len(rows))
         key, of = steps.load(rows), slice(len(rows))
         self._anchor_B[: len(sequences)] = torch.tensor([each.token_ids[-1] for each in sequences])
 
         def draft() -> None:
             self._drafted_BK[of, :count] = drafter.draft(self._anchor_B[of], count, steps.denoise)
 
-        if self.graphs is not None and all(each.may_capture for each in sequences):
-            self.graphs.follow(weight_addresses(self.pages.model))
+        if all(each.may_capture for each in sequences):
             self.graphs.run((len(rows), count, key), draft)
         else:
             draft()

@@ -9,8 +9,6 @@ from blockdiff.sampling.drafts import BlockDraft, CanvasDraft
 from blockdiff.sampling.trace import CommittedCanvas, Verification
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from blockdiff.sampling.encoding import Encoding
     from blockdiff.sampling.sequence import Sequence
     from blockdiff.sampling.settings import SamplingSettings
@@ -22,50 +20,40 @@ class Commits:
     def __init__(self, encoding: Encoding, settings: SamplingSettings):
         self.encoding, self.settings = encoding, settings
 
-    def settle(self, sequence: Sequence, verification: Verification, start: int, hidden_TD: Tensor) -> None:
-        """Commit what a verified draft gives: of a drafter's tokens those that stand, a canvas once all of it stands.
-
-        hidden_TD: of the tokens from column `start` on that were encoded with the draft.
-        """
+    def settle(self, sequence: Sequence, verification: Verification) -> None:
+        """Commit what a verified draft gives: of a drafter's tokens those that stand, a canvas once all of it does."""
         draft, proposal, own = sequence.draft, sequence.retract(), verification.own
-        hidden_TD = hidden_TD[: len(sequence.token_ids) - start + verification.accepted]
+        stands = len(sequence.token_ids) + verification.accepted
         if isinstance(draft, BlockDraft):
             assert own is not None
             draft.note(verification)
-            standing = [*verification.draft[: verification.accepted], own]
-            kept = self.commit(sequence, standing, 1, hidden_TD, start)
+            kept = self.commit(sequence, [*verification.draft[: verification.accepted], own], 1)
             sequence.count_places(verification, kept)
+            self.encoding.accept(sequence, stands)
             return
         assert draft is not None
         draft.take(verification, proposal.steps)
         if not self._can_commit(sequence, draft.standing):
-            self.encoding.accept(sequence, start, hidden_TD[:0])
+            self.encoding.accept(sequence, len(sequence.token_ids))
             return
         # without what is behind the end of a response, which nobody has verified
         sequence.draft = following = CanvasDraft.after(verification)
-        self.commit(sequence, draft.standing, draft.steps, hidden_TD, start)
+        self.commit(sequence, draft.standing, draft.steps)
+        self.encoding.accept(sequence, stands)
         if sequence.finish_reason is None and self._can_commit(sequence, following.tokens):
             sequence.draft = CanvasDraft()
-            self.commit(sequence, following.tokens, 0, hidden_TD[:0])
+            self.commit(sequence, following.tokens, 0)
 
     def _can_commit(self, sequence: Sequence, verified: list[int]) -> bool:
         """True where tokens that stand are a whole canvas, or end the response."""
         return len(verified) == self.settings.canvas_length or sequence.would_end(verified, self.settings)
 
-    def commit(
-        self,
-        sequence: Sequence,
-        tokens: list[int],
-        steps: int,
-        hidden_TD: Tensor | None = None,
-        start: int | None = None,
-    ) -> int:
+    def commit(self, sequence: Sequence, tokens: list[int], steps: int) -> int:
         """Add any number of tokens to the response, and to the token_ids where the next canvas or scores need them.
 
-        hidden_TD: of verified tokens the hidden states of the first ones, which stand in the pages from column `start`
-        on (None: behind the tokens before). Returns the number of tokens added, up to the end of the response.
+        Returns how many of them the response keeps.
         """
-        number, start = len(sequence.steps), len(sequence.token_ids) if start is None else start
+        number = len(sequence.steps)
         kept = sequence.commit(tokens, steps, self.settings.generation.eos_ids)
         kept -= sequence.stop(kept, self.settings.text)
         if sequence.error is not None:
@@ -87,10 +75,8 @@ class Commits:
             sequence.token_ids += tokens
         elif sequence.is_scored:  # the last token predicts nothing
             sequence.token_ids += tokens[: kept - 1]
-            if kept == 1 and hidden_TD is None and sequence.last_hidden_D is not None:
-                hidden_TD = sequence.last_hidden_D[None, :][:0]
-        if hidden_TD is not None:
-            self.encoding.accept(sequence, start, hidden_TD[: len(sequence.token_ids) - start])
+            if kept == 1 and sequence.hidden_TD is None and sequence.last_hidden_D is not None:  # nothing is encoded
+                self.encoding.score(sequence, sequence.num_computed, sequence.last_hidden_D[None, :][:0])
         return kept
 
 

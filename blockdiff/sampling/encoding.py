@@ -11,8 +11,6 @@ from torch import Tensor
 from blockdiff.checkpoint import with_image_side
 from blockdiff.errors import CheckpointError
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.weights import weight_addresses
-from blockdiff.sampling.graphs import padding
 from blockdiff.sampling.scores import next_token_logprobs
 
 if TYPE_CHECKING:
@@ -29,11 +27,12 @@ Chunk = tuple["Sequence", int]  # a sequence, and how many of its tokens are enc
 class CapturedEncode:
     """The call that encodes equally many tokens behind each of at most `most` rows, captured by that number.
 
-    longest: the most tokens of a row; buckets, graphs: as in `CanvasBatch`.
+    longest: the most tokens of a row.
     """
 
-    def __init__(self, pages: Pages, most: int, longest: int, buckets: abc.Sequence[int] | None, graphs: Graphs):
-        self.pages, self.most, self.longest, self.buckets, self.graphs = pages, most, longest, buckets, graphs
+    def __init__(self, pages: Pages, most: int, longest: int, graphs: Graphs):
+        self.pages, self.longest, self.graphs = pages, longest, graphs
+        self.most, self.padded = most, most + graphs.padding(most)
         self._buffers: dict[int, tuple[StepBuffers, Tensor, Tensor]] = {}  # by the number of tokens
 
     def takes(self, chunks: abc.Sequence[Chunk]) -> bool:
@@ -46,20 +45,18 @@ class CapturedEncode:
         """Hidden states [B, T, D] of the tokens, which are written into the rows' pages; see `Pages.encode`."""
         model, (B, T) = self.pages.model, tokens_BT.shape
         if T not in self._buffers:
-            most = self.most + padding(self.buckets, self.most)
-            given_BT = torch.zeros(most, T, dtype=torch.int64, device=model.device)
+            given_BT = torch.zeros(self.padded, T, dtype=torch.int64, device=model.device)
             width = model.vocabulary.table.shape[1]
-            hidden_BTD = torch.zeros(most, T, width, dtype=model.dtype, device=model.device)
-            self._buffers[T] = self.pages.step_buffers(most, T, is_clean=True), given_BT, hidden_BTD
+            hidden_BTD = torch.zeros(self.padded, T, width, dtype=model.dtype, device=model.device)
+            self._buffers[T] = self.pages.step_buffers(self.padded, T, is_clean=True), given_BT, hidden_BTD
         steps, given_BT, hidden_BTD = self._buffers[T]
-        rows = [*rows, *[self.pages.stand_in(0, T)] * padding(self.buckets, B)]
+        rows = [*rows, *[self.pages.stand_in(0, T)] * self.graphs.padding(B)]
         key, of = steps.load(rows), slice(len(rows))
         given_BT[:B] = tokens_BT
 
         def encode() -> None:
             hidden_BTD[of] = steps.encode(given_BT[of])
 
-        self.graphs.follow(weight_addresses(model))
         self.graphs.run((len(rows), ("encode", T), key), encode)
         return hidden_BTD[:B].clone()  # a sequence keeps the last one
 
@@ -74,43 +71,41 @@ class Encoding:
         self.model, self.pages, self.tokens = model, pages, 0
         self.captured: CapturedEncode | None = None
 
-    def encode(self, chunks: abc.Sequence[Chunk]) -> list[tuple[Sequence, int, Tensor]]:
+    def encode(self, chunks: abc.Sequence[Chunk]) -> list[Sequence]:
         """Encode chunks, and score the tokens of sequences that ask for scores.
 
         Returns the sequences of which what was encoded waits for `accept`, because a draft is to be verified or the
-        next token to be drawn, with the column where that begins and its hidden states [T, D].
+        next token to be drawn.
         """
-        drafts = []
+        waiting = list["Sequence"]()
         for call in self._batches(self._with_features(chunks)):
-            counts, starts = [count for _, count in call], [sequence.num_computed for sequence, _ in call]
+            counts = [count for _, count in call]
+            parts = [sequence.token_ids[(at := sequence.num_computed) : at + count] for sequence, count in call]
             width = max(counts)
-            tokens = [
-                sequence.token_ids[start : start + count] + [0] * (width - count)
-                for (sequence, count), start in zip(call, starts, strict=True)
-            ]
+            tokens_BT = torch.tensor([part + [0] * (width - len(part)) for part in parts])
             rows = [sequence.paged for sequence, _ in call if sequence.paged is not None]
-            images = [
-                sequence.placed_images(start, count) for (sequence, count), start in zip(call, starts, strict=True)
-            ]
+            images = [sequence.placed_images(sequence.num_computed, count) for sequence, count in call]
             captured = self.captured if self.captured is not None and self.captured.takes(call) else None
-            hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts, images=images, call=captured)
-            self.tokens += width * (len(call) + (0 if captured is None else padding(captured.buckets, len(call))))
-            for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
-                proposal = sequence.proposal
-                sequence.calls["verify" if proposal is not None and sequence.has_drafts else "encode"] += 1
-                if proposal is not None or (sequence.is_drawn_from and not sequence.num_uncomputed):
-                    drafts.append((sequence, start, hidden_TD[:count]))
-                    continue
-                self.accept(sequence, start, hidden_TD[:count])
-        return drafts
+            hidden_BTD = self.pages.encode(rows, tokens_BT, counts, images=images, call=captured)
+            self.tokens += width * (len(call) + (0 if captured is None else captured.graphs.padding(len(call))))
+            for (sequence, count), hidden_TD in zip(call, hidden_BTD, strict=True):
+                sequence.hidden_TD, is_draft = hidden_TD[:count], sequence.proposal is not None
+                sequence.calls["verify" if is_draft and sequence.has_drafts else "encode"] += 1
+                if is_draft or (sequence.is_drawn_from and not sequence.num_uncomputed):
+                    waiting.append(sequence)
+                else:
+                    self.accept(sequence, sequence.num_computed)
+        return waiting
 
-    def accept(self, sequence: Sequence, start: int, hidden_TD: Tensor) -> None:
-        """Let the encoded tokens from `start` on stand that have these hidden states, and drop those after them."""
-        row, end = sequence.paged, start + len(hidden_TD)
-        assert row is not None
+    def accept(self, sequence: Sequence, end: int) -> None:
+        """Let the encoded tokens before column `end` stand that are in token_ids, and drop those after them."""
+        row, hidden_TD, sequence.hidden_TD = sequence.paged, sequence.hidden_TD, None
+        assert row is not None and hidden_TD is not None
+        start, end = row.accepted, min(end, len(sequence.token_ids))
         if row.length > end:
             self.pages.truncate(row, end)
         self.pages.accept(row)
+        hidden_TD = hidden_TD[: end - start]
         if sequence.is_scored:
             self.score(sequence, start, hidden_TD)
         elif sequence.is_headed and len(hidden_TD):

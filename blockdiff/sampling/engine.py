@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from blockdiff import memory
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.errors import EngineError, RequestError
+from blockdiff.errors import BlockdiffError, EngineError, RequestError
 from blockdiff.models.drafted import Drafted, Drafter
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
@@ -25,7 +25,7 @@ from blockdiff.sampling.blocks import BlockBatch
 from blockdiff.sampling.commits import Commits
 from blockdiff.sampling.drafts import CanvasDraft
 from blockdiff.sampling.encoding import CapturedEncode, Encoding
-from blockdiff.sampling.graphs import BrokenCapture, Graphs, step_capture, warn_of_no_graphs
+from blockdiff.sampling.graphs import BrokenCapture, Graphs, row_counts, step_capture, warn_of_no_graphs
 from blockdiff.sampling.one_caller import OneCaller, one_caller
 from blockdiff.sampling.request import Request, Result, require_seed
 from blockdiff.sampling.scheduler import Scheduler
@@ -36,7 +36,7 @@ from blockdiff.sampling.strategies import Verified
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 from blockdiff.sampling.verification import round_control, verify
-from blockdiff.sampling.warm_up import PageRoom, WarmUp
+from blockdiff.sampling.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 10_000
 CHUNK_TOKENS = 512
-UNCAPTURED = "graphs: no step of this model can be captured; that takes canvases, CUDA and Triton"
+UNCAPTURED = "graphs: no step of this model can be captured; that takes CUDA and Triton"
 Event = Step | Verification | CommittedCanvas | Result
 
 
@@ -73,9 +73,9 @@ class Engine(OneCaller):
     tokens that a step encodes and denoises, as far as prompts can wait (None: twice the canvases of `max_rows` rows);
     page_tokens: of `Pages`; capacity: tokens that all rows may have together (None: as many as memory has room for when
     the first request comes); layers with a window get pages for what they see of `max_rows` rows; chunk_tokens: prompts
-    are encoded in chunks of so many tokens; buckets: row counts that calls are padded to (None: none but for captured
-    steps); pages: where prefixes lie (None: pages of its own); graphs: whether steps that can be are captured in CUDA
-    graphs and replayed (None: on a GPU, where attention reads pages).
+    are encoded in chunks of so many tokens; pages: where prefixes lie (None: pages of its own); graphs: whether steps
+    that can be are captured in CUDA graphs and replayed (None: on a GPU, where attention reads pages); buckets: row
+    counts that captured steps are padded to (None: `row_counts`).
 
     One thread at a time may call the engine, and nobody after `close`; else EngineError is raised, and nothing is lost.
     """
@@ -96,9 +96,9 @@ class Engine(OneCaller):
         page_tokens: int = 128,
         chunk_tokens: int = CHUNK_TOKENS,
         capacity: int | None = None,
-        buckets: abc.Sequence[int] | None = None,
         pages: Pages | None = None,
         graphs: bool | None = None,
+        buckets: abc.Sequence[int] | None = None,
     ):
         counts = dict(max_rows=max_rows, max_waiting=max_waiting, page_tokens=page_tokens, chunk_tokens=chunk_tokens)
         for name, count in counts.items():
@@ -119,36 +119,34 @@ class Engine(OneCaller):
         )
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
-        self._room = PageRoom(self.pages, capacity, is_taken=pages is not None)
-        can_capture = graphs is not False and (isinstance(model.denoiser, Drafter) or not self.settings.is_next_token)
-        self._buckets, self._capture = buckets, step_capture(model.denoiser) if can_capture else None
+        self._asked, self._has_room = capacity, pages is not None
+        self._buckets, self._capture = buckets, None if graphs is False else step_capture(model.denoiser)
         if graphs and self._capture is None:
             raise ValueError(UNCAPTURED)
         self._encoding = Encoding(model, self.pages)
         self._commits = Commits(self._encoding, self.settings)
-        self._batch = self._empty_batch(max_rows)
+        self._make_buffers()
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[tuple[Sequence, Event]] = []  # of requests whose caller brings no list
         self._now = 0  # steps so far
-        self._has_changed = False  # a canvas has been finished since the last step
 
-    def _empty_batch(self, max_rows: int) -> CanvasBatch | BlockBatch:
-        """An empty batch with buffers for so many rows."""
-        denoiser, buckets = self.model.denoiser, self._buckets
-        graphs = None if self._capture is None else Graphs(self._capture)
-        if buckets is None and graphs is not None:
-            buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
-        verifier, self._encoding.captured = self.model, None
-        if isinstance(verifier, Drafted):
-            verifier = verifier.target
-        if graphs is not None and step_capture(verifier) is not None:
-            longest = self.settings.block or self.settings.canvas_length
-            self._encoding.captured = CapturedEncode(self.pages, max_rows, longest, buckets, graphs)
-        if self.settings.is_next_token:
-            drafter = denoiser if isinstance(denoiser, Drafter) else None
-            return BlockBatch(drafter, self.pages, max_rows, buckets, graphs)
-        return CanvasBatch(denoiser, self.settings, self.pages, max_rows, buckets, graphs)
+    def _make_buffers(self) -> None:
+        """Make the buffers of calls over `most_rows` rows, and graphs that are empty; no row is in them."""
+        rows, model, settings = self.most_rows, self.model, self.settings
+        graphs = self._graphs = Graphs(self._capture, self._buckets or row_counts(rows))
+        graphs.follow(self.pages.weight_addresses)
+        target = model.target if isinstance(model, Drafted) else model
+        self._encoding.captured = None
+        if graphs.captures and step_capture(target) is not None:
+            self._encoding.captured = CapturedEncode(self.pages, rows, settings.block or settings.canvas_length, graphs)
+        self._batch: CanvasBatch | BlockBatch
+        if settings.is_next_token:
+            drafter = model.denoiser if isinstance(model.denoiser, Drafter) else None
+            self._batch = BlockBatch(drafter, self.pages, rows, graphs)
+        else:
+            self._batch = CanvasBatch(model.denoiser, settings, self.pages, rows, graphs)
+        self._calls = WarmUp(self.pages, self._batch, settings, self._scheduler, self._encoding.captured)
 
     # -- requests in, events out -------------------------------------------------------------------------------
 
@@ -212,11 +210,9 @@ class Engine(OneCaller):
     @one_caller
     def clear(self) -> None:
         """Drop all unanswered requests, without results, and give back their pages; new requests may be submitted."""
-        self._scheduler.close()
-        self._batch.arrange([])
+        self.drop([*self._scheduler.waiting, *self._scheduler.admitted])
         self._sequences.clear()
         self._events.clear()
-        self._unfinished = 0
 
     def close(self) -> None:
         """Drop all unanswered requests, without results, and give back their pages; no other call may follow."""
@@ -230,12 +226,11 @@ class Engine(OneCaller):
         for first in firsts:
             left = [draw for draw in first.draws if not draw.is_done]
             for draw in left:
-                draw.is_done = self._has_changed = True
+                draw.is_done = True
                 self._scheduler.leave(draw)
             self._unfinished -= bool(left)
         if not self._unfinished:
             self._scheduler.running = []
-            self._batch.arrange([])
 
     @one_caller
     def limit(self, max_rows: int) -> None:
@@ -252,10 +247,11 @@ class Engine(OneCaller):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Denoise in a new batch; the canvases that run are drawn again, with the same numbers."""
+        """Denoise in new buffers; the canvases that run are drawn again, with the same numbers."""
         self._scheduler.preempt_all()
-        denoised, self._batch = self._batch.denoised, self._empty_batch(self.most_rows)
-        self._batch.denoised, self._has_changed = denoised, True
+        denoised = self._batch.denoised
+        self._make_buffers()
+        self._batch.denoised = denoised
 
     @one_caller
     @torch.no_grad()
@@ -267,11 +263,10 @@ class Engine(OneCaller):
         """
         if self._unfinished:
             raise EngineError("warm_up: requests are unanswered; call it before the first one")
-        work = self._calls()
+        work, rows = self._calls, [count for count in self._graphs.buckets or [1] if count <= self.most_rows]
         calls: list[abc.Callable[[], object]] = [lambda: self.capacity, work.encode, work.verify]
         calls += [work.filtered, work.constrained]
-        buckets = self._batch.buckets if self.captures and self._batch.buckets else [1]
-        calls += [functools.partial(work.step, rows, times=2) for rows in buckets if rows <= self.most_rows]
+        calls += [functools.partial(work.step, count, times=2) for count in rows]
         for done, call in enumerate(calls):
             say(done, len(calls))
             try:
@@ -280,21 +275,25 @@ class Engine(OneCaller):
                 self._leave_graphs(error)
                 break
         say(len(calls), len(calls))
-        self._has_changed = True
 
     @one_caller
-    def grow(self, tokens: int, rows: int, run: int = 0) -> bool:
+    def grow(self, tokens: int | None, rows: int, run: int = 0) -> bool:
         """Let pages of so many tokens be taken, by at most `rows` rows at once; False where memory has no room for all.
 
-        run: the tokens of the longest run of images.
+        tokens: None: as many as there is memory for; run: the tokens of the longest run of images. Raises
+        BlockdiffError where the device has no memory for the calls of `most_rows` rows, or for no page beside them.
         """
-        self._has_changed = True  # steps read the pages where they lie then
-        calls = None if self._unfinished else self._calls()  # requests under way are left alone
-        return self._room.grow(calls, tokens, rows, self.most_rows, self._scheduler.most_added(run))
-
-    def _calls(self) -> WarmUp:
-        """The calls that the engine makes, without any request."""
-        return WarmUp(self.pages, self._batch, self.settings, self._scheduler, self._encoding.captured)
+        self._has_room = True
+        self._batch.step([], self._now)  # steps that follow read the pages where they lie then
+        if not self._unfinished:  # requests under way are left alone
+            self._calls.measure()
+        has_room = self.pages.grow(tokens, rows, self._scheduler.most_added(run))
+        if not self.pages.capacity and self.pages.kept_free is not None:
+            raise BlockdiffError(
+                f"{self.model.device}: {memory.size(self.pages.kept_free)} for the calls of {self.most_rows} rows "
+                "leave no memory for pages; let fewer run together"
+            )
+        return has_room
 
     @one_caller
     def events(self) -> list[Event]:
@@ -305,8 +304,9 @@ class Engine(OneCaller):
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that the pages hold at most."""
-        self._room.take(self._calls(), self.most_rows, self._scheduler.most_added(0))
+        """The number of tokens that the pages hold at most, which take their memory now where they have none."""
+        if not self._has_room:
+            self.grow(self._asked, self.most_rows)
         return self.pages.capacity
 
     @property
@@ -341,6 +341,7 @@ class Engine(OneCaller):
     def step(self) -> bool:
         """Encode what the scheduler chooses and denoise every running canvas once; False when nothing is left to do."""
         self._scheduler.admit()
+        self._graphs.follow(self.pages.weight_addresses)
         self._encode(self._scheduler.chunks())
         while chunks := self._scheduler.chunks(of_running=True):  # verified canvases that end with the head's own token
             self._encode(chunks)
@@ -351,41 +352,34 @@ class Engine(OneCaller):
     def _encode(self, chunks: list[tuple[Sequence, int]]) -> None:
         """Encode chunks of sequences; sequences that have ended leave when nothing of them is left to encode."""
         try:
-            drafts = self._encoding.encode(chunks)
+            waiting = self._encoding.encode(chunks)
         except BrokenCapture as error:
             self._leave_graphs(error)
             return
-        self._verify(drafts)
+        self._verify(waiting)
         for each in [each for each in self._scheduler.admitted if each.is_over]:
             self._leave(each)
 
-    def _verify(self, drafts: list[tuple[Sequence, int, Tensor]]) -> None:
-        """Verify drafts that were encoded, and commit what stands of them."""
-        of_calls = [(sequence, hidden_TD) for sequence, _, hidden_TD in drafts]
-        found = verify(self.model, self.settings, of_calls) if drafts else []
-        for (sequence, start, hidden_TD), verification in zip(drafts, found, strict=True):
-            self._has_changed = True
+    def _verify(self, sequences: list[Sequence]) -> None:
+        """Verify the drafts of sequences, which were encoded, and commit what stands of them."""
+        found = verify(self.model, self.settings, sequences) if sequences else []
+        for sequence, verification in zip(sequences, found, strict=True):
             if verification is None:
                 rounds = sequence.draft.rounds if isinstance(sequence.draft, CanvasDraft) else len(sequence.steps)
                 sequence.error = f"{NOT_FINITE} (canvas {len(sequence.steps) + 1}, verification {rounds + 1})"
                 continue
             if sequence.is_watched and verification.draft:
                 sequence.events.append((sequence, verification))
-            self._commits.settle(sequence, verification, start, hidden_TD)
+            self._commits.settle(sequence, verification)
 
     def _denoise(self) -> None:
         """Denoise every canvas of the running sequences once, and commit the canvases that are finished."""
-        has_changed = self._scheduler.start_running()
-        for sequence in self._scheduler.running:
+        running = self._scheduler.start_running()
+        for sequence in running:
             if sequence.canvas is None and not sequence.is_drawn_from:
-                sequence.canvas, has_changed = self._next_canvas(sequence), True
-        if has_changed or self._has_changed:
-            self._batch.arrange(self._scheduler.running)
-            self._has_changed = False
-        if not self._batch.sequences:
-            return
+                sequence.canvas = self._next_canvas(sequence)
         try:
-            finished, records = self._batch.step(self._now)
+            finished, records = self._batch.step(running, self._now)
         except BrokenCapture as error:
             self._leave_graphs(error)
             return
@@ -408,7 +402,6 @@ class Engine(OneCaller):
     def _finish(self, canvas: RunningCanvas) -> None:
         """Commit a finished canvas, or leave it to the next encode where it is a draft to be verified."""
         sequence, tokens = canvas.sequence, canvas.final or []
-        self._has_changed = True
         if not canvas.is_finite:
             sequence.error = f"{NOT_FINITE} (canvas {canvas.number + 1}, step {canvas.first_step + canvas.steps})"
             self._leave(sequence)
@@ -429,7 +422,7 @@ class Engine(OneCaller):
 
     def _leave(self, sequence: Sequence) -> None:
         """Give a sequence's place and pages back; the last draw of a request to leave makes its result an event."""
-        sequence.is_done = self._has_changed = True
+        sequence.is_done = True
         self._scheduler.leave(sequence)
         draws = sequence.draws
         if not all(draw.is_done for draw in draws):

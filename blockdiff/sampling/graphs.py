@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -111,13 +111,26 @@ class Graphs:
     """Work by a key that says all that differs from one graph to another: run once, then captured, then replayed.
 
     Those used last are kept, `most` of them. What cannot be captured runs as it is, with one warning.
+
+    capture: the way in which work is captured (None: it is not, and runs as it is); buckets: the counts that rows of
+    captured work are padded to, so that there are few graphs.
     """
 
-    def __init__(self, capture: Capture, most: int = MOST_GRAPHS):
+    def __init__(self, capture: Capture | None, buckets: Sequence[int] = (), most: int = MOST_GRAPHS):
         self._capture, self._most = capture, most
+        self.buckets = buckets if self.captures else ()
         self._replays: OrderedDict[Hashable, Work | None] = OrderedDict()  # None: it ran once
         self._is_refused = False
         self._memory: Hashable = None  # where the weights lay when work was captured
+
+    @property
+    def captures(self) -> bool:
+        """True where work is captured."""
+        return self._capture is not None
+
+    def padding(self, rows: int) -> int:
+        """The number of rows by which so many are padded; 0 beyond the last bucket."""
+        return next((bucket for bucket in self.buckets if bucket >= rows), rows) - rows
 
     @property
     def keys(self) -> Collection[Any]:
@@ -126,10 +139,13 @@ class Graphs:
 
     def run(self, key: Hashable, work: Work) -> None:
         """Run work, or replay what was captured under this key."""
+        if self._capture is None:
+            work()
+            return
         if self._is_refused or key not in self._replays:
             self._capture.warm_up(work)
             self._replays[key] = None
-        elif (replay := self._replays[key] or self._captured(work)) is None:
+        elif (replay := self._replays[key] or self._captured(self._capture, work)) is None:
             self._capture.warm_up(work)
         else:
             self._replays[key] = replay
@@ -140,28 +156,28 @@ class Graphs:
 
     def follow(self, memory: Hashable) -> None:
         """Forget all that ran or was captured where the weights lie elsewhere now: it read them where they were."""
-        if memory != self._memory:
+        if memory is not self._memory and memory != self._memory:
             self._replays.clear()
             self._memory = memory
 
-    def _captured(self, work: Work) -> Work | None:
+    def _captured(self, capture: Capture, work: Work) -> Work | None:
         try:
-            return self._capture.capture(work)
+            return capture.capture(work)
         except RuntimeError as error:
             self._is_refused = True
             warn_of_no_graphs(error)
             return None
 
 
+def row_counts(most: int) -> list[int]:
+    """The counts that rows are padded to, up to so many: each has a graph, and padding costs a fourth at most."""
+    return [*range(1, 4), *range(4, 32, 4), *range(32, most + 16, 16)]
+
+
 def warn_of_no_graphs(error: Exception) -> None:
     """Warn that steps are not captured any more, and why."""
     reason = str(error).strip().partition("\n")[0]
     warnings.warn(f"denoising steps run without CUDA graphs: {reason}; graphs=False says so", stacklevel=3)
-
-
-def padding(buckets: Collection[int] | None, count: int) -> int:
-    """The number of rows by which so many are padded, up to the next bucket; 0 where there is none."""
-    return next((bucket for bucket in buckets or () if bucket >= count), count) - count
 
 
 class HostCopy:

@@ -120,14 +120,6 @@ class Scheduler:
             self._preempt(sequence)
         self.running = []
 
-    def close(self) -> None:
-        """Give up all sequences, and give their pages back."""
-        for sequence in self.admitted:
-            self._release(sequence)
-        self.admitted.clear()
-        self.waiting.clear()
-        self.running = []
-
     def chunks(self, of_running: bool = False) -> list[tuple[Sequence, int]]:
         """The pairs (sequence, number of its tokens to encode in this step): committed canvases first, then prompts.
 
@@ -154,13 +146,9 @@ class Scheduler:
                 room -= count
         return [(sequence, count) for sequence, count in chosen if sequence.paged is not None]
 
-    def start_running(self) -> bool:
-        """Choose the running sequences among those with nothing left to encode; True where they are others than before.
-
-        Sequences that were running stay so before others start.
-        """
+    def start_running(self) -> list[Sequence]:
+        """Choose the running sequences among those with nothing left to encode; those that were running come first."""
         running = [each for each in self.running if each.paged is not None and each.is_ready]
-        has_changed = len(running) < len(self.running)
         if len(running) < self.max_rows:
             still_running = set(map(id, running))
             ready = [each for each in self.admitted if each.is_ready and id(each) not in still_running]
@@ -168,9 +156,8 @@ class Scheduler:
             if any(rows):  # by turns: those whose owners have few rows come first
                 ready.sort(key=lambda each: rows[each.owner])
             running += ready[: self.max_rows - len(running)]
-            has_changed = has_changed or len(running) > len(still_running)
         self.running = running
-        return has_changed
+        return running
 
     def _reuse(self, sequence: Sequence) -> None:
         """Share pages in which other sequences have encoded the same tokens; tokens to be scored are encoded anew."""
@@ -244,6 +231,5 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         if sequence.paged is not None:
             self.pages.release(sequence.paged)
-        sequence.paged = None
-        sequence.canvas = None
+        sequence.paged = sequence.canvas = sequence.hidden_TD = None
         sequence.retract()

@@ -74,12 +74,14 @@ class Sequence:
     The rest is the engine's. owner: who asked, if others are to get their turns beside it ("": in the order of
     arrival); token_ids: the prompt and the committed canvases, which the next canvas must see; proposal: the tokens at
     the end of token_ids that are to be verified (None: there is no proposal); paged: the pages with the keys and values
-    of those that are encoded (None while the sequence is not admitted); last_hidden_D: the hidden state of the last
-    encoded token, from which the next one is scored, drawn or verified; num_preempted: the number of token_ids that
-    were encoded when it was preempted; shared_tokens: the number of token_ids that others had encoded; canvas: the one
-    that is denoised, if any; is_watched: whether its steps are recorded; recorded: the canvas and the step that were
-    recorded last; may_capture: whether its steps may be captured; events: the caller's list, which gets pairs of the
-    sequence and an event; is_done: whether it has left the engine.
+    of those that are encoded (None while the sequence is not admitted); hidden_TD: the hidden states of
+    the encoded tokens that are not accepted yet, because a draft among them is to be verified or the next token to be
+    drawn (None: all are accepted); last_hidden_D: that of the last accepted token, from which the next one is scored,
+    drawn or verified; num_preempted: the number of token_ids that were encoded when it was preempted; shared_tokens:
+    the number of token_ids that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
+    steps are recorded; recorded: the canvas and the step that were recorded last; may_capture: whether its steps may be
+    captured; events: the caller's list, which gets pairs of the sequence and an event; is_done: whether it has left the
+    engine.
     """
 
     request: Request
@@ -111,6 +113,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     proposal: Proposal | None = None
     paged: PagedRow | None = None
+    hidden_TD: Tensor | None = None
     last_hidden_D: Tensor | None = None
     num_preempted: int = 0
     shared_tokens: int = 0

@@ -50,21 +50,21 @@ def round_control(
 
 
 def verify(
-    model: BlockDiffusionModel, settings: SamplingSettings, drafts: abc.Sequence[tuple[Sequence, Tensor]]
+    model: BlockDiffusionModel, settings: SamplingSettings, sequences: abc.Sequence[Sequence]
 ) -> list[Verification | None]:
-    """The verification of each sequence's draft, by hidden states [T, D]; None where logits are not finite.
+    """The verification of each sequence's draft; None where logits are not finite.
 
-    The draft is the `proposal` at the end of the sequence's token_ids, and may be of no token; the hidden states are
-    those of the draft, and of tokens that stand before it where these were encoded in the same call.
-    `last_hidden_D` is the hidden state of the token before all of them. Tokens are drawn by their places in the
-    response.
+    The draft is the `proposal` at the end of the sequence's token_ids, and may be of no token. Its hidden states are
+    the last ones of `hidden_TD`. That of the token before it is there, too, where both were encoded in the same call,
+    else in `last_hidden_D`. Tokens are drawn by their places in the response.
     """
     mask_id = settings.diffusion.mask_id
     hidden, shapes, addresses, counts = list[Tensor](), list[Shape](), list[tuple[int, int]](), list[int]()
     controls = list[CanvasControl | None]()
-    for sequence, hidden_TD in drafts:
+    for sequence in sequences:
         head, proposal = next_token_head(sequence.strategy), sequence.proposal or Proposal()
-        assert head is not None
+        hidden_TD = sequence.hidden_TD
+        assert head is not None and hidden_TD is not None
         length, given = len(proposal.tokens), proposal.given
         first = len(sequence.tokens) + given
         end = min(len(sequence.tokens) + length + 1, sequence.max_tokens)  # the last one follows the draft
@@ -80,7 +80,7 @@ def verify(
         hidden_BLD=torch.cat(hidden)[:, None],
         tokens_BL=torch.full((len(shapes), 1), mask_id or 0, device=model.device),
         temperature=torch.tensor([shape.temperature for shape in shapes], device=model.device),
-        uniform_BL=_draws(drafts, addresses, model.device),
+        uniform_BL=_draws(sequences, addresses, model.device),
         step_B=torch.zeros(len(shapes), dtype=torch.int64, device=model.device),
     )
     stats = predict(model, inputs, grouped(controls), shapes, mask_id)
@@ -88,15 +88,13 @@ def verify(
     found = iter(torch.cat(columns, -1).tolist())
     return [
         _compared(sequence, list(itertools.islice(found, count)))
-        for (sequence, _), count in zip(drafts, counts, strict=True)
+        for sequence, count in zip(sequences, counts, strict=True)
     ]
 
 
-def _draws(
-    drafts: abc.Sequence[tuple[Sequence, Tensor]], addresses: abc.Sequence[tuple[int, int]], device: torch.device
-) -> Tensor:
+def _draws(sequences: abc.Sequence[Sequence], addresses: abc.Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """The numbers [N, 1] by which tokens are drawn at these seeds and places; zeros where no head draws."""
-    heads = [next_token_head(sequence.strategy) for sequence, _ in drafts]
+    heads = [next_token_head(sequence.strategy) for sequence in sequences]
     if not any(head is not None and head.temperature for head in heads):
         return torch.zeros(len(addresses), 1, device=device)
     seed_N, place_N = torch.tensor(addresses, device=device).unbind(1)

@@ -34,24 +34,38 @@ MARGIN = 1.25  # times what calls took: free memory is in pieces, and no two cal
 KEPT_BYTES = 1 << 30  # for captured steps, the features of images and the workspaces of libraries
 
 
-@dataclass(frozen=True)
+@dataclass
 class WarmUp:
-    """The calls of an engine with these parts, each of which can be made without any request."""
+    """The calls of an engine with these parts, each of which can be made without any request.
+
+    is_measured: whether it is known how much memory they take.
+    """
 
     pages: Pages
     batch: CanvasBatch | BlockBatch
     settings: SamplingSettings
     scheduler: Scheduler
     captured: CapturedEncode | None
+    is_measured: bool = False
 
-    def bytes_of_calls(self) -> int:
-        """The bytes to leave free for calls beside pages, after the largest call of every kind has been made.
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Find the bytes that pages have to leave free, where they take all at once, by the largest call of every kind.
 
-        A captured step has memory of its own, so what the calls took is added up. Raises torch's OutOfMemoryError.
+        A captured step has memory of its own, so what the calls took is added up. Raises BlockdiffError where the
+        device has no memory for the calls.
         """
+        if self.pages.grows or self.is_measured:
+            return
         device, rows = self.pages.model.device, self.scheduler.max_rows
-        peaks = [memory.peak_of(call, device) for call in (self.encode, lambda: self.step(rows), self.verify)]
-        return int(MARGIN * sum(peaks)) + KEPT_BYTES + self._image_bytes()
+        try:
+            peaks = [memory.peak_of(call, device) for call in (self.encode, lambda: self.step(rows), self.verify)]
+        except torch.cuda.OutOfMemoryError:
+            raise BlockdiffError(
+                f"{device}: there is no memory for a step of {rows} rows; let fewer run together"
+            ) from None
+        self.pages.kept_free = int(MARGIN * sum(peaks)) + KEPT_BYTES + self._image_bytes()
+        self.is_measured = True
 
     def encode(self) -> None:
         """Encode as many tokens as a step does at most."""
@@ -66,14 +80,13 @@ class WarmUp:
         The second time the step is captured, where that can be done. asked: fields of their requests.
         """
         before, sequences = self.batch.denoised, self._sequences(rows, **asked)
-        self.batch.arrange(sequences)
         for step in range(times):
-            self.batch.step(step)
+            self.batch.step(sequences, step)
             if self.captured is not None and (proposal := sequences[0].proposal) is not None:
                 count = len(proposal.tokens) + sequences[0].is_drawn_from  # a block begins with a token that stands
                 row = self.pages.stand_in(sequences[0].num_computed, count)
                 self.captured([row] * rows, torch.zeros(rows, count, dtype=torch.int64))
-        self.batch.arrange([])
+        self.batch.step([], times)
         self.batch.denoised = before
 
     def filtered(self) -> None:
@@ -93,9 +106,8 @@ class WarmUp:
     def verify(self, rows: int | None = None, **asked: Any) -> None:
         """Verify a draft of so many rows (None: of as many as there may be), where drafts are verified."""
         sequences = self._sequences(rows or self.scheduler.max_rows, **asked)
-        drafts = [(each, self._hidden(len(each.proposal.tokens))) for each in sequences if each.proposal is not None]
-        if drafts:
-            verify(self.pages.model, self.settings, drafts)
+        if all(each.proposal is not None for each in sequences):
+            verify(self.pages.model, self.settings, sequences)
 
     def _sequences(self, rows: int, **asked: Any) -> list[Sequence]:
         """Answers to the same request, with a canvas that is about to be denoised each."""
@@ -110,6 +122,7 @@ class WarmUp:
             sequence.canvas, sequence.last_hidden_D = RunningCanvas(sequence, 0, 0, control), self._hidden(1)[0]
             if sequence.draft is not None:
                 sequence.propose(Proposal([0] * length, steps=1))
+                sequence.hidden_TD = self._hidden(length)
             found.append(sequence)
         return found
 
@@ -130,54 +143,3 @@ class WarmUp:
         with torch.device("meta"):
             side = family_of(model.config).image_side(model.config)
         return 0 if side is None else model.dtype.itemsize * sum(x.numel() for x in side.parameters())
-
-
-@dataclass
-class PageRoom:
-    """The memory that the pages of an engine take, once it is known what its largest calls need.
-
-    asked: the tokens that all rows may have together (None: as many as memory has room for); is_taken: whether the
-    pages have what they get; measured_rows: the rows of the largest calls whose memory is known.
-    """
-
-    pages: Pages
-    asked: int | None
-    is_taken: bool
-    measured_rows: int = 0
-
-    def take(self, calls: WarmUp, most_rows: int, most_added: int) -> None:
-        """Let the pages take what memory there is for them, or what was asked for, once."""
-        if self.is_taken:
-            return
-        self.is_taken = True
-        self._measure(calls, most_rows)
-        self.pages.grow(self.asked, most_rows, most_added)
-        if self.measured_rows and not self.pages.capacity:
-            raise BlockdiffError(
-                f"{self.pages.model.device}: {memory.size(self.pages.kept_free or 0)} for the calls of {most_rows} "
-                "rows leave no memory for pages; let fewer run together"
-            )
-
-    def grow(self, calls: WarmUp | None, tokens: int, rows: int, most_rows: int, most_added: int) -> bool:
-        """Let pages of so many tokens be taken, by at most `rows` rows; False where memory has no room for all.
-
-        calls: those to measure (None: none can be made now).
-        """
-        self.is_taken = True
-        if calls is not None:
-            self._measure(calls, most_rows)
-        return self.pages.grow(tokens, rows, most_added)
-
-    @torch.no_grad()
-    def _measure(self, calls: WarmUp, most_rows: int) -> None:
-        """Find how much memory to leave to calls, where pages take all at once."""
-        if self.pages.grows or self.measured_rows >= most_rows:
-            return
-        device = self.pages.model.device
-        try:
-            self.pages.kept_free = calls.bytes_of_calls()
-        except torch.cuda.OutOfMemoryError:
-            raise BlockdiffError(
-                f"{device}: there is no memory for a step of {most_rows} rows; let fewer run together"
-            ) from None
-        self.measured_rows = most_rows

@@ -68,10 +68,10 @@ def test_nobody_shares_tokens_before_they_are_accepted(model):
     row = pages.open()
     pages.encode([row], prompt[None], [40])
     assert pages.reuse(pages.open(), prompt.tolist()) == 0 and row.first["sliding"] == 0
-    pages.accept(row, 20)
+    pages.truncate(row, 20)
+    pages.accept(row)
     assert pages.reuse(other := pages.open(), prompt.tolist()) == 16 == other.accepted
     assert row.first["sliding"] == pages.pools["sliding"].first_kept(20) // 8
-    pages.truncate(row, 20)
     pages.encode([row], tokens(1, 12, seed=1), [12])
     pages.accept(row)
     pages.check()

@@ -96,14 +96,6 @@ def test_tokens_are_compared_and_not_only_their_hashes(model, monkeypatch):
     assert pages.reuse(pages.open(), [1, *tokens(8)[1:].tolist()]) == 0
 
 
-def test_another_identity_shares_nothing(model):
-    pages = Pages(model, 8, identity="base")
-    opened(pages, [tokens(20)])
-    assert pages.reuse(pages.open(), tokens(20).tolist()) == 16
-    pages.identity = "base, adapter a"
-    assert pages.reuse(pages.open(), tokens(20).tolist()) == 0
-
-
 def test_a_hit_needs_the_sliding_pages_before_it_and_not_those_before_the_window(model):
     """Capacity for 12 pages of each kind: the second row's pages push out the first's sliding ones."""
     pages, prompt = Pages(model, 8, capacity=8 * 12), tokens(64)

@@ -322,10 +322,10 @@ def test_a_call_while_another_thread_is_in_one_is_refused_and_nothing_is_lost(mo
     for request in requests[:2]:
         engine.submit(request)
 
-    def slow(batch: CanvasBatch, now: int):
+    def slow(batch: CanvasBatch, *given: object):
         inside.set()
         assert go_on.wait(60)
-        return step(batch, now)
+        return step(batch, *given)
 
     monkeypatch.setattr(CanvasBatch, "step", slow)
     thread = threading.Thread(target=engine.step)
@@ -370,13 +370,6 @@ def test_strategies_of_requests_that_are_gone_are_forgotten(model):
         engine.submit(Request(n, tokens=[20], strategy=f"entropy_bound:t_max={0.8 + n / 100}"))
     finished(engine)
     assert len(engine._batch._shapes) <= 4
-
-
-def test_padding_to_buckets_changes_no_answer(model):
-    requests = requests_of(7)
-    engine = Engine(model, None, LIVELY, max_rows=6, buckets=(4, 8))
-    assert answers(engine, requests) == alone(model, requests)
-    assert engine.denoised_canvases % 4 == 0
 
 
 def ended(engine: Engine, requests: list[Request]) -> dict[str | int, Result]:

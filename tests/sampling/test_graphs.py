@@ -101,6 +101,15 @@ def test_rows_that_come_and_go_get_the_same_answers_from_replayed_steps(model, r
     assert recorder.captures > 3 and recorder.replays > 3 * recorder.captures  # of rows and of tables
 
 
+def test_rows_are_padded_to_few_counts(model, recorder):
+    engine = Engine(model, None, LIVELY, max_rows=6, buckets=(4, 8))
+    for request in requests_of(7):
+        engine.submit(request)
+    while engine.step():
+        pass
+    assert {rows for rows, *_ in engine._graphs.keys} == {4, 8} and engine.denoised_canvases % 4 == 0
+
+
 RULES = (
     "quota:confidence=0",
     "confident:threshold=0.01,confidence=inf",
@@ -271,7 +280,7 @@ def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):
 def test_graphs_are_refused_where_there_are_none_and_left_out_where_nobody_asks(model):
     with pytest.raises(ValueError, match=r"graphs: no step of this model can be captured"):
         Engine(model, None, LIVELY, graphs=True)
-    assert Engine(model, None, LIVELY)._batch.graphs is None
+    assert not Engine(model, None, LIVELY).captures
 
 
 @pytest.mark.parametrize(

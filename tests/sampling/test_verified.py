@@ -196,7 +196,7 @@ def test_rejected_drafts_leave_no_trace_and_are_never_published(model):
     assert sum(each.forwards.verify for each in results.values()) > sum(len(r.steps) for r in results.values())
     rows = [[*request.tokens, *results[request.id].tokens] for request in asked]
     fresh = Pages(model, page_tokens=4)
-    for link in [link for link in engine.pages._links.values() if link.parent is not None]:
+    for link in engine.pages._links.values():
         chain, at = list[int](), link
         while at.parent is not None:
             chain, at = unpacked_identities(at.tokens) + chain, at.parent
