@@ -27,7 +27,7 @@ from blockdiff.serving.async_engine import BASE, Accepted, AsyncEngine, Terms
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
-from blockdiff.serving.protocol import GenerationBody
+from blockdiff.serving.protocol import GenerationBody, ReadRequest
 from blockdiff.serving.refusals import Refused, error_body
 
 LOG = logging.getLogger("blockdiff.serving")
@@ -63,6 +63,11 @@ class Server:
             raise Refused(words, 404, "model_not_found", "model")
         return name
 
+    def terms(self, http: HttpRequest, body: GenerationBody | ReadRequest) -> Terms:
+        """The terms of a request; Refused for a model that is not served here."""
+        seconds = self.limits.seconds(body.timeout)
+        return Terms(http.state.measures.began, http.state.owner, seconds, self.adapter_of(body.model))
+
 
 class AnswerFormat(Protocol):
     """The form of the answers of one route."""
@@ -85,8 +90,7 @@ class ApiCall:
     body: GenerationBody
     streams: Sequence[AnswerStream]
     format: AnswerFormat
-    path: str
-    adapter: str
+    terms: Terms
 
 
 async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
@@ -96,7 +100,7 @@ async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
         id=call.format.prefix + uuid.uuid4().hex, created=int(time.time()), model=name, system_fingerprint=FINGERPRINT
     )
     measures: CallMetrics = http.state.measures
-    measures.answers, measures.outcome, measures.owner = call.body.n, "left", http.state.owner
+    measures.answers, measures.outcome = call.body.n, "left"
     if not call.body.stream:
         found = await unless_left(http, _whole(server, call, measures, head))
         return Response(status_code=LEFT) if found is None else JSONResponse(found)
@@ -186,8 +190,7 @@ async def _deltas(
     server: Server, call: ApiCall, stream: AnswerStream, measures: CallMetrics
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of one answer; the first one is empty, and says that it is accepted."""
-    terms = Terms(measures.began, measures.owner, server.limits.seconds(call.body.timeout), call.adapter)
-    generated = server.engine.generate(stream.request, call.body.stream_frames, True, terms)
+    generated = server.engine.generate(stream.request, call.body.stream_frames, True, call.terms)
     async with aclosing(generated) as events:
         async for event in events:
             if isinstance(event, Accepted):

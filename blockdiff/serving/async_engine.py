@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from queue import SimpleQueue
@@ -51,14 +51,24 @@ class Accepted:
 class Terms:
     """The terms of a request beside its words.
 
-    arrived: when it came, by `time.monotonic` (None: now); owner: who asks, if others are to get their turns beside it;
-    seconds: after which it ends with TimedOut; adapter: the name of the adapter that answers.
+    arrived: when it came, by `time.monotonic`; owner: who asks, if others are to get their turns beside it; seconds:
+    after which it ends with TimedOut; adapter: the name of the adapter that answers.
     """
 
-    arrived: float | None = None
+    arrived: float = field(default_factory=time.monotonic)
     owner: str = ""
     seconds: float | None = None
     adapter: str = BASE
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Raises TimedOut where the time of the request is over before the block is."""
+        left = None if self.seconds is None else self.arrived + self.seconds - time.monotonic()
+        try:
+            async with asyncio.timeout(left):
+                yield
+        except TimeoutError:
+            raise TimedOut(f"the answer took more than {self.seconds:g} s; ask for less, or later") from None
 
 
 @dataclass(eq=False)
@@ -174,7 +184,7 @@ class AsyncEngine:
         request: Request,
         watch: bool = False,
         says_accepted: bool = False,
-        terms: Terms = Terms(),
+        terms: Terms | None = None,
     ) -> AsyncGenerator[Event | Accepted, None]:
         """The events of a request as they come: committed canvases, with `watch` also steps, and last its Result.
 
@@ -183,6 +193,7 @@ class AsyncEngine:
         Raises RequestError for a request that cannot be answered, Full where too many wait, and EngineError where the
         engine fails. Closing the generator ends the request within one step.
         """
+        terms = terms or Terms()
         model, settings = self.models[terms.adapter]
         prepare = partial(prepare_sequences, request, settings, self.seed, model.device)
         async with aclosing(self._events(request, prepare, terms, watch)) as events:
@@ -197,13 +208,13 @@ class AsyncEngine:
         choices: Choices | None = None,
         steps: int = 1,
         draws: int = 4,
-        terms: Terms = Terms(),
+        terms: Terms | None = None,
     ) -> Read:
         """The distributions of a template's holes for a prompt, as in `Sampler.read`; the rest as in `generate`."""
-        readings: list[RunningRead] = []
+        terms, readings = terms or Terms(), list[RunningRead]()
+        given = request, template, choices, *self.models[terms.adapter]
 
         def prepare() -> list[Sequence]:
-            given = request, template, choices, *self.models[terms.adapter]
             readings.append(RunningRead.prepare(*given, steps=steps, draws=draws, seed=self.seed))
             return readings[0].sequences
 
@@ -215,8 +226,8 @@ class AsyncEngine:
 
     async def prepared(self, prepare: Callable[[], T], kind: Kind, terms: Terms) -> T:
         """The value of a function that belongs to a request's preparation, from a thread; Full where it waits long."""
-        arrived = time.monotonic() if terms.arrived is None else terms.arrived
-        return await self._preparing.run(prepare, kind, self._of_owner[terms.owner], arrived)
+        async with terms.in_time():
+            return await self._preparing.run(prepare, kind, self._of_owner[terms.owner], terms.arrived)
 
     async def _events(
         self,
@@ -234,8 +245,7 @@ class AsyncEngine:
         if owner and self.max_of_owner is not None and self._of_owner[owner] + request.best_of > self.max_of_owner:
             raise Full(f"{self._of_owner[owner]} answers to you are under way, and {self.max_of_owner} are the most")
         self.start()
-        loop, seconds = asyncio.get_running_loop(), terms.seconds
-        stream, end = _Stream(loop), None if seconds is None else loop.time() + seconds
+        stream = _Stream(asyncio.get_running_loop())
         self._unanswered += 1
         self._of_owner[owner] += request.best_of
         event: Event | Accepted | Exception | None = None
@@ -247,11 +257,8 @@ class AsyncEngine:
                 draw.owner = owner
             self._commands.put(partial(self._enter, stream, draws, watch, terms.adapter))
             while not isinstance(event, Result):
-                try:
-                    async with asyncio.timeout_at(end):
-                        event = await stream.events.get()
-                except TimeoutError:
-                    raise TimedOut(f"the answer took more than {seconds:g} s; ask for less, or later") from None
+                async with terms.in_time():
+                    event = await stream.events.get()
                 if isinstance(event, Exception):
                     raise event
                 yield event
@@ -279,7 +286,6 @@ class AsyncEngine:
     async def call(self, function: Callable[[Engine], T], adapter: str = BASE) -> T:
         """The answer of a function, which the engine's thread calls with the engine of a model between two steps."""
         future: Future[T] = Future()
-
         if self._is_closed:
             raise Closed("the engine is closed; ask another one")
         self.start()

@@ -49,10 +49,9 @@ def router(server: Server) -> APIRouter:
     @routes.post(PATH)
     async def chat(http: HttpRequest) -> Response:
         body = await read_body(http, ChatRequest)
-        adapter = server.adapter_of(body.model)
-        terms = Terms(http.state.measures.began, http.state.owner)
+        terms = server.terms(http, body)
         kind: Kind = "plain" if body.tool_choice in ("none", "auto") else "heavy"  # which compiles a schema
-        made = server.engine.prepared(partial(api_call, body, server, adapter), kind, terms)
+        made = server.engine.prepared(partial(api_call, body, server, terms), kind, terms)
         return await respond(server, http, await made)
 
     return routes
@@ -105,9 +104,9 @@ class ChatFormat:
         )
 
 
-def api_call(body: ChatRequest, server: Server, adapter: str) -> ApiCall:
+def api_call(body: ChatRequest, server: Server, terms: Terms) -> ApiCall:
     """The requests of a body: one for each of `n` answers."""
-    (_, settings), limits = server.engine.models[adapter], server.limits
+    (_, settings), limits = server.engine.models[terms.adapter], server.limits
     check_size("n", body.n, limits.answers)
     check_size("the characters of tools", len(json.dumps(body.tools)), limits.form_characters)
     try:
@@ -145,7 +144,7 @@ def api_call(body: ChatRequest, server: Server, adapter: str) -> ApiCall:
         )
         for index in range(body.n)
     ]
-    return ApiCall(body, streams, ChatFormat(), PATH, adapter)
+    return ApiCall(body, streams, ChatFormat(), terms)
 
 
 def template_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fastapi import Request as HttpRequest
 from blockdiff.sampling.request import Request
 from blockdiff.serving.answering import ApiCall, Server, respond
 from blockdiff.serving.answers import CompletionChoice, CompletionLogprobs
+from blockdiff.serving.async_engine import Terms
 from blockdiff.serving.bodies import read_body
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.mapping import check_size, common_fields, seed_of
@@ -30,7 +31,7 @@ def router(server: Server) -> APIRouter:
     @routes.post(PATH)
     async def complete(http: HttpRequest) -> Response:
         body = await read_body(http, CompletionRequest)
-        return await respond(server, http, api_call(body, server, server.adapter_of(body.model)))
+        return await respond(server, http, api_call(body, server, server.terms(http, body)))
 
     return routes
 
@@ -78,9 +79,9 @@ class CompletionFormat:
         return prompt or ""
 
 
-def api_call(body: CompletionRequest, server: Server, adapter: str) -> ApiCall:
+def api_call(body: CompletionRequest, server: Server, terms: Terms) -> ApiCall:
     """The requests of a body: `n` for each prompt."""
-    (_, settings), limits = server.engine.models[adapter], server.limits
+    (_, settings), limits = server.engine.models[terms.adapter], server.limits
     prompt = body.prompt
     if isinstance(prompt, list) and not prompt:
         raise Refused("prompt: is an empty list; give a text, tokens, or a list of either", param="prompt")
@@ -97,7 +98,7 @@ def api_call(body: CompletionRequest, server: Server, adapter: str) -> ApiCall:
                 f"{id}-{index}", **given, **fields, seed=seed_of(body, index), top_logprobs=body.logprobs or 0
             )
             streams.append(AnswerStream(settings, request, index, None if request.form else body.max_tokens))
-    return ApiCall(body, streams, CompletionFormat(body.echo), PATH, adapter)
+    return ApiCall(body, streams, CompletionFormat(body.echo), terms)
 
 
 def _logprobs(stream: AnswerStream, delta: Delta) -> CompletionLogprobs | None:

@@ -108,7 +108,6 @@ class CallMetrics:
     answers: int = 1  # to each prompt
     outcome: str | None = None
     reason: str | None = None
-    owner: str = ""
 
     def canvas(self) -> None:
         """Note that a canvas was committed."""

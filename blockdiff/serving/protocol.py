@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import MaxLen
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 # Fields that change no answer.
 INERT = {"user", "store", "metadata", "service_tier", "safety_identifier"}
@@ -187,3 +187,30 @@ class CompletionRequest(GenerationBody):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
+
+
+def _few(choices: Any) -> Any:
+    """The choices as they came; ValueError for more than any template has holes, before each of them is looked at."""
+    if isinstance(choices, dict) and len(choices) > MOST_TEXTS:
+        raise ValueError(f"choices has {len(choices)} holes, and {MOST_TEXTS} are the most; give fewer")
+    return choices
+
+
+class ReadRequest(Body):
+    """The body of `POST /v1/read`: a prompt or messages, and a template with named holes.
+
+    choices: those of each hole; a free one has none.
+    """
+
+    model: Short | None = None
+    prompt: str | Items[int] | None = None
+    messages: Annotated[Items[dict[str, Any]], MaxLen(MOST_MESSAGES)] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    template: str
+    choices: Annotated[dict[str, Annotated[Items[str], MaxLen(MOST_TEXTS)]], BeforeValidator(_few)] = Field(
+        default_factory=dict
+    )
+    steps: int = Field(1, ge=1)
+    draws: int = Field(4, ge=1)
+    seed: int = 0
+    timeout: float | None = Field(None, gt=0)

@@ -201,6 +201,18 @@ def test_closing_tells_those_whose_request_is_still_prepared(sampler, monkeypatc
     assert begun.qsize() < 2  # what waited was not prepared
 
 
+def test_the_time_of_a_request_is_over_while_it_is_prepared_too(sampler, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(AsyncEngine, "_prepare", lambda *_: gate.wait(5))
+
+    async def ask(engine):
+        with pytest.raises(TimedOut, match=r"more than 0\.05 s"):
+            await anext(engine.generate(request("a"), terms=Terms(seconds=0.05)))
+        return gate.set()
+
+    with_engine(sampler, ask)
+
+
 def test_constraints_are_prepared_by_turns(sampler, monkeypatch):
     """The first one of somebody who comes last is next, before what waits of somebody with several."""
     monkeypatch.setitem(preparing.THREADS, "heavy", 1)

@@ -21,8 +21,7 @@ from blockdiff.serving import Access, AsyncEngine, Limits, app
 from blockdiff.serving.bodies import parsed_body
 from blockdiff.serving.completions import PATH as COMPLETIONS
 from blockdiff.serving.process import Process, listener
-from blockdiff.serving.protocol import ChatRequest, CompletionRequest
-from blockdiff.serving.reads import ReadRequest
+from blockdiff.serving.protocol import ChatRequest, CompletionRequest, ReadRequest
 from blockdiff.serving.refusals import Refused
 from blockdiff.serving.security import Guard
 from tests.asking import chat_tokenizer, served
