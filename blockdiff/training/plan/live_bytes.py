@@ -7,6 +7,7 @@ enters the mode.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_impls import has_meta
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -22,6 +24,7 @@ from blockdiff.kernels.launch import RUNS
 
 MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
 CHUNK = "vocabulary chunk"
+_CPU = torch.device("cpu")
 
 
 class LiveBytes(TorchDispatchMode):
@@ -40,6 +43,7 @@ class LiveBytes(TorchDispatchMode):
         self._vocabulary = vocabulary
         self._by_part: Counter[str] = Counter()
         self._known: dict[int, Any] = {}  # storages that are counted, or that never are
+        self._begun = 0  # how often the count began again: what was there before is not in it
 
     def fill(self, module: nn.Module) -> None:
         """Give a module fake tensors for its weights, which are not counted."""
@@ -83,18 +87,37 @@ class LiveBytes(TorchDispatchMode):
         else:
             if name in MASKED:
                 args = args[0], _places(args[1]), *args[2:]
-            out = function(*args, **named)
+            out = self._on_shapes(function, args, named)
             if name == "topk":  # which experts: real numbers, evenly spread, for the code sorts by them
                 out = out[0], (torch.arange(out[1].numel()) % tensors[0].shape[-1]).view(out[1].shape)
         for x in _tensors((out,)):
             self._count(x)
         return out
 
+    def _on_shapes(self, function: Any, args: Any, named: dict[str, Any]) -> Any:
+        """An operation on fake tensors, by torch's kernel for shapes: all that the mode does takes twice as long.
+
+        Where there is none, or a device is said, the mode has an answer.
+        """
+        if named.get("device") is not None or not _has_kernel_for_shapes(function):
+            return function(*args, **named)
+        args, named = [_shape_of(x) for x in args], {key: _shape_of(x) for key, x in named.items()}
+        with in_kernel_invocation_manager(self.fakes):
+            out = function(*args, **named)
+        if isinstance(out, list | tuple):
+            return type(out)(self._fake(x) for x in out)
+        return self._fake(out)
+
+    def _fake(self, x: Any) -> Any:
+        """What a kernel for shapes gave, as the fake tensor of a CPU."""
+        is_new = isinstance(x, Tensor) and not isinstance(x, FakeTensor)
+        return FakeTensor(self.fakes, x, _CPU) if is_new else x
+
     def start_again(self) -> None:
         """Forget the peak, and what lives now."""
         self.live = self.peak = 0
         self._by_part.clear()
-        self._known = dict.fromkeys(self._known)
+        self._begun += 1
 
     def hold(self, size: int, part: str) -> None:
         """Count bytes that no tensor stands for; a negative size gives them back."""
@@ -126,7 +149,8 @@ class LiveBytes(TorchDispatchMode):
             return
         size = storage.nbytes()
         part = CHUNK if x.dim() and x.shape[-1] == self._vocabulary else "activations"
-        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size, part))
+        begun = self._begun
+        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size, part, begun))
         self.live += size
         self._by_part[part] += size
         self._note(self.live, self._by_part)
@@ -137,8 +161,8 @@ class LiveBytes(TorchDispatchMode):
         if live > self.peak:
             self.peak, self.parts = live, parts.copy()
 
-    def _forget(self, key: int, size: int, part: str) -> None:
-        if self._known.pop(key, None) is not None:
+    def _forget(self, key: int, size: int, part: str, begun: int) -> None:
+        if self._known.pop(key, None) is not None and begun == self._begun:
             self.live -= size
             self._by_part[part] -= size
 
@@ -152,6 +176,22 @@ def _tensors(values: Any) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
+
+
+@functools.cache
+def _has_kernel_for_shapes(function: Any) -> bool:
+    name = function._schema.name.partition("::")[2]
+    reads_numbers = torch.Tag.dynamic_output_shape in function.tags and name not in MASKED
+    return not reads_numbers and has_meta(function)
+
+
+def _shape_of(x: Any) -> Any:
+    """A tensor without numbers in place of a real one, also in a list."""
+    if isinstance(x, list | tuple):
+        return type(x)(_shape_of(each) for each in x)
+    if not isinstance(x, Tensor) or isinstance(x, FakeTensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _places(indices: Any) -> list[Any]:
