@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from blockdiff.cli.main import main
-from blockdiff.parallel.ranks import from_accelerate
+from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.training import export
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +66,13 @@ def run_ranks(world: int, target: Callable[..., None], directory: Path, *argumen
     """Run `target(ranks, directory, *arguments)` in `world` processes; raises AssertionError when one of them fails."""
     with _ranks(world, directory, _join, target, directory, *arguments) as (processes, logs):
         finish(processes, logs)
+
+
+def in_turn(ranks: Ranks, directory: Path, targets: Mapping[str, Callable[[Ranks, Path], None]]) -> None:
+    """A target of `run_ranks` that is several, one after the other, each with the folder of its name."""
+    for name, target in targets.items():
+        (directory / name).mkdir(exist_ok=True)
+        target(ranks, directory / name)
 
 
 def run_command(world: int, words: Sequence[str], directory: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The ranks of `test_next_token_ranks.py`."""
+"""Next tokens over the four ranks of `test_tensor.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blockdiff.sampling.strategies import NextToken
 from tests.families import small_model
 
 
-def sampled(ranks: Ranks, directory: Path) -> None:
+def next_tokens(ranks: Ranks, directory: Path) -> None:
     """A group of all ranks, and groups of two, give the tokens of one process."""
     settings = Generation(max_new_tokens=5, eos_ids=(2,), pad_id=0)
     requests = [Request(n, tokens=list(range(5, 9 + 5 * n))) for n in range(2)]

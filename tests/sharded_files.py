@@ -36,9 +36,9 @@ def sharded(source: Path, how: How, dtype: torch.dtype = torch.bfloat16, lora: b
     return model
 
 
-def read_and_write(ranks: Ranks, directory: Path, how: How) -> None:
+def read_and_write(ranks: Ranks, directory: Path, source: Path, how: How) -> None:
     """Each rank reads its own parts and no others; together they write the files that one process writes."""
-    source, sizes = directory / "source", []
+    sizes = []
     original = blockdiff.checkpoint.files.read_block
 
     def counted(handle: Any, name: str, block: Any) -> torch.Tensor:
@@ -74,14 +74,14 @@ def read_and_write(ranks: Ranks, directory: Path, how: How) -> None:
         save(model, directory / "taken", overwrite=True)
 
 
-def write(ranks: Ranks, directory: Path) -> None:
+def write(ranks: Ranks, directory: Path, source: Path) -> None:
     """The ranks of a sharded model write it together."""
-    save(load_weights(sharded(directory / "source", "full"), directory / "source", "auto", "cpu"), directory / "out")
+    save(load_weights(sharded(source, "full"), source, "auto", "cpu"), directory / "out")
 
 
-def full_disk(ranks: Ranks, directory: Path) -> None:
+def full_disk(ranks: Ranks, directory: Path, source: Path) -> None:
     """The disk of rank 0 is full in the middle of writing: one line on all ranks, nothing is left of it."""
-    model = load_weights(sharded(directory / "source", "full"), directory / "source", "auto", "cpu")
+    model = load_weights(sharded(source, "full"), source, "auto", "cpu")
 
     def full(*arguments: Any) -> str:
         next(iter(arguments[1].values())).read()
@@ -94,10 +94,9 @@ def full_disk(ranks: Ranks, directory: Path) -> None:
     assert not (directory / "out").exists()
 
 
-def adapters(ranks: Ranks, directory: Path, how: How) -> None:
+def adapters(ranks: Ranks, directory: Path, source: Path) -> None:
     """The adapters of a sharded model are read and written as those of one process."""
-    source = directory / "source"
-    model = load_weights(sharded(source, how, lora=True), source, "auto", "cpu")
+    model = load_weights(sharded(source, "both", lora=True), source, "auto", "cpu")
     plain = load_weights(empty(read_config(source)), source, "auto", "cpu")
     adapt(plain, targets(plain, {"attention": LowRank(4, 8.0), "experts": LowRank(2, 4.0)}), (3, 5))
     draw_adapters(plain, 3, torch.device("cpu"), torch.float32)

@@ -128,8 +128,10 @@ def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[Bloc
     }
 
 
-def models_alone(directory: Path) -> None:
-    """Write what one process computes of every case."""
+def computed_alone(directory: Path) -> None:
+    """Write what one process computes of every case, and the tokens, the steps and the first score of each sampling."""
+    found = [[[list(one.tokens), one.steps, one.score] for one in results] for results in samplings(None)]
+    (directory / "sampled.json").write_text(json.dumps(found))
     for name, (make, compute) in cases().items():
         one = make()
         freeze(one, ())
@@ -137,7 +139,7 @@ def models_alone(directory: Path) -> None:
 
 
 def whole_models(ranks: Ranks, directory: Path, alone: Path) -> None:
-    """The numbers of one process (`models_alone`), computed by ranks with about their share of the weights each.
+    """The numbers of one process (`computed_alone`), computed by ranks with about their share of the weights each.
 
     Four ranks, which are more than the kv heads, compute one case of each family, and two ranks the others.
     """
@@ -261,12 +263,6 @@ def samplings(mesh: DeviceMesh | None) -> list[list[Result]]:
     return found
 
 
-def sampled_alone(directory: Path) -> None:
-    """Write the tokens, the steps and the first score of each model on one process."""
-    found = [[[list(one.tokens), one.steps, one.score] for one in results] for results in samplings(None)]
-    (directory / "sampled.json").write_text(json.dumps(found))
-
-
 def capturable(ranks: Ranks, directory: Path) -> None:
     """In a step of two ranks that would be captured the host waits for nothing, and the answers are those of others."""
     model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
@@ -300,7 +296,7 @@ def stopped_together(ranks: Ranks, mesh: DeviceMesh) -> None:
 
 
 def sampled(ranks: Ranks, directory: Path, alone: Path) -> None:
-    """Evaluation and sampling give the tokens of one process (`sampled_alone`), and leave together."""
+    """Evaluation and sampling give the tokens of one process (`computed_alone`), and leave together."""
     mesh = init_device_mesh("cpu", (ranks.world,))
     if ranks.world == 2:
         stopped_together(ranks, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,31 +15,25 @@ from blockdiff.kernels import resolve
 from blockdiff.layers.experts import Experts
 from blockdiff.parallel.exchange import expert_parallel
 from tests.expert_ranks import one_layer, whole_model
-from tests.forked import run_ranks
+from tests.forked import in_turn, run_ranks
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("is_adapted", [False, True])
-def test_two_ranks_share_the_experts_of_a_layer_whatever_its_tokens_choose(is_adapted, tmp_path: Path):
-    run_ranks(2, one_layer, tmp_path, is_adapted, torch.float64, "torch", 1e-12)
+def test_two_ranks_have_the_outputs_losses_and_gradients_of_one_process(tmp_path: Path):
+    """Of a layer, in every dtype and whatever its tokens choose, and of whole models."""
+    targets = {
+        "exact": partial(one_layer, is_adapted=False, dtype=torch.float64, kernels="torch", limit=1e-12),
+        "adapted": partial(one_layer, is_adapted=True, dtype=torch.float64, kernels="torch", limit=1e-12),
+        "narrow": partial(one_layer, is_adapted=False, dtype=torch.bfloat16, kernels="torch", limit=0.02),
+        "triton": partial(one_layer, is_adapted=True, dtype=torch.float32, kernels="triton", limit=1e-5),
+        "exact models": partial(whole_model, is_wide=True, limit=1e-10),
+        "models": partial(whole_model, is_wide=False, limit=1e-5),
+    }
+    run_ranks(2, in_turn, tmp_path, targets)
 
 
 def test_a_rank_may_have_no_token_and_an_expert_none_either(tmp_path: Path):
     run_ranks(4, one_layer, tmp_path, True, torch.float32, "torch", 1e-5)
-
-
-def test_tokens_travel_in_bfloat16(tmp_path: Path):
-    run_ranks(2, one_layer, tmp_path, False, torch.bfloat16, "torch", 0.02)
-
-
-def test_tritons_experts_take_what_the_others_send_and_nothing_too(tmp_path: Path):
-    run_ranks(2, one_layer, tmp_path, True, torch.float32, "triton", 1e-5)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("is_wide", "limit"), [(True, 1e-10), (False, 1e-5)])
-def test_losses_and_gradients_are_those_of_one_process(is_wide, limit, tmp_path: Path):
-    run_ranks(2, whole_model, tmp_path, is_wide, limit)
 
 
 @pytest.mark.quick

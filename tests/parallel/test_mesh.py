@@ -28,7 +28,6 @@ CPU = torch.device("cpu")
 LIMITS = {torch.float64: {"losses": 1e-10, "gradient": 1e-10, "weight": 1e-10}}
 LIMITS[torch.float32] = {"losses": 1e-5, "gradient": 1e-5, "weight": 1e-6}
 RUNS = {
-    "all, sharded": ["parallel.shard=full"],
     "all, sharded, offloaded": ["parallel.shard=full", "parallel.offload=true"],
     "adapters, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
     "adapters over fp8, experts split": ["parallel.experts=2"],

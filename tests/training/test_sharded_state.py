@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from blockdiff.training.saved_tensors import SavedTensors
 from tests import forked, sharded_state
 from tests.sharded_state import Toy
 
-CHAIN = [(2, "full"), (4, "both"), (4, "experts"), (2, "none"), (2, "experts"), (4, "full")]
+CHAIN = [(4, "both"), (4, "experts"), (2, "none"), (2, "experts"), (2, "full"), (4, "full")]
 
 
 def step_of(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -39,8 +42,8 @@ def chain(tmp_path_factory) -> Path:
     """A run that goes on with another number of ranks, or spread in another way, after every step."""
     directory = tmp_path_factory.mktemp("chain")
     forked.run(sharded_state.whole_run, directory / "whole", len(CHAIN), log=directory / "log")
-    for step, (world, how) in enumerate(CHAIN, start=1):
-        forked.run_ranks(world, sharded_state.go_on, directory, how, step)
+    for world, steps in groupby(enumerate(CHAIN, start=1), key=lambda step: step[1][0]):
+        forked.run_ranks(world, sharded_state.go_on, directory, {step: how for step, (_, how) in steps})
     return directory
 
 
@@ -123,28 +126,40 @@ def test_a_pieces_file_of_another_checkpoint_is_noticed(run):
         Toy("none").restore(run, ALONE)
 
 
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory) -> Path:
+    """Saves of two ranks, a folder for each case; that a rank does not see the run directory is one of them."""
+    directory = tmp_path_factory.mktemp("saves")
+    cases: dict[str, Any] = {"blind": sharded_state.blind}
+    for how in ("none", "full"):
+        cases[f"training, {how}"] = partial(sharded_state.save_while_training, how=how)
+    for in_background in (False, True):
+        cases[f"disk, {in_background}"] = partial(sharded_state.full_disk, how="full", in_background=in_background)
+    forked.run_ranks(2, forked.in_turn, directory, cases)
+    return directory
+
+
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_of_one_rank_is_one_line_and_the_last_checkpoint_stays(tmp_path, in_background):
-    forked.run_ranks(2, sharded_state.full_disk, tmp_path, "full", in_background)
-    said = [(tmp_path / f"said-{rank}.txt").read_text() for rank in range(2)]
+def test_a_full_disk_of_one_rank_is_one_line_and_the_last_checkpoint_stays(saves, in_background):
+    folder = saves / f"disk, {in_background}"
+    said = [(folder / f"said-{rank}.txt").read_text() for rank in range(2)]
     assert "another rank failed during saving step 2; its message says why" in said[0]
     assert "step-2: cannot be written (No space left on device" in said[1]
     assert "step 1 is saved: make room and go on with --resume" in said[1]
-    assert list(steps_saved(tmp_path / "run")) == [1]
+    assert list(steps_saved(folder / "run")) == [1]
     with pytest.warns(UserWarning, match="saved by 2 processes"):
-        assert Toy("none").restore(tmp_path / "run", ALONE).step == 1
+        assert Toy("none").restore(folder / "run", ALONE).step == 1
 
 
-def test_a_rank_that_does_not_see_the_run_directory_is_named_before_anything_is_written(tmp_path):
-    forked.run_ranks(2, sharded_state.blind, tmp_path)
+def test_a_rank_that_does_not_see_the_run_directory_is_named_before_anything_is_written(saves):
+    assert not list((saves / "blind" / "run" / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize(("world", "how"), [(2, "none"), (2, "full")])
-def test_a_save_in_the_background_has_the_step_it_was_begun_at(tmp_path, world, how):
-    forked.run_ranks(world, sharded_state.save_while_training, tmp_path, how)
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_a_save_in_the_background_has_the_step_it_was_begun_at(saves, tmp_path, how):
     whole = tmp_path / "whole"
     Toy("none").train(2).save(whole, ALONE)
-    assert_same(step_of(tmp_path / "run", 2), step_of(whole, 2))
+    assert_same(step_of(saves / f"training, {how}" / "run", 2), step_of(whole, 2))
 
 
 @pytest.mark.parametrize(("victim", "in_background"), [(0, True), (1, False)])
