@@ -132,7 +132,7 @@ def walk_drafted(model: Drafted, pages: Pages) -> None:
 def draw(model: BlockDiffusionModel, hidden: torch.Tensor, shaping: Shaping | None) -> torch.Tensor:
     """The soft embedding, and all other statistics of the logits beside it."""
     uniform, temperature = hidden[..., 0].float(), hidden[:, 0, 0].float()
-    return model.vocabulary.stats(hidden, temperature, uniform, None, None, shaping).soft_embedding
+    return model.vocabulary.stats(hidden, temperature, uniform, None, shaping).soft_embedding
 
 
 def main() -> None:

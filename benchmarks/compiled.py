@@ -198,12 +198,11 @@ def vocabulary(dtype: torch.dtype) -> None:
             vocabulary_ops.token_scores(hidden, table, tokens, 30.0, *chosen[:2])
             vocabulary_ops.soft_embedding(hidden, table, 30.0, 0.8).sum().backward()
     allowed = pack_allowed(torch.ones(1, V, dtype=torch.bool)).expand(N, -1)
-    for given, mask in ((None, None), (tokens, allowed)):
-        vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, given, mask)
+    for mask in (None, allowed):
+        vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, mask)
     filters = Shaping(top_k=50, top_p=0.9, min_p=0.1)
     vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, shaping=filters)
-    filters = Shaping(top_p=0.9, observed_N=tokens, bonus_N=vector)
-    vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, None, allowed, filters)
+    vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, allowed, Shaping(top_p=0.9))
     classes, is_seen = Classes.of(torch.arange(V) // 4096, 64), torch.zeros(N, V, dtype=torch.bool)
     for penalty, excluded in ((None, None), (Penalty(is_seen, vector, tokens), 4)):
         vocabulary_ops.class_stats(hidden, table, 30.0, 0.8, vector, classes, penalty, excluded)

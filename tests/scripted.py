@@ -68,7 +68,6 @@ class ScriptedModel:
         hidden_BLV: Tensor,
         temperature: Tensor | float,
         uniform_BL: Tensor,
-        given_BL: Tensor | None = None,
         allowed_BLW: Tensor | None = None,
         shaping: Shaping | None = None,
     ) -> Stats:
@@ -80,9 +79,8 @@ class ScriptedModel:
             None,
             _of_tokens(temperature, L),
             uniform_BL.reshape(-1),
-            None if given_BL is None else given_BL.reshape(-1),
             None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
-            None if shaping is None else shaping.flat(),
+            shaping,
         )
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in flat))
 

@@ -189,8 +189,7 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
     is_allowed[1, :, 30:] = False  # some ranks have no allowed token there
     allowed = pack_allowed(is_allowed.flatten(0, 1)).view(4, N // 4, -1)
     temperature = torch.tensor([0.5, 1.0, 0.8, 2.0])
-    bonuses = dict(observed_N=target.view(4, -1), bonus_N=bonus.view(4, -1))
-    shapings = (Shaping(top_k=5, min_p=0.01), Shaping(top_p=0.9), Shaping(**bonuses))
+    shapings = (Shaping(top_k=5, min_p=0.01), Shaping(top_p=0.9))
     classes = Classes.of(torch.randint(0, 6, (tokens,), generator=draw), 5)
     is_seen = torch.rand(4, tokens, generator=draw) < 0.3
     penalty = Penalty(is_seen, torch.tensor([1.0, 1.5, 0.5, 2.0]), torch.arange(4).repeat_interleave(N // 4))
@@ -224,11 +223,9 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
             scores, argmax = each.scores(x.detach(), target, observed, bonus)
             found.append((values | {"scores": scores}, argmax))
             for masks in (None, allowed):
-                for given in (None, target.view(4, -1)):
-                    stats = each.stats(hidden, temperature, uniform, given, masks)
-                    found[-1] += (stats,)
+                found[-1] += (each.stats(hidden, temperature, uniform, masks),)
             for shaping in shapings:
-                found[-1] += (each.stats(hidden, temperature, uniform, None, allowed, shaping),)
+                found[-1] += (each.stats(hidden, temperature, uniform, allowed, shaping),)
             of_classes = each.class_stats(hidden, temperature, uniform, classes, penalty, 3)
             found[-1] += (Stats(*(getattr(of_classes, name) for name in Stats._fields)),)
         (values, argmax, *stats), (expected, expected_argmax, *expected_stats) = found

@@ -194,16 +194,14 @@ class Vocabulary(nn.Module):
         hidden_BLD: Tensor,
         temperature: Tensor | float,
         uniform_BL: Tensor,
-        given_BL: Tensor | None = None,
         allowed_BLW: Tensor | None = None,
         shaping: Shaping | None = None,
     ) -> Stats:
-        """Entropy, argmax, sample, soft embedding and a log-probability of z / T at every position, in one sweep.
+        """Entropy, argmax, sample with its log-probability and soft embedding of z / T at every position, in one sweep.
 
-        temperature: one number, or one per row [B]; uniform_BL: numbers in [0, 1) that pick the samples; given_BL:
-        int64 tokens to have the log-probability of, else the samples; allowed_BLW: the tokens allowed at each
-        position, int32, packed by `kernels.vocabulary.pack_allowed`; shaping: what is done to the distribution, with
-        tensors [B, L] and [B, L, D], before all but the soft embedding is taken of it.
+        temperature: one number, or one per row [B]; uniform_BL: numbers in [0, 1) that pick the samples; allowed_BLW:
+        the tokens allowed at each position, int32, packed by `kernels.vocabulary.pack_allowed`; shaping: the filters of
+        the distribution that all but the soft embedding are of.
         """
         B, L, D = hidden_BLD.shape
         if isinstance(temperature, Tensor):
@@ -214,9 +212,8 @@ class Vocabulary(nn.Module):
             self.softcap,
             temperature,
             uniform_BL.reshape(-1),
-            None if given_BL is None else given_BL.reshape(-1),
             None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
-            None if shaping is None else shaping.flat(),
+            shaping,
             embedding_VD=self._embedding(),
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))

@@ -153,13 +153,12 @@ class SharedVocabulary(Vocabulary):
         hidden_BLD: Tensor,
         temperature: Tensor | float,
         uniform_BL: Tensor,
-        given_BL: Tensor | None = None,
         allowed_BLW: Tensor | None = None,
         shaping: Shaping | None = None,
     ) -> Stats:
         """See `Vocabulary.stats`. Shaping takes all logits of a position, so the table is gathered for it."""
         if shaping is not None:
-            return self._of_all().stats(hidden_BLD, temperature, uniform_BL, given_BL, allowed_BLW, shaping)
+            return self._of_all().stats(hidden_BLD, temperature, uniform_BL, allowed_BLW, shaping)
         B, L, D = hidden_BLD.shape
         table, hidden_ND, uniform_N = self.output_weights(), hidden_BLD.reshape(-1, D), uniform_BL.reshape(-1)
         if isinstance(temperature, Tensor):
@@ -170,8 +169,6 @@ class SharedVocabulary(Vocabulary):
         log_share_RN = log_sum_RN - log_sum_RN.logsumexp(0)
         chosen_N, own_N = _rank_of(uniform_N, log_share_RN.exp(), self.group.rank())
 
-        given_N = None if given_BL is None else given_BL.reshape(-1)
-        place_N, is_here_N = (None, None) if given_N is None else self._here(given_N, table)
         if allowed_NW is not None:  # where none of a rank's tokens is allowed, its statistics have no weight
             allowed_NW = torch.where((allowed_NW != 0).any(-1, keepdim=True), allowed_NW, -1)
         stats = self.kernels.token_stats(
@@ -180,14 +177,13 @@ class SharedVocabulary(Vocabulary):
             self.softcap,
             temperature,
             own_N.to(uniform_N.dtype),
-            place_N,
             allowed_NW,
             embedding_VD=self._embedding(),
         )
         log_share_N = log_share_RN[self.group.rank()]
         share_N = log_share_N.exp()
         weighed = (share_N * (stats.entropy - log_share_N)).masked_fill(share_N == 0, 0.0)
-        is_sampled_N = chosen_N == self.group.rank() if is_here_N is None else is_here_N
+        is_sampled_N = chosen_N == self.group.rank()
         columns = (
             weighed,
             stats.argmax + self.first,

@@ -114,7 +114,7 @@ def _alike(
     vocabulary, tokens_BL, allowed_BLW = model.vocabulary, inputs.tokens_BL, None
     if mask_id is not None:
         allowed_BLW = _all_but(mask_id, model.vocab_size, tokens_BL.device).expand(*tokens_BL.shape, -1)
-    found = vocabulary.stats(inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, None, allowed_BLW, shaping)
+    found = vocabulary.stats(inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, allowed_BLW, shaping)
     return found if mask_id is None else carried_over(found, tokens_BL, mask_id)
 
 

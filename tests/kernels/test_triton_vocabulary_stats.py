@@ -28,12 +28,12 @@ def stats_case(N: int, V: int, D: int = 24) -> tuple[Tensor, ...]:
     return hidden, table, given, torch.linspace(0.1, 2.0, N, device=DEVICE), uniform.to(DEVICE)
 
 
-def compare_stats(stats: in_torch.Stats, log_p: Tensor, table: Tensor, token: Tensor, uniform: Tensor) -> None:
+def compare_stats(stats: in_torch.Stats, log_p: Tensor, table: Tensor, uniform: Tensor) -> None:
     p = log_p.exp()
     assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), rtol=0.0, atol=1e-5)
     assert torch.equal(stats.argmax, log_p.argmax(-1))
     assert relative_error(stats.soft_embedding, p @ table.double()) < FP32
-    its = log_p.gather(-1, token[:, None]).squeeze(-1)
+    its = log_p.gather(-1, stats.sample[:, None]).squeeze(-1)
     assert torch.allclose(stats.log_probability.double(), its, rtol=1e-5, atol=1e-5)
     cdf = torch.nn.functional.pad(p.cumsum(-1), (1, 0))
     low, high = (cdf.gather(-1, stats.sample[:, None] + i).squeeze(-1) for i in (0, 1))
@@ -42,14 +42,13 @@ def compare_stats(stats: in_torch.Stats, log_p: Tensor, table: Tensor, token: Te
 
 
 @pytest.mark.parametrize("softcap", [30.0, None])
-@pytest.mark.parametrize("is_given", [True, False])
 @pytest.mark.parametrize("N,V", [(1, 17), (63, 203)])
-def test_stats_match_the_reference(softcap, is_given, N, V, small_tiles, monkeypatch):
+def test_stats_match_the_reference(softcap, N, V, small_tiles, monkeypatch):
     chunks_of_rows(monkeypatch, 13, V)
-    hidden, table, given, temperature, uniform = stats_case(N, V)
-    stats = triton.token_stats(hidden, table, softcap, temperature, uniform, given if is_given else None)
+    hidden, table, _, temperature, uniform = stats_case(N, V)
+    stats = triton.token_stats(hidden, table, softcap, temperature, uniform)
     log_p = reference.log_probabilities(hidden.double(), table.double(), softcap, temperature)
-    compare_stats(stats, log_p, table, given if is_given else stats.sample, uniform)
+    compare_stats(stats, log_p, table, uniform)
 
 
 def test_statistics_of_an_untied_head_are_those_of_a_tied_one_but_for_the_soft_embedding(small_tiles, monkeypatch):
@@ -58,7 +57,7 @@ def test_statistics_of_an_untied_head_are_those_of_a_tied_one_but_for_the_soft_e
     classes = Classes.of(torch.arange(203, device=DEVICE) % 5, 5)
     other, shaping = table.flip(0).contiguous(), Shaping(top_k=9, top_p=0.9)
     log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature)
-    for op, rest in ((triton.token_stats, (uniform, None, None, shaping)), (triton.class_stats, (uniform, classes))):
+    for op, rest in ((triton.token_stats, (uniform, None, shaping)), (triton.class_stats, (uniform, classes))):
         tied, untied = (op(hidden, table, 30.0, temperature, *rest, embedding_VD=e) for e in (None, other))
         columns = zip(tied._asdict().items(), untied, strict=True)
         assert all(torch.equal(a, b) for (name, a), b in columns if name != "soft_embedding")
@@ -66,32 +65,31 @@ def test_statistics_of_an_untied_head_are_those_of_a_tied_one_but_for_the_soft_e
 
 
 def test_stats_in_tiles_of_full_size():
-    hidden, table, given, temperature, uniform = stats_case(5, 9001, 48)
-    stats = triton.token_stats(hidden * 0.1, table, 30.0, temperature, uniform, given)
+    hidden, table, _, temperature, uniform = stats_case(5, 9001, 48)
+    stats = triton.token_stats(hidden * 0.1, table, 30.0, temperature, uniform)
     log_p = reference.log_probabilities(hidden.double() * 0.1, table.double(), 30.0, temperature)
-    compare_stats(stats, log_p, table, given, uniform)
+    compare_stats(stats, log_p, table, uniform)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("V", [31, 64, 203])
 def test_stats_of_the_allowed_tokens(V, small_tiles):
     N = 37
-    hidden, table, given, temperature, uniform = stats_case(N, V)
+    hidden, table, _, temperature, uniform = stats_case(N, V)
     g = torch.Generator().manual_seed(7)
     is_allowed = torch.rand(N, V, generator=g) < torch.rand(N, 1, generator=g)
     is_allowed[0], is_allowed[1], is_allowed[2, : V // 2] = True, False, False
     is_allowed[torch.arange(N), torch.randint(0, V, (N,), generator=g)] = True
     is_allowed = is_allowed.to(DEVICE)
-    stats = triton.token_stats(hidden, table, 30.0, temperature, uniform, given, pack_allowed(is_allowed))
+    stats = triton.token_stats(hidden, table, 30.0, temperature, uniform, pack_allowed(is_allowed))
     log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature, is_allowed)
-    compare_stats(stats, log_p, table, given, uniform)
+    compare_stats(stats, log_p, table, uniform)
     one_for_all = pack_allowed(is_allowed[3:4]).expand(N, -1)
-    stats = triton.token_stats(hidden, table, 30.0, temperature, uniform, given, one_for_all)
+    stats = triton.token_stats(hidden, table, 30.0, temperature, uniform, one_for_all)
     compare_stats(
         stats,
         reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature, is_allowed[3:4]),
         table,
-        given,
         uniform,
     )
 
@@ -179,24 +177,23 @@ def test_shards_of_the_vocabulary_combine_to_the_same_bits(small_tiles):
     launch.merge(whole, truth, uniform)
     assert all(torch.equal(x, y) for x, y in zip(merged, truth, strict=True))
 
-    def picks(pieces: list[tuple[Tensor, int]], given: Tensor | None) -> list[Tensor]:
+    def picks(pieces: list[tuple[Tensor, int]]) -> list[Tensor]:
         out = torch.empty(N, dtype=torch.int64, device=DEVICE), torch.empty(N, device=DEVICE)
         for piece, first in pieces:
-            launch.pick(piece, how, merged, given, out, tile, first)
+            launch.pick(piece, how, merged, out, tile, first)
         return list(out)
 
-    for wanted in (tokens, None):
-        assert all(torch.equal(a, b) for a, b in zip(picks(shards, wanted), picks([(x, 0)], wanted), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(picks(shards), picks([(x, 0)]), strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("N,V,D", [(257, 20_000, 2816), (256, 262_144, 64)])
 def test_bf16_stats_are_as_close_to_fp64_as_torch_in_bf16(N, V, D):
-    hidden, table, given = bf16_case(N, V, D)
+    hidden, table, _ = bf16_case(N, V, D)
     uniform = torch.rand(N, generator=torch.Generator().manual_seed(0)).cuda()
-    mine = triton.token_stats(hidden, table, 30.0, 0.6, uniform, given)
-    torchs = in_torch.token_stats(hidden, table, 30.0, 0.6, uniform, given)
-    exact = in_torch.token_stats(hidden.float(), table.float(), 30.0, 0.6, uniform, given)
+    mine = triton.token_stats(hidden, table, 30.0, 0.6, uniform)
+    torchs = in_torch.token_stats(hidden, table, 30.0, 0.6, uniform)
+    exact = in_torch.token_stats(hidden.float(), table.float(), 30.0, 0.6, uniform)
     for name in ("entropy", "soft_embedding", "log_probability"):
         x, y, truth = (getattr(stats, name) for stats in (mine, torchs, exact))
         assert relative_error(x, truth) <= 1.2 * relative_error(y, truth) + 1e-6

@@ -233,12 +233,12 @@ def test_a_sample_never_has_probability_zero(ops):
 
 def masked_case(N: int, V: int):
     """Hidden states, a table, temperatures, uniform numbers, and allowed tokens of every kind of row."""
-    hidden, table, given = case(N, V, 24)
+    hidden, table, _ = case(N, V, 24)
     g = torch.Generator().manual_seed(7)
     is_allowed = torch.rand(N, V, generator=g) < torch.rand(N, 1, generator=g)
     is_allowed[0], is_allowed[1] = True, False
     is_allowed[torch.arange(N), torch.randint(0, V, (N,), generator=g)] = True
-    return hidden, table, given, torch.linspace(0.1, 2.0, N), torch.rand(N, generator=g), is_allowed
+    return hidden, table, torch.linspace(0.1, 2.0, N), torch.rand(N, generator=g), is_allowed
 
 
 @pytest.mark.parametrize("V", [31, 32, 203])
@@ -246,16 +246,15 @@ def masked_case(N: int, V: int):
 def test_stats_of_the_allowed_tokens(ops, V, rows_per_chunk, monkeypatch):
     N = 37
     chunks_of_rows(monkeypatch, rows_per_chunk, V)
-    hidden, table, given, temperature, uniform, is_allowed = masked_case(N, V)
+    hidden, table, temperature, uniform, is_allowed = masked_case(N, V)
     allowed = in_torch.pack_allowed(is_allowed)
-    stats = ops.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
+    stats = ops.token_stats(hidden, table, 30.0, temperature, uniform, allowed)
     log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature, is_allowed)
     p = log_p.exp()
     assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), atol=1e-5)
     assert torch.equal(stats.argmax, log_p.argmax(-1))
     assert relative_error(stats.soft_embedding, p @ table.double()) < 1e-5
-    its = log_p.gather(-1, given[:, None]).squeeze(-1)
-    assert torch.equal(stats.log_probability.isinf(), ~is_allowed.gather(-1, given[:, None]).squeeze(-1))
+    its = log_p.gather(-1, stats.sample[:, None]).squeeze(-1)
     assert torch.allclose(stats.log_probability.double(), its, rtol=1e-5, atol=1e-5)
     assert is_allowed.gather(-1, stats.sample[:, None]).all()
     assert stats.sample[1] == is_allowed[1].nonzero().item()
@@ -265,18 +264,11 @@ def test_stats_of_the_allowed_tokens(ops, V, rows_per_chunk, monkeypatch):
 
 
 def test_everything_allowed_changes_no_bit(ops):
-    hidden, table, given, temperature, uniform, is_allowed = masked_case(37, 203)
+    hidden, table, temperature, uniform, is_allowed = masked_case(37, 203)
     allowed = in_torch.pack_allowed(torch.ones_like(is_allowed))
-    plain = ops.token_stats(hidden, table, 30.0, temperature, uniform, given)
-    masked = ops.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
+    plain = ops.token_stats(hidden, table, 30.0, temperature, uniform)
+    masked = ops.token_stats(hidden, table, 30.0, temperature, uniform, allowed)
     assert all(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
-
-
-def test_without_a_given_token_the_log_probability_is_that_of_the_sample(ops):
-    hidden, table, _, temperature, uniform, _ = masked_case(37, 203)
-    stats = ops.token_stats(hidden, table, 30.0, temperature, uniform)
-    given = ops.token_stats(hidden, table, 30.0, temperature, uniform, stats.sample)
-    assert torch.equal(stats.log_probability, given.log_probability)
 
 
 @pytest.mark.parametrize("op", ["linear_cross_entropy", "soft_embedding", "token_stats", "token_scores"])

@@ -1,4 +1,4 @@
-"""Shaping of the distribution that is drawn from, in torch and in Triton, against dense logits."""
+"""Filters of the distribution that is drawn from, in torch and in Triton, against dense logits."""
 
 from __future__ import annotations
 
@@ -59,28 +59,25 @@ def test_a_nucleus_holds_its_share_and_would_not_without_its_least_likely_token(
 
 
 def stats_case(N: int, V: int, D: int = 16) -> tuple[Tensor, ...]:
-    """Hidden states, a table, temperatures, uniform numbers, seen tokens, and allowed ones."""
+    """Hidden states, a table, temperatures, uniform numbers, and allowed tokens, of which there is one at least."""
     g = torch.Generator().manual_seed(V)
     hidden = torch.randn(N, D, generator=g) * torch.linspace(0.1, 1.5, N)[:, None]
     table, uniform = torch.randn(V, D, generator=g), torch.rand(N, generator=g)
-    seen = torch.randint(0, V, (N,), generator=g)
     is_allowed = torch.rand(N, V, generator=g) < 0.7
-    is_allowed[torch.arange(N), seen] = True
-    return hidden, table, torch.linspace(0.3, 1.5, N), uniform, seen, is_allowed
+    is_allowed[torch.arange(N), torch.randint(0, V, (N,), generator=g)] = True
+    return hidden, table, torch.linspace(0.3, 1.5, N), uniform, is_allowed
 
 
 def expected_logits(case: tuple[Tensor, ...], how: Shaping, allows: bool) -> Tensor:
     """The tempered logits that are drawn from, all at once in fp64."""
-    hidden, table, temperature, _, _, is_allowed = (x.double() if x.is_floating_point() else x for x in case)
+    hidden, table, temperature, _, is_allowed = (x.double() if x.is_floating_point() else x for x in case)
     z = reference.logits(hidden, table, 30.0)
-    if how.observed_N is not None and how.bonus_N is not None:
-        z = z + torch.nn.functional.one_hot(how.observed_N, z.shape[-1]) * how.bonus_N[:, None].double()
     z = z.masked_fill(~is_allowed, -torch.inf) if allows else z
     z = z / temperature[:, None]
     return z.masked_fill(~reference.is_left(z, how.top_k, how.top_p, how.min_p), -torch.inf)
 
 
-def compare(stats: Stats, plain: Stats, z: Tensor, given: Tensor | None, uniform: Tensor) -> None:
+def compare(stats: Stats, plain: Stats, z: Tensor, uniform: Tensor) -> None:
     log_p = z.log_softmax(-1)
     p = log_p.exp()
     assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), atol=2e-5)
@@ -89,36 +86,25 @@ def compare(stats: Stats, plain: Stats, z: Tensor, given: Tensor | None, uniform
     low, high = (cdf.gather(-1, stats.sample[:, None] + i).squeeze(-1) for i in (0, 1))
     assert (p.gather(-1, stats.sample[:, None]) > 0).all()
     assert (low - 1e-5 <= uniform).all() and (uniform <= high + 1e-5).all()
-    its = log_p.gather(-1, (stats.sample if given is None else given)[:, None]).squeeze(-1)
-    assert torch.equal(stats.log_probability.isinf(), its.isinf())
+    its = log_p.gather(-1, stats.sample[:, None]).squeeze(-1)
     assert torch.allclose(stats.log_probability.double(), its, rtol=1e-4, atol=1e-4)
     assert torch.equal(stats.soft_embedding, plain.soft_embedding)
 
 
-def shapings(case: tuple[Tensor, ...]) -> dict[str, Shaping]:
-    seen = case[4]
-    bonus = torch.linspace(-4.0, 5.0, len(seen), device=seen.device)
-    return {
-        "filters": Shaping(7, 0.9, 0.02),
-        "bonus": Shaping(observed_N=seen, bonus_N=bonus),
-        "bonus and filters": Shaping(None, 0.8, 0.0, seen, bonus),
-        "everything": Shaping(5, 0.9, 0.01, seen, bonus),
-    }
+SHAPINGS = {"all": Shaping(7, 0.9, 0.02), "top_k": Shaping(5), "top_p": Shaping(None, 0.8), "min_p": Shaping(min_p=0.1)}
 
 
-@pytest.mark.parametrize("name", shapings(stats_case(4, 9)))
+@pytest.mark.parametrize("name", SHAPINGS)
 @pytest.mark.parametrize("allows", [False, True])
 @pytest.mark.parametrize("rows_per_chunk", [5, 1000])
-def test_statistics_of_a_shaped_distribution(name, allows, rows_per_chunk, monkeypatch):
+def test_statistics_of_a_filtered_distribution(name, allows, rows_per_chunk, monkeypatch):
     N, V = 23, 203
     monkeypatch.setattr(logits, "CHUNK_BYTES", 4 * V * rows_per_chunk)
     case = stats_case(N, V)
-    hidden, table, temperature, uniform, seen, is_allowed = case
-    how = shapings(case)[name]
-    for given in (None, seen):
-        rest = 30.0, temperature, uniform, given, pack_allowed(is_allowed) if allows else None
-        stats, plain = (in_torch.token_stats(hidden, table, *rest, each) for each in (how, None))
-        compare(stats, plain, expected_logits(case, how, allows), given, uniform)
+    hidden, table, temperature, uniform, is_allowed = case
+    rest = 30.0, temperature, uniform, pack_allowed(is_allowed) if allows else None
+    stats, plain = (in_torch.token_stats(hidden, table, *rest, each) for each in (SHAPINGS[name], None))
+    compare(stats, plain, expected_logits(case, SHAPINGS[name], allows), uniform)
 
 
 def test_filters_that_leave_everything_change_no_bit():
@@ -152,16 +138,15 @@ def test_logits_that_are_no_numbers_are_seen_in_the_entropy():
     assert stats.entropy.isfinite().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("name,allows", [("filters", False), ("bonus", False), ("bonus and filters", True)])
-def test_statistics_of_a_shaped_distribution_in_triton(name, allows, monkeypatch):
+@pytest.mark.parametrize("name,allows", [("all", False), ("top_p", True)])
+def test_statistics_of_a_filtered_distribution_in_triton(name, allows, monkeypatch):
     N, V = 5, 101
     monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * V * 3)
     case = tuple(x.to(DEVICE) for x in stats_case(N, V))
-    hidden, table, temperature, uniform, seen, is_allowed = case
-    how = shapings(case)[name]
-    rest = 30.0, temperature, uniform, seen, pack_allowed(is_allowed) if allows else None
-    stats, plain = (triton.token_stats(hidden, table, *rest, each) for each in (how, None))
-    compare(stats, plain, expected_logits(case, how, allows), seen, uniform)
+    hidden, table, temperature, uniform, is_allowed = case
+    rest = 30.0, temperature, uniform, pack_allowed(is_allowed) if allows else None
+    stats, plain = (triton.token_stats(hidden, table, *rest, each) for each in (SHAPINGS[name], None))
+    compare(stats, plain, expected_logits(case, SHAPINGS[name], allows), uniform)
 
 
 ROW_READS = [

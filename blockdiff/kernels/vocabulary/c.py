@@ -75,7 +75,6 @@ def token_stats(
     softcap: float | None,
     temperature_N: Tensor | float,
     uniform_N: Tensor,
-    given_N: Tensor | None = None,
     allowed_NW: Tensor | None = None,
     shaping: Shaping | None = None,
     embedding_VD: Tensor | None = None,
@@ -99,8 +98,7 @@ def token_stats(
             z = torch.mm(hidden_ND[rows], table_VD.t())
             own = factor[rows] if step else factor
             allowed = allowed_NW if line == 0 or allowed_NW is None else allowed_NW[rows]
-            given = None if given_N is None else given_N[rows].contiguous()
-            asked = (own, step, uniform_N[rows], given, allowed, line)
+            asked = (own, step, uniform_N[rows], allowed, line)
             outs = (entropy[rows], argmax[rows], sample[rows], log_probability[rows])
             call("token_stats", z, *z.shape, float(softcap or 0), *asked, *outs)
             torch.mm(z, embedding, out=soft[rows])

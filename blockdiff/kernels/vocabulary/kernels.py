@@ -131,9 +131,9 @@ def vocabulary_rows(tiles, uniform, is_ignored, out, N, count, ROWS: tl.constexp
 
 @triton.jit(do_not_specialize=["N", "first"])
 def vocabulary_tokens(
-    x, how, given, merged, sample, log_probability, N, width, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, how, merged, sample, log_probability, N, width, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The sample within the chosen tile, and the log-probability of the given token or else of the sample.
+    """The sample within the chosen tile, and its log-probability.
 
     What lies in another shard of the table is left for that shard to write.
     """
@@ -151,9 +151,6 @@ def vocabulary_tokens(
     # rounding may leave nothing beyond: then it is the tile's last token with a probability
     token = tl.where(token == NO_TOKEN, tl.max(tl.where(e > 0.0, column, start[:, None]), 1), token)
     tl.store(sample + row, token + first, mask=is_ours)
-    if given is not None:
-        token = tl.load(given + row, mask=is_row, other=0) - first
-        is_ours = is_row & (token >= 0) & (token < width)
     its, _ = _logits(x, how, row, is_ours, token[:, None], width, first)
     tl.store(log_probability + row, (tl.max(its, 1) - peak - tl.log2(total)) * LN2, mask=is_ours)
 

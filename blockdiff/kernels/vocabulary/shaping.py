@@ -1,6 +1,6 @@
-"""Shaping of the distribution of a position before it is drawn from: a bonus and filters.
+"""Filters of the distribution of a position before it is drawn from.
 
-Plain torch on chunks of whole logit rows; the filters have a Triton form.
+Plain torch on chunks of whole logit rows; there is a Triton form, too.
 """
 
 from __future__ import annotations
@@ -17,28 +17,21 @@ COARSE = 16  # bits of a float that say its place among 65,536 bins
 
 
 class Shaping(NamedTuple):
-    """Changes of the distribution that is drawn from, in this order; the soft embedding is made without them.
+    """The filters of the tempered distribution that is drawn from; the soft embedding is made without them.
 
-    bonus_N is added to the logit of token observed_N before the temperature. Of the tempered distribution are left the
-    top_k likeliest tokens, of these the fewest likeliest ones that hold top_p of their probability, and of these the
-    ones at least min_p times as likely as the likeliest. Tokens as likely as the last one that is left are left, too.
+    Left are the top_k likeliest tokens, of these the fewest likeliest ones that hold top_p of their probability, and of
+    these the ones at least min_p times as likely as the likeliest. Tokens as likely as the last one that is left are
+    left, too.
     """
 
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
-    observed_N: Tensor | None = None  # int64
-    bonus_N: Tensor | None = None  # fp32, between -40 and 40
 
     @property
     def has_filters(self) -> bool:
         """True where any tokens may be left out."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
-
-    def flat(self) -> Shaping:
-        """The same with its [B, L] dimensions in one."""
-        observed_N, bonus_N = (None if x is None else x.reshape(-1) for x in (self.observed_N, self.bonus_N))
-        return self._replace(observed_N=observed_N, bonus_N=bonus_N)
 
 
 def is_left(z: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:

@@ -34,7 +34,7 @@ class Stats(NamedTuple):
     argmax: Tensor  # int64 [...], ties to the lower id
     sample: Tensor  # int64 [...], by inverse CDF
     soft_embedding: Tensor  # [..., D], in the table's dtype
-    log_probability: Tensor  # fp32 [...], nats: of the given token, of the sample where none is given
+    log_probability: Tensor  # fp32 [...], nats: of the sample
 
 
 class _SoftEmbedding(torch.autograd.Function):
@@ -138,17 +138,15 @@ def token_stats(
     softcap: float | None,
     temperature_N: Tensor | float,
     uniform_N: Tensor,
-    given_N: Tensor | None = None,
     allowed_NW: Tensor | None = None,
     shaping: Shaping | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Stats:
     """Entropy, argmax, a sample at the given uniform number, and the soft embedding of z / T, in one sweep.
 
-    given_N: int64 tokens whose log-probability is wanted instead of the samples'; allowed_NW: the tokens allowed at
-    every position, packed by `pack_allowed`, at least one each. Tokens not allowed are never sampled. shaping: what is
-    done to the distribution that all of these but the soft embedding are of. embedding_VD: what soft embeddings are
-    made of where it is not the table that makes the logits.
+    allowed_NW: the tokens allowed at every position, packed by `pack_allowed`, at least one each. Tokens not allowed
+    are never sampled. shaping: the filters of the distribution that all of these but the soft embedding are of.
+    embedding_VD: what soft embeddings are made of where it is not the table that makes the logits.
     """
     parts, embedding = [], table_VD if embedding_VD is None else embedding_VD
     with torch.no_grad():
@@ -161,13 +159,10 @@ def token_stats(
                 z.masked_fill_(is_forbidden, -torch.inf)
             temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
             z.div_(temperature)
-            if shaping is not None:
+            if shaping is not None and shaping.has_filters:
                 soft = torch.mm(z.log_softmax(-1).exp_().to(table_VD.dtype), embedding)
-                if shaping.observed_N is not None and shaping.bonus_N is not None:
-                    z.scatter_add_(1, shaping.observed_N[rows, None], shaping.bonus_N[rows, None] / temperature)
-                if shaping.has_filters:
-                    is_forbidden = ~is_left(z, shaping.top_k, shaping.top_p, shaping.min_p)
-                    z.masked_fill_(is_forbidden, -torch.inf)
+                is_forbidden = ~is_left(z, *shaping)
+                z.masked_fill_(is_forbidden, -torch.inf)
             log_p = z.log_softmax(-1)
             p = log_p.exp()
             entropy = -(p * (log_p if is_forbidden is None else log_p.masked_fill(is_forbidden, 0.0))).sum(-1)
@@ -177,7 +172,7 @@ def token_stats(
             argmax = z.argmax(-1)
             if is_forbidden is not None:  # a parallel cumsum can step back by a rounding, onto a forbidden token
                 sample = torch.where(is_forbidden.gather(-1, sample), argmax[:, None], sample)
-            log_probability = log_p.gather(-1, sample if given_N is None else given_N[rows, None]).squeeze(-1)
+            log_probability = log_p.gather(-1, sample).squeeze(-1)
             if soft is None:
                 soft = torch.mm(p.to(table_VD.dtype), embedding)
             parts.append(Stats(entropy, argmax, sample.squeeze(-1), soft, log_probability))

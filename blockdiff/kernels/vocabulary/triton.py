@@ -151,30 +151,27 @@ def _soft_embedding_backward(
 @registered("token_stats")
 def _token_stats(
     hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, uniform: Tensor,
-    given: Tensor | None, allowed: Tensor | None, top_k: int | None, top_p: float, min_p: float,
-    observed: Tensor | None, bonus: Tensor | None, embedding: Tensor | None = None,
+    allowed: Tensor | None, top_k: int | None, top_p: float, min_p: float, embedding: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """The columns of `Stats`."""
     entropy, log_probability, soft = _vector(hidden), _vector(hidden), empty(hidden)
     argmax, sample = _vector(hidden, torch.int64), _vector(hidden, torch.int64)
     yield entropy, argmax, sample, soft, log_probability
     own = Logits(softcap, temperature, allowed=allowed, words=0 if allowed is None else allowed.stride(0))
-    drawn_from = own._replace(observed=observed, bonus=bonus)
     chunks, (peak, total, rest) = chunks_of(hidden, table), (_vector(hidden) for _ in range(3))
     chosen, has_filters = _vector(hidden, torch.int64), top_k is not None or top_p < 1 or min_p > 0
-    is_shaped = has_filters or bonus is not None
-    own_peak, own_total = (_vector(hidden), _vector(hidden)) if is_shaped else (peak, total)
+    own_peak, own_total = (_vector(hidden), _vector(hidden)) if has_filters else (peak, total)
     for rows in chunks.of_rows(hidden):
         of_own = Rows(own_peak[rows], own_total[rows])
         merged = Rows(peak[rows], total[rows], None, argmax[rows], entropy[rows], chosen[rows], rest[rows])
-        how = drawn_from.of(rows)
-        if is_shaped:
-            x = sweep(hidden[rows], table, own.of(rows), chunks, of_own)
-            how = filtered(x, how, top_k, top_p, min_p) if has_filters else how
+        how = own.of(rows)
+        if has_filters:
+            x = sweep(hidden[rows], table, how, chunks, of_own)
+            how = filtered(x, how, top_k, top_p, min_p)
             again(x, how, chunks, merged, uniform[rows])
         else:
             x = sweep(hidden[rows], table, how, chunks, merged, uniform=uniform[rows])
-        pick(x, how, merged, _some(given, rows), (sample[rows], log_probability[rows]), chunks.tile)
+        pick(x, how, merged, (sample[rows], log_probability[rows]), chunks.tile)
         to_probabilities(x, own.of(rows), of_own, chunks.tile)
         torch.mm(x, table if embedding is None else embedding, out=soft[rows])
 
@@ -300,12 +297,11 @@ def token_stats(
     softcap: float | None,
     temperature_N: Tensor | float,
     uniform_N: Tensor,
-    given_N: Tensor | None = None,
     allowed_NW: Tensor | None = None,
     shaping: Shaping | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Stats:
-    """Entropy, argmax, a sample at the given uniform number, the soft embedding and a log-probability of z / T.
+    """Entropy, argmax, a sample at the given uniform number, its log-probability and the soft embedding of z / T.
 
     Samples are those of torch.py except where the uniform number lies within about 1e-6 of an edge of the CDF.
     """
@@ -314,11 +310,8 @@ def token_stats(
     temperature_N = temperatures(temperature_N, hidden)
     if allowed_NW is not None and allowed_NW.stride(1) != 1:  # but one mask expanded to all rows stays one
         allowed_NW = allowed_NW.contiguous()
-    shaping = shaping or Shaping()
-    bonus_N = None if shaping.bonus_N is None else shaping.bonus_N.float() / temperature_N
-    vectors = _contiguous(temperature_N, uniform_N.float(), given_N)
-    shaped = *shaping[:3], *_contiguous(shaping.observed_N, bonus_N)
-    stats = Stats(*_token_stats(hidden, table, softcap, *vectors, allowed_NW, *shaped, embedding))
+    vectors = _contiguous(temperature_N, uniform_N.float())
+    stats = Stats(*_token_stats(hidden, table, softcap, *vectors, allowed_NW, *(shaping or Shaping()), embedding))
     return stats._replace(soft_embedding=stats.soft_embedding.to(table_VD.dtype))
 
 

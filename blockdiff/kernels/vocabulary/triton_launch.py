@@ -87,11 +87,9 @@ def merge(tiles: Tiles, out: Rows, uniform: Tensor | None = None, is_ignored: Te
     launch(kernels.vocabulary_rows, tile.grid(N), tiles, uniform, is_ignored, out, N, count, **tile.options)
 
 
-def pick(
-    x: Tensor, how: Logits, merged: Rows, given: Tensor | None, out: tuple[Tensor, Tensor], tile: Tile, first: int = 0
-) -> None:
-    """Write to `out` the samples, and the log-probabilities, that lie among the tokens of x."""
-    arguments = x, how, given, merged, *out, *x.shape, first
+def pick(x: Tensor, how: Logits, merged: Rows, out: tuple[Tensor, Tensor], tile: Tile, first: int = 0) -> None:
+    """Write to `out` the samples that lie among the tokens of x, and their log-probabilities."""
+    arguments = x, how, merged, *out, *x.shape, first
     launch(kernels.vocabulary_tokens, tile.grid(len(x)), *arguments, **tile.options)
 
 

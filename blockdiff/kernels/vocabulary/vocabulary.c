@@ -97,11 +97,11 @@ void capped_softmax(float *z, int64_t rows, int64_t width, float cap, float fact
 /* The same, with what a denoising step asks of the distribution; factors are one for all rows (step 0) or each its own.
 
    A sample is the first token up to which the probabilities exceed `uniform` of them all; argmax ties go to the lower.
-   The log-probability is that of the given tokens, of the samples where they are no memory. allowed: of each row (line 0
-   apart: one for all) a bit for every token, 32 to a word; no memory where all are. */
+   The log-probability is that of the sample. allowed: of each row (line 0 apart: one for all) a bit for every token, 32
+   to a word; no memory where all are. */
 void token_stats(float *z, int64_t rows, int64_t width, float cap, const float *factor, int64_t step,
-                 const float *uniform, const int64_t *given, const int32_t *allowed, int64_t line, float *entropy,
-                 int64_t *argmax, int64_t *sample, float *log_probability) {
+                 const float *uniform, const int32_t *allowed, int64_t line, float *entropy, int64_t *argmax,
+                 int64_t *sample, float *log_probability) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t r = 0; r < rows; r++) {
         float *x = z + r * width;
@@ -110,11 +110,6 @@ void token_stats(float *z, int64_t rows, int64_t width, float cap, const float *
             if (!((uint32_t)allowed[r * line + i / 32] >> i % 32 & 1)) x[i] = -INFINITY;
         float peak = peak_of(x, width), expected = 0, sum = 0;
         int64_t best = 0;
-        if (given && (given[r] < 0 || given[r] >= width)) {
-            entropy[r] = log_probability[r] = NAN, argmax[r] = sample[r] = 0; /* no token of the table */
-            continue;
-        }
-        float of_given = given ? x[given[r]] - peak : 0;
         while (best + 1 < width && x[best] != peak) best++;
         int64_t chosen = best;
 #pragma omp simd reduction(+ : expected, sum)
@@ -137,8 +132,7 @@ void token_stats(float *z, int64_t rows, int64_t width, float cap, const float *
         entropy[r] = logf(sum) - expected / sum;
         argmax[r] = best;
         sample[r] = chosen;
-        float e = x[given ? given[r] : chosen];
-        log_probability[r] = (e > 0 || !given ? logf(e) : of_given) - logf(sum);
+        log_probability[r] = logf(x[chosen]) - logf(sum);
         float inverse = 1.0f / sum;
         for (int64_t i = 0; i < width; i++) x[i] *= inverse;
     }
