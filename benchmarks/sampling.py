@@ -36,7 +36,7 @@ from benchmarks.sampling_peer import Peer, addressed_draws
 from benchmarks.timing import peak_memory
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.sampling import Generation, Request, Result, Sampler, step
-from blockdiff.sampling.sequence import prepare_sequences
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.strategies import Composed, released
 from blockdiff.sampling.strategy import Canvases
 from blockdiff.seeding import child_seed

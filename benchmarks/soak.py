@@ -24,8 +24,8 @@ from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Request, Result
-from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.settings import sampling_settings
 from tests.oracles.lockstep import generate_in_lockstep
 

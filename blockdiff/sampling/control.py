@@ -18,7 +18,7 @@ from torch import Tensor
 from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Classes
 from blockdiff.sampling.canvas_control import FREE, CanvasControl
-from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, without
+from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, texts_without
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT, any_object
 from blockdiff.sampling.constraints.json_schema import schema_regex
 from blockdiff.sampling.constraints.outlines import compile_limit
@@ -311,7 +311,7 @@ def _languages(request: Request, settings: SamplingSettings) -> tuple[ByteAutoma
             raise RequestError(f"banned token {id!r} is not one of the model's {settings.vocab_size} ids")
     if texts := tuple(each for each in request.banned if isinstance(each, str)):
         require_tokenizer("banned texts", settings)
-        found.append(without(tuple(text.encode() for text in texts)))
+        found.append(texts_without(tuple(text.encode() for text in texts)))
     return tuple(found)
 
 

@@ -91,7 +91,7 @@ class Encoding:
             for (sequence, count), hidden_TD in zip(call, hidden_BTD, strict=True):
                 sequence.hidden_TD, is_draft = hidden_TD[:count], sequence.proposal is not None
                 sequence.calls["verify" if is_draft and sequence.has_drafts else "encode"] += 1
-                if is_draft or (sequence.is_drawn_from and not sequence.num_uncomputed):
+                if is_draft or (sequence.is_next_token and not sequence.num_uncomputed):
                     waiting.append(sequence)
                 else:
                     self.accept(sequence, sequence.num_computed)
@@ -108,7 +108,7 @@ class Encoding:
         hidden_TD = hidden_TD[: end - start]
         if sequence.is_scored:
             self.score(sequence, start, hidden_TD)
-        elif sequence.is_headed and len(hidden_TD):
+        elif sequence.has_head and len(hidden_TD):
             sequence.last_hidden_D = hidden_TD[-1]
 
     def _with_features(self, chunks: abc.Sequence[Chunk]) -> abc.Sequence[Chunk]:

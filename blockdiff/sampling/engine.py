@@ -27,10 +27,11 @@ from blockdiff.sampling.drafts import CanvasDraft
 from blockdiff.sampling.encoding import CapturedEncode, Encoding
 from blockdiff.sampling.graphs import BrokenCapture, Graphs, row_counts, step_capture, warn_of_no_graphs
 from blockdiff.sampling.one_caller import OneCaller, one_caller
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Request, Result, require_seed
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
-from blockdiff.sampling.sequence import NOT_FINITE, RunningCanvas, Sequence, prepare_sequences
+from blockdiff.sampling.sequence import NOT_FINITE, RunningCanvas, Sequence
 from blockdiff.sampling.settings import SamplingSettings, sampling_settings
 from blockdiff.sampling.strategies import Verified
 from blockdiff.sampling.strategy import Strategy
@@ -376,7 +377,7 @@ class Engine(OneCaller):
         """Denoise every canvas of the running sequences once, and commit the canvases that are finished."""
         running = self._scheduler.start_running()
         for sequence in running:
-            if sequence.canvas is None and not sequence.is_drawn_from:
+            if sequence.canvas is None and not sequence.is_next_token:
                 sequence.canvas = self._next_canvas(sequence)
         try:
             finished, records = self._batch.step(running, self._now)

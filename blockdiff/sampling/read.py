@@ -17,8 +17,9 @@ from torch import Tensor
 from blockdiff.errors import RequestError
 from blockdiff.sampling.canvas_control import FREE
 from blockdiff.sampling.control import require_tokenizer
+from blockdiff.sampling.prepare import another_draw, prepare_sequences
 from blockdiff.sampling.request import MOST_DRAWS, MOST_STEPS, Request
-from blockdiff.sampling.sequence import Sequence, another_draw, prepare_sequences
+from blockdiff.sampling.sequence import Sequence
 from blockdiff.sampling.template import Hole, parse_template
 
 if TYPE_CHECKING:

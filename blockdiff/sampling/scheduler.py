@@ -165,7 +165,7 @@ class Scheduler:
         end = (
             sequence.first_scored + len(sequence.logprobs or ()) - 1 if sequence.is_scored else len(sequence.token_ids)
         )
-        if sequence.is_headed:  # the encode of the last token predicts the next
+        if sequence.has_head:  # the encode of the last token predicts the next
             end = min(end, len(sequence.token_ids) - 1)
         before = sequence.num_computed
         found = self.pages.reuse(sequence.paged, sequence.identities[:end])

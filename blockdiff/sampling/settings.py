@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,6 @@ class SamplingSettings:
     is_drafted: bool = False
     block: int | None = None
     image_reader: ImageReader | None = None
-    _warned: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def is_next_token(self) -> bool:
@@ -94,14 +93,13 @@ class SamplingSettings:
         """The text of a response without its special tokens; "" where there is no tokenizer."""
         if self.tokenizer is None:
             return ""
-        # Not every eos of every tokenizer is a special token that decoding would leave out.
         size = len(self.tokenizer)
-        if "text" not in self._warned and any(token >= size for token in tokens):
-            self._warned.add("text")
+        if any(token >= size for token in tokens):
             warnings.warn(
                 f"the model answers with tokens that the tokenizer, which has {size}, has no text for; {OTHER_MODELS}",
                 stacklevel=1,
             )
+        # Not every eos of every tokenizer is a special token that decoding would leave out.
         has_end = bool(tokens) and tokens[-1] in self.generation.eos_ids
         return str(self.tokenizer.decode(tokens[: -1 if has_end else None], skip_special_tokens=True))
 

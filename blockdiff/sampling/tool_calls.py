@@ -109,7 +109,7 @@ class TaggedCalls:
     LAST: ClassVar = "</tool_call>"
 
     def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        """The same for the calls between the first pair of outer tags; tools: declarations, which say their types."""
+        """See `EnclosedCalls.find`: the calls between the first outer tags; tools: they declare types."""
         places = [place for place in range(start, len(tokens)) if tokens[place] == self.opens]
         pieces = [self._text(tokens[place + 1 : end]) for place, end in pairwise([*places, len(tokens)])]
         first = next((n for n, piece in enumerate(pieces) if piece.startswith(self.FIRST)), len(pieces))
@@ -157,7 +157,7 @@ class LlamaCalls:
     MARK: ClassVar = "<|python_tag|>"  # the token by which the family is known
 
     def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        """The same for a call with which the tokens from a place on begin, once it is whole."""
+        """See `EnclosedCalls.find`: the call with which the tokens from a place on begin, once it is whole."""
         rest = tokens[start:]
         if self.begin(rest, tools) is None or self._object(rest) is None:
             return None

@@ -16,8 +16,9 @@ from blockdiff import memory
 from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.models.family import family_of
 from blockdiff.sampling.drafts import Proposal
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.sequence import RunningCanvas, Sequence, prepare_sequences
+from blockdiff.sampling.sequence import RunningCanvas, Sequence
 from blockdiff.sampling.strategies import adjusted
 from blockdiff.sampling.verification import verify
 
@@ -83,7 +84,7 @@ class WarmUp:
         for step in range(times):
             self.batch.step(sequences, step)
             if self.captured is not None and (proposal := sequences[0].proposal) is not None:
-                count = len(proposal.tokens) + sequences[0].is_drawn_from  # a block begins with a token that stands
+                count = len(proposal.tokens) + sequences[0].is_next_token  # a block begins with a token that stands
                 row = self.pages.stand_in(sequences[0].num_computed, count)
                 self.captured([row] * rows, torch.zeros(rows, count, dtype=torch.int64))
         self.batch.step([], times)

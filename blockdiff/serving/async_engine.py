@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from blockdiff.errors import BlockdiffError, Closed, EngineError, Full, RequestError, TimedOut
 from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS
 from blockdiff.sampling.engine import Engine, Event
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.read import Choices, Read, RunningRead
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.sequence import Sequence, prepare_sequences
+from blockdiff.sampling.sequence import Sequence
 from blockdiff.sampling.settings import SamplingSettings, sampling_settings
 from blockdiff.sampling.trace import Step
 from blockdiff.serving.preparing import Kind, Preparing, characters, fulfil, kind_of

@@ -30,7 +30,7 @@ from blockdiff.models.pages import PAGE_TOKENS
 from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Engine, Generation, Request, Sampler
-from blockdiff.sampling.sequence import prepare_sequences
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.trace import CommittedCanvas
 from blockdiff.seeding import Stream, to_uniform, words
 from blockdiff.training.recipe import Recipe

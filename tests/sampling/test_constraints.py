@@ -17,7 +17,7 @@ from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints import byte_automaton, compile_child, outlines
 from blockdiff.sampling.constraints import regex as expressions
-from blockdiff.sampling.constraints.byte_automaton import without
+from blockdiff.sampling.constraints.byte_automaton import texts_without
 from blockdiff.sampling.constraints.json_schema import NumberRange, schema_regex
 from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, forced, paths
@@ -78,7 +78,7 @@ def test_automata_of_random_expressions_agree_with_python(monkeypatch):
 
 
 def test_words_that_must_not_occur():
-    automaton, both = without((b"ab", b"bca")), regex_automaton("[abc]*c").both(without((b"ab", b"bca")))
+    automaton, both = texts_without((b"ab", b"bca")), regex_automaton("[abc]*c").both(texts_without((b"ab", b"bca")))
     for length in range(6):
         for letters in itertools.product("abc", repeat=length):
             text = "".join(letters)

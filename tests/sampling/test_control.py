@@ -17,7 +17,7 @@ from blockdiff.sampling import DiffusionSettings, Recorder, Request, Sampler, ca
 from blockdiff.sampling.canvas_control import FREE, grouped
 from blockdiff.sampling.control import Control, compile_control
 from blockdiff.sampling.predict import PredictInputs, predict
-from blockdiff.sampling.sequence import prepare_sequences
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import Composed
 from blockdiff.sampling.template import Hole, parse_template

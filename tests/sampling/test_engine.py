@@ -16,9 +16,9 @@ from blockdiff.models.page_buffers import StepBuffers
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.settings import sampling_settings
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from tests.families import small_model

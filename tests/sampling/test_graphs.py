@@ -23,8 +23,8 @@ from blockdiff.sampling import graphs as capturing
 from blockdiff.sampling.control import Control
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.graphs import BrokenCapture, CudaCapture, Graphs, HostCopy
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Request, Result
-from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, captured_shape
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config

@@ -17,7 +17,7 @@ from blockdiff.errors import RequestError
 from blockdiff.images import PlacedImage
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Engine, Request, Result, Sampler
-from blockdiff.sampling.sequence import prepare_sequences
+from blockdiff.sampling.prepare import prepare_sequences
 from tests.families import m3_config, small_model
 from tests.pictures import Row, gemma_config, image_row, minimax_config, pair, picture
 from tests.sampling.test_parity import SameDraws, their_config

@@ -13,8 +13,8 @@ from blockdiff.data.template import packaged_template, render
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.response import CONTEXT, ResponseParser, parse
-from blockdiff.sampling.sequence import prepare_sequences
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 

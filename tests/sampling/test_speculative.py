@@ -325,7 +325,7 @@ def test_answers_are_the_same_where_the_capture_of_a_verification_cannot_be_ende
 
 def test_blocks_follow_what_stood_lately(model):
     drafting = Engine(model, None, SETTINGS).settings
-    from blockdiff.sampling.sequence import prepare_sequences
+    from blockdiff.sampling.prepare import prepare_sequences
     from blockdiff.sampling.trace import Verification
 
     [follows] = prepare_sequences(requests(1)[0], drafting)

@@ -11,8 +11,8 @@ from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import check_row
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.sampling import Generation, Request
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.response import ResponseParser, parse
-from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.settings import sampling_settings
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config

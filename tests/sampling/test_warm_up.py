@@ -21,8 +21,8 @@ from blockdiff.models.family import family_of
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.sequence import prepare_sequences
 from blockdiff.sampling.warm_up import KEPT_BYTES, MARGIN
 from tests.recorder import Recorder
 from tests.sampling.test_engine import LIVELY, alone, answers, model, nothing_is_left, requests_of  # noqa: F401

@@ -60,7 +60,7 @@ class ByteAutomaton:
     def both(self, other: ByteAutomaton) -> ByteAutomaton:
         """The texts that are in both languages; NoText if there is none, RequestError for too many states."""
         # Bytes that neither of the two tells apart lead to the same pair, so one of each such class is followed.
-        class_B, first_C = alike(torch.cat((self.next_SB, other.next_SB)))
+        class_B, first_C = byte_classes(torch.cat((self.next_SB, other.next_SB)))
         pairs = {(0, 0): 0}
         order, rows = [(0, 0)], []
         for one, two in order:  # which grows
@@ -83,7 +83,7 @@ class ByteAutomaton:
         return ByteAutomaton(next_SB, torch.tensor([*accepting, False])).trimmed()
 
 
-def alike(next_SB: Tensor) -> tuple[Tensor, Tensor]:
+def byte_classes(next_SB: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes that no state tells apart: the class of each byte, int64 [256], and the first byte of each class."""
     columns, column_B = next_SB.unique(dim=1, return_inverse=True)
     first_C = torch.full((columns.shape[1],), 256).scatter_reduce_(0, column_B, torch.arange(256), "amin")
@@ -110,7 +110,7 @@ def reaching(next_SX: Tensor, is_aim_S: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def without(words: tuple[bytes, ...]) -> ByteAutomaton:
+def texts_without(words: tuple[bytes, ...]) -> ByteAutomaton:
     """All texts in which none of the words occurs (Aho and Corasick 1975); RequestError for words that are too long."""
     if (size := sum(map(len, words))) > MOST_STATES:
         raise RequestError(f"the banned texts have {size:,} bytes; {MOST_STATES:,} are the most")

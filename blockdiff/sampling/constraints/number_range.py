@@ -58,25 +58,25 @@ def _upto(least: float, most: float, smallest: int) -> str | None:
     high = int(most)
     while low <= high:  # as many digits as the lowest has, then one more
         end = min(high, 10 ** len(str(low)) - 1)
-        ways.append(_alike_long(str(low), str(end)))
+        ways.append(_of_equal_length(str(low), str(end)))
         low = end + 1
     return "|".join(ways)
 
 
-def _alike_long(low: str, high: str) -> str:
+def _of_equal_length(low: str, high: str) -> str:
     """The numbers of as many digits between two."""
     if not low:
         return ""
     rest = len(low) - 1
     any_rest = f"[0-9]{{{rest}}}" if rest else ""
     if low[0] == high[0]:
-        return low[0] + _group(_alike_long(low[1:], high[1:]))
+        return low[0] + _group(_of_equal_length(low[1:], high[1:]))
     ways, first, last = [], int(low[0]), int(high[0])
     if int(low[1:] or 0):
-        ways.append(low[0] + _group(_alike_long(low[1:], "9" * rest)))
+        ways.append(low[0] + _group(_of_equal_length(low[1:], "9" * rest)))
         first += 1
     if high[1:] != "9" * rest:
-        ways.append(high[0] + _group(_alike_long("0" * rest, high[1:])))
+        ways.append(high[0] + _group(_of_equal_length("0" * rest, high[1:])))
         last -= 1
     if first <= last:
         ways.append(f"[{first}-{last}]{any_rest}")

@@ -97,11 +97,11 @@ def forced(automaton: TokenAutomaton, start: int, is_final_S: Tensor, pinned_L: 
     for at in reversed(range(L)):
         can_stand_LE[at] &= ahead[to_E]
         ahead = torch.zeros_like(ahead).index_fill_(0, from_E[can_stand_LE[at]], True)
-    here = torch.zeros_like(ahead)
-    here[start] = True
+    reached = torch.zeros_like(ahead)
+    reached[start] = True
     for at in range(L):
-        can_stand_LE[at] &= here[from_E]
-        here = torch.zeros_like(here).index_fill_(0, to_E[can_stand_LE[at]], True)
+        can_stand_LE[at] &= reached[from_E]
+        reached = torch.zeros_like(reached).index_fill_(0, to_E[can_stand_LE[at]], True)
     least_L = class_E.where(can_stand_LE, len(automaton.is_end_C)).amin(-1)
     most_L = class_E.where(can_stand_LE, -1).amax(-1)
     end_C = automaton.classes.end_C

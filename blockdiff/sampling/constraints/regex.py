@@ -40,7 +40,7 @@ def regex_automaton(regex: str) -> ByteAutomaton:
         raise too_large(written)
     answer, body = call_outlines(regex=whole, states=MOST_STATES)
     if "error" in answer:
-        cause = trouble(regex) or _cause(answer["error"])
+        cause = mistake_in(regex) or _cause(answer["error"])
         raise RequestError(f"the regular expression {regex!r:.80} cannot be used: {cause}")
     S = answer["states"]
     if not body:
@@ -123,7 +123,7 @@ def characters_written(regex: str) -> int:
     return max(max(group[0], group[1]) for group in groups)
 
 
-def trouble(regex: str) -> str | None:
+def mistake_in(regex: str) -> str | None:
     """The mistake in an expression that was refused, and its place; None where the text does not tell."""
     try:
         re.compile(_RUST_ONLY.sub(lambda found: "." * len(found[0]), regex))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, alike
+from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, byte_classes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ class Tokens:
 
     def read_by(self, automaton: ByteAutomaton) -> TextTree:
         """The tree as an automaton reads it: what it reads alike is one, what it never accepts is gone."""
-        class_B, first_C = alike(automaton.next_SB)
+        class_B, first_C = byte_classes(automaton.next_SB)
         is_dead_C = (automaton.next_SB[:, first_C] == automaton.states).all(0)
         C, levels, seen = len(first_C), [], 0
         above, node_of = torch.zeros(1, dtype=torch.int64), []
