@@ -46,8 +46,8 @@ class Control:
     that are given, over whole canvases, FREE between them (None: none is). start: tokens over whole canvases from which
     denoising starts, each replaced by noise with probability `noise`. penalty: the factor by which tokens that were
     seen before are less likely. classes, automaton: those of `CanvasControl`, the automaton on the CPU. open_NS: from
-    which states a response can be completed: by place in it where there are pins, else by the number of tokens that are
-    left, of which more than there are rows make no difference.
+    which states a response can be completed, by the number of tokens that are left, of which more than there are rows
+    make no difference.
 
     num_taken: the number of tokens taken; state, is_seen_V: the automaton's state after them, and which tokens they and
     the prompt have.
@@ -142,8 +142,6 @@ class Control:
     def _is_open(self, place: int) -> Tensor:
         """The states from which the response from this place on can be completed, bool [S + 1]."""
         assert self.open_NS is not None
-        if self.pins is not None:
-            return self.open_NS[place]
         return self.open_NS[min(self.max_tokens - place, len(self.open_NS) - 1)]
 
     def _canvases(self, first: int, length: int, states: list[int], seed: int, seen_BV: Tensor | None) -> CanvasControl:
@@ -233,18 +231,14 @@ def compile_control(
 
 def _open(automaton: TokenAutomaton, pins: list[int] | None, max_tokens: int) -> Tensor:
     """`Control.open_NS`; RequestError where no response can be completed."""
-    if pins is not None:
-        open_NS = completable_pins(automaton, tuple(pins))
-        if not bool(open_NS[0, 0]):
-            raise RequestError("no text of the template's form satisfies the constraint; change one of the two")
+    open_NS = completable(automaton, max_tokens) if pins is None else completable_pins(automaton, tuple(pins))
+    if bool(open_NS[-1, 0]):
         return open_NS
-    open_NS = completable(automaton, max_tokens)
-    if not bool(open_NS[-1, 0]):
-        raise RequestError(
-            f"no text of at most {max_tokens} tokens satisfies the constraint; "
-            "raise max_new_tokens (over HTTP, max_tokens)"
-        )
-    return open_NS
+    if pins is not None:
+        raise RequestError("no text of the template's form satisfies the constraint; change one of the two")
+    raise RequestError(
+        f"no text of at most {max_tokens} tokens satisfies the constraint; raise max_new_tokens (over HTTP, max_tokens)"
+    )
 
 
 def require_tokenizer(name: str, settings: SamplingSettings) -> PreTrainedTokenizerBase:

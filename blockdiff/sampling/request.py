@@ -41,13 +41,14 @@ def _integer(least: int, most: int) -> Rule:
     return Rule(int, f"an integer from {least} to {most:,}", lambda value: least <= value <= most)
 
 
-# What each field of a `Request` must be for itself; `Request.check` says what goes with what.
+# What each field of a `Request` must be for itself; `Request._contradiction` says what does not go together.
 RULES = {
     "prompt": Rule(str, "text"),
     "tokens": Rule(Sequence, "a list of token ids", _is_list),
     "images": Rule(Sequence, "a list", _is_list),
     "seed": Rule(int, "an integer from 0 to 2**64 - 1", lambda value: 0 <= value < 2**64),
     **dict.fromkeys(("thinking", "scores", "scores_prompt", "allow_control_tokens"), Rule(bool, "true or false")),
+    "template_options": Rule(Mapping, "an object of variables"),
     "top_logprobs": _integer(0, MOST_TOP),
     "best_of": _integer(1, MOST_DRAWS),
     "stop": Rule(Sequence, "a list of texts", _is_list, lambda each: isinstance(each, str) and each != ""),

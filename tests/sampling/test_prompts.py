@@ -38,6 +38,7 @@ BAD = {
     b'{"prompt": "a", "temperature": 1}': "'temperature' is a setting that no line can have",
     b'{"prompt": "a", "num-return-sequence": 2}': "'num-return-sequence' is a setting that no line can have",
     b'{"prompt": "a", "Seed": 1}': "'Seed' is no option of a request; did you mean 'seed'?",
+    b'{"messages": [{"role": "user", "content": "a"}], "template_options": "b"}': "template_options must be an object",
     b'{"prompt": "a", "scores": "yes"}': "scores must be true or false, got 'yes'",
     b'{"prompt": "a", "allow_control_tokens": true}': "'allow_control_tokens' is a setting that no line can have",
     b'{"prompt": 3}': "prompt is a number",

@@ -69,7 +69,7 @@ def completable(automaton: TokenAutomaton, tokens: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def completable_pins(automaton: TokenAutomaton, pins: tuple[int, ...]) -> Tensor:
-    """From which states the tokens from each place on, with text for -1, lead to acceptance: bool [N + 1, S + 1]."""
+    """From which states the last n pins, text for -1, lead to acceptance, for n = 0, 1, ...: bool [N + 1, S + 1]."""
     is_open_S, next_of_text = automaton.is_accepting_S, automaton.next_SC[:, ~automaton.is_end_C]
     rows_NS, class_N = [is_open_S], automaton.class_V[list(pins)].tolist()
     for pin, of_pin in zip(reversed(pins), reversed(class_N), strict=True):
@@ -80,7 +80,7 @@ def completable_pins(automaton: TokenAutomaton, pins: tuple[int, ...]) -> Tensor
         else:
             is_open_S = torch.zeros_like(is_open_S)
         rows_NS.append(is_open_S)
-    return torch.stack(rows_NS[::-1])
+    return torch.stack(rows_NS)
 
 
 def forced(automaton: TokenAutomaton, start: int, is_final_S: Tensor, pinned_L: Tensor, is_text_L: Tensor) -> Tensor:
