@@ -30,9 +30,7 @@ LEFT = {
     "blockdiff/kernels/heads/torch.py": {"attention"},
     "blockdiff/kernels/heads/triton.py": {"_launch_heads"},
     "blockdiff/kernels/span_attention/triton.py": {"_forward_of", "_backward_keys"},
-    "blockdiff/kernels/vocabulary/c.py": {"token_stats"},
-    "blockdiff/kernels/vocabulary/torch.py": {"token_stats", "class_stats"},
-    "blockdiff/kernels/vocabulary/triton.py": {"token_stats"},
+    "blockdiff/kernels/vocabulary/torch.py": {"class_stats"},
     "blockdiff/kernels/vocabulary/triton_classes.py": {"class_stats"},
 }
 
