@@ -67,7 +67,7 @@ def _training(
 ) -> tuple[list[str], dict[str, Any]]:
     """The plan of a training as lines and as JSON values, of which `fits` is true where there is no limit."""
     from blockdiff.training.plan import training as plans
-    from blockdiff.training.plan.changes import what_fits
+    from blockdiff.training.plan.fitting import what_fits
     from blockdiff.training.recipe_checks import refuse
     from blockdiff.training.recipe_files import read_recipe
     from blockdiff.training.starting_model import planned_model, with_objective_of_base

@@ -30,12 +30,11 @@ from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.parallel.watch import watched
 from blockdiff.training.checkpoint_content import steps_saved
 from blockdiff.training.checkpoint_reader import restore
-from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.optimiser import build
 from blockdiff.training.run import hold_run, prune
 from tests import losing_meshes as meshes
 from tests.forked import HUNG, rank_variables
-from tests.toy_objective import ToyObjective, slots, toy_batches
+from tests.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
 from tests.toy_trainer import Options, train
 
 TIMEOUT = 3.0  # seconds: where that is what a scenario is about, a hung rank is noticed after so many

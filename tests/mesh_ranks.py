@@ -32,11 +32,10 @@ from blockdiff.parallel.shard import replicate, split
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import Result
 from blockdiff.tensor_pieces import Block, Piece, gathered, piece_of
-from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.freeze import freeze
 from blockdiff.training.optimiser import trainable
 from blockdiff.training.recipe import ParallelSection
-from blockdiff.training.step import Counts, backpropagate
+from blockdiff.training.step import Counts, backpropagate, checkpoint_activations
 from tests.families import CONFIGS
 from tests.little_model import LITTLE, save_preset
 from tests.oracle import TWO_LAYERS, tiny_config

@@ -15,12 +15,12 @@ from blockdiff.models.adapters import draw_adapters
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.tensor_pieces import is_spread
-from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.build import make_mesh
 from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import computed_in, read_starting_model, without_weights
+from blockdiff.training.step import checkpoint_activations
 
 CPU = torch.device("cpu")
 

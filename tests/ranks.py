@@ -28,11 +28,10 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_content import FOLDER
 from blockdiff.training.checkpoint_reader import restore
-from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.run import hold_run, prune
 from tests.closeness import relative_error
 from tests.oracle import tiny_config, widen_routers
-from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
+from tests.toy_objective import ToyObjective, save_checkpoint, slots, toy_batch, toy_batches, toy_row
 from tests.toy_trainer import Options, train
 
 BATCH, STEPS = 6, 3

@@ -19,10 +19,10 @@ from blockdiff.tensor_pieces import like, piece_of
 from blockdiff.training import checkpoint_writer
 from blockdiff.training.checkpoint_content import ALONE, steps_saved
 from blockdiff.training.checkpoint_reader import restore
-from blockdiff.training.checkpoint_writer import CheckpointWriter, save_checkpoint
-from blockdiff.training.ema import Ema
+from blockdiff.training.checkpoint_writer import CheckpointWriter
+from blockdiff.training.optimiser import Ema
 from tests.spread import How, spread
-from tests.toy_objective import ToyObjective
+from tests.toy_objective import ToyObjective, save_checkpoint
 
 FACTS = {"seed": 3}
 

@@ -6,7 +6,8 @@ Like the real one it leaves `signal` unused without a coin, and more than that w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.data.collate import rank_slots
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.seeding import Stream, integers, uniform
+from blockdiff.training.checkpoint_content import ALONE, FOLDER
+from blockdiff.training.checkpoint_writer import CheckpointWriter
+from blockdiff.training.optimiser import Ema
 
 VOCABULARY, WIDTH, CANVAS = 13, 8, 4
 SEED = 7
@@ -97,3 +101,18 @@ def toy_batches(parts: list[range], batch_size: int) -> Callable[[int], list[Bat
         return [toy_batch([(first + slot) % 24 for slot in part], epoch=first // 24) for part in parts]
 
     return batches
+
+
+def save_checkpoint(
+    run: Path,
+    step: int,
+    objective: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    facts: dict[str, Any],
+    ranks: Ranks = ALONE,
+    *,
+    average: Ema | None = None,
+) -> Path:
+    """Write a checkpoint and return it when it is complete."""
+    CheckpointWriter(run, ranks).start(step, objective, optimiser, facts, average)
+    return run / FOLDER / f"step-{step}"

@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 from blockdiff.metrics import MetricsLog, read, reproducible
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_reader import restore
-from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.optimiser import build
 from blockdiff.training.run import hold_run, prune
 from blockdiff.training.schedule import CosineDecay, learning_rate
-from tests.toy_objective import ToyObjective, slots, toy_batches
+from tests.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
 from tests.toy_trainer import Options, train
 
 ALONE = Ranks(torch.device("cpu"))

@@ -1,7 +1,8 @@
-"""Answers as batches: what a step of their policy is computed from, and the ordinary objective's rows of good ones."""
+"""Answers: what is recorded while they are drawn, and batches of them, for their policy and the ordinary objective."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -11,6 +12,8 @@ from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, lay_out
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator
 from blockdiff.rl.policy import RolloutBatch
+from blockdiff.sampling import Result
+from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 
 ROWS = 64  # answers that are drawn together
 
@@ -43,6 +46,54 @@ class Answer:
     def most_steps(self) -> int:
         """The most steps that one of its canvases took."""
         return max((len(seen) for seen, _, _ in self.canvases), default=1)
+
+
+class Recorder:
+    """Takes note of the steps of canvases, and of the verifications of drafts, while answers are drawn."""
+
+    def __init__(self) -> None:
+        self._steps: defaultdict[str | int, defaultdict[int, list[Step]]] = defaultdict(lambda: defaultdict(list))
+        self._committed: defaultdict[str | int, list[CommittedCanvas]] = defaultdict(list)
+        self._verified: defaultdict[str | int, list[int]] = defaultdict(lambda: [0, 0])
+
+    def step(self, step: Step | Verification) -> None:
+        """Take note of a step or a verification."""
+        if isinstance(step, Verification):
+            self._verified[step.id][0] += len(step.draft) - step.given
+            self._verified[step.id][1] += step.accepted - step.given
+        else:
+            self._steps[step.id][step.canvas].append(step)
+
+    def canvas(self, canvas: CommittedCanvas) -> None:
+        """Take note of a canvas that was committed."""
+        self._committed[canvas.id].append(canvas)
+
+    def agreed(self, id: str | int, result: Result) -> list[int]:
+        """The tokens that canvases proposed for an answer, and how many of them the head chooses, too.
+
+        Of verified canvases those are drafted tokens, and the ones that stand; else the answer's tokens, and the ones
+        that are the head's likeliest, where it was asked.
+        """
+        if result.top_logprobs is None:
+            return self._verified.pop(id, [0, 0])
+        agreed = [token == top[0][0] for token, top in zip(result.tokens, result.top_logprobs, strict=True)]
+        return [len(agreed), sum(agreed)]
+
+    def take(self, id: str | int) -> list[Trajectory]:
+        """The canvases of an answer: what their steps saw and drew, and the tokens that were committed."""
+        found = []
+        for canvas in self._committed.pop(id):
+            steps = self._steps[id][canvas.canvas]
+            seen = [step.tokens for step in steps]
+            drawn = [
+                [token if kept else -1 for token, kept in zip(step.sample, step.is_accepted, strict=True)]
+                for step in steps
+            ]
+            # The last step commits its draw; nothing looks at what it draws after the end.
+            drawn[-1] = [*canvas.tokens[: canvas.kept], *[-1] * (len(canvas.tokens) - canvas.kept)]
+            found.append((seen, drawn, list(canvas.tokens)))
+        del self._steps[id]
+        return found
 
 
 def head_batch(answers: Sequence[Answer], collator: Collator) -> RolloutBatch:

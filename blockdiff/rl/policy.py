@@ -1,4 +1,4 @@
-"""The policies as an objective: the log-probability of every action of recorded answers, and the loss over them.
+"""The policies: the strategies that draw their actions, and the objective, with the log-probability of every action.
 
 - head: next tokens. One encode of prompt and answer gives the log-probability of every token.
 - canvas: the sampler's trajectory. At each step the tokens of the accepted positions are drawn independently of one
@@ -20,9 +20,14 @@ import torch
 from torch import Tensor
 
 from blockdiff.canvas import Batch
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import RecipeError
 from blockdiff.models.adapters import without_adapters
 from blockdiff.objective import Losses, Objective, PolicyLosses
-from blockdiff.sampling.strategies import EntropyBound
+from blockdiff.sampling.strategies import Composed, EntropyBound, NextToken, as_strategy, next_token_head
+from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
+
+FILTERED = "rl.strategy: top_k, top_p and min_p change the distribution that is scored; leave them out"
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,73 @@ class Policy:
     kl: float = 0.0
     acceptance: EntropyBound | None = None
     through: bool = False
+
+
+@dataclass(frozen=True)
+class CommitsDraw:
+    """Another strategy that commits the last step's draw, not its argmax: every token of an answer is an action."""
+
+    strategy: Composed
+
+    @property
+    def is_capturable(self) -> bool:
+        """True where the other strategy is."""
+        return self.strategy.is_capturable
+
+    def shape(self, step: int, steps: int) -> Shape:
+        """The other strategy's distribution."""
+        return self.strategy.shape(step, steps)
+
+    def decide(self, canvases: Canvases) -> Decision:
+        """The other strategy's decision, with the sample as what a finished canvas becomes."""
+        return replace(self.strategy.decide(canvases), final_BL=canvases.stats.sample)
+
+
+def rollout_strategy(
+    kind: Literal["head", "canvas"], named: str | None, generation: Generation, denoises: bool
+) -> Strategy:
+    """The strategy that draws rollouts; RecipeError where its draws are not those of a policy of this kind.
+
+    named: as a recipe names it. By default the head draws next tokens at temperature 1, and canvases are denoised by
+    the model's own rules.
+    """
+    if kind == "head":
+        strategy = NextToken(1.0) if named is None else as_strategy(named, generation)
+        head = next_token_head(strategy)
+        if head is None:
+            raise RecipeError(
+                f"rl.strategy: {named} denoises canvases, and the policy is the head; take next_token, or "
+                "verified, whose tokens are the head's"
+            )
+        if not head.temperature:
+            raise RecipeError(
+                "rl.strategy: greedy decoding draws nothing, so nothing can be reinforced; say temperature=1"
+            )
+        if not head.shape(0, 1).is_plain:
+            raise RecipeError(FILTERED)
+        return strategy
+    if not denoises:
+        raise RecipeError("rl.policy: canvas: the model is causal and has no canvases; choose head")
+    strategy = as_strategy(named, generation)
+    acceptance = getattr(strategy, "acceptance", None)
+    if not isinstance(strategy, Composed) or not isinstance(acceptance, EntropyBound):
+        raise RecipeError(
+            f"rl.strategy: {named}: what it accepts depends on what it draws, so the log-probability of a "
+            "trajectory is not known; take entropy_bound"
+        )
+    if not strategy.shape(0, 1).is_plain:
+        raise RecipeError(FILTERED)
+    return CommitsDraw(strategy)
+
+
+def policy_of(strategy: Strategy, max_steps: int, clip: tuple[float, float], kl: float, through: bool) -> Policy:
+    """The policy whose actions a strategy of rollouts draws in at most so many steps a canvas."""
+    head = next_token_head(strategy)
+    if head is not None:
+        return Policy("head", [head.temperature], clip, kl)
+    assert isinstance(strategy, CommitsDraw) and isinstance(strategy.strategy.acceptance, EntropyBound)
+    temperatures = [strategy.shape(step, max_steps).temperature for step in range(max_steps)]
+    return Policy("canvas", temperatures, clip, kl, strategy.strategy.acceptance, through)
 
 
 @dataclass(frozen=True, kw_only=True)

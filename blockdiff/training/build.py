@@ -27,19 +27,19 @@ from blockdiff.rl.prompts import Prompts
 from blockdiff.rl.reward import make_rewards
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule
-from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.checkpoint_reader import read_counts, restore
 from blockdiff.training.data import Data, read_data
 from blockdiff.training.distil import Distil, make_distil
-from blockdiff.training.ema import Ema
 from blockdiff.training.freeze import count_parts
-from blockdiff.training.heldout_rewards import judging_task
-from blockdiff.training.plan.device_memory import require_kept, require_step
+from blockdiff.training.optimiser import Ema
+from blockdiff.training.plan.fitting import require_kept, require_step
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.rollouts import Rollouts, make_rollouts
 from blockdiff.training.same_run import objective_record, resume_facts
+from blockdiff.training.samples import judging_task
 from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
+from blockdiff.training.step import checkpoint_activations
 
 
 @dataclass(frozen=True)

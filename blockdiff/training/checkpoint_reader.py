@@ -32,12 +32,12 @@ from blockdiff.training.checkpoint_content import (
     STREAMED,
     TRAINER,
     Facts,
+    SavedTensors,
     require_like,
     saved_weights,
     short_name,
 )
-from blockdiff.training.ema import Ema
-from blockdiff.training.saved_tensors import SavedTensors
+from blockdiff.training.optimiser import Ema
 
 # Facts that may differ when a run goes on: they say in which parts sums are made.
 ROUNDING = ("train.micro_batch_size", "objective.sweep")

@@ -37,7 +37,6 @@ from blockdiff.metrics import FILE_NAME, SAMPLES
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import Block, Piece, is_spread, piece_of
 from blockdiff.training.checkpoint_content import (
-    ALONE,
     AVERAGE,
     FOLDER,
     FORMAT,
@@ -50,7 +49,7 @@ from blockdiff.training.checkpoint_content import (
     saved_weights,
     steps_saved,
 )
-from blockdiff.training.ema import Ema
+from blockdiff.training.optimiser import Ema
 
 LOGS = (FILE_NAME, SAMPLES)  # logs whose content up to a checkpoint is compared on resuming
 
@@ -274,25 +273,6 @@ class CheckpointWriter:
         last = max(steps_saved(self.run), default=None)
         kept = "nothing is saved yet" if last is None else f"step {last} is saved"
         return f"{unwritten(self._final, error, self._needed)}; {kept}: {room_remedy(error)} and {RESUME}"
-
-
-def save_checkpoint(
-    run: Path,
-    step: int,
-    objective: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    facts: Facts,
-    ranks: Ranks | None = None,
-    *,
-    average: Ema | None = None,
-) -> Path:
-    """Write `checkpoints/step-N` and return it when it is complete: see `CheckpointWriter.start`.
-
-    A kill at any moment leaves the earlier checkpoints as they were and at most a hidden directory that `hold_run`
-    removes.
-    """
-    CheckpointWriter(run, ranks or ALONE).start(step, objective, optimiser, facts, average)
-    return run / FOLDER / f"step-{step}"
 
 
 def _owned(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Piece]:

@@ -1,19 +1,24 @@
-"""The figures to quote a run by: a record for report.json, and the same in one line."""
+"""The figures of a run: the clock behind its speeds, report.json, and the same in one line."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import re
+import resource
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from blockdiff import __version__
+from blockdiff import __version__, memory
 from blockdiff.metrics import METRICS, Record, of_kind, texts
 from blockdiff.terminal import counted
 
@@ -30,6 +35,55 @@ LINE = (
     *("heldout_accepted_length", "heldout_draft_accuracy"),
     *("sample_reward", "sample_accuracy", "sample_steps_per_canvas", "tokens_per_second", "memory_gib"),
 )
+
+
+class Clock:
+    """Seconds spent on optimiser steps and the tokens they processed; evaluation and saving stand apart.
+
+    since_reading: the seconds between the last two readings.
+    """
+
+    def __init__(self, device: torch.device, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self._since = time.perf_counter()
+        self._seconds_at_reading = seconds
+        self.since_reading = 0.0
+        # Stays on the device, so that counting never waits for it.
+        self._tokens = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def count(self, tokens: Tensor) -> None:
+        """Add the tokens of one optimiser step: [processed, scored]."""
+        self._tokens += tokens
+
+    def read(self) -> dict[str, float]:
+        """Processed and scored tokens per second since the last reading, `seconds` so far; waits for the device."""
+        processed, scored = self._tokens.tolist()
+        seconds = self._seconds + time.perf_counter() - self._since
+        self.since_reading = since = max(seconds - self._seconds_at_reading, 1e-9)
+        self._seconds_at_reading = seconds
+        self._tokens.zero_()
+        return {
+            "tokens_per_second": round(processed / since, 1),
+            "scored_tokens_per_second": round(scored / since, 1),
+            "seconds": round(seconds, 3),
+        }
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Time spent inside does not count."""
+        self._seconds += time.perf_counter() - self._since
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most memory used so far in GiB: by tensors on a CUDA device, elsewhere by the whole process."""
+    if device.type == "cuda":
+        return round(memory.most_allocated(device) / 2**30, 3)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
 
 
 def epochs_in_words(epochs: float) -> str:

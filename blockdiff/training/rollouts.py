@@ -23,17 +23,16 @@ from blockdiff.metrics import Record
 from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.turns import measuring
-from blockdiff.rl.batches import ROWS, Answer, Trajectory, canvas_batch, examples, head_batch
-from blockdiff.rl.policy import PolicyObjective, RolloutBatch
+from blockdiff.rl.batches import ROWS, Answer, Recorder, canvas_batch, examples, head_batch
+from blockdiff.rl.policy import PolicyObjective, RolloutBatch, rollout_strategy
 from blockdiff.rl.prompts import Prompt, Prompts
 from blockdiff.rl.reward import Rewards, advantages, failure_lines, make_rewards
-from blockdiff.sampling import Request, Result, Sampler
-from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
+from blockdiff.sampling import Request, Sampler
+from blockdiff.sampling.trace import CommittedCanvas
 from blockdiff.seeding import Stream, words
 from blockdiff.training.data import Data
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.rollout_strategy import rollout_strategy
 from blockdiff.training.starting_model import StartingModel
 from blockdiff.training.step import autocast
 
@@ -169,7 +168,7 @@ class Rollouts:
         groups = range(ranks.row_rank, len(rows), ranks.row_world)
         places = [slot * rl.group + draw for slot in groups for draw in range(rl.group)]
         requests = [self._request(number, place, rows[place // rl.group]) for place in places]
-        drawn, recorder, began, total = list[Answer](), _Recorder(), time.perf_counter(), 0
+        drawn, recorder, began, total = list[Answer](), Recorder(), time.perf_counter(), 0
         refusal: str | None = None
         precise = autocast(ranks.device, self.precision)
         with evaluating(model), precise, measuring(model, ranks, "the rollouts") as look:
@@ -281,52 +280,6 @@ class Rollouts:
         return replace(batch, old_N=log_p_N.cpu())
 
 
-class _Recorder:
-    """Takes note of the steps of canvases, and of the verifications of drafts."""
-
-    def __init__(self) -> None:
-        self._steps: defaultdict[str | int, defaultdict[int, list[Step]]] = defaultdict(lambda: defaultdict(list))
-        self._committed: defaultdict[str | int, list[CommittedCanvas]] = defaultdict(list)
-        self._verified: defaultdict[str | int, list[int]] = defaultdict(lambda: [0, 0])
-
-    def step(self, step: Step | Verification) -> None:
-        if isinstance(step, Verification):
-            self._verified[step.id][0] += len(step.draft) - step.given
-            self._verified[step.id][1] += step.accepted - step.given
-        else:
-            self._steps[step.id][step.canvas].append(step)
-
-    def canvas(self, canvas: CommittedCanvas) -> None:
-        self._committed[canvas.id].append(canvas)
-
-    def agreed(self, id: str | int, result: Result) -> list[int]:
-        """The tokens that canvases proposed for an answer, and how many of them the head chooses, too.
-
-        Of verified canvases those are drafted tokens, and the ones that stand; else the answer's tokens, and the ones
-        that are the head's likeliest, where it was asked.
-        """
-        if result.top_logprobs is None:
-            return self._verified.pop(id, [0, 0])
-        agreed = [token == top[0][0] for token, top in zip(result.tokens, result.top_logprobs, strict=True)]
-        return [len(agreed), sum(agreed)]
-
-    def take(self, id: str | int) -> list[Trajectory]:
-        """The canvases of an answer: what their steps saw and drew, and the tokens that were committed."""
-        found = []
-        for canvas in self._committed.pop(id):
-            steps = self._steps[id][canvas.canvas]
-            seen = [step.tokens for step in steps]
-            drawn = [
-                [token if kept else -1 for token, kept in zip(step.sample, step.is_accepted, strict=True)]
-                for step in steps
-            ]
-            # The last step commits its draw; nothing looks at what it draws after the end.
-            drawn[-1] = [*canvas.tokens[: canvas.kept], *[-1] * (len(canvas.tokens) - canvas.kept)]
-            found.append((seen, drawn, list(canvas.tokens)))
-        del self._steps[id]
-        return found
-
-
 def make_rollouts(
     recipe: Recipe,
     base: StartingModel,
@@ -341,7 +294,7 @@ def make_rollouts(
     if recipe.rl is None:
         return None
     assert isinstance(objective, PolicyObjective) and isinstance(data.train, Prompts)
-    strategy = rollout_strategy(recipe.rl, base.generation, base.denoises)
+    strategy = rollout_strategy(recipe.rl.policy, recipe.rl.strategy, base.generation, base.denoises)
     rewards = make_rewards(recipe.rl.reward, recipe.given.reward, data.asked)
 
     def sampler() -> Sampler:

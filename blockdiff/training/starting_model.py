@@ -27,14 +27,13 @@ from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
-from blockdiff.rl.policy import PolicyObjective
+from blockdiff.rl.policy import PolicyObjective, policy_of, rollout_strategy
 from blockdiff.sampling import Generation
 from blockdiff.training.checkpoint_content import require_own_names
 from blockdiff.training.freeze import freeze
 from blockdiff.training.recipe import LoraSection, ObjectiveSection, Recipe
 from blockdiff.training.recipe_checks import refuse_of_causal, refuse_of_drafter
 from blockdiff.training.recipe_choices import MaskToken, UniformTokens
-from blockdiff.training.rollout_strategy import policy_of, rollout_strategy
 
 
 @dataclass(frozen=True)
@@ -211,8 +210,10 @@ def without_weights(
         model.to(dtype)
     kind: Any = recipe.given.objective or Objective
     if recipe.rl is not None:
-        strategy = rollout_strategy(recipe.rl, base.generation, base.denoises)
-        kind = partial(PolicyObjective, policy=policy_of(recipe.rl, strategy, base.generation.max_steps))
+        rl = recipe.rl
+        strategy = rollout_strategy(rl.policy, rl.strategy, base.generation, base.denoises)
+        policy = policy_of(strategy, base.generation.max_steps, rl.clip, rl.kl, through=rl.signal == "through")
+        kind = partial(PolicyObjective, policy=policy)
     objective = kind(
         model,
         recipe.objective.schedule,

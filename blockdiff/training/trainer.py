@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from blockdiff import evals
 from blockdiff.canvas import Batch
 from blockdiff.data.dataset import Dataset
 from blockdiff.diffusion.corruption import Corruption
@@ -30,27 +29,23 @@ from blockdiff.parallel.accelerate_config import refuse_settings
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.parallel.watch import watched
-from blockdiff.rl.prompts import Prompts
 from blockdiff.sampling import Sampler
 from blockdiff.terminal import counted
 from blockdiff.training import export
 from blockdiff.training.build import Built, build
 from blockdiff.training.callbacks import Callback, checked
 from blockdiff.training.checkpoint_writer import CheckpointWriter
-from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.data import Ahead
-from blockdiff.training.heldout import heldout
-from blockdiff.training.heldout_drafts import heldout_drafts
-from blockdiff.training.heldout_rewards import sample_rewarded
+from blockdiff.training.heldout import heldout, heldout_drafts
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe_checks import refuse, without_effect
 from blockdiff.training.recipe_choices import described
 from blockdiff.training.recipe_files import AnyRecipe, settled
-from blockdiff.training.report import epochs_in_words
+from blockdiff.training.report import Clock, epochs_in_words, memory_gib
 from blockdiff.training.rollouts import Rollouts
 from blockdiff.training.run import Run, best_saved, best_step, evaluations_since_best, hold_run, prune
-from blockdiff.training.samples import TEXTS, sample_prompts
+from blockdiff.training.samples import keep_texts, sample_run
 from blockdiff.training.starting_model import with_objective_of_base
 from blockdiff.training.step import Counts, Gradient, SkippedSteps, UnscoredSteps, backpropagate
 from blockdiff.training.trackers import Trackers
@@ -286,35 +281,17 @@ class Trainer:
 
     def sample(self, step: int) -> Record:
         """The figures of the sampled prompts; some of their texts go to samples.jsonl."""
-        base, data = self.built.base, self.built.data
+        base = self.built.base
         if self.sampler is None:  # one for all evaluations: it keeps what it captured, and weights change in place
             strategy = self.recipe.evaluation.strategy
             self.sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.diffusion, strategy)
-            self.sampler.settings = replace(self.sampler.settings, image_reader=data.encoder.reader)
+            self.sampler.settings = replace(self.sampler.settings, image_reader=self.built.data.encoder.reader)
         with self.averaged():
-            if isinstance(data.prompts, Prompts):
-                assert isinstance(self.built.rollouts, Rollouts)
-                rewards, precision = self.built.rollouts.rewards, self.built.precision
-                sampled = sample_rewarded(
-                    self.recipe, self.sampler, data.prompts, rewards, self.ranks, precision, self.show
-                )
-            else:
-                sampled = sample_prompts(
-                    self.sampler,
-                    data.prompts,
-                    evals.task(self.recipe.evaluation.task),
-                    self.ranks,
-                    seed=self.recipe.seed,
-                    precision=self.built.precision,
-                    encoder=data.encoder,
-                )
+            sampled = sample_run(self.recipe, self.built, self.sampler, self.ranks, self.show)
         if self.step == self.built.step:  # no optimiser step has run here, so nobody knows what memory one takes
             self.sampler.release()
         if self.ranks.is_main:
-            texts = MetricsLog(self.directory / SAMPLES)
-            texts.cut(step - 1)  # a run that was killed here has written some already
-            for text in sampled.texts[:TEXTS]:
-                texts.append({"step": step, **text})
+            keep_texts(self.directory / SAMPLES, step, sampled.texts)
         return sampled.record
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Evaluation, Objective
-from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.step import checkpoint_activations
 from tests.families import small_model
 from tests.objective.test_objective import COINS, L, V, batch_of, rows, tokens
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers

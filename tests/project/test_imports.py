@@ -48,10 +48,8 @@ IMPORT_ORDER = {
 # What a bare GPU machine imports, and all it may import beside the standard library when it does.
 LIGHT = {name for name, number in IMPORT_ORDER.items() if number < 6} - {"data", "recipes"}
 LIGHT_TRAINING = (
-    *("training", "training.muon", "training.optimiser", "training.schedule"),
-    *("training.freeze", "training.ema"),
-    *("training.activations", "training.step", "training.clock"),
-    "training.saved_tensors",
+    *("training", "training.freeze", "training.muon", "training.optimiser", "training.schedule"),
+    *("training.step", "training.report"),
     *("training.heldout", "training.checkpoint_content", "training.checkpoint_reader", "training.checkpoint_writer"),
 )
 LIGHT_DATA = (

@@ -9,7 +9,7 @@ import torch
 
 from blockdiff.errors import RunError
 from blockdiff.metrics import METRICS, MetricsLog, read, reproducible
-from blockdiff.training.clock import Clock
+from blockdiff.training.report import Clock
 
 pytestmark = pytest.mark.quick
 
@@ -80,7 +80,7 @@ def test_a_value_in_words_has_its_unit_or_its_name():
 
 def test_the_clock_leaves_evaluation_out_and_goes_on_from_earlier_seconds(monkeypatch):
     now = 7.0
-    monkeypatch.setattr("blockdiff.training.clock.time.perf_counter", lambda: now)
+    monkeypatch.setattr("blockdiff.training.report.time.perf_counter", lambda: now)
     clock = Clock(torch.device("cpu"), seconds=100.0)
     clock.count(torch.tensor([500, 100]))
     now += 2.0

@@ -19,13 +19,11 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
-from blockdiff.rl.batches import Answer, canvas_batch, head_batch
-from blockdiff.rl.policy import Policy, PolicyObjective
+from blockdiff.rl.batches import Answer, Recorder, canvas_batch, head_batch
+from blockdiff.rl.policy import CommitsDraw, Policy, PolicyObjective
 from blockdiff.rl.reward import advantages
 from blockdiff.sampling import Generation, Request, Sampler
 from blockdiff.sampling.strategies import Composed, EntropyBound, NextToken
-from blockdiff.training.rollout_strategy import CommitsDraw
-from blockdiff.training.rollouts import _Recorder
 from tests.families import small_model
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -230,7 +228,7 @@ def test_recorded_canvases_have_the_log_probability_with_which_the_engine_drew_t
     strategy = Overhears(rules, heard)
     generation = Generation(max_steps=steps, max_new_tokens=16, eos_ids=(95,))
     sampler = Sampler(denoiser, generation=generation, strategy=strategy)
-    recorder = _Recorder()
+    recorder = Recorder()
     requests = [Request(n, tokens=[2, 5 + n, 7], seed=n) for n in range(3)]
     results = sampler.generate(requests, on_step=recorder.step, on_canvas=recorder.canvas)
     answers = [replace(answer(n, r.tokens, recorder.take(n)), prompt=[2, 5 + n, 7]) for n, r in enumerate(results)]

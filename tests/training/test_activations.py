@@ -16,8 +16,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
-from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.step import autocast
+from blockdiff.training.step import autocast, checkpoint_activations
 from tests.oracle import tiny_config
 
 pytestmark = pytest.mark.quick
@@ -126,6 +125,6 @@ def test_names_stay_and_a_copy_computes_with_its_own_weights():
 def test_a_pass_without_gradients_is_no_checkpoint(monkeypatch):
     model = objective().model
     checkpoint_activations(model)
-    monkeypatch.setattr("blockdiff.training.activations.checkpoint", None)
+    monkeypatch.setattr("blockdiff.training.step.checkpoint", None)
     with torch.no_grad():
         assert model.encode(torch.arange(3, 13)[None]).hidden.isfinite().all()

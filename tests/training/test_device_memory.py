@@ -11,7 +11,7 @@ from blockdiff import checkpoint, memory
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError
 from blockdiff.recipes.sudoku import alphabet
-from blockdiff.training.plan import device_memory
+from blockdiff.training.plan import fitting
 from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
@@ -60,9 +60,9 @@ def test_what_is_taken_to_be_plenty_is_more_than_a_step_holds(tree, override):
     objective = without_weights(recipe, base, "torch")
     batch = plans.worst_batch(recipe, objective.model, 30, 8)
     plan = plans.plan_training(recipe, device="cpu", batch=batch, base=base)
-    assert device_memory.step_bound(objective, 8, 30) > 2 * (plan.total - kept(recipe))
+    assert fitting.step_bound(objective, 8, 30) > 2 * (plan.total - kept(recipe))
 
 
 def test_a_training_that_clearly_fits_is_not_planned(tree, tmp_path, monkeypatch):
-    monkeypatch.setattr(device_memory, "plan_training", None)
+    monkeypatch.setattr(fitting, "plan_training", None)
     blockdiff.train(tree, output=tmp_path / "run")

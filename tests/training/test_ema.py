@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blockdiff.errors import RunError
-from blockdiff.training.ema import Ema
+from blockdiff.training.optimiser import Ema
 from tests.toy_objective import ToyObjective
 
 pytestmark = pytest.mark.quick

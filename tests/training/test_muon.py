@@ -16,10 +16,10 @@ from blockdiff.kernels import resolve
 from blockdiff.layers.experts import Experts
 from blockdiff.training import optimiser as optim
 from blockdiff.training.checkpoint_reader import restore
-from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.muon import _Move, orthogonalised
 from tests.little_net import learn, net
 from tests.oracle import tiny_config
+from tests.toy_objective import save_checkpoint
 
 pytestmark = pytest.mark.quick
 LR = 3e-2

@@ -21,7 +21,7 @@ from blockdiff.objective import Objective
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training.data import read_data
 from blockdiff.training.optimiser import matrix_count, trainable
-from blockdiff.training.plan import changes
+from blockdiff.training.plan import fitting
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.plan.sampling import plan_sampling
@@ -181,12 +181,12 @@ def test_half_a_share_of_rows_needs_half_the_activations(folder):
 def test_what_does_not_fit_gets_the_change_that_makes_it_fit(folder):
     recipe, base = recipe_of(folder), read_starting_model(recipe_of(folder))
     made = plans.plan_training(recipe, device="cpu", base=base)
-    found = changes.what_fits(recipe, made.total * 2 // 3, base, ranks=1, device="cpu", tokens=None)
+    found = fitting.what_fits(recipe, made.total * 2 // 3, base, ranks=1, device="cpu", tokens=None)
     assert found is not None and found[0][0] == "train.activation_checkpointing=true"
     assert found[1].total <= made.total * 2 // 3
     tried = ("model.dtype=bfloat16", "train.activation_checkpointing=true", "data.canvases=1", "train.batch_size=1")
     small = recipe_of(folder, FROM_BASE, LORA, *tried)
-    assert changes.what_fits(small, 1000, base, ranks=1, device="cpu", tokens=None) is None
+    assert fitting.what_fits(small, 1000, base, ranks=1, device="cpu", tokens=None) is None
 
 
 @pytest.mark.parametrize(("left", "named"), [(992, []), (988, ["train.activation_checkpointing=true"])])
@@ -199,8 +199,8 @@ def test_a_change_that_hardly_helps_is_not_named(folder, monkeypatch, left, name
         of_rows = left if tried.train.activation_checkpointing else 1000
         return replace(made, parts={"activations": 500 if tried.train.micro_batch_size else of_rows})
 
-    monkeypatch.setattr(changes, "plan_training", plan)
-    found = changes.what_fits(recipe, 600, base, ranks=1, device="cpu", tokens=None)
+    monkeypatch.setattr(fitting, "plan_training", plan)
+    found = fitting.what_fits(recipe, 600, base, ranks=1, device="cpu", tokens=None)
     assert found is not None and found[0] == [*named, "train.micro_batch_size=1"]
 
 

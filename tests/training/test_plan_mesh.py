@@ -14,7 +14,7 @@ from blockdiff.layers.experts import Experts
 from blockdiff.models.fp8 import layers_in_fp8
 from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.plan import training as plans
-from blockdiff.training.plan.changes import what_fits
+from blockdiff.training.plan.fitting import what_fits
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import read_starting_model, without_weights
 from tests.forked import run_ranks

@@ -19,11 +19,11 @@ from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
 from blockdiff.recipes.sudoku import alphabet
-from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import planned_model, read_starting_model, without_weights
+from blockdiff.training.step import checkpoint_activations
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "recipes" / "README.md").read_text()

@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
-from blockdiff.training.checkpoint_content import ALONE, KINDS, steps_saved
+from blockdiff.training.checkpoint_content import ALONE, KINDS, SavedTensors, steps_saved
 from blockdiff.training.checkpoint_reader import restore_weights
 from blockdiff.training.run import hold_run
-from blockdiff.training.saved_tensors import SavedTensors
 from tests import forked, sharded_state
 from tests.sharded_state import Toy
 

@@ -20,11 +20,9 @@ from blockdiff.metrics import MetricsLog
 from blockdiff.training import checkpoint_writer
 from blockdiff.training.checkpoint_content import steps_saved
 from blockdiff.training.checkpoint_reader import restore, restore_weights
-from blockdiff.training.checkpoint_writer import save_checkpoint
-from blockdiff.training.ema import Ema
-from blockdiff.training.optimiser import build
+from blockdiff.training.optimiser import Ema, build
 from tests import forked
-from tests.toy_objective import ToyObjective, slots, toy_batches
+from tests.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
 from tests.toy_run import ALONE, FACTS, enter, numbers, run_to, saved, tensors_of
 from tests.toy_trainer import Options, train
 

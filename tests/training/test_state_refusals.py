@@ -13,8 +13,7 @@ import torch
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_reader import restore
-from blockdiff.training.ema import Ema
-from blockdiff.training.optimiser import build
+from blockdiff.training.optimiser import Ema, build
 from blockdiff.training.run import hold_run
 from tests import forked
 from tests.toy_objective import ToyObjective

@@ -27,7 +27,6 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.rl.batches import ROWS, Answer, canvas_batch, head_batch
 from blockdiff.rl.policy import RolloutBatch
 from blockdiff.terminal import counted
-from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.data import image_reader
 from blockdiff.training.muon import AT_ONCE
 from blockdiff.training.optimiser import matrix_count, trainable
@@ -36,6 +35,7 @@ from blockdiff.training.plan.rank import cut_to_rank, kept_bytes, sharding_ranks
 from blockdiff.training.plan.step_bytes import GATHERED, LATE, Step, keep_one_of_each
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
+from blockdiff.training.step import checkpoint_activations
 
 MOST_ROWS = 64  # of a micro-batch that is run on shapes; more take as many times as much
 
