@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -35,13 +35,8 @@ A line that ends in a backslash goes on in the next one. Ctrl-C ends an answer, 
 
 @with_groups
 def chat(
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A system message, put before the conversation.")
-    ] = None,
-    thinking: Annotated[
-        bool, typer.Option("--thinking", metavar="", help="Ask for reasoning, which is shown first.")
-    ] = False,
-    image: options.Images = None,
+    system: options.System = None,
+    thinking: options.Thinking = False,
     *,
     opened: ModelOptions,
     sampling: SamplingOptions,
@@ -68,8 +63,6 @@ def chat(
         )
     sampler = opened.open(sampling.strategy_for(opened, settings), settings, tokenizer)
     talk = Chat(sampler, system, sampling.seed, thinking)
-    for each in image or ():
-        talk.put(each)
     if talk.is_terminal:
         talk.note(f"{opened.model}: type a message; /help lists the commands, /quit ends the chat")
     for line in lines(talk.is_terminal):

@@ -35,49 +35,32 @@ Say = Callable[[str], object]  # `print`, or nothing where stdout has JSON alone
 def evaluate(
     task: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help=f"The rule of what is right: {', '.join(TASKS)}, or lm-eval:NAME of that harness."
+        options.option(
+            None, "NAME", f"The rule of what is right: {', '.join(TASKS)}, or lm-eval:NAME of that harness."
         ),
     ] = "exact",
     data: Annotated[
         str | None,
-        typer.Option(
-            metavar="ROWS",
-            rich_help_panel=options.PROMPTS,
-            help="Rows to answer: a file, directory, pattern or hub id (with lm-eval: a directory of YAML tasks).",
+        options.option(
+            options.ROWS,
+            "ROWS",
+            "Rows to answer: a file, directory, pattern or hub id (with lm-eval: a directory of YAML tasks).",
         ),
     ] = None,
     columns: options.Columns = None,
     subset: options.Subset = None,
     split: options.Split = "test",
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", rich_help_panel=options.PROMPTS, help="Answer only the first N rows."),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", metavar="", rich_help_panel=options.PROMPTS, help="Put raw prompts into the chat template."
-        ),
-    ] = False,
+    limit: Annotated[int | None, options.option(options.ROWS, "N", "Answer only the first N rows.", min=1)] = None,
+    chat: Annotated[bool, options.flag(options.PROMPTS, "--chat", "Put raw prompts into the chat template.")] = False,
     system: options.System = None,
     thinking: options.Thinking = False,
     allow_control_tokens: options.AllowControlTokens = False,
     best_of: options.BestOf = 1,
     compare: Annotated[
         str | None,
-        typer.Option(
-            metavar="OTHER",
-            rich_help_panel=options.OUTPUT,
-            help="A second model, which answers the same rows; the difference is tested.",
-        ),
+        options.option(None, "OTHER", "A second model, which answers the same rows; the difference is tested."),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", rich_help_panel=options.OUTPUT, help="JSON to write; - is stdout."
-        ),
-    ] = None,
+    output: Annotated[Path | None, options.option(options.OUTPUT, "FILE", "JSON to write.", "--output", "-o")] = None,
     overwrite: options.Overwrite = False,
     as_json: options.AsJson = False,
     batch_size: options.BatchSize = 100,
@@ -92,7 +75,7 @@ def evaluate(
     """
     model = opened.place
     if output == options.STREAM:
-        as_json, output = True, None
+        raise typer.BadParameter("the numbers are printed by --json", param_hint="--output")
     say: Say = _say_nothing if as_json else print
     is_of_harness = task.startswith(HARNESS)
     if task == HARNESS:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,10 +15,8 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.files import matching
 
 # The groups of options in `--help`.
-PROMPTS, SAMPLING, CONTROL, OUTPUT, DEVICE = "Prompts", "Sampling", "Control", "Output", "Model and device"
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-FORMS = ("fp8", "fp8-dynamic", "none")
-KERNELS = ("auto", "triton", "torch")
+PROMPTS, ROWS, SAMPLING, CONTROL = "Prompts", "Rows", "Sampling", "Control"
+OUTPUT, DEVICE = "Output", "Model and device"
 MAX_SEED = 2**64 - 1
 STREAM = Path("-")  # standard input, or standard output
 
@@ -62,222 +60,124 @@ def _help_of_strategies(value: str | None) -> str | None:
     return value
 
 
+def option(group: str | None, metavar: str, help: str, *names: str, **more: Any) -> Any:
+    """An option of a command, in a group of its help (None: the first one); more: what else typer takes."""
+    return typer.Option(*names, metavar=metavar, rich_help_panel=group, help=help, **more)
+
+
+def flag(group: str | None, name: str, help: str) -> Any:
+    """An option without a value."""
+    return option(group, "", help, name)
+
+
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")]
-RunDirectory = Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="The run directory.")]
-Resume = Annotated[bool, typer.Option("--resume", metavar="", help="Go on from the last checkpoint.")]
-ReplaceRun = Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace the run that is there.")]
+RunDirectory = Annotated[str | None, option(None, "DIR", "The run directory.", "--output", "-o")]
+Resume = Annotated[bool, flag(None, "--resume", "Go on from the last checkpoint.")]
+ReplaceRun = Annotated[bool, flag(None, "--overwrite", "Replace the run that is there.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        None,
+        "KEY=VALUE",
+        "Change a key of the recipe, such as optim.lr=1e-3 (repeatable).",
         "--set",
-        metavar="KEY=VALUE",
         callback=_settings,
-        help="Change a key of the recipe, such as optim.lr=1e-3 (repeatable).",
     ),
 ]
-Seed = Annotated[
-    int, typer.Option(parser=_seed, metavar="N", rich_help_panel=SAMPLING, help="Seed of all random draws.")
-]
-SeedOfData = Annotated[int, typer.Option("--seed", parser=_seed, metavar="N", help="Seed of all random draws.")]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", metavar="", rich_help_panel=OUTPUT, help="Replace files that are there already."),
-]
+SeedOfData = Annotated[int, option(None, "N", "Seed of all random draws.", "--seed", parser=_seed)]
 
-AsJson = Annotated[
-    bool,
-    typer.Option("--json", metavar="", rich_help_panel=OUTPUT, help="Print one JSON object in place of the lines."),
-]
-
-Columns = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ROLE=COLUMN,...",
-        rich_help_panel=PROMPTS,
-        help="Names of the columns, such as prompt=question.",
-    ),
-]
-Subset = Annotated[
-    str | None, typer.Option(metavar="NAME", rich_help_panel=PROMPTS, help="Configuration of a hub data set.")
-]
-Split = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=PROMPTS, help="Split of a hub data set or of a directory.")
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT", rich_help_panel=PROMPTS, help="A system message, put before conversations that have none."
-    ),
-]
+System = Annotated[str | None, option(PROMPTS, "TEXT", "A system message, put before conversations that have none.")]
 Images = Annotated[
     list[str] | None,
-    typer.Option(
-        "--image",
-        metavar="FILE",
-        rich_help_panel=PROMPTS,
-        help="An image, put where the prompt says <image>, else before its text (repeatable).",
+    option(
+        PROMPTS, "FILE", "An image, put where the prompt says <image>, else before its text (repeatable).", "--image"
     ),
 ]
-Thinking = Annotated[
-    bool,
-    typer.Option(
-        "--thinking",
-        metavar="",
-        rich_help_panel=PROMPTS,
-        help="Ask for reasoning, which is kept apart from the answer.",
-    ),
-]
+Thinking = Annotated[bool, flag(PROMPTS, "--thinking", "Ask for reasoning, which is kept apart from the answer.")]
 AllowControlTokens = Annotated[
     bool,
-    typer.Option(
+    flag(
+        PROMPTS,
         "--allow-control-tokens",
-        metavar="",
-        rich_help_panel=PROMPTS,
-        help="Read a control token such as <turn|> in a prompt as a token, not as text.",
+        "Read a control token such as <turn|> in a prompt as a token, not as text.",
     ),
 ]
+Columns = Annotated[str | None, option(ROWS, "ROLE=COLUMN,...", "Names of the columns, such as prompt=question.")]
+Subset = Annotated[str | None, option(ROWS, "NAME", "Configuration of a hub data set.")]
+Split = Annotated[str, option(ROWS, "NAME", "Split of a hub data set or of a directory.")]
 
+Seed = Annotated[int, option(SAMPLING, "N", "Seed of all random draws.", parser=_seed)]
 MaxNewTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", rich_help_panel=SAMPLING, help="Most tokens of an answer, rounded up to whole canvases."
-    ),
+    int | None, option(SAMPLING, "N", "Most tokens of an answer, rounded up to whole canvases.", min=1)
 ]
-MaxSteps = Annotated[
-    int | None,
-    typer.Option("--steps", min=1, metavar="N", rich_help_panel=SAMPLING, help="Most denoising steps of a canvas."),
-]
+MaxSteps = Annotated[int | None, option(SAMPLING, "N", "Most denoising steps of a canvas.", "--steps", min=1)]
 Strategy = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME:KEY=VALUE,...",
-        rich_help_panel=SAMPLING,
-        help="The rule that decides which guesses of a step stay; `--strategy help` lists all names and keys.",
+    option(
+        SAMPLING,
+        "NAME:KEY=VALUE,...",
+        "The rule that decides which guesses of a step stay; `--strategy help` lists all names and keys.",
         callback=_help_of_strategies,
         is_eager=True,
     ),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        metavar="T",
-        rich_help_panel=SAMPLING,
-        help="Temperature of a canvas's first step; later steps fall in proportion. 0 leaves the model's own.",
+    option(
+        SAMPLING, "T", "Temperature of a canvas's first step; later steps fall in proportion. 0 leaves the model's own."
     ),
 ]
 TopP = Annotated[
-    float | None,
-    typer.Option(
-        metavar="P",
-        rich_help_panel=SAMPLING,
-        help="Draw only from the likeliest tokens whose probabilities add up to P.",
-    ),
+    float | None, option(SAMPLING, "P", "Draw only from the likeliest tokens whose probabilities add up to P.")
 ]
 BestOf = Annotated[
     int,
-    typer.Option(
-        min=1,
-        max=1024,
-        metavar="N",
-        rich_help_panel=SAMPLING,
-        help="Draw N answers and give the one with the highest mean log-probability.",
-    ),
+    option(SAMPLING, "N", "Draw N answers and give the one with the highest mean log-probability.", min=1, max=1024),
 ]
 
 Template = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        rich_help_panel=CONTROL,
-        help="Form of the answer: <?N> is a hole of N tokens, <?? stands for <? itself.",
-    ),
+    str | None, option(CONTROL, "TEXT", "Form of the answer: <?N> is a hole of N tokens, <?? stands for <? itself.")
 ]
-Regex = Annotated[
-    str | None,
-    typer.Option(metavar="REGEX", rich_help_panel=CONTROL, help="A regular expression that the whole answer matches."),
-]
-JsonSchema = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", rich_help_panel=CONTROL, help="A JSON schema that the answer satisfies; - reads stdin."
-    ),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT", rich_help_panel=CONTROL, help="An answer to start from; a share --noise of it is redone."
-    ),
-]
-Noise = Annotated[
-    float | None,
-    typer.Option(
-        min=0, max=1, metavar="T", rich_help_panel=CONTROL, help="Share of the draft that is noise at first (0.5)."
-    ),
-]
-Banned = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", rich_help_panel=CONTROL, help="A text that must not occur (repeatable)."),
-]
-RepetitionPenalty = Annotated[
-    float,
-    typer.Option(
-        metavar="X", rich_help_panel=CONTROL, help="Above 1, tokens that were there before become less likely."
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", rich_help_panel=CONTROL, help="A text that ends the answer (repeatable)."),
-]
+Regex = Annotated[str | None, option(CONTROL, "REGEX", "A regular expression that the whole answer matches.")]
+JsonSchema = Annotated[Path | None, option(CONTROL, "FILE", "A JSON schema that the answer satisfies; - reads stdin.")]
+Draft = Annotated[str | None, option(CONTROL, "TEXT", "An answer to start from; a share --noise of it is redone.")]
+Noise = Annotated[float | None, option(CONTROL, "T", "Share of the draft that is noise at first (0.5).", min=0, max=1)]
+Banned = Annotated[list[str] | None, option(CONTROL, "TEXT", "A text that must not occur (repeatable).")]
+RepetitionPenalty = Annotated[float, option(CONTROL, "X", "Above 1, tokens that were there before become less likely.")]
+Stop = Annotated[list[str] | None, option(CONTROL, "TEXT", "A text that ends the answer (repeatable).")]
 
-BatchSize = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=DEVICE, help="Requests that run together.")]
-Checkpoint = Annotated[
-    str | None,
-    typer.Option(
-        metavar="last|best|STEP", rich_help_panel=DEVICE, help="Of a run: a checkpoint in place of its model."
-    ),
-]
-Adapter = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", rich_help_panel=DEVICE, help="An adapter of the model, in PEFT's format."),
-]
+Overwrite = Annotated[bool, flag(OUTPUT, "--overwrite", "Replace files that are there already.")]
+AsJson = Annotated[bool, flag(OUTPUT, "--json", "Print one JSON object in place of the lines.")]
+
+BatchSize = Annotated[int, option(DEVICE, "N", "Requests that run together.", min=1)]
+Checkpoint = Annotated[str | None, option(DEVICE, "last|best|STEP", "Of a run: a checkpoint in place of its model.")]
+Adapter = Annotated[str | None, option(DEVICE, "DIR", "An adapter of the model, in PEFT's format.")]
 DraftModel = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR",
-        rich_help_panel=DEVICE,
-        help="A drafter of MODEL, or a canvas model of its tokenizer: MODEL verifies what it drafts.",
-    ),
+    option(DEVICE, "DIR", "A drafter of MODEL, or a canvas model of its tokenizer: MODEL verifies what it drafts."),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=DEVICE,
-        callback=_one_of(*DTYPES),
-        help="Number format: auto (as stored), float32, bfloat16, float16, float64.",
+    option(
+        DEVICE,
+        "NAME",
+        "Number format: auto (as stored), float32, bfloat16, float16, float64.",
+        callback=_one_of("auto", "float32", "bfloat16", "float16", "float64"),
     ),
 ]
 Quantize = Annotated[
     str | None,
-    typer.Option(
-        metavar="FORM",
-        rich_help_panel=DEVICE,
-        callback=_one_of(*FORMS),
-        help="fp8 rounds weights to 8 bits, fp8-dynamic also their inputs; none undoes it. Default: as stored.",
+    option(
+        DEVICE,
+        "FORM",
+        "fp8 rounds weights to 8 bits, fp8-dynamic also their inputs; none undoes it. Default: as stored.",
+        callback=_one_of("fp8", "fp8-dynamic", "none"),
     ),
 ]
-Device = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel=DEVICE, callback=_device, help="auto, cpu, cuda or cuda:1.")
-]
-Kernels = Annotated[
-    str,
-    typer.Option(metavar="NAME", rich_help_panel=DEVICE, callback=_one_of(*KERNELS), help="auto, triton or torch."),
-]
+Device = Annotated[str, option(DEVICE, "NAME", "auto, cpu, cuda or cuda:1.", callback=_device)]
+Kernels = Annotated[str, option(DEVICE, "NAME", "auto, triton or torch.", callback=_one_of("auto", "triton", "torch"))]
 TensorParallel = Annotated[
-    int,
-    typer.Option(
-        min=1, metavar="N", rich_help_panel=DEVICE, help="Start N processes, each of which holds a part of the weights."
-    ),
+    int, option(DEVICE, "N", "Start N processes, each of which holds a part of the weights.", min=1)
 ]
 
 

@@ -32,23 +32,17 @@ DRAWN = 16  # the number of requests that a page or a picture traces; a JSONL tr
 @with_groups
 def sample(
     prompt: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", rich_help_panel=options.PROMPTS, help="Raw text to continue; bos is put before it."
-        ),
+        str | None, options.option(options.PROMPTS, "TEXT", "Raw text to continue; bos is put before it.")
     ] = None,
     chat: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", rich_help_panel=options.PROMPTS, help="A user's message, put into the chat template."
-        ),
+        str | None, options.option(options.PROMPTS, "TEXT", "A user's message, put into the chat template.")
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=options.PROMPTS,
-            help="JSONL with prompt or messages, optionally id, seed and other options; - reads stdin.",
+        options.option(
+            options.PROMPTS,
+            "FILE",
+            "JSONL with prompt or messages, optionally id, seed and other options; - reads stdin.",
         ),
     ] = None,
     image: options.Images = None,
@@ -56,14 +50,11 @@ def sample(
     thinking: options.Thinking = False,
     allow_control_tokens: options.AllowControlTokens = False,
     answers_per_prompt: Annotated[
-        int, typer.Option("-n", min=1, metavar="N", rich_help_panel=options.SAMPLING, help="Answers to each prompt.")
+        int, options.option(options.SAMPLING, "N", "Answers to each prompt.", "-n", min=1)
     ] = 1,
     best_of: options.BestOf = 1,
     scores: Annotated[
-        bool,
-        typer.Option(
-            "--scores", metavar="", rich_help_panel=options.SAMPLING, help="Give the log-probability of every token."
-        ),
+        bool, options.flag(options.SAMPLING, "--scores", "Give the log-probability of every token.")
     ] = False,
     template: options.Template = None,
     regex: options.Regex = None,
@@ -74,40 +65,22 @@ def sample(
     noise: options.Noise = None,
     stop: options.Stop = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", rich_help_panel=options.OUTPUT, help="JSONL to write; - is stdout."
-        ),
+        Path | None, options.option(options.OUTPUT, "FILE", "JSONL to write; - is stdout.", "--output", "-o")
     ] = None,
     overwrite: options.Overwrite = False,
     as_rows: Annotated[
         bool,
-        typer.Option(
-            "--as-rows",
-            metavar="",
-            rich_help_panel=options.OUTPUT,
-            help="Write rows to train on: each prompt or conversation with its answer.",
+        options.flag(
+            options.OUTPUT, "--as-rows", "Write rows to train on: each prompt or conversation with its answer."
         ),
     ] = False,
-    stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream", metavar="", rich_help_panel=options.OUTPUT, help="Show canvases as they are finished."
-        ),
-    ] = False,
+    stream: Annotated[bool, options.flag(options.OUTPUT, "--stream", "Show canvases as they are finished.")] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=options.OUTPUT,
-            help="Write how the text filled in: .html, .gif, .png, .jsonl.",
-        ),
+        options.option(options.OUTPUT, "FILE", "Write how the text filled in: .html, .gif, .png, .jsonl."),
     ] = None,
     batch_size: options.BatchSize = 32,
-    no_graphs: Annotated[
-        bool,
-        typer.Option("--no-graphs", metavar="", rich_help_panel=options.DEVICE, help="On a GPU: use no CUDA graphs."),
-    ] = False,
+    no_graphs: Annotated[bool, options.flag(options.DEVICE, "--no-graphs", "On a GPU: use no CUDA graphs.")] = False,
     tensor_parallel: options.TensorParallel = 1,
     *,
     opened: ModelOptions,

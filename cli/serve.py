@@ -18,27 +18,16 @@ SERVER = "Server"  # the group of options in --help
 
 @with_groups
 def serve(
-    host: Annotated[
-        str | None, typer.Option(metavar="HOST", rich_help_panel=SERVER, help="Address to listen on (127.0.0.1).")
-    ] = None,
+    host: Annotated[str | None, options.option(SERVER, "HOST", "Address to listen on (127.0.0.1).")] = None,
     port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, metavar="N", rich_help_panel=SERVER, help="Port to listen on (8000; 0: any)."),
+        int | None, options.option(SERVER, "N", "Port to listen on (8000; 0: any).", min=0, max=65535)
     ] = None,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", rich_help_panel=SERVER, help="File of the keys that may ask, one a line."),
+        Path | None, options.option(SERVER, "FILE", "File of the keys that may ask, one a line.")
     ] = None,
-    no_key: Annotated[
-        bool, typer.Option("--no-key", metavar="", rich_help_panel=SERVER, help="Let everybody ask who reaches HOST.")
-    ] = False,
-    max_rows: Annotated[
-        int | None, typer.Option(min=1, metavar="N", rich_help_panel=SERVER, help="Answers denoised at the same time.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", rich_help_panel=SERVER, help="YAML with these options, limits and more."),
-    ] = None,
+    no_key: Annotated[bool, options.flag(SERVER, "--no-key", "Let everybody ask who reaches HOST.")] = False,
+    max_rows: Annotated[int | None, options.option(SERVER, "N", "Answers denoised at the same time.", min=1)] = None,
+    config: Annotated[Path | None, options.option(SERVER, "FILE", "YAML with these options, limits and more.")] = None,
     strategy: options.Strategy = None,
     *,
     opened: ModelOptions,
