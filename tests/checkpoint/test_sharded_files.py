@@ -29,7 +29,7 @@ M3 = {"m3": m3_config, "m3 text": m3_text_config}  # whose files have experts on
 
 @pytest.fixture(scope="module")
 def written(source, tmp_path_factory) -> Path:
-    """What ranks wrote, a folder for each case."""
+    """The files that ranks wrote, a folder for each case."""
     directory = tmp_path_factory.mktemp("written")
     two: dict[str, Any] = {
         how: partial(sharded_files.read_and_write, source=source, how=how) for how in ("full", "experts")

@@ -109,7 +109,7 @@ class LiveBytes(TorchDispatchMode):
         return self._fake(out)
 
     def _fake(self, x: Any) -> Any:
-        """What a kernel for shapes gave, as the fake tensor of a CPU."""
+        """The output of a kernel for shapes, as the fake tensor of a CPU."""
         is_new = isinstance(x, Tensor) and not isinstance(x, FakeTensor)
         return FakeTensor(self.fakes, x, _CPU) if is_new else x
 
