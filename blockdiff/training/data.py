@@ -172,7 +172,7 @@ def _why_dropped(statistics: Statistics, encoder: Encoder) -> str:
 
 
 def sources(listed: Sequence[Source], recipe: Recipe, split: str) -> list[Source]:
-    """The sources a recipe names; columns and split are the recipe's where a source has none of its own."""
+    """The sources a recipe names; where one has no columns of its own they are the recipe's, and likewise its split."""
     columns = recipe.data.columns.model_dump(exclude_none=True)
     return [source.with_defaults(split, columns) for source in listed]
 
@@ -266,7 +266,7 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, w
     def one_first() -> AbstractContextManager[object]:
         return nullcontext() if ranks is None else ranks.node_first("reading the data")
 
-    specs = sources(d.train, recipe, d.split)
+    specs = sources(d.train, recipe, "train")
     train: Dataset | StreamedExamples | Prompts
     order: AnyOrder
     if recipe.rl is not None:
@@ -280,7 +280,7 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, w
         order = Order(train.sizes, recipe.train.batch_size, recipe.seed, train.weights)
     heldout = None
     if d.heldout is not None:
-        specs = sources(d.heldout, recipe, d.heldout_split)
+        specs = sources(d.heldout, recipe, "test")
         heldout = load_dataset(specs, encode, cache=cache, first=one_first(), watch=watch)
     if train.has_conversations:
         # The model learns this format, or is asked in it: the tokenizer saved beside it writes it.
@@ -294,7 +294,7 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, w
     prompts: list[Row] | Prompts = []
     asked, count = recipe.evaluation.prompts, recipe.evaluation.prompts_count
     if asked is not None:
-        specs = sources(asked, recipe, d.heldout_split)
+        specs = sources(asked, recipe, "test")
         if recipe.rl is not None:
             prompts = Prompts(read_prompts(specs, d.chat, d.system, watch).rows[:count])
         else:

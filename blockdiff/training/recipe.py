@@ -112,8 +112,6 @@ class DataSection(Section):
 
     train: choices.Sources
     heldout: choices.Sources | None = None
-    split: str = "train"  # of hub data sets in data.train that name none
-    heldout_split: str = "test"  # of those in data.heldout
     columns: Columns = Columns()
     images: Images = Images()
     streaming: Annotated[choices.Streaming | None, choices.STREAMING] = None
