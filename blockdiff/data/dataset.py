@@ -100,7 +100,7 @@ def load_dataset(
             hashes.append(f"{key} {source.weight!r}")
     tables = [table for table, _ in parts]
     statistics = with_total(titles(sources), [counts for _, counts in parts])
-    check_conversations(encoder, statistics[-1][1])
+    check_conversations(encoder, statistics[-1][1].conversations > 0)
     return Dataset(
         examples=Examples(tables, files, first_ids[:-1]),
         statistics=statistics,
@@ -130,10 +130,10 @@ def with_total(names: Sequence[str], found: Sequence[Statistics]) -> list[tuple[
     return [*zip(names, found, strict=True), *total]
 
 
-def check_conversations(encoder: Encoder, statistics: Statistics) -> None:
+def check_conversations(encoder: Encoder, has_conversations: bool) -> None:
     """Raise DataError for options that change nothing because no row is a conversation."""
     for key, is_set in (("system", encoder.system is not None), ("thinking", encoder.enable_thinking)):
-        if is_set and not statistics.conversations:
+        if is_set and not has_conversations:
             raise DataError(
                 f"data.{key}: is set, but no row is a conversation; write messages rows, or leave data.{key} out"
             )

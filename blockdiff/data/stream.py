@@ -101,7 +101,7 @@ class StreamedExamples:
         for old in list(self._windows)[:-WINDOWS]:  # the ones that were read first
             del self._windows[old]
         if not window:  # a restart further on has not seen the rows before, which were enough for the run so far
-            check_conversations(self.encoder, self.statistics[-1][1])
+            check_conversations(self.encoder, self.statistics[-1][1].conversations > 0)
 
     def _given(self, source: int, number: int) -> int:
         """The number of examples before `number` that come from a source."""

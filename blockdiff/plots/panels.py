@@ -101,6 +101,7 @@ COMPARED = [  # several runs: colours tell runs apart
     Panel(
         "held-out tokens right", (Line(RESPONSE), Line(WHOLE, is_dashed=True)), solid="without fill", dashed="with fill"
     ),
+    *_over_steps("draft_loss", "heldout_accepted_length"),
     Panel(METRICS["reward"].label, REWARD, solid="rollouts", dashed="held-out prompts"),
     *_over_steps("sample_accuracy", "sample_steps_per_canvas", "tokens_per_second"),
 ]

@@ -17,7 +17,7 @@ from blockdiff.canvas import Batch
 from blockdiff.checkpoint.files import find
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, NoCanvases, begin_images, heldout_batches, micro_batches
-from blockdiff.data.dataset import TOTAL, Dataset, Watch, load_dataset
+from blockdiff.data.dataset import TOTAL, Dataset, Watch, check_conversations, load_dataset
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder, Order, StreamOrder
 from blockdiff.data.rows import Row
@@ -271,6 +271,7 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, w
     order: AnyOrder
     if recipe.rl is not None:
         train = read_prompts(specs, d.chat, d.system, watch)
+        check_conversations(encode, train.has_conversations)
         order = Order(train.sizes, recipe.rl.prompts, recipe.seed, train.weights)
     elif d.streaming is not None:
         train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed, watch)

@@ -27,13 +27,13 @@ LAST_AND_BEST = (
     *("heldout_canvas_loss", "heldout_ar_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
     *("heldout_accepted_length", "heldout_draft_accuracy", "sample_reward", "sample_accuracy"),
 )
-LAST = ("sample_steps_per_canvas", "sample_max_steps", "sample_tokens_per_forward")
+LAST = ("reward", "sample_steps_per_canvas", "sample_max_steps", "sample_tokens_per_forward")
 # What the line shows, in this order.
 LINE = (
     *("skipped", "canvas_loss", "ar_loss", "draft_loss"),
     *("heldout_canvas_loss", "heldout_response_accuracy", "heldout_ar_loss"),
     *("heldout_accepted_length", "heldout_draft_accuracy"),
-    *("sample_reward", "sample_accuracy", "sample_steps_per_canvas", "tokens_per_second", "memory_gib"),
+    *("reward", "sample_reward", "sample_accuracy", "sample_steps_per_canvas", "tokens_per_second", "memory_gib"),
 )
 
 
@@ -104,8 +104,8 @@ def run_report(
 ) -> dict[str, Any]:
     """A run in JSON values, from its metrics records and what they do not say.
 
-    run: its name; examples: of the training data, None where they are streamed; best: the metric that chose the
-    exported weights; wall_seconds: of this process from start to end, beside `seconds` of training over all resumes.
+    run: its name; examples: of the training data, None where they are streamed or answers; best: the metric that chose
+    the exported weights; wall_seconds: of this process from start to end, beside `seconds` of training over all resumes.
     Training losses are of the last logged step; held-out and sampled figures both the last and, as `best_...` with
     its step, the best.
     """
@@ -140,7 +140,8 @@ def run_report(
 
 def report_line(report: Mapping[str, Any]) -> str:
     """A report as one line; what was not measured is left out."""
-    words = [report["run"], counted(report["steps"], "optimiser step"), counted(report["examples_seen"], "example")]
+    seen = counted(report["examples_seen"], "answer" if "reward" in report else "example")
+    words = [report["run"], counted(report["steps"], "optimiser step"), seen]
     if report["epochs"] is not None:
         words.append(epochs_in_words(report["epochs"]))
     for key, text in texts(report, LINE).items():

@@ -376,6 +376,15 @@ def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
 
 
 @pytest.mark.quick
+def test_drafters_are_compared_by_their_loss_and_by_what_would_stand() -> None:
+    records = [
+        {"step": 1, "kind": "train", "loss": 2.0, "draft_loss": 2.0, "ar_loss": 0.0},
+        {"step": 1, "kind": "heldout", "heldout_accepted_length": 1.5},
+    ]
+    panels = make_panels([NamedRun("a", records), NamedRun("b", records)])
+    assert [panel.title for panel in panels] == ["draft loss", "held-out accepted length"]
+
+
 def test_compared_runs_keep_their_colour_in_every_panel() -> None:
     sampled = {"sample_accuracy": 0.5, "sample_steps_per_canvas": 7.0}
     runs = [NamedRun("a", measured(ar=1.0, **sampled)), NamedRun("b", measured(0.5)), NamedRun("c", measured())]

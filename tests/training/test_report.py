@@ -127,3 +127,8 @@ def test_the_commit_is_that_of_the_checkout_and_of_no_other_repository(tmp_path,
     assert clean is not None and len(clean) == 10
     file.write_text("2")
     assert reported([])["commit"] == f"{clean}+changes"
+
+
+def test_reinforcement_learning_has_seen_answers_and_says_its_last_reward():
+    report = reported([trained(n, 1.0, 2.0, 0.0) | {"reward": n / 4} for n in (1, 2)], examples=None)
+    assert report["reward"] == 0.5 and ", 16 answers, " in report_line(report) and "reward 0.500" in report_line(report)
