@@ -61,6 +61,11 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
             "model.quantize: parallel.shard: full splits parameters, and weights in fp8 are buffers, which every "
             "process would hold whole; split them with parallel.tensor or parallel.experts alone"
         )
+    _refuse_unmeasured(recipe)
+
+
+def _refuse_unmeasured(recipe: Recipe) -> None:
+    """Raise RecipeError for a metric that is to decide and that this run does not measure, or not in time."""
     metric, patience = recipe.evaluation.best, recipe.evaluation.patience
     if metric is None:
         if patience is not None:
@@ -78,11 +83,8 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         raise RecipeError(f"evaluation.best: {metric} is not measured with objective.ar_loss: none")
     is_drafted = recipe.objective.draft_for is not None
     if METRICS[metric].kind == "heldout" and (metric in OF_DRAFTERS) != is_drafted:
-        others = (
-            f"of a drafter there are {', '.join(OF_DRAFTERS)}"
-            if is_drafted
-            else "it is a drafter's (objective.draft_for)"
-        )
+        others = f"of a drafter there are {', '.join(OF_DRAFTERS)}"
+        others = others if is_drafted else "it is a drafter's (objective.draft_for)"
         raise RecipeError(f"evaluation.best: {metric} is not measured; {others}")
     if metric == "sample_reward" and recipe.rl is None:
         raise RecipeError("evaluation.best: sample_reward is not measured; it is of reinforcement learning (rl)")

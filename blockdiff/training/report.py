@@ -105,9 +105,9 @@ def run_report(
     """A run in JSON values, from its metrics records and what they do not say.
 
     run: its name; examples: of the training data, None where they are streamed or answers; best: the metric that chose
-    the exported weights; wall_seconds: of this process from start to end, beside `seconds` of training over all resumes.
-    Training losses are of the last logged step; held-out and sampled figures both the last and, as `best_...` with
-    its step, the best.
+    the exported weights; wall_seconds: of this process from start to end, beside `seconds` of training over all
+    resumes. Training losses are of the last logged step; held-out and sampled figures both the last and, as `best_...`
+    with its step, the best.
     """
     trained = of_kind(records, "train")
     last = trained[-1] if trained else {}
