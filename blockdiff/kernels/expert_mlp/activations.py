@@ -29,16 +29,27 @@ class Activation:
         return up if self.up is None else self.up(up)
 
 
-def _oai_gate(gate: Tensor) -> Tensor:
-    gate = gate.clamp(max=OAI_LIMIT)
-    return gate * torch.sigmoid(OAI_ALPHA * gate)
+@functools.cache
+def _oai(alpha: float, limit: float) -> Activation:
+    """`gate * sigmoid(alpha gate) * (up + 1)`, the gate clamped from above and up both ways (limit 0: neither)."""
+    bound = limit or float("inf")
 
+    def gated(gate: Tensor) -> Tensor:
+        gate = gate.clamp(max=bound)
+        return gate * torch.sigmoid(alpha * gate)
 
-def _oai_gate_backward(grad: Tensor, gate: Tensor) -> Tensor:
-    clamped = gate.clamp(max=OAI_LIMIT)
-    share = torch.sigmoid(OAI_ALPHA * clamped)
-    slope = share * (1 + OAI_ALPHA * clamped * (1 - share))
-    return torch.where(gate <= OAI_LIMIT, grad * slope, 0.0)
+    def gate_backward(grad: Tensor, gate: Tensor) -> Tensor:
+        clamped = gate.clamp(max=bound)
+        share = torch.sigmoid(alpha * clamped)
+        slope = share * (1 + alpha * clamped * (1 - share))
+        return torch.where(gate <= bound, grad * slope, 0.0)
+
+    return Activation(
+        gate=gated,
+        gate_backward=gate_backward,
+        up=lambda up: up.clamp(-bound, bound) + 1,
+        up_backward=lambda grad, up: torch.where(up.abs() <= bound, grad, 0.0),
+    )
 
 
 ACTIVATIONS = {
@@ -47,40 +58,13 @@ ACTIVATIONS = {
         gate_backward=lambda grad, gate: torch.ops.aten.gelu_backward(grad, gate, approximate="tanh"),
     ),
     "silu": Activation(gate=F.silu, gate_backward=torch.ops.aten.silu_backward),
-    # gpt-oss: the gate clamped from above, up both ways, gate * sigmoid(1.702 gate) * (up + 1)
-    "swiglu_oai": Activation(
-        gate=_oai_gate,
-        gate_backward=_oai_gate_backward,
-        up=lambda up: up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1,
-        up_backward=lambda grad, up: torch.where(up.abs() <= OAI_LIMIT, grad, 0.0),
-    ),
+    "swiglu_oai": _oai(OAI_ALPHA, OAI_LIMIT),  # that of gpt-oss
 }
 
 
 def oai(alpha: float, limit: float) -> str:
     """The name of SwiGLU-OAI with these numbers, limit 0 = no clamp; that of gpt-oss is "swiglu_oai" alone."""
     return "swiglu_oai" if (alpha, limit) == (OAI_ALPHA, OAI_LIMIT) else f"swiglu_oai:{alpha}:{limit}"
-
-
-@functools.cache
-def _oai(alpha: float, limit: float) -> Activation:
-    bound = limit or float("inf")
-
-    def gate_backward(grad: Tensor, gate: Tensor) -> Tensor:
-        clamped = gate.clamp(max=bound)
-        share = torch.sigmoid(alpha * clamped)
-        return torch.where(gate <= bound, grad * share * (1 + alpha * clamped * (1 - share)), 0.0)
-
-    def gated(gate: Tensor) -> Tensor:
-        gate = gate.clamp(max=bound)
-        return gate * torch.sigmoid(alpha * gate)
-
-    return Activation(
-        gate=gated,
-        gate_backward=gate_backward,
-        up=lambda up: up.clamp(-bound, bound) + 1,
-        up_backward=lambda grad, up: torch.where(up.abs() <= bound, grad, 0.0),
-    )
 
 
 def activation_named(name: str) -> Activation:
