@@ -22,7 +22,6 @@ from blockdiff.checkpoint.opening import model_files
 from blockdiff.checkpoint.read import carried_by, empty, resolve_dtype, stored_fp8, stored_weights
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.checkpoint.write import save
-from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.torch import decoded, quantised
@@ -41,7 +40,6 @@ def export(
     peft: bool = False,
     base: str | None = None,
     dtype: str = "auto",
-    device: str = "cpu",
     quantize: str | None = None,
 ) -> Path:
     """Write a run's model, or a model with an adapter, to `directory`, and read it back; returns the directory.
@@ -51,10 +49,9 @@ def export(
 
     source: a run directory, a checkpoint, an adapter that says what it adapts, or a Hub id; adapter: of that
     checkpoint. peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the
-    adapter names). dtype: of what is written ("auto": as it is stored). device: where the sums are made. quantize: as
-    in `load`; weights in fp8 that an adapter is added to are fp8 no more, unless it says so: much of what the adapter
-    has learnt would be rounded away. One that was trained over rounded weights is added to these. Raises
-    CheckpointError.
+    adapter names). dtype: of what is written ("auto": as it is stored). quantize: as in `load`; weights in fp8 that an
+    adapter is added to are fp8 no more, unless it says so: much of what the adapter has learnt would be rounded away.
+    One that was trained over rounded weights is added to these. Raises CheckpointError.
     """
     check_quantize(quantize)
     files = model_files(source, adapter)
@@ -85,7 +82,7 @@ def export(
     if beside is not None:
         model.carried = model.carried.over(beside)
         rounded_below = {} if below is None else _rounded(model, weights, below)
-        sums = _sums(empty(model.config, "torch"), stored | rounded_below, beside, kept, resolve_device(device))
+        sums = _sums(empty(model.config, "torch"), stored | rounded_below, beside, kept)
     written = _written(model, weights, stored | sums, sums, kept, quantize or below, keeps_sums=quantize is None)
     return read_back(save(model, directory, weights=written))
 
@@ -150,7 +147,6 @@ def _sums(
     weights: Mapping[str, TensorSource],
     place: Path,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> dict[str, TensorSource]:
     """The weights that the adapter in a directory changes, each read and summed when it is asked for.
 
@@ -165,7 +161,7 @@ def _sums(
         for prefix, leaf in which.items() if isinstance(module, AdaptedExperts) else [("", "weight")]:
             A, B = (adapter.parts[f"{name}.{prefix}lora_{letter}"] for letter in "AB")
             weight = weights[f"{name}.{leaf}"]
-            sum_of = partial(_sum, weight, A, B, module.low_rank.scale, dtype, device)
+            sum_of = partial(_sum, weight, A, B, module.low_rank.scale, dtype)
             changed[f"{name}.{leaf}"] = TensorSource(weight.shape, dtype, sum_of)
     if adapter.tokens:
         table = weights["vocabulary.table"]
@@ -174,10 +170,9 @@ def _sums(
     return changed
 
 
-def _sum(weight: TensorSource, A: Part, B: Part, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A weight with its adapter, on the host."""
-    w, a, b = (x.to(device) for x in (weight.read(), A.read(None), B.read(None)))
-    return merged(w, a, b, scale, dtype).to("cpu")
+def _sum(weight: TensorSource, A: Part, B: Part, scale: float, dtype: torch.dtype) -> Tensor:
+    """A weight with its adapter."""
+    return merged(weight.read(), A.read(None), B.read(None), scale, dtype)
 
 
 def _with_rows(table: TensorSource, rows: Part, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor:

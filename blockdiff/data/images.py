@@ -185,10 +185,9 @@ class ImageReader:
         tokens: ImageTokens,
         root: str | None = None,
         anywhere: bool = False,
-        kept_bytes: int = KEPT_BYTES,
         adapt: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values,
     ) -> None:
-        self.settings, self.tokens, self.kept_bytes = settings, tokens, kept_bytes
+        self.settings, self.tokens = settings, tokens
         self.root, self.anywhere, self.adapt = root, anywhere, adapt
         self._kept: OrderedDict[bytes, ImageInput] = OrderedDict()
         self._size = 0  # of those, in bytes
@@ -236,7 +235,7 @@ class ImageReader:
             if key not in self._kept:
                 self._kept[key] = image
                 self._size += tensor_bytes(image)
-            while self._size > self.kept_bytes and len(self._kept) > 1:
+            while self._size > KEPT_BYTES and len(self._kept) > 1:
                 self._size -= tensor_bytes(self._kept.popitem(last=False)[1])
         return image
 

@@ -396,10 +396,11 @@ def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder
 
 
 def test_the_last_pictures_stay_in_memory_by_content(monkeypatch):
-    read = ImageReader(GEMMA, AROUND, kept_bytes=1_000_000)
+    read = reader()
     first, second = bytes_of(picture(64, 64)), bytes_of(picture(60, 64))
     assert read.read(first) is read.read(bytes(bytearray(first)))
-    small = ImageReader(GEMMA, AROUND, kept_bytes=1)
+    monkeypatch.setattr(images_file, "KEPT_BYTES", 1)
+    small = reader()
     kept = small.read(first)
     small.read(second)
     assert small.read(first) is not kept and small.read(first).digest == kept.digest
