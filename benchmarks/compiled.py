@@ -189,13 +189,12 @@ def vocabulary(dtype: torch.dtype) -> None:
     N, V, D = 16, 262_144, 16
     hidden, table = (torch.zeros(*shape, dtype=dtype, requires_grad=True) for shape in ((N, D), (V, D)))
     tokens, vector = torch.zeros(N, dtype=torch.int64), torch.zeros(N)
-    options = tokens, vector, vector > 0
-    for chosen, chunk_bytes in (((), 1 << 24), (options, 1 << 20)):  # dloss/dx kept, and made again
+    for chosen, chunk_bytes in (((), 1 << 24), ((tokens, vector), 1 << 20)):  # dloss/dx kept, and made again
         with patch.object(triton_launch, "CHUNK_BYTES", chunk_bytes):
             loss: Tensor = vocabulary_ops.linear_cross_entropy(hidden, table, tokens, 30.0, *chosen)
             loss.sum().backward()
             vocabulary_ops.linear_cross_entropy(hidden, table.detach(), tokens, 30.0, *chosen)
-            vocabulary_ops.token_scores(hidden, table, tokens, 30.0, *chosen[:2])
+            vocabulary_ops.token_scores(hidden, table, tokens, 30.0, *chosen)
             vocabulary_ops.soft_embedding(hidden, table, 30.0, 0.8).sum().backward()
     allowed = pack_allowed(torch.ones(1, V, dtype=torch.bool)).expand(N, -1)
     for mask in (None, allowed):

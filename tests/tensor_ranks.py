@@ -206,11 +206,9 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
         found = []
         for each in (one, other):
             x = hidden.flatten(0, 1).clone().requires_grad_()
-            ignored = torch.arange(N) % 5 == 0
             losses = [
                 each.cross_entropy(x, target),
                 each.cross_entropy(x, target, observed, bonus),
-                each.cross_entropy(x, target, is_ignored_N=ignored),
             ]
             soft = each.soft_embedding(x.detach())
             terms = [*losses, soft * hidden.flatten(0, 1), each.embed(target)]

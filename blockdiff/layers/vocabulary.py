@@ -125,10 +125,9 @@ class Vocabulary(nn.Module):
         targets_N: Tensor,
         observed_N: Tensor | None = None,
         bonus_N: Tensor | None = None,
-        is_ignored_N: Tensor | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Cross-entropy of every token in nats, [N] in fp32 at least; 0, without gradients, where ignored.
+        """Cross-entropy of every token in nats, [N] in fp32 at least.
 
         temperature: what the soft-capped logits are divided by. observed_N: int64 tokens whose soft-capped logit gets
         bonus_N (fp32, 0 to 40) before the softmax. A model that predicts each token from the others alone learns with
@@ -136,7 +135,7 @@ class Vocabulary(nn.Module):
         """
         hidden_ND, softcap = self._tempered(hidden_ND, temperature)
         return self.kernels.linear_cross_entropy(
-            hidden_ND, self.output_weights(), targets_N, softcap, observed_N, bonus_N, is_ignored_N
+            hidden_ND, self.output_weights(), targets_N, softcap, observed_N, bonus_N
         )
 
     def _tempered(self, hidden_ND: Tensor, temperature: float) -> tuple[Tensor, float | None]:

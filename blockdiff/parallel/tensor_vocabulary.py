@@ -78,27 +78,10 @@ class SharedVocabulary(Vocabulary):
         targets_N: Tensor,
         observed_N: Tensor | None = None,
         bonus_N: Tensor | None = None,
-        is_ignored_N: Tensor | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Cross-entropy of every token in nats, [N] in fp32 at least; 0, without gradients, where ignored."""
+        """Cross-entropy of every token in nats, [N] in fp32 at least."""
         hidden_ND, softcap = self._tempered(hidden_ND, temperature)
-        if is_ignored_N is not None:
-            kept = (~is_ignored_N).nonzero().squeeze(-1)
-            observed, bonus = (None if x is None else x[kept] for x in (observed_N, bonus_N))
-            loss = self._loss(hidden_ND[kept], targets_N[kept], observed, bonus, softcap)
-            return loss.new_zeros(len(hidden_ND)).index_copy(0, kept, loss)
-        return self._loss(hidden_ND, targets_N, observed_N, bonus_N, softcap)
-
-    def _loss(
-        self,
-        hidden_ND: Tensor,
-        targets_N: Tensor,
-        observed_N: Tensor | None,
-        bonus_N: Tensor | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Log-sum-exp over all tokens less the target's logit."""
         table, hidden_ND = self.output_weights(), copied(hidden_ND, self.group)
         favoured = self._favoured(observed_N, bonus_N, table)
         log_sum_N = self.kernels.linear_cross_entropy(hidden_ND, table, None, softcap, *favoured)

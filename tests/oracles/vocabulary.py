@@ -20,14 +20,12 @@ def linear_cross_entropy(
     softcap: float | None,
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
-    is_ignored_N: Tensor | None = None,
 ) -> Tensor:
-    """-log softmax(z + bonus on the observed token)[target], nats [N]; log-sum-exp without targets; 0 where ignored."""
+    """-log softmax(z + bonus on the observed token)[target], nats [N]; log-sum-exp without targets."""
     z = logits(hidden_ND, table_VD, softcap)
     if observed_N is not None and bonus_N is not None:
         z = z + F.one_hot(observed_N, z.shape[-1]) * bonus_N[:, None].to(z.dtype)
-    loss_N = z.logsumexp(-1) if target_N is None else F.cross_entropy(z, target_N, reduction="none")
-    return loss_N if is_ignored_N is None else loss_N.masked_fill(is_ignored_N, 0.0)
+    return z.logsumexp(-1) if target_N is None else F.cross_entropy(z, target_N, reduction="none")
 
 
 def log_sums(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float) -> tuple[Tensor, Tensor]:

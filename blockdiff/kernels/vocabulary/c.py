@@ -7,8 +7,8 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.vocabulary import cross_entropy
 from blockdiff.kernels.vocabulary import torch as in_torch
+from blockdiff.kernels.vocabulary.cross_entropy import CrossEntropy
 from blockdiff.kernels.vocabulary.logits import chunks
 from blockdiff.kernels.vocabulary.shaping import Shaping
 from blockdiff.kernels.vocabulary.torch import Stats
@@ -39,14 +39,14 @@ def linear_cross_entropy(
     softcap: float | None,
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
-    is_ignored_N: Tensor | None = None,
 ) -> Tensor:
     """As in torch.py."""
     is_served = target_N is not None and serves_products(hidden_ND, table_VD, bonus_N)
-    given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
     if not is_served:
         raise Unserved("linear_cross_entropy in C takes fp32 tensors of a CPU and targets")
-    return cross_entropy.cross_entropy_by(_cross_entropy_chunk, *given)
+    given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N
+    loss_N: Tensor = CrossEntropy.apply(*given, _cross_entropy_chunk)
+    return loss_N
 
 
 def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:

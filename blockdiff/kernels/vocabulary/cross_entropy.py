@@ -13,11 +13,12 @@ from blockdiff.kernels.autocast import in_autocast, upcast
 from blockdiff.kernels.vocabulary.logits import chunks, fits, logits
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Loss per token; the gradient of the raw products is G / total, the rows' factors waiting for the products.
+class CrossEntropy(torch.autograd.Function):
+    """Loss per token, by a function that computes as `cross_entropy_chunk` does.
 
-    A frozen table needs only the hidden gradients, which the forward makes chunk by chunk. A trained one keeps G where
-    all of it is no larger than a chunk, and recomputes it otherwise.
+    The gradient of the raw products is G / total, the rows' factors waiting for the products. A frozen table needs only
+    the hidden gradients, which the forward makes chunk by chunk. A trained one keeps G where all of it is no larger
+    than a chunk, and recomputes it otherwise.
     """
 
     @staticmethod
@@ -106,7 +107,8 @@ def cross_entropy_chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, normaliser and (with gradient) G = total * dloss/dz of a chunk, in two buffers of logits.
 
-    Without a target the loss is the log-sum-exp.
+    Without a target the loss is the log-sum-exp. The last argument is where G may be put; a function that does returns
+    that very tensor.
 
     Capped logits lie in [-cap, cap], so for caps up to 40 exp needs no maximum taken off (e^40 * V < 1e24). A bonus b
     multiplies the exponential of the observed token by e^b: two numbers per row change, and no sweep is added.
@@ -150,39 +152,16 @@ def linear_cross_entropy(
     softcap: float | None,
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
-    is_ignored_N: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of every token, [N] in fp32 at least, by one chunk of logits after the other; the log-sum-exp where
     there are no targets.
 
     bonus_N (fp32, 0 to 40) is added to the soft-capped logit of token observed_N (int64) before the softmax; both or
-    neither. Rows where is_ignored_N have loss 0 and no gradient, whatever they and their targets hold.
+    neither.
     """
-    given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
-    return cross_entropy_by(cross_entropy_chunk, *given)
-
-
-def cross_entropy_by(
-    of_chunk: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    hidden_ND: Tensor,
-    table_VD: Tensor,
-    target_N: Tensor | None,
-    softcap: float | None,
-    observed_N: Tensor | None,
-    bonus_N: Tensor | None,
-    is_ignored_N: Tensor | None,
-) -> Tensor:
-    """`linear_cross_entropy` by a function that computes as `cross_entropy_chunk` does.
-
-    Its last argument is where it may put G; it returns that very tensor if it does.
-    """
-    if is_ignored_N is None:
-        return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, of_chunk)
-    kept = (~is_ignored_N).nonzero().squeeze(-1)
-    observed, bonus = (None if x is None else x[kept] for x in (observed_N, bonus_N))
-    target = None if target_N is None else target_N[kept]
-    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target, softcap, observed, bonus, of_chunk)
-    return loss.new_zeros(hidden_ND.shape[0]).index_copy(0, kept, loss)
+    given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N
+    loss_N: Tensor = CrossEntropy.apply(*given, cross_entropy_chunk)
+    return loss_N
 
 
 @torch.no_grad()

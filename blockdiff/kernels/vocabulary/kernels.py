@@ -93,8 +93,8 @@ def vocabulary_tiles(x, how, target, tiles, N, width, first, place, count, ROWS:
 
 
 @triton.jit(do_not_specialize=["N", "count"])
-def vocabulary_rows(tiles, uniform, is_ignored, out, N, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Merge the tiles of every row: into `out` go peak and sum, argmax, cross-entropy (0 where ignored), entropy, and
+def vocabulary_rows(tiles, uniform, out, N, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Merge the tiles of every row: into `out` go peak and sum, argmax, cross-entropy, entropy, and
     the tile that the sample lies in with the part of the sum up to the sample there."""
     row, is_row = _rows(N, ROWS)
     tile = tl.arange(0, COLUMNS)[None, :]
@@ -113,8 +113,6 @@ def vocabulary_rows(tiles, uniform, is_ignored, out, N, count, ROWS: tl.constexp
         tl.store(out.argmax + row, tl.where(best == NO_TOKEN, 0, best).to(tl.int64), mask=is_row)
     if tiles.of_target is not None:
         loss = (tl.log2(total) + (peak - tl.load(tiles.of_target + row, mask=is_row, other=0.0))) * LN2
-        if is_ignored is not None:
-            loss = tl.where(tl.load(is_ignored + row, mask=is_row, other=1) != 0, 0.0, loss)
         tl.store(out.loss + row, loss, mask=is_row)
     if uniform is not None:
         moment_of = tl.load(tiles.moments + place, mask=is_there, other=0.0)
@@ -129,30 +127,24 @@ def vocabulary_rows(tiles, uniform, is_ignored, out, N, count, ROWS: tl.constexp
         tl.store(out.rest + row, threshold - before, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["N", "first"])
-def vocabulary_tokens(
-    x, how, merged, sample, log_probability, N, width, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """The sample within the chosen tile, and its log-probability.
-
-    What lies in another shard of the table is left for that shard to write.
-    """
+@triton.jit(do_not_specialize=["N"])
+def vocabulary_tokens(x, how, merged, sample, log_probability, N, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sample within the chosen tile, and its log-probability."""
     row, is_row = _rows(N, ROWS)
     peak = tl.load(merged.peak + row, mask=is_row, other=0.0)
     total = tl.load(merged.total + row, mask=is_row, other=1.0)
-    start = tl.load(merged.chosen + row, mask=is_row, other=0) * COLUMNS - first
-    is_ours = is_row & (start >= 0) & (start < width)
+    start = tl.load(merged.chosen + row, mask=is_row, other=0) * COLUMNS
     column = start[:, None] + tl.arange(0, COLUMNS)[None, :]
-    z, _ = _logits(x, how, row, is_ours, column, width, first)
+    z, _ = _logits(x, how, row, is_row, column, width, 0)
     e = tl.exp2(z - peak[:, None])
     beyond = tl.load(merged.rest + row, mask=is_row, other=0.0)
     is_beyond = (tl.cumsum(e, 1) > beyond[:, None]) & (e > 0.0)
     token = tl.min(tl.where(is_beyond, column, NO_TOKEN), 1)
     # rounding may leave nothing beyond: then it is the tile's last token with a probability
     token = tl.where(token == NO_TOKEN, tl.max(tl.where(e > 0.0, column, start[:, None]), 1), token)
-    tl.store(sample + row, token + first, mask=is_ours)
-    its, _ = _logits(x, how, row, is_ours, token[:, None], width, first)
-    tl.store(log_probability + row, (tl.max(its, 1) - peak - tl.log2(total)) * LN2, mask=is_ours)
+    tl.store(sample + row, token, mask=is_row)
+    its, _ = _logits(x, how, row, is_row, token[:, None], width, 0)
+    tl.store(log_probability + row, (tl.max(its, 1) - peak - tl.log2(total)) * LN2, mask=is_row)
 
 
 @triton.jit

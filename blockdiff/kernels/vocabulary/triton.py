@@ -42,22 +42,13 @@ def _vector(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return empty(x, len(x), dtype=dtype)
 
 
-def _some(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tensor is None else tensor[rows]
-
-
-def _without_ignored(hidden: Tensor, is_ignored: Tensor | None) -> Tensor:
-    """Rows that may hold anything must not reach a product: 0 * NaN is NaN."""
-    return hidden if is_ignored is None else hidden.masked_fill(is_ignored[:, None], 0.0)
-
-
 # -- launchers: cross-entropy ----------------------------------------------------------------------------------
 
 
 @registered("cross_entropy")
 def _cross_entropy(
     hidden: Tensor, table: Tensor, target: Tensor, softcap: float | None, observed: Tensor | None,
-    bonus: Tensor | None, is_ignored: Tensor | None, with_argmax: bool, needs_hidden: bool, needs_table: bool,
+    bonus: Tensor | None, with_argmax: bool, needs_hidden: bool, needs_table: bool,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Losses, argmax, the rows' peaks and sums, and what a backward takes: dloss/dhidden for a frozen table, for a
     trained one dloss/dx, if one chunk holds it. What is not wanted has no elements."""
@@ -67,12 +58,11 @@ def _cross_entropy(
     grad_hidden = empty(hidden, len(hidden) if makes_hidden else 0, hidden.shape[1])
     kept = empty(table, len(hidden) if keeps else 0, len(table))
     yield loss, argmax, peak, total, grad_hidden, kept
-    hidden, how = _without_ignored(hidden, is_ignored), Logits(softcap, None, observed, bonus)
-    factor = torch.ones_like(loss) if is_ignored is None else (~is_ignored).float()
+    how, factor = Logits(softcap, None, observed, bonus), torch.ones_like(loss)
     chunks = chunks_of(hidden, table, by_tokens=needs_table, memory=kept if keeps else None)
     for rows in chunks.of_rows(hidden):
         out = Rows(peak[rows], total[rows], loss[rows], argmax[rows] if with_argmax else None)
-        x = sweep(hidden[rows], table, how.of(rows), chunks, out, target[rows], _some(is_ignored, rows))
+        x = sweep(hidden[rows], table, how.of(rows), chunks, out, target[rows])
         if makes_hidden or keeps:
             to_gradients(x, how.of(rows), target[rows], factor[rows], out, chunks.tile)
         if makes_hidden:
@@ -82,14 +72,12 @@ def _cross_entropy(
 @registered("cross_entropy_backward")
 def _cross_entropy_backward(
     hidden: Tensor, table: Tensor, target: Tensor, softcap: float | None, observed: Tensor | None,
-    bonus: Tensor | None, is_ignored: Tensor | None, peak: Tensor, total: Tensor, kept: Tensor,
-    grad_loss: Tensor, needs_hidden: bool,
+    bonus: Tensor | None, peak: Tensor, total: Tensor, kept: Tensor, grad_loss: Tensor, needs_hidden: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Gradients of hidden and of a trained table: from the kept dloss/dx, or from x made again slice by slice."""
     grad_hidden, grad_table = empty(hidden, len(hidden) if needs_hidden else 0, hidden.shape[1]), empty(table)
     yield grad_hidden, grad_table
-    hidden = _without_ignored(hidden, is_ignored)
-    factor = grad_loss.contiguous() if is_ignored is None else grad_loss.masked_fill(is_ignored, 0.0)
+    factor = grad_loss.contiguous()
     if len(kept) == len(hidden):
         torch.mm(kept.t(), (hidden * factor[:, None]).to(table.dtype), out=grad_table)
         if needs_hidden:
@@ -195,10 +183,10 @@ def _log_sums(
 
 
 def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, table, target, ctx.softcap, observed, bonus, is_ignored, *_ = inputs
+    hidden, table, target, ctx.softcap, observed, bonus, *_ = inputs
     *_, peak, total, grad_hidden, kept = output
     ctx.set_materialize_grads(False)  # zeros like `kept` would be one more chunk
-    of_trained = hidden, table, target, observed, bonus, is_ignored, peak, total, kept
+    of_trained = hidden, table, target, observed, bonus, peak, total, kept
     ctx.save_for_backward(*(of_trained if ctx.needs_input_grad[1] else (grad_hidden,)))
 
 
@@ -213,7 +201,7 @@ def _cross_entropy_gradients(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tup
         arguments = target, ctx.softcap, *of_rows, grad_loss, needs_hidden
         grad_hidden, grad_table = _cross_entropy_backward(hidden, table, *arguments)
         grad_hidden = grad_hidden if needs_hidden else None
-    return grad_hidden, grad_table, *[None] * 8
+    return grad_hidden, grad_table, *[None] * 7
 
 
 def _save_soft_embedding(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -248,14 +236,13 @@ def linear_cross_entropy(
     softcap: float | None,
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
-    is_ignored_N: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of every token, fp32 [N], holding one chunk of products whatever N; without targets log-sum-exp."""
     hidden, table = in_autocast(hidden_ND, table_VD)
     if target_N is None:
         target_N = torch.full((len(hidden),), -1, dtype=torch.int64, device=hidden.device)
     needs = (torch.is_grad_enabled() and t.requires_grad for t in (hidden, table))
-    vectors = _contiguous(observed_N, bonus_N, is_ignored_N)
+    vectors = _contiguous(observed_N, bonus_N)
     return _cross_entropy(hidden, table, target_N.contiguous(), softcap, *vectors, False, *needs)[0]
 
 
@@ -269,7 +256,7 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy fp32 [N] and argmax int64 [N] of the same logits (the bonus included), without gradients."""
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
-    vectors = _contiguous(observed_N, bonus_N, None)
+    vectors = _contiguous(observed_N, bonus_N)
     loss, argmax, *_ = _cross_entropy(hidden, table, target_N.contiguous(), softcap, *vectors, True, False, False)
     return loss, argmax
 

@@ -80,16 +80,16 @@ def fill(
     launch(kernels.vocabulary_tiles, tile.grid(*x.shape), *arguments, **tile.options)
 
 
-def merge(tiles: Tiles, out: Rows, uniform: Tensor | None = None, is_ignored: Tensor | None = None) -> None:
+def merge(tiles: Tiles, out: Rows, uniform: Tensor | None = None) -> None:
     """Fill `out` from all tiles of the rows, whichever chunk or shard they come from."""
     N, count = tiles.peaks.shape
     tile = elementwise(count)
-    launch(kernels.vocabulary_rows, tile.grid(N), tiles, uniform, is_ignored, out, N, count, **tile.options)
+    launch(kernels.vocabulary_rows, tile.grid(N), tiles, uniform, out, N, count, **tile.options)
 
 
-def pick(x: Tensor, how: Logits, merged: Rows, out: tuple[Tensor, Tensor], tile: Tile, first: int = 0) -> None:
-    """Write to `out` the samples that lie among the tokens of x, and their log-probabilities."""
-    arguments = x, how, merged, *out, *x.shape, first
+def pick(x: Tensor, how: Logits, merged: Rows, out: tuple[Tensor, Tensor], tile: Tile) -> None:
+    """Write to `out` the samples and their log-probabilities."""
+    arguments = x, how, merged, *out, *x.shape
     launch(kernels.vocabulary_tokens, tile.grid(len(x)), *arguments, **tile.options)
 
 
@@ -168,7 +168,7 @@ def chunks_of(hidden: Tensor, table: Tensor, by_tokens: bool = False, memory: Te
 
 def sweep(
     hidden: Tensor, table: Tensor, how: Logits, chunks: Chunks, out: Rows,
-    target: Tensor | None = None, is_ignored: Tensor | None = None, uniform: Tensor | None = None,
+    target: Tensor | None = None, uniform: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Fill `out` by one pass over the raw products of some rows; gives the last chunk of them."""
     tiles = new_tiles(table, chunks.tile.grid(1, len(table))[1], out)
@@ -176,7 +176,7 @@ def sweep(
         tiles.of_target.masked_fill_(target < 0, 0.0)  # no target at all
     for tokens, x in chunks.products(hidden, table):
         fill(tiles, x, how, chunks.tile, target, tokens.start, tokens.start // chunks.tile.columns)
-    merge(tiles, out, uniform, is_ignored)
+    merge(tiles, out, uniform)
     return x
 
 
