@@ -260,8 +260,8 @@ def test_torch_sees_sound_ops(monkeypatch):
         torch.library.opcheck(ops.cross_entropy, cross_entropy, test_utils=checks)
         torch.library.opcheck(ops.soft_embedding, (hidden.detach(), table, 30.0, 0.5, True), test_utils=checks)
     flat = hidden.detach(), table.detach()
-    rest = 30.0, temperature, uniform, None, None
-    for shaped in ((None, 1.0, 0.0, None, None), (None, 1.0, 0.1, observed, bonus)):
+    rest = 30.0, temperature, uniform, None
+    for shaped in ((None, 1.0, 0.0), (None, 1.0, 0.1)):
         torch.library.opcheck(ops.token_stats, (*flat, *rest, *shaped), test_utils=checks)
 
 
