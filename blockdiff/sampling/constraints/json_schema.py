@@ -108,17 +108,7 @@ class _Writer:
                 raise RequestError(f"the JSON schema's anyOf at {place} must be a list of schemas")
             return _one_of(self.write(each, f"{where}/anyOf/{n}", within) for n, each in enumerate(schema["anyOf"]))
         if said & {"enum", "const"}:
-            keyword = "enum" if "enum" in said else "const"
-            _allow(said, {keyword, "type"}, place)
-            values = schema["enum"] if keyword == "enum" else [schema["const"]]
-            if not isinstance(values, list) or not values:
-                raise RequestError(f"the JSON schema's enum at {place} must be a list with at least one value")
-            for value in values:
-                if "type" in said and not any(_holds(value, type) for type in _types(schema, place)):
-                    raise RequestError(
-                        f"the JSON schema's value {json.dumps(value)[:40]} at {place} is not of its type"
-                    )
-            return _one_of(map(_literal, values))
+            return _values(schema, said, place)
         if "type" not in said and "properties" not in said:
             _allow(said, {"type", *(keyword for keywords in OF_TYPE.values() for keyword in keywords)}, place)
             raise RequestError(f"the JSON schema says no type at {place}; add one")
@@ -185,19 +175,7 @@ class _Writer:
                 entries.append((rf"[ ]?{_literal(name)}[ ]?:[ ]?{value}", name in required))
             elif name in required:
                 return None
-        # The first property that is there is the first required one, or any where none is: those that may be before it
-        # have their comma after them, and those after it before them.
-        needed = [n for n, (_, is_required) in enumerate(entries) if is_required]
-        firsts = needed[:1] or range(len(entries))
-        if len(firsts) * sum(len(entry) for entry, _ in entries) > MOST_WRITTEN:
-            raise _too_long()
-        ways = []
-        for first in firsts:
-            after = entries[first + 1 :] if needed else []
-            parts = [f"({entry}[ ]?,)?" for entry, _ in entries[:first]] + [entries[first][0]]
-            ways.append("".join(parts + [f"[ ]?,{each}" if is_in else f"([ ]?,{each})?" for each, is_in in after]))
-        inner = ways[0] if needed else f"({'|'.join(ways)})?"
-        return rf"\{{{inner}[ ]?\}}"
+        return rf"\{{{_in_order(entries)}[ ]?\}}"
 
     def _array(self, schema: Mapping[str, Any], where: str, within: tuple[str, ...]) -> str | None:
         place = where or "its top"
@@ -216,6 +194,35 @@ class _Writer:
             return None if least else r"\[[ ]?\]"
         others = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
         return rf"\[[ ]?(({item})(,[ ]?({item})){others}){'' if least else '?'}[ ]?\]"
+
+
+def _values(schema: Mapping[str, Any], said: set[str], place: str) -> str | None:
+    """The expression of the values of an enum, or of a const."""
+    keyword = "enum" if "enum" in said else "const"
+    _allow(said, {keyword, "type"}, place)
+    values = schema["enum"] if keyword == "enum" else [schema["const"]]
+    if not isinstance(values, list) or not values:
+        raise RequestError(f"the JSON schema's enum at {place} must be a list with at least one value")
+    for value in values:
+        if "type" in said and not any(_holds(value, type) for type in _types(schema, place)):
+            raise RequestError(f"the JSON schema's value {json.dumps(value)[:40]} at {place} is not of its type")
+    return _one_of(map(_literal, values))
+
+
+def _in_order(entries: list[tuple[str, bool]]) -> str:
+    """The expression of properties in their order with commas between; those that are not required may be left out."""
+    # One property is certainly there, the first required one, or else any: those before it have their comma after them,
+    # and those after it before them.
+    required = [n for n, (_, is_required) in enumerate(entries) if is_required]
+    certain = required[:1] or range(len(entries))
+    if len(certain) * sum(len(entry) for entry, _ in entries) > MOST_WRITTEN:
+        raise _too_long()
+    ways = []
+    for first in certain:
+        after = entries[first + 1 :] if required else []
+        parts = [f"({entry}[ ]?,)?" for entry, _ in entries[:first]] + [entries[first][0]]
+        ways.append("".join(parts + [f"[ ]?,{each}" if is_in else f"([ ]?,{each})?" for each, is_in in after]))
+    return ways[0] if required else f"({'|'.join(ways)})?"
 
 
 def _one_of(ways: Iterable[str | None]) -> str | None:
