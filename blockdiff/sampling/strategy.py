@@ -136,8 +136,8 @@ class Key:
 
 
 TopK = Annotated[int | None, Key("draw from so many likeliest tokens")]
-TopP = Annotated[float, Key("draw from the likeliest tokens that have this probability together")]
-MinP = Annotated[float, Key("draw from tokens at least so likely, times the likeliest")]
+TopP = Annotated[float, Key("draw from the fewest likeliest tokens that have this probability together")]
+MinP = Annotated[float, Key("draw from tokens that are at least so many times as likely as the likeliest")]
 
 
 def checked_decision(strategy: Strategy, canvases: Canvases) -> Decision:

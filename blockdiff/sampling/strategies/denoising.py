@@ -31,7 +31,9 @@ class EntropyBound:
     (arXiv 2505.24857). At least one token is always accepted; nothing is kept from earlier steps.
     """
 
-    bound: Annotated[float, Key("of the summed entropies", settings="entropy_bound")] = 0.1
+    bound: Annotated[
+        float, Key("the most that their entropies may add up to, but for the largest", settings="entropy_bound")
+    ] = 0.1
     is_capturable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -57,7 +59,7 @@ class Confident:
     The likeliest of those that were not kept at the step before is accepted in any case, so every step keeps a new one.
     """
 
-    threshold: Annotated[float, Key("a probability")] = 0.9
+    threshold: Annotated[float, Key("the probability above which a sample is kept")] = 0.9
     is_capturable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -118,10 +120,10 @@ class Denoising:
     confidence inf the argmax alone; with confidence 0 every canvas takes all its steps.
     """
 
-    t_min: Annotated[float, Key("what the temperature falls to", settings="t_min")] = 0.4
-    t_max: Annotated[float, Key("what it begins with", settings="t_max")] = 0.8
-    stability: Annotated[int, Key("steps with the same argmax before a canvas ends", settings="stability")] = 1
-    confidence: Annotated[float, Key("mean entropy below which it ends; 0: never", settings="confidence")] = 0.005
+    t_min: Annotated[float, Key("the temperature that later steps fall to", settings="t_min")] = 0.4
+    t_max: Annotated[float, Key("the temperature of the first step", settings="t_max")] = 0.8
+    stability: Annotated[int, Key("a canvas ends after so many steps with the same argmax", settings="stability")] = 1
+    confidence: Annotated[float, Key("a canvas ends below this mean entropy; 0: never", settings="confidence")] = 0.005
     top_k: TopK = None
     top_p: TopP = 1.0
     min_p: MinP = 0.0

@@ -158,15 +158,17 @@ def as_strategy(given: Strategy | str | None, generation: Generation, denoises: 
 
 def strategies_table() -> str:
     """Every name with its keys, their defaults and what they are for, as lines of text."""
-    common, others, lines = text_keys(Denoising), list[str](), list[str]()
+    lines = list[str]()
     for name, named in NAMES.items():
-        keys = named.keys
+        own = text_keys(named.part or named.strategy)
         if issubclass(named.strategy, Denoising):
-            keys = {key: its for key, its in keys.items() if key not in common}
+            lines += [f"{name}: {named.meaning}", *_lines(own if named.part else {})]
+        elif named.part:
+            lines += [f"{name}: {named.meaning}", *_lines(text_keys(named.strategy)), "  and the keys of next_token"]
         else:
-            others.append(name)
-        lines += [f"{name}: {named.meaning}", *_lines(keys)]
-    return "\n".join([*lines, f"with any of them but {' and '.join(others)}:", *_lines(common)])
+            lines += [f"{name}: {named.meaning}", *_lines(own)]
+    *others, last = (name for name, named in NAMES.items() if not issubclass(named.strategy, Denoising))
+    return "\n".join([*lines, f"with any but {', '.join(others)} and {last}:", *_lines(text_keys(Denoising))])
 
 
 def _lines(keys: Mapping[str, TextKey]) -> list[str]:

@@ -44,7 +44,9 @@ class NextToken:
     The draw is that of every sampling here: one addressed number in [0, 1) into the cumulative distribution.
     """
 
-    temperature: Annotated[float, Key("0 takes the likeliest token", settings="temperature")] = 0.0
+    temperature: Annotated[
+        float, Key("of the distribution that is drawn from; 0: the likeliest token", settings="temperature")
+    ] = 0.0
     top_k: TopK = None
     top_p: TopP = 1.0
     min_p: MinP = 0.0
@@ -116,7 +118,7 @@ class Speculative:
     """
 
     head: NextToken = field(default_factory=NextToken)
-    block: Annotated[int | None, Key("tokens of a block, the one that stands included; else by what was right")] = None
+    block: Annotated[int | None, Key("the most tokens of a block; none: as many as were right lately, and more")] = None
 
     def __post_init__(self) -> None:
         if self.block is not None and not 1 <= self.block <= MOST_STEPS:
