@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,26 +65,22 @@ def step_records(
     tokens_BL: Tensor,
     stats: Stats,
     decision: Decision,
-    pinned_BL: Tensor | None = None,
+    pinned_BL: Tensor,
 ) -> list[Step]:
     """The records of one denoising step of some canvases of a batch.
 
     steps: by the places of these canvases, their requests' ids, numbers, steps and temperatures; pinned_BL: tokens that
-    are given, -1 elsewhere (None: no canvas has any).
+    are given, -1 elsewhere.
     """
     if not steps:
         return []
     chosen = torch.tensor([*steps], device=tokens_BL.device)
-    is_pinned_BL = None if pinned_BL is None else pinned_BL >= 0
-    some = [
-        [None] * len(steps) if column is None else column[chosen].tolist()
-        for column in (is_pinned_BL, decision.stay_BL)
-    ]
-    columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, decision.keep_BL)
+    columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, decision.keep_BL, pinned_BL >= 0)
     lists = [column[chosen].tolist() for column in columns]
+    stays = [None] * len(steps) if decision.stay_BL is None else decision.stay_BL[chosen].tolist()
     return [
-        replace(Step(*step, *of_canvas), is_pinned=pinned if pinned and any(pinned) else None, stays=stays)
-        for step, pinned, stays, *of_canvas in zip(steps.values(), *some, *lists, strict=True)
+        Step(*step, *of_canvas, is_pinned=is_pinned if any(is_pinned) else None, stays=stays)
+        for step, *of_canvas, is_pinned, stays in zip(steps.values(), *lists, stays, strict=True)
     ]
 
 
