@@ -79,7 +79,7 @@ def step_records(
     lists = [column[chosen].tolist() for column in columns]
     stays = [None] * len(steps) if decision.stay_BL is None else decision.stay_BL[chosen].tolist()
     return [
-        Step(*step, *of_canvas, is_pinned=is_pinned if any(is_pinned) else None, stays=stays)
+        Step(*step, *of_canvas, is_pinned if any(is_pinned) else None, stays)
         for step, *of_canvas, is_pinned, stays in zip(steps.values(), *lists, stays, strict=True)
     ]
 

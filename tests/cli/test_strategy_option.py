@@ -107,9 +107,11 @@ def test_a_run_samples_its_prompts_by_the_strategy_of_its_recipe(model, monkeypa
     recipe = SimpleNamespace(seed=0, train=SimpleNamespace(autocast=None))
     recipe.evaluation = SimpleNamespace(strategy=TEXT, task="exact")
     alone = SimpleNamespace(is_main=False)
-    run = SimpleNamespace(built=built, recipe=recipe, averaged=nullcontext, ranks=alone, sampler=None, step=1)
+    run = SimpleNamespace(
+        built=built, recipe=recipe, averaged=nullcontext, ranks=alone, sampler=None, step=1, show=None
+    )
     seen = []
     sampled = Sampled({}, [])
-    monkeypatch.setattr(trainer, "sample_prompts", lambda sampler, *rest, **named: seen.append(sampler) or sampled)
+    monkeypatch.setattr(trainer, "sample_run", lambda recipe, built, sampler, *rest: seen.append(sampler) or sampled)
     trainer.Trainer.sample(run, 0)
     assert seen[0].strategy == parse_strategy(TEXT, given.generation)
