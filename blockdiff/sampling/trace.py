@@ -75,13 +75,12 @@ def step_records(
     if not steps:
         return []
     chosen = torch.tensor([*steps], device=tokens_BL.device)
-    columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, decision.keep_BL, pinned_BL >= 0)
+    columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, decision.keep_BL)
     lists = [column[chosen].tolist() for column in columns]
+    is_pinned = [each if any(each) else None for each in (pinned_BL >= 0)[chosen].tolist()]
     stays = [None] * len(steps) if decision.stay_BL is None else decision.stay_BL[chosen].tolist()
-    return [
-        Step(*step, *of_canvas, is_pinned if any(is_pinned) else None, stays)
-        for step, *of_canvas, is_pinned, stays in zip(steps.values(), *lists, stays, strict=True)
-    ]
+    of_canvases = zip(steps.values(), *lists, is_pinned, stays, strict=True)
+    return [Step(*step, *of_canvas) for step, *of_canvas in of_canvases]
 
 
 @dataclass(frozen=True)
