@@ -33,11 +33,11 @@ def init(
     layers: Annotated[int | None, typer.Option(min=1, metavar="N", help="With --drafter-for: its layers (5).")] = None,
     block: Annotated[
         int | None,
-        typer.Option(min=2, metavar="N", help="With --drafter-for: tokens of a block, the first of which stands (16)."),
+        typer.Option(min=2, metavar="N", help="With --drafter-for: tokens of a block, one more than it drafts (16)."),
     ] = None,
     mask_token: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN", help="With --drafter-for: the mask token (else found)."),
+        typer.Option(metavar="TOKEN", help="With --drafter-for: its mask token; without it one is looked for."),
     ] = None,
     add_tokens: Annotated[
         Path | None,

@@ -26,7 +26,7 @@ def plan(
     ] = None,
     image_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens of the images of a row; left out: of one image, at most."),
+        typer.Option(min=1, metavar="N", help="Tokens of a row's images; without it, the most that one image has."),
     ] = None,
     quantize: options.Quantize = None,
     as_json: options.AsJson = False,

@@ -32,7 +32,7 @@ def serve(
     *,
     opened: ModelOptions,
 ) -> None:
-    """Answer OpenAI's protocol, and a page, with a model.
+    """Serve a model by OpenAI's protocol, and with a page.
 
     SIGTERM and Ctrl-C let the answers under way end, and the command then
     exits with 0. docs/serving.md lists the fields and the limits.

@@ -34,7 +34,7 @@ def rl(
     resume: options.Resume = False,
     overwrite: options.ReplaceRun = False,
 ) -> None:
-    """Reinforce the answers of a model that earn rewards, as a recipe says.
+    """Train a model by rewards for its answers, as a recipe says.
 
     The rows of data.train need no response, and rl.reward judges the answers.
     The run directory is that of `blockdiff train`, and so is everything else.
