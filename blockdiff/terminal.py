@@ -8,12 +8,16 @@ import os
 import re
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import IO, TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+FIRST_SECONDS = 1.0  # of work without a line
 
 
 def console(stderr: bool = False, wraps: bool = False) -> Console:
@@ -75,6 +79,30 @@ def say(text: str, file: IO[str] | None = None) -> None:
     file = file or sys.stderr
     file.write(shown(text, file) + "\n")
     file.flush()
+
+
+@contextmanager
+def saying(line: Callable[[float], str | None], say: Callable[[str], object] = say) -> Iterator[None]:
+    """Surrounds what may take long: a line of the seconds so far is said after one, after two, after four and so on.
+
+    It is said by a thread of its own; None is not said.
+    """
+    is_over, began = Event(), time.perf_counter()
+
+    def watch() -> None:
+        wait = FIRST_SECONDS
+        while not is_over.wait(wait):
+            wait = seconds = time.perf_counter() - began
+            if (text := line(seconds)) is not None:
+                say(text)
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def say_error(message: str) -> None:

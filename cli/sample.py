@@ -7,17 +7,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blockdiff import terminal
 from blockdiff.cli import options, together
 from blockdiff.cli.answers import Answers, fingerprint
 from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
 from blockdiff.cli.requests import asked_requests, drawn, with_options, with_system
-from blockdiff.cli.tally import AnsweredSoFar, Tally, encoding_shown
+from blockdiff.cli.tally import AnsweredSoFar, Tally
 from blockdiff.errors import RequestError
 from blockdiff.terminal import say
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result, Sampler, Trace
 
 TRACE_KINDS = (".html", ".jsonl", ".png", ".gif")
+LONG = 4096  # tokens of a prompt that takes so long that lines say how far it is
 DRAWN = 16  # the number of requests that a page or a picture traces; a JSONL trace has all of them
 
 
@@ -184,8 +186,13 @@ def sample(
     texts: dict[int, Result] = {}
     try:
         is_alone = not is_file and view is None and ranks.is_main
+
+        def encoded(_: float) -> str | None:
+            tokens = sampler.encoded_tokens
+            return f"{tokens:,} tokens encoded so far" if tokens >= LONG else None
+
         with (
-            encoding_shown(sampler, is_alone),
+            terminal.saying(encoded) if is_alone else nullcontext(),
             ranks.guarded("sampling"),
             ranks.at_own_pace("sampling") as look,
         ):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,31 +13,9 @@ from blockdiff.terminal import console, say
 
 if TYPE_CHECKING:
     from blockdiff.parallel.ranks import Ranks
-    from blockdiff.sampling import Result, Sampler
+    from blockdiff.sampling import Result
 
-FIRST_LINE = 2.0  # seconds to the first line about a long prompt; each one after it takes twice as long
-LONG = 4096  # tokens of a prompt that takes so long that lines say how far it is
 BETWEEN_LINES = 10.0  # seconds between two lines about the progress, where no bar can be drawn
-
-
-@contextmanager
-def encoding_shown(sampler: Sampler, is_shown: bool) -> Iterator[None]:
-    """Surrounds the answer to a prompt; lines on stderr say how many tokens of a long one are encoded."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        wait = FIRST_LINE
-        while not ended.wait(wait):
-            wait *= 2
-            if sampler.encoded_tokens >= LONG:
-                say(f"{sampler.encoded_tokens:,} tokens encoded so far")
-
-    if is_shown:
-        threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 @dataclass

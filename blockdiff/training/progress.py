@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from threading import Event, Thread
 from typing import Any, TypeVar
 
+from blockdiff import terminal
 from blockdiff.metrics import Record, texts
 from blockdiff.terminal import console, counted, printable, say, shown
 from blockdiff.training.freeze import PartCounts
@@ -28,7 +28,6 @@ LINE = (
 )
 BESIDE_BAR = ("tokens_per_second", "memory_gib")
 REDRAW_SECONDS = 0.5  # between two pictures of the bar in a notebook
-FIRST_SECONDS = 1.0  # of reading without a line
 LINE_SECONDS = 60.0  # between two lines on rollouts where there is no bar
 
 
@@ -52,34 +51,18 @@ class Progress:
 
     def reading(self, rows: Iterator[T]) -> Iterator[T]:
         """The rows as they are; a line says how many were read after a second, after two, four and so on."""
-        began, wait = time.perf_counter(), FIRST_SECONDS
+        began, wait = time.perf_counter(), terminal.FIRST_SECONDS
         for count, row in enumerate(rows):
             if (seconds := time.perf_counter() - began) >= wait:
                 wait = 2 * seconds
                 self.line(f"data      {counted(count, 'row')} read in {seconds:.0f} s")
             yield row
 
-    @contextmanager
-    def waiting(self, text: str) -> Iterator[None]:
+    def waiting(self, text: str) -> AbstractContextManager[None]:
         """Surrounds what may take long; a line says for how many seconds after one, after two, four and so on."""
         if not self.is_shown:
-            yield
-            return
-        is_over, began = Event(), time.perf_counter()
-
-        def watch() -> None:
-            seconds = FIRST_SECONDS
-            while not is_over.wait(seconds):
-                seconds = time.perf_counter() - began
-                self.line(f"{text}, {seconds:.0f} s so far")
-
-        thread = Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
+            return nullcontext()
+        return terminal.saying(lambda seconds: f"{text}, {seconds:.0f} s so far", self.line)
 
     def parts(self, rows: Sequence[PartCounts]) -> None:
         """Print what trains and what stands still, by part of the model (`training.freeze.count_parts`)."""

@@ -19,7 +19,7 @@ from blockdiff.errors import CheckpointError, RecipeError, RunError
 from blockdiff.models.adapters import adapter_tensors, is_adapted
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import Sampler
-from blockdiff.training import progress, same_run
+from blockdiff.training import same_run
 from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe_choices import ArLoss
 from blockdiff.training.recipe_files import read_recipe
@@ -65,7 +65,7 @@ def test_the_base_and_streamed_rows_are_read_with_a_line_where_that_takes_long(i
 
         return wait
 
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.02)
+    monkeypatch.setattr("blockdiff.terminal.FIRST_SECONDS", 0.02)
     monkeypatch.setattr(same_run, "weights_digest", slow(same_run.weights_digest))
     monkeypatch.setattr(StreamedExamples, "content", slow(StreamedExamples.content))
     recipe = inputs | {"data": {"train": inputs["data"]["train"], "streaming": True}}

@@ -8,7 +8,6 @@ import time
 import pytest
 from rich.console import Console
 
-from blockdiff.training import progress
 from blockdiff.training.freeze import PartCounts
 from blockdiff.training.progress import Progress
 
@@ -38,7 +37,7 @@ def test_rows_are_counted_while_they_are_read(monkeypatch):
 
 
 def test_a_wait_is_said_at_longer_and_longer_intervals(monkeypatch):
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.02)
+    monkeypatch.setattr("blockdiff.terminal.FIRST_SECONDS", 0.02)
     show, out = Progress(100, is_shown=True), io.StringIO()
     show.console = Console(file=out, width=200)
     with show.waiting("model     reading a"):
