@@ -28,6 +28,7 @@ from blockdiff.rl.policy import PolicyObjective, RolloutBatch, rollout_strategy
 from blockdiff.rl.prompts import Prompt, Prompts
 from blockdiff.rl.reward import Rewards, advantages, failure_lines, make_rewards
 from blockdiff.sampling import Request, Sampler
+from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.trace import CommittedCanvas
 from blockdiff.seeding import Stream, words
 from blockdiff.training.data import Data
@@ -206,17 +207,11 @@ class Rollouts:
     def check(self, rows: Sequence[Prompt]) -> None:
         """Raise DataError for a prompt that cannot be answered, and not in the middle of a run."""
         sampler = self.sampler()
-        settings, answer = sampler.settings, sampler.generation.max_new_tokens
         for row in rows:
             try:
-                length = len(self._prompt_tokens(self._request(0, 0, row), sampler)) + settings.max_tokens(answer)
+                prepare_sequences(self._request(0, 0, row), sampler.settings)
             except RequestError as error:
                 raise DataError(f"{row.question.where}: {error}") from None
-            if settings.positions is not None and length > settings.positions:
-                raise DataError(
-                    f"{row.question.where}: with an answer of {answer} tokens the prompt takes {length} of the model's "
-                    f"{settings.positions} positions; leave the row out, or lower generation.max_new_tokens"
-                )
 
     def _request(self, number: int, place: int, row: Prompt) -> Request:
         """The request of one draw, with the seed of its address; beside canvases a trained head says its likeliest."""

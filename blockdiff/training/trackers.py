@@ -85,7 +85,8 @@ def check(names: Sequence[str]) -> None:
 def numbers(record: Record) -> dict[str, float]:
     """The finite numbers of a metrics record by name, its step left out.
 
-    The figures of each noise level become a curve named by the middle of the level: "heldout_kept_loss/0.1".
+    The figures of each noise level become a curve named by the middle of the level, "heldout_kept_loss/0.1", those of
+    each place of a drafter's blocks one named by the place, "heldout_place/1", and each reward one, "reward/sudoku".
     """
     values = {key: value for key, value in record.items() if key != "step"}
     for level in record.get("heldout_levels", ()):
@@ -94,6 +95,7 @@ def numbers(record: Record) -> dict[str, float]:
             f"heldout_{key}/{middle:.3g}": value for key, value in level.items() if key not in ("t_from", "t_to")
         }
     values |= {f"reward/{name}": value for name, value in record.get("rewards", {}).items()}
+    values |= {f"heldout_place/{place}": share for place, share in enumerate(record.get("heldout_places", ()), start=1)}
     return {
         key: value
         for key, value in values.items()

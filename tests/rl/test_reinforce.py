@@ -354,7 +354,7 @@ def test_prompts_without_responses_are_evaluated_by_the_reward(inputs, tmp_path,
         ([], [], "rows: no prompts; name a file with at least one"),
         ([*ROWS[:2], {"prompt": "1x"}], [], "rows:3: the prompt cannot be tokenised: no token stands for 'x'"),
         (ROWS, ["data.system=Hello"], "data.system: is set, but no row is a conversation"),
-        (ROWS, ["generation.max_new_tokens=131060"], "rows:1: with an answer of 131060 tokens the prompt takes"),
+        (ROWS, ["generation.max_new_tokens=131060"], "rows:1: the prompt has .* positions leave room for"),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_refused_before_the_run(inputs, tmp_path, rows, changes, said):

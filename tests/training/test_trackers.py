@@ -57,6 +57,8 @@ def test_a_resumed_run_replaces_what_a_killed_one_wrote_after_its_last_checkpoin
 def test_only_finite_numbers_are_handed_over():
     record = {"step": 3, "kind": "train", "loss": float("nan"), "is_best": True, "texts": ["a"], "grad_norm": 2}
     assert numbers(record) == {"grad_norm": 2}
+    named = {"step": 3, "heldout_places": [0.5, 0.25], "rewards": {"sudoku": 1.0}}
+    assert numbers(named) == {"heldout_place/1": 0.5, "heldout_place/2": 0.25, "reward/sudoku": 1.0}
 
 
 def test_without_trackers_nothing_is_made(tmp_path):
