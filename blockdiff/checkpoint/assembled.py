@@ -98,6 +98,8 @@ def _stacked(hub: str, of_place: Mapping[tuple[int, int], str], stored: Mapping[
     """The matrices of all experts: an expert's one under the other, the experts side by side."""
     experts, matrices = (max(place[n] for place in of_place) + 1 for n in (0, 1))
     first = stored[of_place[min(of_place)]]
+    if len(first.shape) != 2:
+        raise CheckpointError(f"{first.file}: {of_place[min(of_place)]} has shape {list(first.shape)}; it is no matrix")
     rows, columns = first.shape
     parts = []
     for expert in range(experts):

@@ -150,7 +150,7 @@ def read_json(file: Path) -> dict[str, Any]:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent}: no {file.name}; not a checkpoint directory") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({first_line(error)})") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file}: a JSON object was expected, not a {type(data).__name__}")

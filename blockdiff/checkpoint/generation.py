@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from blockdiff.checkpoint.files import GENERATION, find
+from blockdiff.checkpoint.files import GENERATION, find, read_json
 from blockdiff.data.template import turn_ends
 from blockdiff.errors import CheckpointError
 from blockdiff.field_rules import Rule, broken_rule
@@ -78,16 +77,16 @@ class Generation:
         if not file.exists():
             return cls()
         try:
-            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+            return cls.from_dict(read_json(file))
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{file}: {error}") from error
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Generation:
         """The settings from transformers' names, as `to_dict` gives them; ValueError if unusable."""
-        if not isinstance(config, dict):
-            raise ValueError(f"expected an object, got {type(config).__name__}")
         acceptance = config.get("sampler_config") or {}
+        if not isinstance(acceptance, Mapping):
+            raise ValueError(f"sampler_config must be an object, got {acceptance!r:.80}")
         rule = acceptance.get("_cls_name", "EntropyBoundSamplerConfig")
         if rule != "EntropyBoundSamplerConfig":
             raise ValueError(f"sampler {rule!r} is not supported, only EntropyBoundSamplerConfig")
@@ -97,6 +96,7 @@ class Generation:
             values |= {"temperature": config.get("temperature", 1.0), "top_p": config.get("top_p", 1.0)}
             values |= {"top_k": top_k or None}
         values |= {"entropy_bound": acceptance.get("entropy_bound"), "eos_ids": _ids(config.get("eos_token_id"))}
+        values["pad_id"] = next(iter(_ids(config.get("pad_token_id"))), None)
         try:
             return cls(**{name: value for name, value in values.items() if value is not None})
         except ValueError as error:
@@ -125,8 +125,8 @@ class SpecialTokens:
 def special_tokens(config: Any, generation: Generation | None = None, tokenizer: Any = None) -> SpecialTokens:
     """Each special token as the generation settings say it, else the model's config, else the tokenizer.
 
-    Any of the three may be None. Where nobody names an eos there is none; where nobody names a pad it is 0. Where the
-    settings name no eos, the ends of turns of the tokenizer's chat template end a response, too.
+    Any of the three may be None. Where nobody names an eos there is none; where nobody names a pad that the table has,
+    it is 0. Where the settings name no eos, the ends of turns of the tokenizer's chat template end a response, too.
     """
     outline = None if config is None else family_of(config).outline(config)
 
@@ -137,7 +137,9 @@ def special_tokens(config: Any, generation: Generation | None = None, tokenizer:
     eos_ids = first("eos", "eos_ids")
     if tokenizer is not None and eos_ids and not (generation and generation.eos_ids):
         eos_ids = tuple(dict.fromkeys((*eos_ids, *turn_ends(tokenizer))))
-    return SpecialTokens(eos_ids, (*first("pad", "pad_id"), 0)[0])
+    pad_id = (*first("pad", "pad_id"), 0)[0]
+    has_row = outline is None or pad_id < outline.vocab_size  # any token fills a row, but it has to be one of the table
+    return SpecialTokens(eos_ids, pad_id if has_row else 0)
 
 
 def default_generation(config: Any, tokenizer: Any = None) -> Generation:
@@ -149,5 +151,8 @@ def default_generation(config: Any, tokenizer: Any = None) -> Generation:
 
 
 def _ids(said: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Token ids as files say them: one number, several, or nothing."""
-    return () if said is None else (said,) if isinstance(said, int) else tuple(said)
+    """Token ids as files say them: one number, several, or nothing, for which some files have a number below 0."""
+    given = () if said is None else (said,) if isinstance(said, int) else tuple(said)
+    if not all(isinstance(token, int) for token in given):
+        raise ValueError(f"token ids must be integers, got {said!r:.80}")
+    return tuple(token for token in given if token >= 0)

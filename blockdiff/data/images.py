@@ -100,7 +100,7 @@ def processor_settings(directory: Path) -> Mapping[str, Any]:
                 return values
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise DataError(f"{file}: cannot be read ({_one_line(error)}); copy it from the released model") from None
     raise DataError(
         f"{directory}: has no {PROCESSORS[1]}, which says how images are cut; copy that of the released model"

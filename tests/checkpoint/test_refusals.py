@@ -56,6 +56,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "empty file": (lambda d: (d / WEIGHTS).write_bytes(b""), [WEIGHTS, "truncated"]),
     "no config": (lambda d: (d / "config.json").unlink(), ["no config.json"]),
     "bad json": (lambda d: (d / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
+    "endless json": (lambda d: (d / "config.json").write_text("[" * 10**5), ["config.json", "JSON"]),
+    "a number without end": (lambda d: (d / "config.json").write_text("9" * 5000), ["config.json", "JSON"]),
     "json list": (lambda d: (d / "config.json").write_text("[]"), ["config.json", "list"]),
     "model type": (configure(model_type="gpt2"), ["config.json", "'gpt2'", "'diffusion_gemma'"]),
     "no text config": (configure(text_config=None), ["config.json", "text_config"]),

@@ -259,6 +259,10 @@ def test_a_missing_expert_is_named(tmp_path):
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match="matrix 1 of expert 2 is missing"):
         blockdiff.load(tmp_path / "m")
+    tensors["language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight"] = torch.ones(3)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"experts.0.w1.weight has shape \[3\]; it is no matrix"):
+        blockdiff.load(tmp_path / "m")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -75,6 +75,9 @@ def test_missing_values_and_files_are_defaults_and_one_eos_is_a_list_of_one(tmp_
         ('{"sampler_config": {"_cls_name": "OtherConfig"}}', "OtherConfig"),
         ('{"stability_threshold": "two"}', "json: stability_threshold must be an integer of at least 0, got 'two'$"),
         ("[]", "generation_config.json"),
+        ("[" * 10**5, "generation_config.json"),
+        ('{"sampler_config": 3}', "sampler_config must be an object, got 3$"),
+        ('{"eos_token_id": "</s>"}', "token ids must be integers, got '</s>'$"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path, text, reason):
@@ -102,6 +105,8 @@ NO_TOKENS = tiny_config(eos_token_id=None, pad_token_id=None, bos_token_id=None)
         ((None, Generation(pad_id=3), Tokenizer()), ((8,), 3)),
         ((None, None, chat_tokenizer()), ((1, 4), 0)),  # 4 ends a turn
         ((None,), ((), 0)),
+        ((tiny_config(eos_token_id=[-1], pad_token_id=-1), Generation(), Tokenizer()), ((8,), 9)),  # -1: none
+        ((tiny_config(eos_token_id=0), Generation(pad_id=10**6)), ((0,), 0)),  # the table has no such row
     ],
 )
 def test_special_tokens_are_the_settings_else_the_configs_else_the_tokenizers(sources, expected):
