@@ -1,4 +1,4 @@
-"""The control of one response: what its request asks to stand in it, and the state of that after the committed tokens.
+"""The control of one response: what may stand in it, by its request, and the state of that after the committed tokens.
 
 The fields of `Request` say what is asked; `compile_control` makes of them tokens, classes of tokens and an automaton,
 and `Control.begin` the tensors of a canvas. Tensors: L positions of a canvas, N of the whole response, S states, V
@@ -127,9 +127,9 @@ class Control:
 
     @property
     def obstacle(self) -> str | None:
-        """The error of the tokens taken; None while they can be, or are, what was asked.
+        """The error of the tokens taken; None while a response that was asked for can follow from them.
 
-        What `predict` gives never is wrong.
+        Tokens that `predict` gives never are in error.
         """
         if self.automaton is None or bool(self._is_open(self.num_taken)[self.state]):
             return None

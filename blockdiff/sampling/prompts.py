@@ -1,4 +1,4 @@
-"""Reading a prompts file: one request per line; a line that is none becomes an error and the others go on.
+"""Reading a prompts file: one request per line; a line that is no request becomes an error, and the others are read.
 
 Lines are read as training reads rows, by `blockdiff.data.rows`.
 """

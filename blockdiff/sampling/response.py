@@ -27,7 +27,7 @@ REASONING = (
     ("<|channel>", "<channel|>", "thought\n"),
 )
 HALF = "\N{REPLACEMENT CHARACTER}"  # stands for a character of which tokens are missing
-CONTEXT = 16  # tokens before new ones that are decoded again with them: more than change how these are written
+CONTEXT = 16  # tokens that are decoded again with new ones, for those before a token may change how it is written
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class ParsedResponse:
 
 
 class GrowingText:
-    """The text of tokens that are added to; only the last of those known before are decoded again.
+    """The text of tokens to which others are added, of which the last `CONTEXT` are decoded again with the new ones.
 
-    Where their text is not the beginning of that of them and the new ones, all tokens are decoded.
+    All tokens are decoded where new ones have changed the text of those before them.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]):
         self._decode, self._tokens, self._text = decode, list[int](), ""
 
     def read(self, tokens: list[int]) -> str:
-        """The text of these tokens, by what is known of those that they begin with."""
+        """The text of these tokens, of which those that were read before are not all decoded again."""
         count = len(self._tokens)
         if tokens[:count] != self._tokens:
             self._tokens, self._text, count = [], "", 0

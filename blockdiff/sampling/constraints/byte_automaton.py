@@ -1,4 +1,4 @@
-"""Automata over the bytes of a text: of all texts without certain words, and of two languages together."""
+"""Automata over the bytes of a text; that of all texts without certain words, and that of the texts of two."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def byte_classes(next_SB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reaching(next_SX: Tensor, is_aim_S: Tensor) -> Tensor:
-    """From which states some aim can be reached, bool [S + 1]; next_SX: the state after each input, [S + 1, X]."""
+    """The states from which some aim can be reached, bool [S + 1]; next_SX: the state after each input, [S + 1, X]."""
     S = len(next_SX) - 1
     edges = (next_SX.long() * (S + 1) + torch.arange(S + 1)[:, None]).unique()
     before: dict[int, list[int]] = {}

@@ -53,7 +53,7 @@ def paths(
 
 @functools.lru_cache(maxsize=64)
 def completable(automaton: TokenAutomaton, tokens: int) -> Tensor:
-    """From which states exactly n tokens can lead to acceptance, fill included, for n = 0, 1, ...: bool [N, S + 1].
+    """The states from which n tokens, fill included, can lead to acceptance, for n = 0, 1, ...: bool [N, S + 1].
 
     There are rows for at most so many tokens, and none after one from which on they would all be equal.
     """
@@ -69,7 +69,7 @@ def completable(automaton: TokenAutomaton, tokens: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def completable_pins(automaton: TokenAutomaton, pins: tuple[int, ...]) -> Tensor:
-    """From which states the last n pins, text for -1, lead to acceptance, for n = 0, 1, ...: bool [N + 1, S + 1]."""
+    """The states from which the last n pins (-1: text) lead to acceptance, n = 0, 1, ...: bool [N + 1, S + 1]."""
     is_open_S, next_of_text = automaton.is_accepting_S, automaton.next_SC[:, ~automaton.is_end_C]
     rows_NS, class_N = [is_open_S], automaton.class_V[list(pins)].tolist()
     for pin, of_pin in zip(reversed(pins), reversed(class_N), strict=True):

@@ -22,7 +22,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokens:
-    """The texts of a vocabulary as a tree of bytes, so that an automaton reads what tokens share only once."""
+    """The texts of a vocabulary as a tree of bytes, so that an automaton reads a beginning that tokens share once."""
 
     def __init__(self, texts: Sequence[bytes], vocab_size: int):
         self.vocab_size = vocab_size
@@ -51,7 +51,7 @@ class Tokens:
             first, above = first + int(begins.sum()), node
 
     def read_by(self, automaton: ByteAutomaton) -> TextTree:
-        """The tree as an automaton reads it: what it reads alike is one, what it never accepts is gone."""
+        """The tree without what an automaton never accepts, in which bytes that it does not tell apart are one."""
         class_B, first_C = byte_classes(automaton.next_SB)
         is_dead_C = (automaton.next_SB[:, first_C] == automaton.states).all(0)
         C, levels, seen = len(first_C), [], 0
@@ -148,7 +148,7 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character that GPT-2's byte-level alphabet writes for each byte, the other way round.
+    """The byte that each character of GPT-2's byte-level alphabet stands for.
 
     Printable characters of Latin-1 stand for themselves; the other bytes, in their order, are characters from 256 on.
     """
