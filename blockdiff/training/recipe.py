@@ -302,7 +302,7 @@ class GenerationSection(Section):
     t_min: Amount | None = None
     t_max: Amount | None = None
     stability: Count | None = None
-    confidence: AboveZero | None = None
+    confidence: Amount | None = None
     temperature: Amount | None = None  # of next-token sampling, 0 = greedy; so are the next two
     top_k: Positive | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None

@@ -71,6 +71,8 @@ def test_missing_values_and_files_are_defaults_and_one_eos_is_a_list_of_one(tmp_
     [
         ("{", "generation_config.json"),
         ('{"max_denoising_steps": 0}', "json: max_denoising_steps must be an integer of at least 1, got 0$"),
+        ('{"max_denoising_steps": true}', "json: max_denoising_steps must be an integer of at least 1, got True$"),
+        ('{"confidence_threshold": -1}', "json: confidence_threshold must be a number of at least 0, got -1$"),
         ('{"t_min": 0.9}', "json: t_min must be a number of at least 0 and at most t_max, 0.8, got 0.9$"),
         ('{"sampler_config": {"_cls_name": "OtherConfig"}}', "OtherConfig"),
         ('{"stability_threshold": "two"}', "json: stability_threshold must be an integer of at least 0, got 'two'$"),
