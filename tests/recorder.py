@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Work = Callable[[], None]
+Call = tuple[Any, Any, Any, list[Tensor]]  # a function, its arguments, and the tensors that it gave
 
 # Operations whose result, or the size of it, the host has to read, and `torch.tensor` of numbers of the host.
 REFUSED = {
@@ -74,7 +75,7 @@ class _Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[tuple[Any, Any, Any, Any]] = []  # function, arguments, result
         self.made: set[int] = set()  # memory that came with the recording
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # memory that was there and is written to, as it was
 
@@ -95,8 +96,21 @@ class _Recording(TorchDispatchMode):
 
     def _keep(self, x: Tensor) -> None:
         if _memory(x) not in self.made and _memory(x) not in self.before:
-            whole = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+            whole = _bytes(x)
             self.before[_memory(x)] = whole, whole.clone()
+
+    def again(self) -> list[Call]:
+        """The calls that a replay makes: all but those that make a view, which is there."""
+        return [
+            (func, args, kwargs, _tensors(out))
+            for func, args, kwargs, out in self.calls
+            if all(each.alias_info is None or each.alias_info.is_write for each in func._schema.returns)
+        ]
+
+    def made_memory(self) -> list[Tensor]:
+        """The bytes that came with the recording, each once."""
+        outs = {_memory(x): x for call in self.calls for x in _tensors(call[-1])}
+        return [_bytes(x) for memory, x in outs.items() if memory in self.made]
 
 
 class Recorder:
@@ -121,29 +135,29 @@ class Recorder:
             for whole, was in recording.before.values():
                 whole.copy_(was)
         assert recording.calls
-        _spoil(recording)
-        return lambda: self._replay(recording)
+        calls, made = recording.again(), recording.made_memory()
+        _spoil(made)
+        return lambda: self._replay(calls, made)
 
     @torch.no_grad()
-    def _replay(self, recording: _Recording) -> None:
+    def _replay(self, calls: list[Call], made: list[Tensor]) -> None:
         self.replays += 1
-        for func, args, kwargs, out in recording.calls:
-            kinds = [each.alias_info for each in func._schema.returns]
-            if any(kind is not None and not kind.is_write for kind in kinds):
-                continue  # a view: it is there
-            again = func(*args, **kwargs)
-            for old, new in zip(_tensors(out), _tensors(again), strict=True):
+        for func, args, kwargs, outs in calls:
+            for old, new in zip(outs, _tensors(func(*args, **kwargs)), strict=True):
                 if old is not new:
                     old.copy_(new)
-        _spoil(recording)
+        _spoil(made)
 
 
-def _spoil(recording: _Recording) -> None:
+def _spoil(made: list[Tensor]) -> None:
     """Make what was computed on the way unusable."""
-    for *_, out in recording.calls:
-        for x in _tensors(out):
-            if _memory(x) in recording.made:
-                torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).fill_(0xFF)  # NaN, -1, and no boolean
+    for memory in made:
+        memory.fill_(0xFF)  # NaN, -1, and no boolean
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """All the memory of which a tensor has a part."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
 
 
 def _memory(x: Tensor) -> int:
