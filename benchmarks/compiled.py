@@ -411,7 +411,12 @@ def main() -> int:
         "--architecture", action="append", type=int, choices=tiles.SHARED_MEMORY, help="default: all of the table"
     )
     parser.add_argument("--sizes", action="store_true", help="shared and tensor memory only, in a third of the time")
-    parser.add_argument("--no-loops", action="store_true", help="do not count what stands in the loop of the products")
+    parser.add_argument(
+        "--loops",
+        action="append",
+        choices=OPS,
+        help="count what stands in the loops of an op (may be repeated); default: all",
+    )
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args()
     if not options.json:
@@ -421,7 +426,9 @@ def main() -> int:
     all_fit = True
     for architecture in options.architecture or tiles.SHARED_MEMORY:
         for name in options.only or OPS:
-            for line in compiled(OPS[name], architecture, sizes_only=options.sizes, loops=not options.no_loops):
+            for line in compiled(
+                OPS[name], architecture, sizes_only=options.sizes, loops=name in (options.loops or OPS)
+            ):
                 all_fit &= fits(line)
                 print(json.dumps(dict(op=name, **line)) if options.json else _row(name, line), flush=True)
     return 0 if all_fit else 1

@@ -27,12 +27,14 @@ ATTENTION = ("span_attention, d = 512", "norms")
 OF_EXPERTS = ("expert_mlp, low rank", "inference", "fp8, 256 tokens")
 
 
-def compiled(*ops: str, loops: bool = True) -> list[dict[str, Any]]:
-    """The lines of `benchmarks.compiled` about the kernels of some ops, none of which takes more shared memory than its
-    tile is known to take."""
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    """The lines of `benchmarks.compiled` about the kernels of these ops, none of which takes more shared memory than
+    its tile is known to take."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--architecture", "90", "--json"]
-    command += [word for op in ops for word in ("--only", op)] + ["--no-loops"] * (not loops)
+    command += [word for op in (*ATTENTION, "block_sparse", "vocabulary", *OF_EXPERTS) for word in ("--only", op)]
+    command += [word for op in (*ATTENTION, "block_sparse") for word in ("--loops", op)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -41,23 +43,16 @@ def compiled(*ops: str, loops: bool = True) -> list[dict[str, Any]]:
         key = line_key(line["kernel"], 90, 1 if line["op"].startswith("fp8 inputs") else 2, line["constants"])
         limit = memory.get(key, SHARED_MEMORY[90])
         assert line["shared"] <= limit, f"{line} takes more than {limit}: run python -m benchmarks.tile_memory"
-    assert lines
     return lines
-
-
-@pytest.fixture(scope="module")
-def looked_into() -> list[dict[str, Any]]:
-    """The kernels whose loops are looked at, compiled in one process."""
-    return compiled(*ATTENTION, "block_sparse", "vocabulary")
 
 
 def of(lines: list[dict[str, Any]], *ops: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["op"] in ops]
 
 
-def test_attention_and_norms(looked_into):
+def test_attention_and_norms(compiled):
     """Every kernel of the widest heads, forward, split and backward."""
-    lines = of(looked_into, *ATTENTION)
+    lines = of(compiled, *ATTENTION)
     names = {"forward", "backward_queries", "backward_keys"}
     assert {line["kernel"] for line in lines} >= {f"span_attention_{name}" for name in names}
     for line in lines:
@@ -69,9 +64,9 @@ def test_attention_and_norms(looked_into):
         assert line["loop_stack"] <= most, line  # reads and writes of the stack in the loop
 
 
-def test_block_sparse_attention(looked_into):
+def test_block_sparse_attention(compiled):
     """MiniMax M3's heads: packed rows, canvases and pages."""
-    lines = of(looked_into, "block_sparse")
+    lines = of(compiled, "block_sparse")
     names = {"scores", "choose", "forward", "forward_keys", "backward_queries", "backward_keys"}
     assert {line["kernel"] for line in lines} >= {f"block_sparse_{name}" for name in names}
     assert all(line["stack"] == 0 for line in lines)
@@ -80,16 +75,16 @@ def test_block_sparse_attention(looked_into):
         assert line["waits"] < 0.5 * line["issued"], line
 
 
-def test_the_vocabulary(looked_into):
+def test_the_vocabulary(compiled):
     names = {"tiles", "rows", "tokens", "filters", "classes", "probabilities", "gradients"}
-    lines = of(looked_into, "vocabulary")
+    lines = of(compiled, "vocabulary")
     assert {line["kernel"] for line in lines} == {f"vocabulary_{name}" for name in names}
     assert all(line["stack"] == 0 for line in lines)
 
 
-def test_experts_and_the_kernels_of_inference_around_them():
+def test_experts_and_the_kernels_of_inference_around_them(compiled):
     """Forward and backward with adapters, and weights in fp8, hardly a register spilled."""
-    lines = compiled(*OF_EXPERTS, loops=False)
+    lines = of(compiled, *OF_EXPERTS)
     kernels = {op: {line["kernel"] for line in lines if line["op"] == op} for op in OF_EXPERTS}
     names = {"gate_up", "product", "activation_backward", "outer_product", "sort_slots", "sum_slots"}
     assert kernels["expert_mlp, low rank"] == {f"expert_mlp_{name}" for name in (*names, "narrow", "count_slots")}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.launches import Commit, DenoisingStep, copied_bytes, counted
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.launches import Commit, DenoisingStep, copied_bytes, counted, python_calls
+from tests import forked
 
 
 def test_a_layer_of_a_denoising_step_and_of_a_commit_is_eleven_launches_and_six_operations():
@@ -27,17 +24,17 @@ def test_a_layer_of_a_denoising_step_and_of_a_commit_is_eleven_launches_and_six_
             assert set(operations) == {"aten.mm.default"} and sum(operations.values()) <= 6, operations
 
 
-def test_a_layer_of_a_denoising_step_makes_few_calls_of_python_functions():
+def test_a_layer_of_a_denoising_step_makes_few_calls_of_python_functions(tmp_path):
     """Each costs the host a tenth of a microsecond or more, whatever it does; 203 and 199 in Python 3.11.
 
     A process of its own counts: among the threads of others a profiled call of Python 3.11 did not end once.
     """
-    program = "from benchmarks.launches import python_calls; print(python_calls('sliding'), python_calls('full'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert all(100 < int(calls) <= 260 for calls in done.stdout.split())
+    forked.run(_write_python_calls, tmp_path / "calls.json", log=tmp_path / "log")
+    assert all(100 < calls <= 260 for calls in json.loads((tmp_path / "calls.json").read_text()))
+
+
+def _write_python_calls(file: Path) -> None:
+    file.write_text(json.dumps([python_calls(kind) for kind in ("sliding", "full")]))
 
 
 def test_a_layer_in_fp8_launches_as_much_as_one_in_bf16():
