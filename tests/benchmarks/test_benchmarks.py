@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import denoise_step, lora_step, models, training_step
+from benchmarks import denoise_step, gpu, lora_step, models, training_step
 from benchmarks.result import Agreement, Result, table
 from benchmarks.settings import Settings
 from benchmarks.timing import Times, contenders, interleaved, peak_memory, probe
@@ -168,16 +168,26 @@ def test_peak_memory_counts_what_is_held_at_once():
     assert peak_memory(work, CPU) == 2 * 2**20
 
 
+BARE = """
+import importlib, sys
+for name in ("accelerate", "datasets", "matplotlib", "outlines_core", "pyarrow", "pydantic", "typer"):
+    sys.modules[name] = None
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in str(each)]
+import benchmarks.__main__, pytest
+print(*sys.modules)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+sys.exit(pytest.main(["-q", "-m", "gpu", "--collect-only", "tests", "-p", "no:cacheprovider"]))
+"""
+
+
 @pytest.fixture(scope="module")
 def bare() -> tuple[str, str]:
-    """A process that has only what kernels, models and sampling need: the benchmarks' modules, the GPU tests found."""
-    absent = ("accelerate", "datasets", "matplotlib", "pyarrow", "pydantic")
-    words = ["-q", "-m", "gpu", "--collect-only", "tests", "-p", "no:cacheprovider"]
-    script = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
-    script += "import benchmarks.__main__, pytest\nprint(*sys.modules)\n"
-    script += f"sys.exit(pytest.main({words}))"
-    root = Path(__file__).resolve().parents[2]
-    run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    """A process in a checkout that is not installed, with what kernels, models and sampling need: the modules of the
+    benchmarks, and the GPU tests that are found; all that `make gpu` runs can be imported."""
+    files = [".".join(path.relative_to(gpu.ROOT).with_suffix("").parts) for path in gpu.test_files()]
+    words = [sys.executable, "-c", BARE, "tests.conftest", *files, "benchmarks.quick"]
+    run = subprocess.run(words, cwd=gpu.ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     modules, _, found = run.stdout.partition("\n")
     return modules, found

@@ -190,25 +190,6 @@ def test_every_test_that_can_run_on_a_gpu_does_so_there():
     assert names["test_triton_inference.py"] == names["test_triton_fp8.py"] == names["test_triton_step.py"] == ""
 
 
-BARE = """
-import importlib, sys
-class Hide:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"datasets", "outlines_core", "pydantic", "typer"}:
-            raise ModuleNotFoundError(f"No module named {name!r}")
-sys.meta_path[:] = [Hide(), *(each for each in sys.meta_path if "editable" not in str(each))]
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-"""
-
-
-def test_a_checkout_that_is_not_installed_imports_what_make_gpu_runs_with_the_packages_that_it_needs():
-    files = [".".join(path.relative_to(gpu.ROOT).with_suffix("").parts) for path in gpu.test_files()]
-    words = [gpu.sys.executable, "-c", BARE, "tests.conftest", *files, "benchmarks.__main__", "benchmarks.quick"]
-    done = gpu.subprocess.run(words, cwd=gpu.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_suite_that_dies_leaves_its_lines_and_those_of_the_others(named, monkeypatch, tmp_path, capsys):
     def process(words: list[str], limit: float, environment: Any = None) -> str:
         suite, output = words[words.index("--only") + 1], Path(words[-1])
