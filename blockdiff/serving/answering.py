@@ -23,8 +23,9 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from blockdiff.serving.answers import Answer, CachedTokens, Choice, Chunk, ReasoningTokens, Usage
-from blockdiff.serving.async_engine import BASE, Accepted, AsyncEngine, Terms
+from blockdiff.serving.async_engine import AsyncEngine, Terms
 from blockdiff.serving.deltas import AnswerStream, Delta
+from blockdiff.serving.engine_thread import BASE, Accepted
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
 from blockdiff.serving.protocol import GenerationBody, ReadRequest

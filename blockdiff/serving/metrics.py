@@ -57,10 +57,10 @@ class Metrics:
     async def text(self, engine: AsyncEngine) -> bytes:
         """The counts in Prometheus's form; those of the engine are as they last were where it does not answer."""
         self.unanswered.set(engine.unanswered)
-        if engine.is_working:
+        if engine.thread.is_working:
             try:
                 async with asyncio.timeout(SCRAPE_SECONDS):
-                    self._set([await engine.call(_load, name) for name in engine.models])
+                    self._set([await engine.thread.call(_load, name) for name in engine.models])
             except TimeoutError:
                 LOG.warning("the engine does not answer; /metrics shows its last counts")
         return generate_latest(self.registry)

@@ -56,13 +56,13 @@ def router(server: Server) -> APIRouter:
 
 def obstacle(server: Server) -> str | None:
     """The reason why requests would not be answered now; None where they are."""
-    engine = server.engine
-    if not engine.is_working:
+    engine, thread = server.engine, server.engine.thread
+    if not thread.is_working:
         return "the engine has stopped"
     if engine.is_draining:
         return "the server drains: it takes no more requests"
-    if not engine.is_warm:
+    if not thread.is_warm:
         return "the engine warms up"
-    if engine.step_seconds > server.limits.stall_seconds:
-        return f"a step has run for {engine.step_seconds:.0f} s"
+    if thread.step_seconds > server.limits.stall_seconds:
+        return f"a step has run for {thread.step_seconds:.0f} s"
     return None

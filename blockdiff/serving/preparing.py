@@ -36,10 +36,12 @@ class Preparing:
         self._pools = {kind: ThreadPoolExecutor(count, f"blockdiff-{kind}") for kind, count in THREADS.items()}
         self._waiting = {kind: PriorityQueue[tuple[int, int, Callable[[], None]]]() for kind in THREADS}
         self._numbers = itertools.count()
-        self._is_closed = False
+        self._is_started = self._is_closed = False
 
     def start(self) -> None:
-        """Start all threads; RuntimeError where the system lets no more start."""
+        """Start all threads if they do not run yet; RuntimeError where the system lets no more start."""
+        if self._is_started:
+            return
         all_there = threading.Barrier(sum(THREADS.values()))
         try:
             for kind, count in THREADS.items():
@@ -48,6 +50,7 @@ class Preparing:
         except RuntimeError:
             all_there.abort()
             raise
+        self._is_started = True
 
     def close(self) -> None:
         """End the threads after what they do; what waits ends with Closed."""

@@ -47,7 +47,8 @@ class Replica:
         }
         log_to_stderr()
         self._app = application.app(sampler, access=Access(hosts=None), **options)  # the front checks who asks
-        self._app.state.server.engine.wait_until_warm()  # Ray sends nothing before, and does not ask for its health
+        # Ray sends nothing before it is warm, and does not ask for its health.
+        self._app.state.server.engine.thread.wait_until_warm()
 
     def check_health(self) -> None:
         """Raise EngineError where requests would not be answered; Ray then starts another replica."""

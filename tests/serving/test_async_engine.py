@@ -94,12 +94,12 @@ def test_who_stops_reading_ends_the_request_within_a_step_and_its_pages_are_free
     async def ask(engine):
         stream = engine.generate(request("a", max_new_tokens=64 * L), watch=True)
         await anext(stream)
-        held = asyncio.create_task(engine.call(wait))
+        held = asyncio.create_task(engine.thread.call(wait))
         await asyncio.sleep(0)
         await stream.aclose()
         gate.set()
         await held
-        return await engine.call(
+        return await engine.thread.call(
             lambda inner: (inner.unfinished, inner.pages.statistics.pages, inner.denoised_canvases)
         )
 
@@ -121,7 +121,7 @@ def test_an_engine_that_fails_fails_those_that_run_and_the_next_are_answered(sam
 
     async def ask(engine):
         lost = await asyncio.gather(*(events_of(engine, request(id)) for id in "ab"), return_exceptions=True)
-        return lost, await events_of(engine, request("a")), engine.is_working
+        return lost, await events_of(engine, request("a")), engine.thread.is_working
 
     lost, answered, is_working = with_engine(sampler, ask, max_rows=2)
     assert [type(error) for error in lost] == [EngineError] * 2 and "its log says why" in str(lost[0])

@@ -17,7 +17,8 @@ from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.sampling import Engine, Request, Sampler, Step
-from blockdiff.serving import Access, AsyncEngine, Limits
+from blockdiff.serving import Access, Limits
+from blockdiff.serving.engine_thread import EngineThread
 from tests.asking import answering, served
 
 pytestmark = pytest.mark.quick
@@ -36,7 +37,7 @@ async def runs(asking) -> None:
     """Wait until a canvas is denoised."""
 
     async def is_denoised():
-        return (await asking.server.engine.call(lambda inner: inner.denoised_canvases)) > 0
+        return (await asking.server.engine.thread.call(lambda inner: inner.denoised_canvases)) > 0
 
     await eventually(is_denoised)
 
@@ -44,7 +45,7 @@ async def runs(asking) -> None:
 async def idle(asking) -> bool:
     """True once the engine has nothing to do and no page in use."""
     engine = asking.server.engine
-    load, unfinished = await engine.call(lambda inner: (inner.load, inner.unfinished))
+    load, unfinished = await engine.thread.call(lambda inner: (inner.load, inner.unfinished))
     return not (unfinished or engine.unanswered or any(load.pages.values()))
 
 
@@ -194,7 +195,7 @@ def test_adapters_are_models_by_their_names_over_weights_that_all_share(chatty, 
         listed = [each.id for each in (await asking.openai.models.list()).data]
         status, error = await asking.refusal("/v1/completions", model="nobody", prompt="hi")
         text = (await asking.http.get("/metrics")).text
-        capacity = await asking.server.engine.call(lambda inner: inner.capacity)
+        capacity = await asking.server.engine.thread.call(lambda inner: inner.capacity)
         return [each.choices[0].text for each in found], read.json()["model"], listed, (status, error), text, capacity
 
     monkeypatch.setattr("blockdiff.memory.available_bytes", lambda _: 300 << 20)
@@ -278,7 +279,7 @@ def test_a_client_that_goes_away_ends_its_request_and_its_pages_are_free(chatty,
         client.left.set()
         await task
         await eventually(lambda: idle(asking))
-        return await asking.server.engine.call(lambda inner: inner.denoised_canvases), (
+        return await asking.server.engine.thread.call(lambda inner: inner.denoised_canvases), (
             await asking.http.get("/metrics")
         ).text
 
@@ -328,7 +329,7 @@ def test_a_server_that_can_start_no_thread_for_requests_is_not_ready(chatty, mon
 def test_a_step_that_hangs_shows_in_ready_and_not_in_health(chatty, monkeypatch):
     async def use(asking):
         before = await asking.http.get("/ready")
-        monkeypatch.setattr(AsyncEngine, "step_seconds", 61.0)
+        monkeypatch.setattr(EngineThread, "step_seconds", 61.0)
         found = [await asking.http.get(path) for path in ("/ready", "/health")]
         monkeypatch.undo()
         await asking.server.engine.close()
@@ -469,7 +470,7 @@ def test_a_reader_that_is_slow_keeps_no_more_than_some_frames():
         first = await anext(events)
 
         async def is_answered():
-            return not await engine.call(lambda inner: inner.unfinished)
+            return not await engine.thread.call(lambda inner: inner.unfinished)
 
         await eventually(is_answered)
         return [first] + [event async for event in events]
