@@ -43,6 +43,7 @@ class Stream(IntEnum):
     CONSTRAINT = 16
     START = 17
     ROLLOUT = 19
+    DROPOUT = 20
 
 
 def uniform(

@@ -110,6 +110,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         move_own(objective, ranks.device)
     else:
         objective.to(ranks.device)  # the objective's own tensors; the model's are there already
+    objective.train()  # loaded weights are in eval mode, in which nothing is dropped out
     module = replicate(objective, mesh)
 
     optimiser = optimisers.build(

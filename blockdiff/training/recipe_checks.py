@@ -235,7 +235,13 @@ def without_effect(recipe: Recipe, steps: int) -> list[str]:
         (e, "evaluation", ("noise_levels",), has_noise, "held-out canvases (data.heldout)"),
         (e, "evaluation", OF_PROMPTS, e.prompts is not None, "evaluation.prompts"),
     ]
+    if (lora := recipe.lora).trains:
+        has_linear = any(part != "experts" for part in lora.ranks)
+        needs.append((lora, "lora", ("alpha", "rslora"), bool(lora.ranks), "a part with a rank"))
+        needs.append((lora, "lora", ("dropout",), has_linear, "a part of linear layers with a rank"))
     if (rl := recipe.rl) is not None:
+        has_examples = rl.sft > 0 or d.heldout is not None
+        needs.append((d, "data", ("canvases",), has_examples, "rl.sft or data.heldout"))
         has_ratios = rl.steps(t.batch_size) > 1
         needs.append((rl, "rl", ("signal",), rl.policy == "canvas", "rl.policy: canvas"))
         needs.append((rl, "rl", ("clip",), has_ratios, "several steps a round (rl.epochs or train.batch_size)"))

@@ -6,8 +6,8 @@ Nothing here touches the weights: the trainer decides whether the optimiser step
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from blockdiff.objective import PolicyLosses
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import exchange_others, exchanging, loss_factor, require_sums
+from blockdiff.seeding import Stream, words
 from blockdiff.training.optimiser import fill_gradients, gradient_norm
 
 MOST_SKIPS = 20  # more steps in a row without a finite gradient end a run that skips them
@@ -197,6 +198,18 @@ def sample_ids(batch: Batch) -> list[int]:
     """The ids of all samples in a batch; a packed row holds several, which its canvases name."""
     canvases = batch.address_BC3[..., 1][batch.length_BC > 0].tolist()
     return sorted({sample_id for sample_id in [*batch.sample_id_B.tolist(), *canvases] if sample_id >= 0})
+
+
+@contextmanager
+def seeded(seed: int, step: int, ranks: Ranks) -> Iterator[None]:
+    """Surrounds the passes of an optimiser step, whose draws of torch's generators (dropout) follow from the address.
+
+    Ranks with rows of their own have draws of their own. Afterwards the generators are as they were.
+    """
+    high, low = words(seed, Stream.DROPOUT, (step, ranks.row_rank), 2).tolist()
+    with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
+        torch.manual_seed((high << 32) | low)
+        yield
 
 
 def autocast(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:

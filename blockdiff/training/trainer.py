@@ -47,7 +47,7 @@ from blockdiff.training.rollouts import Rollouts
 from blockdiff.training.run import Run, best_saved, best_step, evaluations_since_best, hold_run, prune
 from blockdiff.training.samples import keep_texts, sample_run
 from blockdiff.training.starting_model import with_objective_of_base
-from blockdiff.training.step import Counts, Gradient, SkippedSteps, UnscoredSteps, backpropagate
+from blockdiff.training.step import Counts, Gradient, SkippedSteps, UnscoredSteps, backpropagate, seeded
 from blockdiff.training.trackers import Trackers
 
 
@@ -177,7 +177,8 @@ class Trainer:
         b, ar_loss = self.built, self.recipe.objective.ar_loss
         ar_weight = 0.0 if ar_loss is None else ar_loss.weight
         share = 1.0 if self.recipe.rl is None else self.recipe.rl.sft
-        gradient = backpropagate(b.module, self.weights, batches, counts, ar_weight, b.precision, b.mesh, share)
+        with seeded(self.recipe.seed, self.step, self.ranks):
+            gradient = backpropagate(b.module, self.weights, batches, counts, ar_weight, b.precision, b.mesh, share)
         self.clock.count(counts.tokens_2)
         if isinstance(b.objective, DraftObjective):
             named = {("draft_loss" if key == "canvas_loss" else key): loss for key, loss in gradient.losses.items()}

@@ -16,6 +16,7 @@ from blockdiff import checkpoint
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError, RecipeError, RunError
+from blockdiff.metrics import reproducible
 from blockdiff.models.adapters import adapter_tensors, is_adapted
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import Sampler
@@ -123,6 +124,33 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(inputs, trained, tmp_p
     one, other = (load_file(run.directory / "adapter" / "adapter_model.safetensors") for run in (trained, again))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert [r["loss"] for r in again.records if "loss" in r] == [r["loss"] for r in trained.records if "loss" in r]
+
+
+class Lost(blockdiff.Callback):
+    """Ends a run in its third step."""
+
+    def on_step(self, trainer):
+        if trainer.step == 3:
+            raise KeyboardInterrupt
+
+
+def test_dropout_acts_is_the_same_in_a_resumed_run_and_follows_from_the_seed(inputs, tmp_path):
+    dropped = ["lora.dropout=0.4", "train.eval_every=0", "train.keep=9"]
+    whole = blockdiff.train(inputs, dropped, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        blockdiff.train(inputs, dropped, tmp_path / "run", callbacks=[Lost()])
+    torch.manual_seed(torch.initial_seed() + 1)  # as in another process
+    again = blockdiff.train(inputs, dropped, tmp_path / "run", resume=True)
+    other = blockdiff.train(inputs, [*dropped, "train.steps=2", "seed=2"], tmp_path / "other")
+
+    def weights(run, step):
+        return load_file(run.directory / "checkpoints" / f"step-{step}" / "model.safetensors")
+
+    one, resumed = weights(whole, 4), weights(again, 4)
+    assert all(torch.equal(one[name], resumed[name]) for name in one)
+    assert reproducible(whole.records) == reproducible(again.records)
+    kept = blockdiff.train(inputs, ["train.eval_every=0", "train.steps=2"], tmp_path / "kept")
+    assert len({run.records[1]["loss"] for run in (whole, other, kept)}) == 3  # B is 0 in the first step
 
 
 @pytest.fixture(scope="module")

@@ -93,10 +93,17 @@ def test_keys_that_need_those_of_another_section_are_named() -> None:
     ]
     drafted = recipe(objective={"draft_for": "a", "anchors": 9}, data=HELD, evaluation={"noise_levels": 2})
     assert [line.split()[0] for line in without_effect(drafted, 9)] == ["evaluation.noise_levels"]
-    for epochs, said in ((1, ["rl.clip"]), (2, [])):
+    for epochs, said in ((1, ["data.canvases", "rl.clip"]), (2, ["data.canvases"])):
         rl = {"policy": "head", "reward": "sudoku", "clip": [0.1, 0.1], "epochs": epochs}
-        reinforced = recipe(rl=rl, train={"batch_size": 128})
+        reinforced = recipe(rl=rl, data={"canvases": "all"}, train={"batch_size": 128})
         assert [line.split()[0] for line in without_effect(reinforced, 9)] == said
+    for lora, said in (
+        ({"tokens": ["a"]}, ["lora.alpha", "lora.dropout"]),
+        ({"parts": {"experts": 2}}, ["lora.dropout"]),
+        ({"rank": 2}, []),
+    ):
+        adapted = recipe(lora=lora | {"alpha": 3, "dropout": 0.1})
+        assert [line.split()[0] for line in without_effect(adapted, 9)] == said
 
 
 def test_a_warm_up_that_never_ends_is_named() -> None:
