@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,9 +75,5 @@ def hung_of_two_by_two(ranks: Ranks, run: Path) -> None:
     little_run(ranks, run, by_signal(signal.SIGSTOP), shard="full", experts=2)
 
 
-def slow_of_two_by_two(ranks: Ranks, run: Path) -> None:
-    little_run(ranks, run, lambda trainer: time.sleep(2.0), shard="full", experts=2)
-
-
-def poisoned_of_two_by_two(ranks: Ranks, run: Path) -> None:
+def poisoned_of_one_by_two(ranks: Ranks, run: Path) -> None:
     little_run(ranks, run, poison, shard="full", experts=2)

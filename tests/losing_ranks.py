@@ -307,13 +307,13 @@ SCENARIOS = {
     for scenario in (
         # those that wait longest begin first
         *(long_measuring, busy_and_early_of_two_by_two, long_work, hung, hung_measuring, hung_elsewhere),
-        *(meshes.hung_of_two_by_two, meshes.slow_of_two_by_two),
+        meshes.hung_of_two_by_two,
         *(killed, main_killed, killed_while_saving, main_killed_while_saving, killed_in_backward),
         main_killed_while_meeting,
         *(told_to_stop, failed_work, failed_measuring, killed_measuring, killed_while_waiting),
         *(left_by_torchrun, told_to_stop_measuring, bad_row, bad_row_on_one_rank),
         *(killed_elsewhere_of_two_by_two, main_killed_elsewhere_of_two_by_two, failed_elsewhere, work_worth_its_end),
-        *(meshes.killed_of_two_by_two, meshes.poisoned_of_two_by_two),
+        *(meshes.killed_of_two_by_two, meshes.poisoned_of_one_by_two),
     )
 }
 TIMED = (

@@ -21,7 +21,7 @@ def next_tokens(ranks: Ranks, directory: Path) -> None:
     models = [small_model("llama") for _ in range(3)]
     for model, mesh in zip(models, meshes, strict=False):
         tensor_parallel(model, mesh)
-    for strategy in (NextToken(), NextToken(1.5), NextToken(1.5, top_k=7)):
+    for strategy in (NextToken(), NextToken(1.5, top_k=7)):
         of_models = [
             [each.tokens for each in Sampler(model, None, settings, strategy=strategy).generate(requests, seed=4)]
             for model in models
