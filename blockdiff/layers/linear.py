@@ -15,7 +15,8 @@ def weight_of(module: nn.Module) -> Tensor | Fp8 | None:
         return None
     if type(module) is Fp8Linear:
         return module.held("weight")
-    return module.weight if type(module) is nn.Linear and module.bias is None else None
+    own = module._parameters  # where they are found without a search
+    return own["weight"] if type(module) is nn.Linear and own["bias"] is None else None
 
 
 def product(module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:

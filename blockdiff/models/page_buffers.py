@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor
 from blockdiff.kernels.span_attention.gathered import Gathered, GatheredPool
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.attention import Past
-from blockdiff.models.page_pool import Pool
+from blockdiff.models.page_pool import SPILL, Pool
 from blockdiff.spans import KeptSelection, Spans
 
 if TYPE_CHECKING:
@@ -115,31 +116,33 @@ class StepBuffers:
 
     def _write(self, places: list[int]) -> None:
         """Write into the buffers what steps read of the rows in these places."""
-        model, rows = self.model, [self.rows[n] for n in places]
-        to = slice(None) if places == list(range(len(self.rows))) else torch.tensor(places, device=model.device)
-        start_B = torch.tensor([row.length for row in rows], device=model.device)
-        positions_BL = start_B[:, None] + torch.arange(self.canvas_length, device=model.device)
+        model, rows, tokens = self.model, [self.rows[n] for n in places], self.canvas_length
+        firsts = {name: first_columns(rows, pool) for name, pool in self.pools.items()}
+        lists = [places, [row.length for row in rows]]
+        for name, pool in self.pools.items():
+            own = places_of(pool, rows, [tokens] * len(rows), tokens) if self.is_clean else []
+            lists += [firsts[name], block_tables(rows, pool, self._widths[name]), own]
+        to_B, start_B, *of_pools = uploaded(lists, model.device)
+        to = slice(None) if places == list(range(len(self.rows))) else to_B
+        positions_BL = start_B[:, None] + torch.arange(tokens, device=model.device)
         self._set(to, positions_BL, "positions")
         for name, (cos, sin) in model.rope(positions_BL).items():
             self._set(to, cos, name, "cos")
             self._set(to, sin, name, "sin")
-        for name, pool in self.pools.items():
-            first, length_B = first_columns(rows, pool), start_B
+        for name in self.pools:
+            first_B, table_N, own_N, *of_pools = of_pools
+            length_B, kind, width = start_B, model.kinds[name], self._widths[name]
             if self.is_clean:
-                counts = [self.canvas_length] * len(rows)
-                places_N = self.pages.places(pool, rows, counts, self.canvas_length)
-                self._set(to, places_N.view(positions_BL.shape), name, "places")
-                spans = model.kinds[name].encode_spans(torch.zeros_like(positions_BL), start_B)
-                length_B = start_B + self.canvas_length  # tokens of the call are read where they are written
+                self._set(to, own_N.view(positions_BL.shape), name, "places")
+                spans = kind.encode_spans(torch.zeros_like(positions_BL), start_B)
+                length_B = start_B + tokens  # tokens of the call are read where they are written
             else:
-                spans = model.kinds[name].canvas_spans(start_B, self.canvas_length)
-            if any(first):
-                first_B = torch.tensor(first, device=model.device)
+                spans = kind.canvas_spans(start_B, tokens)
+            if any(firsts[name]):
                 spans, length_B = spans.shifted(first_B), length_B - first_B
             self._set(to, spans.bounds_BT4, name, "bounds")
             self._set(to, length_B.int(), name, "lengths")
-            width = self._widths[name]
-            self._set(to, block_tables(rows, pool, width, model.device), name, "table", str(width))
+            self._set(to, table_N.view(len(rows), width).int(), name, "table", str(width))
 
     def _set(self, to: slice | Tensor, x: Tensor, *name: str) -> None:
         if name not in self._buffers:
@@ -195,12 +198,32 @@ def table_width(rows: Sequence[PagedRow], pool: Pool) -> int:
     return 1 << (max(LEAST_PAGES, *(len(row.tables[pool.kind.name]) for row in rows)) - 1).bit_length()
 
 
-def block_tables(rows: Sequence[PagedRow], pool: Pool, width: int, device: torch.device) -> Tensor:
-    """The block tables of rows, int32 [B, width]; zeros after a row's last page."""
+def block_tables(rows: Sequence[PagedRow], pool: Pool, width: int) -> list[int]:
+    """The block tables of rows, `width` pages of each; zeros after a row's last page."""
     tables = [row.tables[pool.kind.name] for row in rows]
-    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32, device=device)
+    return [page for table in tables for page in (*table, *[0] * (width - len(table)))]
 
 
 def first_columns(rows: Sequence[PagedRow], pool: Pool) -> list[int]:
     """The first column of each row that its block table still has."""
     return [row.first[pool.kind.name] * pool.page_tokens for row in rows]
+
+
+def places_of(pool: Pool, rows: Sequence[PagedRow], counts: Sequence[int], width: int) -> array[int]:
+    """The places of so many tokens behind those of each row, `width` of each, counted in tokens; padding is spilled."""
+    places, name = array("q"), pool.kind.name
+    for row, added in zip(rows, counts, strict=True):
+        pool.add_places(places, row.tables[name], row.first[name], row.length, row.length + added)
+        places.extend([SPILL * pool.page_tokens] * (width - added))
+    return places
+
+
+def uploaded(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Lists of integers as int64 tensors on a device, in one copy; each is aligned to 16 bytes, as Triton asks."""
+    numbers, begins = array("q"), list[int]()
+    for each in lists:
+        begins.append(len(numbers))
+        numbers.extend(each)
+        numbers.extend([0] * (len(numbers) % 2))
+    sent = torch.frombuffer(numbers, dtype=torch.int64).to(device)
+    return [sent[begin : begin + len(each)] for begin, each in zip(begins, lists, strict=True)]

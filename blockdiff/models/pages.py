@@ -7,7 +7,6 @@ denoised over them.
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,7 +20,14 @@ from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.attention import KV, Past
 from blockdiff.models.image_features import ImageFeatures
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.models.page_buffers import StepBuffers, block_tables, first_columns, table_width
+from blockdiff.models.page_buffers import (
+    StepBuffers,
+    block_tables,
+    first_columns,
+    places_of,
+    table_width,
+    uploaded,
+)
 from blockdiff.models.page_keys import identities
 from blockdiff.models.page_pool import SPILL, Link, Pool, Published
 from blockdiff.models.page_rows import NO_LIMIT, PagedRow, PagedRows
@@ -174,27 +180,31 @@ class Pages(PagedRows):
     ) -> Tensor:
         """Write clean tokens into the pages of their rows; returns their hidden states."""
         model, device = self.model, self.model.device
-        numbers = [[row.length for row in rows], list(lengths)]
-        past_B1, added_B1 = torch.tensor(numbers, device=device)[..., None]
-        column_T = torch.arange(tokens_BT.shape[1], device=device)
-        doc_start_BT = torch.where(column_T < added_B1, 0, -1)
-        placed = None if images is None else self._placed(images, tokens_BT.shape[1])
-        spans, past = {}, dict[int, Past]()
-        places = {name: self.places(pool, rows, lengths, len(column_T)) for name, pool in self.pools.items()}
-        for name, pool in self.make_pools().items():
-            first = first_columns(rows, pool)
-            spans[name] = model.kinds[name].encode_spans(doc_start_BT, past_B1[:, 0], placed)
-            if any(first):
-                spans[name] = spans[name].shifted(torch.tensor(first, device=device))
-            # the call's own tokens are written into the pages before attention reads them there, and counted
-            after = [row.length + added - column for row, added, column in zip(rows, lengths, first, strict=True)]
-            table_BM = block_tables(rows, pool, table_width(rows, pool), device)
-            after_B = torch.tensor(after, dtype=torch.int32, device=device)
-            pages = BlockTable(table_BM, after_B, pool.page_tokens, places[name], after)
+        pools, width = self.make_pools(), tokens_BT.shape[1]
+        firsts = {name: first_columns(rows, pool) for name, pool in pools.items()}
+        # the call's own tokens are written into the pages before attention reads them there, and counted
+        ends = [row.length + added for row, added in zip(rows, lengths, strict=True)]
+        afters = {name: [end - first for end, first in zip(ends, firsts[name], strict=True)] for name in pools}
+        lists: list[Sequence[int]] = [[row.length for row in rows], lengths]
+        for name, pool in pools.items():
+            table = block_tables(rows, pool, table_width(rows, pool))
+            lists += [firsts[name], afters[name], table, places_of(pool, rows, lengths, width)]
+        past_B, added_B, *of_pools = uploaded(lists, device)
+        column_T = torch.arange(width, device=device)
+        doc_start_BT = torch.where(column_T < added_B[:, None], 0, -1)
+        placed = None if images is None else self._placed(images, width)
+        spans, past, places = {}, dict[int, Past](), {}
+        for name, pool in pools.items():
+            first_B, after_B, table_N, places[name], *of_pools = of_pools
+            spans[name] = model.kinds[name].encode_spans(doc_start_BT, past_B, placed)
+            if any(firsts[name]):
+                spans[name] = spans[name].shifted(first_B)
+            table_BM = table_N.view(len(rows), -1).int()
+            pages = BlockTable(table_BM, after_B.int(), pool.page_tokens, places[name], afters[name])
             for n, layer in enumerate(pool.layers):
                 past[layer] = tuple(PagedTensor(x[n], pages) for x in pool.tensors)
         of_layers = [past[layer] for layer in sorted(past)]
-        hidden, kv = model(tokens_BT.to(device), past_B1 + column_T, spans, of_layers, images=placed)
+        hidden, kv = model(tokens_BT.to(device), past_B[:, None] + column_T, spans, of_layers, images=placed)
         for name, pool in self.pools.items():
             pool.write([kv[n] for n in pool.layers], places[name])
         return hidden
@@ -222,14 +232,6 @@ class Pages(PagedRows):
         if placed is None:
             return None
         return replace(placed.with_features(torch.cat(self.images.of(placed.inputs))), inputs=()).to(self.model.device)
-
-    def places(self, pool: Pool, rows: Sequence[PagedRow], lengths: Sequence[int], width: int) -> Tensor:
-        """The places of the tokens of a call in a pool, int64 [B * width], counted in tokens; padding is spilled."""
-        places, name = array("q"), pool.kind.name
-        for row, added in zip(rows, lengths, strict=True):
-            pool.add_places(places, row.tables[name], row.first[name], row.length, row.length + added)
-            places.extend([SPILL * self.page_tokens] * (width - added))
-        return torch.frombuffer(places, dtype=torch.int64).to(self.model.device)
 
 
 def page_counts(wanted: Mapping[str, int], page_bytes: Mapping[str, int], available: int | None) -> dict[str, int]:

@@ -30,7 +30,8 @@ class BlockBatch:
         self.denoised = 0
         if drafter is not None:
             most, length = most + graphs.padding(most), drafter.canvas_length
-            self._steps = pages.step_buffers(most, length, keeps=not graphs.captures)
+            # for one pass, or a few over one layer, no dense copies pay
+            self._steps = pages.step_buffers(most, length, keeps=False)
             self._anchor_B = torch.zeros(most, dtype=torch.int64, device=drafter.device)
             self._drafted_BK = torch.zeros(most, length - 1, dtype=torch.int64, device=drafter.device)
 

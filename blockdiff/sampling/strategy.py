@@ -49,7 +49,7 @@ class Shape:
     @property
     def is_plain(self) -> bool:
         """True where the tempered logits are drawn from as they are."""
-        return self == Shape(self.temperature)
+        return self.top_k is None and self.top_p == 1 and self.min_p == 0
 
 
 @dataclass

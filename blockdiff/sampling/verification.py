@@ -9,6 +9,7 @@ what replaces it has the distribution p without x.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import abc
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import Tensor
 from blockdiff.sampling.canvas_control import FREE, CanvasControl, grouped
 from blockdiff.sampling.drafts import CanvasDraft, Proposal
 from blockdiff.sampling.predict import PredictInputs, predict
-from blockdiff.sampling.strategies import next_token_head
+from blockdiff.sampling.strategies import NextToken, next_token_head
 from blockdiff.sampling.strategy import Shape
 from blockdiff.sampling.trace import Verification
 from blockdiff.seeding import Stream, signed, uniform
@@ -59,7 +60,7 @@ def verify(
     else in `last_hidden_D`. Tokens are drawn by their places in the response.
     """
     mask_id = settings.diffusion.mask_id
-    hidden, shapes, addresses, counts = list[Tensor](), list[Shape](), list[tuple[int, int]](), list[int]()
+    hidden, shapes, places = list[Tensor](), list[Shape](), list[range]()
     controls = list[CanvasControl | None]()
     for sequence in sequences:
         head, proposal = next_token_head(sequence.strategy), sequence.proposal or Proposal()
@@ -72,31 +73,38 @@ def verify(
             assert sequence.last_hidden_D is not None
             hidden_TD = torch.cat([sequence.last_hidden_D[None], hidden_TD])
         hidden.append(hidden_TD[len(hidden_TD) - length - 1 + given :][: end - first])
-        shapes += [head.shape(0, 1)] * (end - first)
-        addresses += [(signed(sequence.seed), place) for place in range(first, end)]
+        shapes += [_shape(head)] * (end - first)
         controls += head_controls(sequence, proposal, end - first)
-        counts.append(end - first)
+        places.append(range(first, end))
     inputs = PredictInputs(
         hidden_BLD=torch.cat(hidden)[:, None],
         tokens_BL=torch.full((len(shapes), 1), mask_id or 0, device=model.device),
         temperature=torch.tensor([shape.temperature for shape in shapes], device=model.device),
-        uniform_BL=_draws(sequences, addresses, model.device),
+        uniform_BL=_draws(sequences, places, model.device),
         step_B=torch.zeros(len(shapes), dtype=torch.int64, device=model.device),
     )
     stats = predict(model, inputs, grouped(controls), shapes, mask_id)
     columns = stats.argmax, stats.sample, stats.entropy.isfinite().long()
     found = iter(torch.cat(columns, -1).tolist())
     return [
-        _compared(sequence, list(itertools.islice(found, count)))
-        for sequence, count in zip(sequences, counts, strict=True)
+        _compared(sequence, list(itertools.islice(found, len(own))))
+        for sequence, own in zip(sequences, places, strict=True)
     ]
 
 
-def _draws(sequences: abc.Sequence[Sequence], addresses: abc.Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """The numbers [N, 1] by which tokens are drawn at these seeds and places; zeros where no head draws."""
+@functools.lru_cache(maxsize=64)
+def _shape(head: NextToken) -> Shape:
+    """The distribution that a head draws from."""
+    return head.shape(0, 1)
+
+
+def _draws(sequences: abc.Sequence[Sequence], places: abc.Sequence[range], device: torch.device) -> Tensor:
+    """The numbers [N, 1] by which the tokens in these places of each response are drawn; zeros where no head draws."""
     heads = [next_token_head(sequence.strategy) for sequence in sequences]
     if not any(head is not None and head.temperature for head in heads):
-        return torch.zeros(len(addresses), 1, device=device)
+        return torch.zeros(sum(map(len, places)), 1, device=device)
+    pairs = zip(sequences, places, strict=True)
+    addresses = [(signed(sequence.seed), place) for sequence, own in pairs for place in own]
     seed_N, place_N = torch.tensor(addresses, device=device).unbind(1)
     return uniform(seed_N, Stream.SAMPLE, (place_N, 0), 1)
 

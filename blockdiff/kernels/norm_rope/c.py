@@ -148,5 +148,6 @@ def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, 
     if not serves(x_BThd, weight, cos_BTd, sin_BTd):
         raise Unserved("norm_rope in C takes fp32 tensors of a CPU")
     B, T, _, d = x_BThd.shape
-    cos, sin = (x.expand(B, T, d).contiguous() for x in (cos_BTd, sin_BTd))
-    return _heads(x_BThd, weight, cos, sin, eps)
+    if cos_BTd.shape != (B, T, d) or not (cos_BTd.is_contiguous() and sin_BTd.is_contiguous()):
+        cos_BTd, sin_BTd = (x.expand(B, T, d).contiguous() for x in (cos_BTd, sin_BTd))
+    return _heads(x_BThd, weight, cos_BTd, sin_BTd, eps)

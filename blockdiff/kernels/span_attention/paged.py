@@ -43,16 +43,16 @@ class BlockTable:
         return self.table_BM.shape[1] * self.page_tokens
 
     @cached_property
-    def places_BS(self) -> Tensor:
-        """The place of every column, counted in tokens over all pages; 0, where zeros are, after a row's length.
+    def places_N(self) -> Tensor:
+        """The places of the columns of all rows, counted in tokens over all pages; 0, of zeros, after a row's end.
 
-        S: the columns of the longest row; all that the table has room for, where the host does not know the lengths.
+        Each row has as many as the longest; as the table has room for, where the host does not know the lengths.
         """
         columns = self.columns if self.lengths is None else max(self.lengths)
         column = torch.arange(columns, device=self.table_BM.device)
         page_BS = self.table_BM[:, column // self.page_tokens]
         places_BS = page_BS * self.page_tokens + column % self.page_tokens
-        return torch.where(column < self.lengths_B[:, None], places_BS, 0)
+        return torch.where(column < self.lengths_B[:, None], places_BS, 0).flatten()
 
     def places_of(self, row_N: Tensor, column_N: Tensor) -> Tensor:
         """The places of columns of rows, counted in tokens over all pages; 0, where zeros are, after a row's length."""
@@ -77,9 +77,9 @@ class PagedTensor:
         """The prefix as a tensor [B, columns, K, d], finite after each row's length: a copy."""
         if self.gathered is not None:
             return self.gathered.prefix(self)
-        places_BS = self.pages.places_BS
-        taken = self.pool_NPKd.flatten(0, 1).index_select(0, places_BS.flatten())
-        return taken.view(*places_BS.shape, *self.pool_NPKd.shape[2:])
+        places_N, rows = self.pages.places_N, len(self.pages.table_BM)
+        taken = self.pool_NPKd.flatten(0, 1).index_select(0, places_N)
+        return taken.view(rows, len(places_N) // rows, *taken.shape[1:])
 
     def write(self, own_BTKd: Tensor) -> Tensor:
         """Write the call's own tokens where they go; returns those that no page holds: none, [B, 0, K, d]."""
