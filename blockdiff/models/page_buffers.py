@@ -118,7 +118,7 @@ class StepBuffers:
         """Write into the buffers what steps read of the rows in these places."""
         model, rows, tokens = self.model, [self.rows[n] for n in places], self.canvas_length
         firsts = {name: first_columns(rows, pool) for name, pool in self.pools.items()}
-        lists = [places, [row.length for row in rows]]
+        lists: list[Sequence[int]] = [places, [row.length for row in rows]]
         for name, pool in self.pools.items():
             own = places_of(pool, rows, [tokens] * len(rows), tokens) if self.is_clean else []
             lists += [firsts[name], block_tables(rows, pool, self._widths[name]), own]

@@ -115,7 +115,7 @@ class Engine(OneCaller):
             self.pages,
             max_waiting,
             chunk_tokens,
-            self.settings.block or self.settings.canvas_length,
+            self.settings.round_length,
             self.settings.is_next_token,
         )
         self._scheduler.limit(max_rows, tokens_per_step)
@@ -140,7 +140,7 @@ class Engine(OneCaller):
         target = model.target if isinstance(model, Drafted) else model
         self._encoding.captured = None
         if graphs.captures and step_capture(target) is not None:
-            self._encoding.captured = CapturedEncode(self.pages, rows, settings.block or settings.canvas_length, graphs)
+            self._encoding.captured = CapturedEncode(self.pages, rows, settings.round_length, graphs)
         self._batch: CanvasBatch | BlockBatch
         if settings.is_next_token:
             drafter = model.denoiser if isinstance(model.denoiser, Drafter) else None

@@ -26,10 +26,10 @@ class Scheduler:
     At most `max_rows` sequences run. Up to as many more are encoded meanwhile, in groups, so that another one can take
     the place of a sequence that ends in the same step.
 
-    chunk_tokens: a prompt is encoded in chunks that end at multiples of it; tokens_per_step: the tokens that a step
-    encodes and denoises: prompts wait where canvases and commits leave no room, but one chunk is encoded in every step;
-    is_next_token: a canvas is the one token that the last encoded token predicts; preemptions: the number of sequences
-    sent back to the queue so far.
+    chunk_tokens: a prompt is encoded in chunks that end at multiples of it; canvas_length: the `round_length` of the
+    settings; is_next_token: whether responses grow by next tokens and not by canvases; tokens_per_step: the tokens that
+    a step encodes and denoises: prompts wait where canvases and commits leave no room, but one chunk is encoded in
+    every step; preemptions: the number of sequences sent back to the queue so far.
     """
 
     pages: Pages

@@ -52,6 +52,11 @@ class SamplingSettings:
     image_reader: ImageReader | None = None
 
     @property
+    def round_length(self) -> int:
+        """The most tokens of a canvas or of a drafter's block; 1 where next tokens are drawn one by one."""
+        return self.block or self.canvas_length
+
+    @property
     def is_next_token(self) -> bool:
         """True where responses grow token by token and nothing is denoised."""
         return draws_next_tokens(self.strategy)

@@ -59,7 +59,7 @@ def verify(
     the last ones of `hidden_TD`. That of the token before it is there, too, where both were encoded in the same call,
     else in `last_hidden_D`. Tokens are drawn by their places in the response.
     """
-    mask_id = settings.diffusion.mask_id
+    mask_id, device = settings.diffusion.mask_id, model.device
     hidden, shapes, places = list[Tensor](), list[Shape](), list[range]()
     controls = list[CanvasControl | None]()
     for sequence in sequences:
@@ -78,10 +78,10 @@ def verify(
         places.append(range(first, end))
     inputs = PredictInputs(
         hidden_BLD=torch.cat(hidden)[:, None],
-        tokens_BL=torch.full((len(shapes), 1), mask_id or 0, device=model.device),
-        temperature=torch.tensor([shape.temperature for shape in shapes], device=model.device),
-        uniform_BL=_draws(sequences, places, model.device),
-        step_B=torch.zeros(len(shapes), dtype=torch.int64, device=model.device),
+        tokens_BL=torch.full((len(shapes), 1), mask_id or 0, device=device),
+        temperature=torch.tensor([shape.temperature for shape in shapes], device=device),
+        uniform_BL=_draws(sequences, places, device),
+        step_B=torch.zeros(len(shapes), dtype=torch.int64, device=device),
     )
     stats = predict(model, inputs, grouped(controls), shapes, mask_id)
     columns = stats.argmax, stats.sample, stats.entropy.isfinite().long()

@@ -112,7 +112,7 @@ class WarmUp:
 
     def _sequences(self, rows: int, **asked: Any) -> list[Sequence]:
         """Answers to the same request, with a canvas that is about to be denoised each."""
-        length = self.settings.block or self.settings.canvas_length
+        length = self.settings.round_length
         prompt = [0] * max(1, min(PREFIX_TOKENS, self._positions() - length))
         found = list[Sequence]()
         for number in range(rows):
