@@ -73,6 +73,13 @@ class ModelOptions:
         return model_files(self.readable, self.adapter, with_weights=False)
 
     @property
+    def identity(self) -> dict[str, str]:
+        """The options that decide what the model answers, apart from its weights."""
+        model = Path(self.place).resolve() if Path(self.place).exists() else self.place
+        parts = {name: getattr(self, name) for name in ("adapter", "quantize", "draft_model")}
+        return {"model": str(model), "dtype": self.dtype} | {name: part for name, part in parts.items() if part}
+
+    @property
     def weights(self) -> list[str]:
         """Digests of the weights, of the adapter and of the draft model, as far as there are some."""
         from blockdiff.checkpoint.adapter_names import WEIGHTS

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from blockdiff.errors import DataError
+from blockdiff.errors import DataError, RequestError
 
 if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result
@@ -39,23 +39,45 @@ def user_message(text: str, images: Sequence[str]) -> dict[str, Any]:
         raise DataError(str(error)) from None
 
 
-def with_options(entry: Request | Result, **asked: Any) -> Request | Result:
-    """A request with the command's options for the fields that have their defaults; a failed line as it is."""
+def check_fields(fields: Mapping[str, Any], is_raw: bool) -> None:
+    """Raise typer.BadParameter for fields of `Request` that no prompt could have, raw text or a conversation."""
+    from blockdiff.sampling import Request
+    from blockdiff.sampling.constraints.regex import regex_automaton
+    from blockdiff.sampling.template import parse_template
+
+    prompt: dict[str, Any] = {"prompt": ""} if is_raw else {"messages": [{"role": "user", "content": ""}]}
+    try:
+        Request(1, **prompt, **fields).check()
+        if fields["template"] is not None:
+            parse_template(fields["template"])
+        if fields["regex"] is not None:
+            regex_automaton(fields["regex"])  # it is kept, so it is not compiled again
+    except RequestError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def with_options(
+    entries: Sequence[Request | Result], asked: Mapping[str, Any], system: str | None
+) -> list[Request | Result]:
+    """The requests with the command's options for the fields that have their defaults; failed lines as they are.
+
+    system: a system message for conversations that have none.
+    """
     from blockdiff.sampling import Request
 
-    if not isinstance(entry, Request):
-        return entry
     defaults = Request(1)
-    changes = {name: value for name, value in asked.items() if getattr(entry, name) == getattr(defaults, name)}
-    return replace(entry, **changes)
+    found: list[Request | Result] = []
+    for entry in entries:
+        if isinstance(entry, Request):
+            changes = {name: value for name, value in asked.items() if getattr(entry, name) == getattr(defaults, name)}
+            entry = replace(entry, **changes)
+            entry = entry if system is None else _with_system(entry, system)
+        found.append(entry)
+    return found
 
 
-def with_system(entry: Request | Result, system: str) -> Request | Result:
+def _with_system(entry: Request, system: str) -> Request:
     """A conversation with a system message before it unless it has one; typer.BadParameter for raw text."""
-    from blockdiff.sampling import Request
-
-    if not isinstance(entry, Request):
-        return entry
     if entry.messages is None:
         raise typer.BadParameter(
             f"the prompt {entry.id!r} is raw text, which has no place for it; give a conversation",

@@ -17,7 +17,7 @@ from blockdiff import terminal
 from blockdiff.cli import options, together
 from blockdiff.cli.answers import Answers, fingerprint
 from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
-from blockdiff.cli.requests import asked_requests, drawn, with_options, with_system
+from blockdiff.cli.requests import asked_requests, check_fields, drawn, with_options
 from blockdiff.cli.tally import AnsweredSoFar, Tally
 from blockdiff.errors import RequestError
 from blockdiff.terminal import say
@@ -82,7 +82,6 @@ def sample(
         options.option(options.OUTPUT, "FILE", "Write how the text filled in: .html, .gif, .png, .jsonl."),
     ] = None,
     batch_size: options.BatchSize = 32,
-    no_graphs: Annotated[bool, options.flag(options.DEVICE, "--no-graphs", "On a GPU: use no CUDA graphs.")] = False,
     tensor_parallel: options.TensorParallel = 1,
     *,
     opened: ModelOptions,
@@ -114,28 +113,15 @@ def sample(
     mesh = together.join(tensor_parallel, opened.device, model)
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request
-    from blockdiff.sampling.constraints.regex import regex_automaton
-    from blockdiff.sampling.template import parse_template
     from blockdiff.terminal import quiet
 
-    controls: dict[str, Any] = dict(template=template, regex=regex, json_schema=options.read_text(json_schema))
-    controls |= dict(draft=draft, noise=noise, banned=tuple(banned or ()), stop=tuple(stop or ()))
-    controls |= dict(repetition_penalty=repetition_penalty)
-    asked = dict(thinking=thinking, scores=scores, best_of=best_of, allow_control_tokens=allow_control_tokens)
-    shape = dict(prompt=prompt or "") if prompt is not None else dict(messages=[{"role": "user", "content": ""}])
-    try:
-        Request(1, **shape, **asked, **controls).check()
-        if template is not None:
-            parse_template(template)
-        if regex is not None:
-            regex_automaton(regex)  # it is kept, so it is not compiled again
-    except RequestError as error:
-        raise typer.BadParameter(str(error)) from None
-    entries = asked_requests(prompt, chat, prompts, image or ())
-    entries = [with_options(entry, **asked, **controls) for entry in entries]
-    if system is not None:
-        entries = [with_system(entry, system) for entry in entries]
-    wanted = list(drawn(entries, answers_per_prompt, sampling.seed))
+    fields: dict[str, Any] = dict(template=template, regex=regex, json_schema=options.read_text(json_schema))
+    fields |= dict(draft=draft, noise=noise, banned=tuple(banned or ()), stop=tuple(stop or ()))
+    fields |= dict(repetition_penalty=repetition_penalty, thinking=thinking, scores=scores, best_of=best_of)
+    fields |= dict(allow_control_tokens=allow_control_tokens)
+    check_fields(fields, is_raw=prompt is not None)
+    read = asked_requests(prompt, chat, prompts, image or ())
+    wanted = list(drawn(with_options(read, fields, system), answers_per_prompt, sampling.seed))
     entries = [each.entry for each in wanted]
 
     if mesh is not None and not mesh.ranks.is_main:
@@ -148,15 +134,12 @@ def sample(
     ranks = _ranks(opened.device, output, trace, stream) if mesh is None else mesh.ranks
     chosen = sampling.strategy_for(opened)
     numbers = dict(seed=sampling.seed, max_new_tokens=sampling.max_new_tokens, max_steps=sampling.steps)
-    model_name = Path(model).resolve() if Path(model).exists() else model
-    identity = {**numbers, "strategy": chosen, "model": str(model_name), "dtype": opened.dtype}
-    parts = {name: getattr(opened, name) for name in ("adapter", "quantize", "draft_model")}
-    identity |= {name: part for name, part in parts.items() if part} | ({"as_rows": True} if as_rows else {})
+    settings = {**numbers, "strategy": chosen, **opened.identity} | ({"as_rows": True} if as_rows else {})
     if output is not None:
-        identity["weights"] = opened.weights
+        settings["weights"] = opened.weights
     answers = Answers(
         output,
-        [fingerprint(entry, identity) for entry in entries],
+        [fingerprint(entry, settings) for entry in entries],
         ranks.rank,
         is_alone=ranks.row_world == 1,
         rows=entries if as_rows else None,
@@ -179,7 +162,6 @@ def sample(
         batch_size=batch_size,
         on_canvas=_each(recorder and recorder.canvas, view and view.canvas),
         on_step=_each(recorder and recorder.step, view and view.is_live and view.step),
-        graphs=False if no_graphs else None,
     )
     is_file = prompts is not None
     tally, progress = Tally(), AnsweredSoFar(len(mine), is_shown=is_file and view is None and ranks.is_main)
