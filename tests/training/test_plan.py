@@ -184,9 +184,6 @@ def test_what_does_not_fit_gets_the_change_that_makes_it_fit(folder):
     found = fitting.what_fits(recipe, made.total * 2 // 3, base, ranks=1, device="cpu", tokens=None)
     assert found is not None and found[0][0] == "train.activation_checkpointing=true"
     assert found[1].total <= made.total * 2 // 3
-    tried = ("model.dtype=bfloat16", "train.activation_checkpointing=true", "data.canvases=1", "train.batch_size=1")
-    small = recipe_of(folder, FROM_BASE, LORA, *tried)
-    assert fitting.what_fits(small, 1000, base, ranks=1, device="cpu", tokens=None) is None
 
 
 @pytest.mark.parametrize(("left", "named"), [(992, []), (988, ["train.activation_checkpointing=true"])])
@@ -202,6 +199,7 @@ def test_a_change_that_hardly_helps_is_not_named(folder, monkeypatch, left, name
     monkeypatch.setattr(fitting, "plan_training", plan)
     found = fitting.what_fits(recipe, 600, base, ranks=1, device="cpu", tokens=None)
     assert found is not None and found[0] == [*named, "train.micro_batch_size=1"]
+    assert fitting.what_fits(recipe, 400, base, ranks=1, device="cpu", tokens=None) is None
 
 
 def test_sampling_is_planned_from_the_config_alone(folder):
