@@ -12,6 +12,11 @@ LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16, "global_head_dim": 2**1
 NEUTRAL = {"factor": 1.0, "partial_rotary_factor": 1.0}  # parameters of RoPE that change nothing
 
 
+def is_above_zero(value: Any) -> bool:
+    """True for a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
 def refuse_first(reasons: Iterator[str]) -> None:
     """Raise CheckpointError for the first reason, if there is any."""
     if (reason := next(reasons, None)) is not None:
@@ -50,6 +55,13 @@ def wrong_rope(rope: Mapping[str, Any] | None, known: Mapping[str, tuple[str, ..
     if rope_type not in known:
         yield f"{where}: rope_type {rope_type!r} is not supported; there are: {', '.join(known)}"
         return
+    if not is_above_zero(rope["rope_theta"]):
+        yield f"{where}: rope_theta is {rope['rope_theta']!r}; it must be a number above 0"
+    for name in known[rope_type]:
+        if name in rope and not is_above_zero(rope[name]):
+            yield f"{where}: {name} is {rope[name]!r}; rope_type {rope_type!r} needs a number above 0"
+    if rope.get("partial_rotary_factor") is not None and rope["partial_rotary_factor"] > 1:
+        yield f"{where}: partial_rotary_factor is {rope['partial_rotary_factor']!r}; more than all cannot turn"
     for name in rope.keys() - {"rope_type", "type", "rope_theta", *known[rope_type]}:
         if rope[name] is not None and rope[name] != NEUTRAL.get(name):
             yield f"{where}: {name} {rope[name]!r} is not supported with rope_type {rope_type!r}"

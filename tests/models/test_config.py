@@ -76,6 +76,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         rope(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
         ["partial_rotary_factor 0.5", "'linear'"],
     ),
+    "a part that is none": (
+        rope(rope_type="proportional", partial_rotary_factor=float("nan")),
+        ["partial_rotary_factor is nan", "a number above 0"],
+    ),
+    "too large a part": (rope(rope_type="proportional", partial_rotary_factor=1.5), ["partial_rotary_factor is 1.5"]),
+    "theta": (rope(rope_theta="x"), ["sliding_attention: rope_theta is 'x'"]),
     "no RoPE": (
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
         ["rope_parameters.sliding_attention: missing"],
@@ -125,6 +131,8 @@ def test_what_transformers_finds_wrong_is_said_in_its_own_words(text, tmp_path):
         ({"canvas_length": 0}, "canvas_length is 0; it must be at least 1"),
         ({"sliding_window": 0}, "text_config.sliding_window is 0; it must be at least 1"),
         ({"num_key_value_heads": 0}, "text_config.num_key_value_heads is 0; it must be at least 1"),
+        ({"moe_intermediate_size": -1}, "text_config.moe_intermediate_size is -1; it must be at least 1"),
+        ({"per_layer_config": {"1": {"head_dim": 10**9}}}, "per_layer_config.1.head_dim is 1000000000; it must be"),
         ({"num_hidden_layers": -2}, "text_config.num_hidden_layers is -2; it must be at least 1"),
         ({"per_layer_config": {"2": {"head_dim": 4}}}, "text_config.per_layer_config names layer '2', but there are 2"),
         ({"per_layer_config": {"x": {"head_dim": 4}}}, "text_config.per_layer_config names layer 'x', but there are 2"),

@@ -179,6 +179,8 @@ REFUSED = {
     "heads": ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
     "layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; it must be .* at most 1000"),
     "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "'yarn' is not supported"),
+    "theta": ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta is 'x'"),
+    "no factor": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "Missing required keys .*'factor'"),
     "partial": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         "partial_rotary_factor 0.5 is not supported",

@@ -273,6 +273,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another router": ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
     "other norms": ({"qk_norm_type": "per_layer"}, "qk_norm_type is 'per_layer'"),
     "experts": ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4"),
+    "theta": ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_parameters is .*'x'"),
     "a gate": ({"attention_output_gate": True}, "attention_output_gate is True"),
     "score": ({"index_score_type": "mean"}, "index_score_type is 'mean'"),
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from blockdiff.errors import CheckpointError
-from blockdiff.models.config_checks import LARGEST, other_values, refuse_first, wrong_rope
+from blockdiff.models.config_checks import LARGEST, other_values, refuse_first, sizes_out_of_range, wrong_rope
 from blockdiff.models.family import Outline
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ ONE_VALUE: dict[str, tuple[Any, ...]] = {
 SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "sliding_window"),
     *("num_key_value_heads", "num_global_key_value_heads", "head_dim", "global_head_dim", "max_position_embeddings"),
+    *("num_experts", "top_k_experts", "moe_intermediate_size"),
 }
 KINDS = {"sliding_attention": "sliding", "full_attention": "full"}  # layer types, and our names of the kinds
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}  # names there, and in kernels/
@@ -92,7 +93,9 @@ def _wrong_sizes(canvas_length: Any, text: Mapping[str, Any]) -> Iterator[str]:
     layers, by_layer = text.get("num_hidden_layers"), text.get("per_layer_config")
     if not isinstance(by_layer, Mapping) or not isinstance(layers, int):
         return
-    for layer in by_layer:
+    for layer, overrides in by_layer.items():
+        if isinstance(overrides, Mapping):
+            yield from sizes_out_of_range(overrides, sorted(overrides), f"text_config.per_layer_config.{layer}.")
         if not str(layer).isdecimal() or int(layer) >= layers:
             yield f"text_config.per_layer_config names layer {layer!r}, but there are {layers} layers, counted from 0"
 

@@ -9,7 +9,13 @@ from typing import Any
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.expert_mlp.activations import oai
 from blockdiff.models.causal import denoises, wrong_canvas_length
-from blockdiff.models.config_checks import other_values, refuse_first, sizes_below_one, sizes_out_of_range
+from blockdiff.models.config_checks import (
+    is_above_zero,
+    other_values,
+    refuse_first,
+    sizes_below_one,
+    sizes_out_of_range,
+)
 from blockdiff.models.family import Outline
 
 TEXT = "minimax_m3_vl_text"  # the model type of the text side alone, as transformers' MiniMaxM3VLForCausalLM saves it
@@ -105,7 +111,7 @@ def _wrong(config: Any) -> Iterator[str]:
         if not isinstance(getattr(text, name), int | float) or getattr(text, name) < 0:
             yield f"{where}{name} is {getattr(text, name)!r}; it must be at least 0"
     rope = text.rope_parameters or {}
-    if not rope.get("rope_theta") or rope.get("rope_type", "default") != "default":
+    if not is_above_zero(rope.get("rope_theta")) or rope.get("rope_type", "default") != "default":
         yield f"{where}rope_parameters is {rope!r}; rope_type default with a rope_theta is supported"
     turned = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))
     if turned < 2 or turned % 2 or turned > text.index_head_dim:
