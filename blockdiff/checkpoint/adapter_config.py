@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,35 @@ INERT = (
     *("layers_pattern", "megatron_config", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
 )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, str) or _is_list(value, str)
+
+
+# What settings that are read must be where they are there, and in words.
+FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lora_alpha": (_is_number, "a number"),
+    "lora_dropout": (lambda x: _is_number(x) and 0 <= x < 1, "a number from 0 on and below 1"),
+    "rank_pattern": (lambda x: isinstance(x, dict), "an object"),
+    "alpha_pattern": (lambda x: isinstance(x, dict) and all(map(_is_number, x.values())), "an object of numbers"),
+    "target_modules": (_is_names, "a text or a list of texts"),
+    "exclude_modules": (_is_names, "a text or a list of texts"),
+    "target_parameters": (_is_names, "a text or a list of texts"),
+    "layers_to_transform": (lambda x: isinstance(x, int) or _is_list(x, int), "a number or a list of numbers"),
+    "trainable_token_indices": (
+        lambda x: _is_list(x, int) or (isinstance(x, dict) and all(_is_list(each, int) for each in x.values())),
+        "a list of token ids, or one for each module",
+    ),
+}
 
 
 def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
@@ -134,6 +163,7 @@ def _suffixes(parameters: Sequence[str], every: Sequence[str]) -> list[str]:
 
 
 def require_plain(config: Mapping[str, Any], directory: Path) -> None:
+    """Raises CheckpointError for settings that no plain LoRA has, and for those that cannot be read."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{directory / CONFIG}: peft_type is {kind!r}; only LORA is read")
@@ -148,6 +178,9 @@ def require_plain(config: Mapping[str, Any], directory: Path) -> None:
             raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r:.80}; {remedy}")
     if unknown := next((key for key in config if key not in (*PLAIN, *READ, *INERT) and config[key]), None):
         raise CheckpointError(f"{directory / CONFIG}: {unknown!r:.80} is a setting that this version does not know")
+    for key, (is_form, words) in FORMS.items():
+        if config.get(key) is not None and not is_form(config[key]):
+            raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r:.80}; it must be {words}")
     wholes = [config.get(key) for key in ("target_modules", "exclude_modules")]
     patterns = [whole for whole in wholes if isinstance(whole, str)]
     for pattern in (*patterns, *(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())):
@@ -185,11 +218,12 @@ def _of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def trained_tokens(config: Mapping[str, Any], parts: Mapping[str, Part], directory: Path) -> tuple[int, ...]:
+    """The ids of the rows of the table that a file brings; CheckpointError where config and file differ."""
     given = config.get("trainable_token_indices")
     lists = list(given.values()) if isinstance(given, dict) else [given] if given else []
     if (TOKEN_ROWS in parts) != bool(lists) or len({tuple(each) for each in lists}) > 1:
         raise CheckpointError(f"{directory / CONFIG}: trainable_token_indices do not say which rows the file holds")
-    tokens = tuple(int(token) for token in lists[0]) if lists else ()
+    tokens = tuple(lists[0]) if lists else ()
     if tokens and parts[TOKEN_ROWS].shape[0] != len(tokens):
         raise CheckpointError(f"{directory}: {len(tokens)} token ids and {parts[TOKEN_ROWS].shape[0]} rows")
     return tokens

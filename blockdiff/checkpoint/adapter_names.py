@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.checkpoint.files import Stored, read_blocks, tensors_in
+from blockdiff.checkpoint.files import DTYPES, Stored, read_blocks, tensors_in
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS
@@ -86,6 +86,9 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
     shapes: dict[str, tuple[int, ...]] = {}
     found: dict[str, Part] = {}
     for key, place in sorted(stored.items()):
+        is_adapters = ROWS in key or _KEY.fullmatch(key) is not None
+        if is_adapters and (len(place.shape) != 2 or place.dtype not in DTYPES):
+            raise CheckpointError(f"{file}: {key} is {place.dtype} {list(place.shape)}, and no matrix of floats")
         if _is_left_out(key, stored, model):
             continue
         if fused_parts := _of_whole(key, stored, model):

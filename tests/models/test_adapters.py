@@ -349,6 +349,11 @@ def test_copies_that_differ_are_refused(tmp_path):
         ({"new_kind": {"scale": 2}}, "'new_kind' is a setting that this version does not know"),
         ({"alpha_pattern": {"q_proj(": 4}}, r"'q_proj\(' is no regular expression"),
         ({"target_modules": "q_proj("}, r"'q_proj\(' is no regular expression"),
+        ({"target_modules": -1}, "target_modules is -1; it must be a text or a list of texts"),
+        ({"lora_alpha": []}, r"lora_alpha is \[\]; it must be a number"),
+        ({"lora_dropout": "x"}, "lora_dropout is 'x'"),
+        ({"alpha_pattern": -1}, "an object of numbers"),
+        ({"trainable_token_indices": {"embed_tokens": ["x"]}}, "a list of token ids"),
     ],
 )
 def test_adapters_of_other_kinds_are_refused(tmp_path, change, message):
@@ -379,7 +384,7 @@ def test_one_rank_alone_writes_the_adapter_of_a_split_model_whose_adapters_are_w
         assert (tmp_path / "a").exists() == is_there
 
 
-def test_a_matrix_without_its_partner_or_without_a_rank_is_refused(tmp_path):
+def test_a_matrix_without_its_partner_or_a_rank_and_what_is_no_matrix_are_refused(tmp_path):
     checkpoint.save_adapter(adapted({"experts": LowRank(2, 4)}), tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -389,6 +394,10 @@ def test_a_matrix_without_its_partner_or_without_a_rank_is_refused(tmp_path):
     save_file({name: x[:0] if "lora_A" in name else x[:, :0].clone() for name, x in tensors.items()}, file)
     with pytest.raises(CheckpointError, match="rank 0"):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
+    for odd in (lambda x: x.flatten(), lambda x: x.long()):
+        save_file({name: odd(x) if "lora_A" in name else x for name, x in tensors.items()}, file)
+        with pytest.raises(CheckpointError, match="no matrix of floats"):
+            checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
 
 
 def test_a_refused_adapter_leaves_the_model_as_it_was(tmp_path):
