@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
@@ -40,6 +41,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") else None
 
 
+atexit.register(gc.unfreeze)  # or libraries complain of what is left at the end; pytest has looked for garbage by then
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Modules and tests live as long as the process: garbage is not looked for among them, now or later."""
@@ -47,14 +51,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        gc.enable()
-        gc.collect()
         gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """At the end everything goes, or libraries complain of what is left."""
-    gc.unfreeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
