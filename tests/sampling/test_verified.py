@@ -97,8 +97,8 @@ def tokens_of(model: BlockDiffusionModel, strategy: Any, asked: list[Request], *
 def test_every_family_has_the_tokens_of_next_token_sampling(name):
     model, both = lopsided(small_model(name)), list[list[Request]]()
     for sampling in ("next_token:", "verified:steps=1,", "verified:steps=3,"):
-        hot = requests(4, strategy=sampling + "temperature=6,top_k=5")
-        greedy = requests(4, strategy=sampling + "temperature=0")
+        hot = requests(3, strategy=sampling + "temperature=6,top_k=5")
+        greedy = requests(3, strategy=sampling + "temperature=0")
         both.append(greedy + [replace(each, id=f"hot {each.id}") for each in hot])
     expected = tokens_of(model, "next_token", both[0])
     assert len(set(map(tuple, expected))) > 3
@@ -156,7 +156,7 @@ def near_ties(name: str, dtype: torch.dtype, seed: int = 0) -> list[float]:
         torch.rand(half, 1, generator=generator) * 6 - 7
     )
     weights[half : 2 * half] = (weights[:half].double() * (1 + apart)).to(dtype)
-    model.canvas_length, asked = L, requests(48, banned=[EOS])
+    model.canvas_length, asked = L, requests(24, banned=[EOS])
     pairs = zip(
         asked,
         tokens_of(model, "next_token:temperature=0", asked),
@@ -395,7 +395,7 @@ def test_a_model_without_a_trained_head_gets_a_warning(model):
     ],
 )
 def test_a_canvas_model_drafts_for_another_model_of_the_same_tokens(target, drafter, options):
-    verifies, drafts, asked = lopsided(small_model(target)), lopsided(small_model(drafter)), requests(scores=True)
+    verifies, drafts, asked = lopsided(small_model(target)), lopsided(small_model(drafter)), requests(4, scores=True)
     for sampling in ("temperature=0", "temperature=6,top_k=5"):
         expected = answers(engine_of(verifies, f"next_token:{sampling}"), asked)
         engine = engine_of(Drafted(verifies, drafts), f"verified:{sampling}", **{"page_tokens": 4} | options)
