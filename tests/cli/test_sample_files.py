@@ -206,7 +206,7 @@ def adapter_of(model: Path, directory: Path) -> Path:
 
 
 def test_a_long_prompt_is_not_read_in_silence(model, monkeypatch):
-    ask = "sample", model, "--prompt", "abcd" * 10, "--max-new-tokens", "64"
+    ask = "sample", model, "--prompt", "abcd" * 10, "--max-new-tokens", "64", "--steps", "2"
     assert "encoded" not in run(*ask).stderr
     monkeypatch.setattr("blockdiff.terminal.FIRST_SECONDS", 0.001)
     monkeypatch.setattr("blockdiff.cli.sample.LONG", 40)
