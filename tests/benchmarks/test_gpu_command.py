@@ -171,6 +171,7 @@ NOT_ON_A_GPU = {
     "test_launches.py": "counts launches in the interpreter",
     "test_cli.py": "asks for what there is",
     "test_plan.py": "plans",
+    "test_exchange.py": "runs ranks on the CPU",
 }
 IN_TRITON = r"kernels=.triton|resolve\(.triton|Kernels\(.triton|[. ]triton\b|benchmarks\.(launches|compil|tile|tune)"
 
