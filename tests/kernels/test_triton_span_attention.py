@@ -144,6 +144,14 @@ def test_arbitrary_spans_over_arbitrary_keys(T, prefix, own):
     compare(spans, inputs(spans, prefix, own))
 
 
+@pytest.mark.parametrize("missing", ["first", "last"])
+def test_a_tile_of_which_one_query_lacks_one_key_is_not_seen_by_all(missing):
+    tensors = inputs(Spans(torch.zeros(1, 2, 4)), 256, 1)
+    columns = tiles_for(tensors[0]).forward.columns
+    all_but_one = [1, columns] if missing == "first" else [0, columns - 1]
+    compare(Spans(torch.tensor([[[*all_but_one, 0, 1], [0, columns, 0, 1]]], dtype=torch.int32)), tensors)
+
+
 def test_rows_that_see_nothing_are_zero_even_when_all_of_them_do():
     spans = Spans(torch.zeros(2, 7, 4, dtype=torch.int32))
     compare(spans, inputs(spans, 5, 9))
