@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
 import torch
@@ -37,13 +38,15 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
 from blockdiff.training.step import autocast
 
+SPARE = 1.25  # times the memory that a training step takes for a while, since free memory is in pieces
 SEEN = ("actions", "clipped", "surprise", "kl", "positions", "reaccepted")  # in the objective's `measured`
 
 
 class Rollouts:
     """The batches of every optimiser step, from 1 on: `rollouts(step)`, asked for one step after the other.
 
-    sampler: makes one of the weights as they are; rewards: of the answers. What else decides a round is the recipe's.
+    sampler: of the weights, which change in place between rounds: it keeps what it has captured; rewards: of the
+    answers. What else decides a round is the recipe's.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Rollouts:
         prompts: Prompts,
         order: AnyOrder,
         objective: PolicyObjective,
-        sampler: Callable[[], Sampler],
+        sampler: Sampler,
         rewards: Rewards,
         collator: Collator,
         ranks: Ranks,
@@ -134,6 +137,8 @@ class Rollouts:
         """Draw the answers of a round, and lay out the batches of its optimiser steps."""
         began, group, size = time.perf_counter(), self.rl.group, self.recipe.train.batch_size
         answers, spread = self._answers(number), False
+        if not self._round:  # no optimiser step has run here, so nobody knows what memory one takes
+            self.sampler.release()
         for first in range(0, len(answers), group):
             of_group = answers[first : first + group]
             for answer, advantage in zip(
@@ -164,17 +169,16 @@ class Rollouts:
 
         A rank draws the answers of whole groups, which share the pages of their prompt.
         """
-        rl, ranks, model = self.rl, self.ranks, self.objective.model
+        rl, ranks, model, sampler = self.rl, self.ranks, self.objective.model, self.sampler
         rows = [self.prompts.rows[index] for _, index in self.order(number)]
         groups = range(ranks.row_rank, len(rows), ranks.row_world)
         places = [slot * rl.group + draw for slot in groups for draw in range(rl.group)]
         requests = [self._request(number, place, rows[place // rl.group]) for place in places]
         drawn, recorder, began, total = list[Answer](), Recorder(), time.perf_counter(), 0
         refusal: str | None = None
-        precise = autocast(ranks.device, self.precision)
-        with evaluating(model), precise, measuring(model, ranks, "the rollouts") as look:
-            sampler = self.sampler()
-            prompt_of = {slot: self._prompt_tokens(requests[n * rl.group], sampler) for n, slot in enumerate(groups)}
+        precise, room = autocast(ranks.device, self.precision), room_after(sampler, ranks.device)
+        with evaluating(model), precise, room, measuring(model, ranks, "the rollouts") as look:
+            prompt_of = {slot: self._prompt_tokens(requests[n * rl.group]) for n, slot in enumerate(groups)}
 
             def on_canvas(canvas: CommittedCanvas) -> None:
                 recorder.canvas(canvas)
@@ -206,10 +210,9 @@ class Rollouts:
 
     def check(self, rows: Sequence[Prompt]) -> None:
         """Raise DataError for a prompt that cannot be answered, and not in the middle of a run."""
-        sampler = self.sampler()
         for row in rows:
             try:
-                prepare_sequences(self._request(0, 0, row), sampler.settings)
+                prepare_sequences(self._request(0, 0, row), self.sampler.settings)
             except RequestError as error:
                 raise DataError(f"{row.question.where}: {error}") from None
 
@@ -220,8 +223,8 @@ class Rollouts:
         asked = row.question.request(data.thinking, allow_control_tokens=data.control_tokens == "allow")
         return replace(asked, id=place, seed=(high << 32) | low, scores=is_foretold, top_logprobs=int(is_foretold))
 
-    def _prompt_tokens(self, request: Request, sampler: Sampler) -> list[int]:
-        return list(request.as_tokens(sampler.tokenizer, sampler.settings.vocab_size).tokens)
+    def _prompt_tokens(self, request: Request) -> list[int]:
+        return list(request.as_tokens(self.sampler.tokenizer, self.sampler.settings.vocab_size).tokens)
 
     def _count(self, answers: Sequence[Answer]) -> None:
         """Add the answers of a round to what the next record says, and name the rewards that failed."""
@@ -275,6 +278,20 @@ class Rollouts:
         return replace(batch, old_N=log_p_N.cpu())
 
 
+@contextmanager
+def room_after(sampler: Sampler, device: torch.device) -> Iterator[None]:
+    """Surrounds sampling, after which the memory of a training step has to be free on a GPU, as it was before."""
+    if device.type != "cuda":  # elsewhere a sampler keeps the memory of its largest call
+        yield
+        return
+    passing = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    yield
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < SPARE * passing:
+        sampler.release()
+
+
 def make_rollouts(
     recipe: Recipe,
     base: StartingModel,
@@ -291,10 +308,7 @@ def make_rollouts(
     assert isinstance(objective, PolicyObjective) and isinstance(data.train, Prompts)
     strategy = rollout_strategy(recipe.rl.policy, recipe.rl.strategy, base.generation, base.denoises)
     rewards = make_rewards(recipe.rl.reward, recipe.given.reward, data.asked)
-
-    def sampler() -> Sampler:
-        return Sampler(objective.model, base.tokenizer, base.generation, diffusion, strategy)
-
+    sampler = Sampler(objective.model, base.tokenizer, base.generation, diffusion, strategy)
     if recipe.rl.policy == "head" and recipe.objective.ar_loss is None:
         show.line("note      rl.policy: head: the model was trained with ar_loss: none, so its head has learnt nothing")
     made = Rollouts(recipe, data.train, data.order, objective, sampler, rewards, data.collator, ranks, precision, show)

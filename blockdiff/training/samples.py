@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
 
 from blockdiff import evals
 from blockdiff.data.rows import Row
@@ -20,7 +17,7 @@ from blockdiff.rl.reward import Rewards, failure_lines
 from blockdiff.sampling import Result, Sampler
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.rollouts import Rollouts
+from blockdiff.training.rollouts import Rollouts, room_after
 from blockdiff.training.step import autocast
 
 if TYPE_CHECKING:
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 
 TEXTS = 8  # answers of an evaluation whose texts are kept
 UNJUDGED = Task("none", is_solved=lambda question, text: False)
-SPARE = 1.25  # times the memory that a training step takes for a while, since free memory is in pieces
 
 
 class Sampled(NamedTuple):
@@ -77,7 +73,7 @@ def sample_prompts(
     beside it. Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank
     is to stop.
     """
-    with _room_after(sampler, ranks.device), autocast(ranks.device, precision):
+    with room_after(sampler, ranks.device), autocast(ranks.device, precision):
         found = evaluate(sampler, rows, task, ranks=ranks, batch_size=batch_size, seed=seed, **choices)
     record = {
         "sample_accuracy": found["solved_share"],
@@ -89,20 +85,6 @@ def sample_prompts(
         "sample_seconds": round(found["seconds"], 3),
     }
     return Sampled(record, found["records"])
-
-
-@contextmanager
-def _room_after(sampler: Sampler, device: torch.device) -> Iterator[None]:
-    """Surrounds sampling, after which the memory of a training step has to be free on a GPU, as it was before."""
-    if device.type != "cuda":  # elsewhere a sampler keeps the memory of its largest call
-        yield
-        return
-    passing = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    yield
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    if free < SPARE * passing:
-        sampler.release()
 
 
 def judging_task(recipe: Recipe, prompts: Prompts) -> Task:

@@ -30,6 +30,7 @@ from blockdiff.rl.batches import Answer, canvas_batch, examples
 from blockdiff.rl.prompts import read_prompts
 from blockdiff.rl.reward import advantages, make_rewards
 from blockdiff.sampling import Generation, Result
+from blockdiff.sampling import sampler as sampler_module
 from blockdiff.training.export import consolidate
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse
@@ -102,14 +103,21 @@ def test_a_resumed_run_has_the_same_rollouts_and_weights(inputs, tmp_path, polic
 
 
 @pytest.mark.parametrize("policy", ["head", "canvas"])
-def test_micro_batches_change_nothing_and_a_reward_is_learnt(inputs, tmp_path, policy):
-    """Plain gradient descent on the number of ones; the last rounds have more than the first ones."""
+def test_micro_batches_change_nothing_and_a_reward_is_learnt(inputs, tmp_path, policy, monkeypatch):
+    """Plain gradient descent on the number of ones; the last rounds have more than the first ones.
+
+    All rounds but the first have one engine: before the first optimiser step nobody knows what memory that takes.
+    """
+    engines = list[sampler_module.Engine]()
+    make = sampler_module.Engine
+    monkeypatch.setattr(sampler_module, "Engine", lambda *a, **k: engines.append(make(*a, **k)) or engines[-1])
     changes = [f"rl.policy={policy}", "rl.prompts=4", "rl.group=8", "train.batch_size=32", "optim.lr=0.03"]
     changes += ["train.save_every=2", "train.keep=9"]
     runs = [
         blockdiff.reinforce(inputs, [*changes, *more], tmp_path / str(n), reward=ones)
         for n, more in enumerate((["train.steps=8"], ["train.steps=2", "train.micro_batch_size=5"]))
     ]
+    assert len(engines) == 4  # two of each run
     one, other = (weights(run, 2) for run in runs)
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4
     found = [record["reward"] for record in runs[0].records]
