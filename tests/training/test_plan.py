@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.timing import peak_memories, peak_of_one_call
+from benchmarks.timing import peak_memories
 from blockdiff import checkpoint, with_image_side
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import load_tokenizer
@@ -68,8 +69,8 @@ def recipe_of(folder: Any, *overrides: str, rows: Any = None) -> Recipe:
     return read_recipe(tree, [text.replace("path: base", f"path: {folder / 'base'}") for text in overrides])
 
 
-def held(recipe: Recipe, kernels: str = "auto", batch: Batch | None = None) -> int:
-    """The peak of live bytes, gradients among them, of a step that really runs."""
+def held(recipe: Recipe, kernels: str = "auto", steps: int = 1, batch: Batch | None = None) -> int:
+    """The peak of live bytes, gradients among them, of a step that really runs: the largest of some."""
     base = read_starting_model(recipe)
     objective = without_weights(recipe, base, kernels)
     model = objective.model
@@ -89,10 +90,7 @@ def held(recipe: Recipe, kernels: str = "auto", batch: Batch | None = None) -> i
                 losses = objective(batch)
             (losses.canvas_sum + losses.ar_sum).backward()
 
-    if kernels == "triton":  # whose interpreter is slow: one step, after a trace, of which the first can lose events
-        peak_of_one_call(lambda: torch.ones(9), CPU)
-        return peak_of_one_call(work, CPU)
-    return max(peak_memories(work, CPU, lambda: model.zero_grad(set_to_none=True), 1))
+    return max(peak_memories(work, CPU, lambda: model.zero_grad(set_to_none=True), steps))
 
 
 def step_of(made: plans.TrainingPlan) -> int:
@@ -153,7 +151,13 @@ def test_a_plan_for_triton_holds_what_its_kernels_hold(folder):
     objective = without_weights(recipe, read_starting_model(recipe), plans.kernels_for("cuda"), torch.float32)
     batch = plans.worst_batch(recipe, objective.model.train(), 20, 1)
     counted = Step(objective, keep_one_of_each(objective.model), {}, has_gradients=False).run(batch, None)
-    assert counted.peak == pytest.approx(held(recipe, "triton"), rel=0.05)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50)  # the interpreter leaves copies of tensors in cycles, which go when garbage is looked for
+    try:  # the profiler can lose events of the first trace after others: the larger of two is the whole one
+        peak = held(recipe, "triton", steps=2)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert counted.peak == pytest.approx(peak, rel=0.05)
 
 
 def test_a_plan_counts_what_does_not_change_with_the_step(folder):
