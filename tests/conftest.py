@@ -46,12 +46,13 @@ atexit.register(gc.unfreeze)  # or libraries complain of what is left at the end
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Modules and tests live as long as the process: garbage is not looked for among them, now or later."""
+    """Modules and tests live as long as the process: garbage is not looked for among them, and seldom elsewhere."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(50_000)
         gc.enable()
 
 

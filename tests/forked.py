@@ -120,6 +120,7 @@ def _begin(target: Callable[..., None], arguments: tuple[Any, ...], log: str, va
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ |= variables
     gc.freeze()
+    gc.set_threshold(50_000)
     export.draw_curves = lambda *_, **__: None  # type: ignore[assignment]  # which takes longer than a short training
     target(*arguments)
 

@@ -299,6 +299,8 @@ def test_captured_passes_and_verifications_give_the_same_answers(target, either,
     assert [each.tokens for each in expected] == tokens_of(target, "next_token", asked, graphs=False)
     assert counts[3] > 10 and set(counts) <= {1, 2, 3}
     assert capture.captures > 1 and capture.replays > 2 * capture.captures
+    adaptive = [answered(either, "speculative", asked, graphs=graphs, **options) for graphs in (False, True)]
+    assert [each.places for each in adaptive[0]] == [each.places for each in adaptive[1]]  # passes of several lengths
     counts.clear()
     expected = answered(target, "next_token", asked, graphs=False, **options)
     assert answered(target, "next_token", asked, graphs=True, **options) == expected
