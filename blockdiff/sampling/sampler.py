@@ -96,6 +96,13 @@ class Sampler:
         with self._turn:
             self._engine = None
 
+    def forget(self) -> None:
+        """Let the next calls encode anew what earlier ones did, as after writes to weights that torch does not see."""
+        with self._turn:
+            pages = self.pages if self._engine is None else self._engine.pages
+            if pages is not None:
+                pages.forget()
+
     @classmethod
     def from_pretrained(
         cls,

@@ -136,6 +136,7 @@ class Rollouts:
     def _begin(self, number: int, step: int) -> None:
         """Draw the answers of a round, and lay out the batches of its optimiser steps."""
         began, group, size = time.perf_counter(), self.rl.group, self.recipe.train.batch_size
+        self.sampler.forget()  # where no weight has changed since, a resumed run has nothing encoded, either
         answers, spread = self._answers(number), False
         if not self._round:  # no optimiser step has run here, so nobody knows what memory one takes
             self.sampler.release()

@@ -134,6 +134,21 @@ def test_equal_rewards_leave_the_weights_unchanged_to_the_bit_and_are_said(input
     assert "2 optimiser steps of 6 answers, saved every 2" in said
 
 
+def test_a_round_shares_no_prefix_with_the_one_before_though_no_weight_has_changed(inputs, tmp_path):
+    """So a resumed run encodes what a whole one does."""
+    shared = []
+
+    def reward(row: dict[str, Any], result: Result) -> float:
+        shared.append(result.cached_tokens)
+        return 0.5
+
+    changes = ["rl.prompts=1", "rl.group=2", "train.batch_size=2", "train.steps=3"]
+    blockdiff.reinforce(
+        {**inputs, "data": {"train": [{"prompt": "1" * 150}]}}, changes, tmp_path / "run", reward=reward
+    )
+    assert [sorted(shared[first : first + 2]) for first in (0, 2, 4)] == [[0, 128]] * 3
+
+
 class Watch(blockdiff.Callback):
     """Ends the run in the middle of a step, or takes long between two steps."""
 
