@@ -41,6 +41,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU leave out the tests that need one: a `-m` that is typed takes the place of the one in the settings."""
+    if torch.cuda.is_available():
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
 atexit.register(gc.unfreeze)  # or libraries complain of what is left at the end; pytest has looked for garbage by then
 
 

@@ -18,7 +18,6 @@ from tests.expert_ranks import one_layer, whole_model
 from tests.forked import in_turn, run_ranks
 
 
-@pytest.mark.quick
 def test_two_ranks_have_the_outputs_losses_and_gradients_of_one_process(tmp_path: Path):
     """Of a layer, in every dtype and whatever its tokens choose, and of whole models."""
     targets = {

@@ -23,7 +23,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.quick
 def test_two_ranks_read_compute_and_sample_what_one_process_does(alone: Path, tmp_path: Path):
     model = blockdiff.init(CONFIGS["diffusion_gemma"](), seed=1, device="cpu", kernels="torch")
     base = blockdiff.save(model, tmp_path / "base")
@@ -38,7 +37,6 @@ def test_two_ranks_read_compute_and_sample_what_one_process_does(alone: Path, tm
     run_ranks(2, in_turn, tmp_path, targets)
 
 
-@pytest.mark.quick
 def test_four_ranks_which_are_more_than_the_kv_heads_compute_and_sample_the_same(alone: Path, tmp_path: Path):
     targets = {
         "models": partial(whole_models, alone=alone),

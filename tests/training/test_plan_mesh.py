@@ -61,7 +61,6 @@ def test_a_rank_of_a_mesh_holds_what_is_planned(tree: dict[str, Any], tmp_path):
         assert ("gathered layer" in plan.parts) == any("full" in each for each in case)
 
 
-@pytest.mark.quick
 def test_a_rank_holds_its_part_of_the_weights_in_fp8_and_of_their_scales(tree: dict[str, Any]):
     in_fp8 = "model={path: " + tree["model"]["path"] + ", quantize: fp8, dtype: bfloat16}"
 
