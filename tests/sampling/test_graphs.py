@@ -417,28 +417,41 @@ def without_waiting(run: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
+def both_ways(model: Any, kind: str, checked: Callable[..., Any] = lambda run: run) -> None:
+    """Requests that come one after the other get the same answers from captured steps and from those launched anew.
+
+    checked: wraps the function that runs a step.
+    """
+    options = dict(max_rows=5, capacity=8192)  # else the pages of the first would take the memory of the second
+    options |= dict(tokenizer=character_tokenizer("abcd"), generation=replace(LIVELY, eos_ids=(1,), pad_id=0))
+    engine = Engine(model, **options)
+    replays = []
+    capture = engine._batch.graphs._captured
+    engine._batch.graphs._captured = lambda *how: replays.append(capture(*how)) or replays[-1]
+    called = Engine(model, **options)
+    called._batch.graphs._is_refused = True  # padded as what is captured: other shapes may round otherwise
+    for each in (called, engine):
+        each._batch.graphs.run = checked(each._batch.graphs.run)
+        for request in requests_of(7, 500, **ON_A_GPU[kind]):  # up to four pages, and so block tables of several widths
+            each.submit(request)
+            each.step()
+        while each.step():
+            pass
+    eager, captured = ([event for event in each.events() if isinstance(event, Result)] for each in (called, engine))
+    assert len(eager) == 7 and eager == captured and len(replays) > 2 and all(replays)
+
+
+@pytest.mark.parametrize("kind", ON_A_GPU)
+def test_captured_steps_give_the_tokens_of_steps_that_are_launched_anew(model, recorder, kind):
+    both_ways(model, kind)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ON_A_GPU)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype, kind):
     if "regex" in ON_A_GPU[kind]:
         pytest.importorskip("outlines_core")  # which `make gpu` does not need
-    model = init(tiny_config(L, **TWO_LAYERS), seed=3, device="cuda", kernels="auto", dtype=dtype)
-    options = dict(max_rows=5, capacity=8192)  # else the pages of the first would take the memory of the second
-    options |= dict(tokenizer=character_tokenizer("abcd"), generation=replace(LIVELY, eos_ids=(1,), pad_id=0))
-    engine = Engine(model, **options)
-    replays = []
-    run = engine._batch.graphs._captured
-    engine._batch.graphs._captured = lambda work: replays.append(run(work)) or replays[-1]
-    called = Engine(model, **options)
-    called._batch.graphs._is_refused = True  # padded as what is captured: other shapes may round otherwise
-    found = [called, engine]
-    for each in found:
-        each._batch.graphs.run = without_waiting(each._batch.graphs.run)
-        for request in requests_of(7, 500, **ON_A_GPU[kind]):  # up to four pages, and so block tables of several widths
-            each.submit(request)
-            each.step()
-        while each.step():
-            pass
-    eager, captured = ([event for event in each.events() if isinstance(event, Result)] for each in found)
-    assert eager == captured and len(replays) > 2 and all(replays)
+    both_ways(
+        init(tiny_config(L, **TWO_LAYERS), seed=3, device="cuda", kernels="auto", dtype=dtype), kind, without_waiting
+    )
