@@ -17,35 +17,18 @@ from blockdiff.models.adapters import TOKEN_ROWS, adapters_of
 from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 
-# Settings of PEFT that change what an adapter computes, with the values under which they do not.
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "layer_replication": (None,),
-    "use_qalora": (False, None),
-    "alora_invocation_tokens": (None,),
-    "use_bdlora": (None, False),
-    "kasa_config": (None,),
-    "velora_config": (None,),
-    "monteclora_config": (None,),
-    "arrow_config": (None,),
-    # others change the weights of the base (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA), which the file does not have
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
-# Settings that are read, and those that say nothing about an adapter whose tensors are there.
+# Settings that are read, and settings without effect on an adapter whose tensors are there.
 READ = (
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout"),
     *("target_modules", "target_parameters", "trainable_token_indices", "base_model_name_or_path"),
     *("exclude_modules", "layers_to_transform"),
 )
 INERT = (
-    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
-    *("layers_pattern", "megatron_config", "megatron_core", "runtime_config"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "layers_pattern"),
+    *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
 )
+# Every other setting must be null, false or empty, or have one of these values, with which PEFT computes plain LoRA.
+NEUTRAL: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
 
 
 def _is_number(value: Any) -> bool:
@@ -167,17 +150,12 @@ def require_plain(config: Mapping[str, Any], directory: Path) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{directory / CONFIG}: peft_type is {kind!r}; only LORA is read")
-    for key, allowed in PLAIN.items():
-        if key in config and config[key] not in allowed:
-            remedy = "blockdiff reads plain LoRA only"
-            if key == "init_lora_weights":
-                remedy = (
-                    "it goes with a base whose weights PEFT has changed; let PEFT write it as plain LoRA "
-                    "(save_pretrained with path_initial_model_for_weight_conversion)"
-                )
-            raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r:.80}; {remedy}")
-    if unknown := next((key for key in config if key not in (*PLAIN, *READ, *INERT) and config[key]), None):
-        raise CheckpointError(f"{directory / CONFIG}: {unknown!r:.80} is a setting that this version does not know")
+    for key, value in config.items():
+        if value and key not in (*READ, *INERT) and value not in NEUTRAL.get(key, ()):
+            raise CheckpointError(
+                f"{directory / CONFIG}: {key:.80} is {value!r:.80}, and only plain LoRA over the base's weights is "
+                "read; let PEFT write it so (save_pretrained with path_initial_model_for_weight_conversion)"
+            )
     for key, (is_form, words) in FORMS.items():
         if config.get(key) is not None and not is_form(config[key]):
             raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r:.80}; it must be {words}")
