@@ -121,7 +121,6 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         eps=recipe.optim.eps,
         momentum=recipe.optim.momentum,
         weight_decay=recipe.optim.weight_decay,
-        layer_decay=recipe.optim.layer_decay,
     )
     learning_rate = partial(
         schedule.learning_rate,

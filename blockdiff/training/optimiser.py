@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +26,6 @@ from blockdiff.training.muon import AdamWOfPieces, Muon
 
 EMBEDDING_TABLE = "vocabulary.table"
 TRAINED_ROWS = "vocabulary.token_rows"
-_LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -40,19 +38,6 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1 and not name.endswith(EMBEDDING_TABLE)
 
 
-def lr_scale(name: str, layers: int, layer_decay: float) -> float:
-    """The factor of a parameter's learning rate in a model of so many layers.
-
-    Layer n, counted from 0: `layer_decay ** (layers - 1 - n)`, so the last layer keeps the full rate. The table
-    stands below the first layer: `layer_decay ** layers`. The final norm and self-conditioning: 1 (arXiv 1801.06146
-    section 3.2 with one rate per layer, in the form of arXiv 2003.10555).
-    """
-    if name.endswith(EMBEDDING_TABLE):
-        return float(layer_decay**layers)
-    layer = _LAYER.search(name)
-    return float(layer_decay ** (layers - 1 - int(layer[1]))) if layer else 1.0
-
-
 def matrix_count(name: str, parameter: Tensor) -> int:
     """The number of matrices that lie above one another in a parameter's last two dimensions; 0 = it is no matrix.
 
@@ -63,23 +48,18 @@ def matrix_count(name: str, parameter: Tensor) -> int:
     return 2 if name.endswith(("gate_up_proj", "gate_up_lora_B")) else 1
 
 
-def parameter_groups(
-    module: nn.Module, weight_decay: float, layer_decay: float = 1.0, by_matrices: bool = False
-) -> list[dict[str, Any]]:
-    """An optimiser's groups of trainable parameters, by decay and by `lr_scale`, which `set_lr` multiplies with.
+def parameter_groups(module: nn.Module, weight_decay: float, by_matrices: bool = False) -> list[dict[str, Any]]:
+    """Return an optimiser's groups of trainable parameters: decayed ones, and those without decay.
 
-    Without layer decay these are two: decayed and not decayed. by_matrices: also by `matrix_count`, which they then
-    hold, too. Empty ones are left out.
+    by_matrices: one group for each `matrix_count`, too, which the groups then hold. Empty groups are left out.
     """
-    numbers = [int(layer[1]) for name, _ in module.named_parameters() if (layer := _LAYER.search(name))]
-    layers = max(numbers, default=-1) + 1
-    groups: dict[tuple[float, bool, int], dict[str, Any]] = {}
+    groups: dict[tuple[bool, int], dict[str, Any]] = {}
     for name, parameter in trainable(module).items():
-        scale, is_decayed = lr_scale(name, layers, layer_decay), decays(name, parameter)
+        is_decayed = decays(name, parameter)
         matrices = matrix_count(name, parameter) if by_matrices else 0
-        empty = {"params": [], "weight_decay": weight_decay if is_decayed else 0.0, "lr_scale": scale}
+        empty = {"params": [], "weight_decay": weight_decay if is_decayed else 0.0}
         empty |= {"matrices": matrices} if by_matrices else {}
-        groups.setdefault((scale, is_decayed, matrices), empty)["params"].append(parameter)
+        groups.setdefault((is_decayed, matrices), empty)["params"].append(parameter)
     return [groups[key] for key in sorted(groups, reverse=True)]
 
 
@@ -92,17 +72,16 @@ def build(
     eps: float = 1e-8,
     momentum: float = 0.95,
     weight_decay: float = 1e-4,
-    layer_decay: float = 1.0,
 ) -> torch.optim.Optimizer:
     """The optimiser over what trains in `module`: "adamw", "muon", or "adamw_8bit" from bitsandbytes.
 
     AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Muon, with its `momentum`,
-    moves matrices, and AdamW the rest. Decay leaves norms, scales and the embedding table alone; `layer_decay` < 1
-    lowers the rate of earlier layers (see `lr_scale`). In place of a name there may be a function that makes another
-    optimiser from the parameters, with its own settings; the rates of its groups are the peaks of the schedule.
-    Raises RunError when nothing trains, or the 8-bit one is not installed.
+    moves matrices, and AdamW the rest. Decay leaves norms, scales and the embedding table alone. In place of a name
+    there may be a function that makes another optimiser from the parameters, with its own settings; the rates of its
+    groups are the peaks of the schedule. Raises RunError if nothing trains, or if
+    the 8-bit one is not installed.
     """
-    groups = parameter_groups(module, weight_decay, layer_decay, by_matrices=name == "muon")
+    groups = parameter_groups(module, weight_decay, by_matrices=name == "muon")
     if not groups:
         raise RunError("no parameter trains; look at optim.freeze")
     if not isinstance(name, str):
@@ -127,7 +106,6 @@ def build(
         optimiser = kind(groups, lr=lr, betas=betas, eps=eps, fused=fused)
     else:
         raise RunError(f"optim.name: there is no optimiser {name!r}; choose adamw, muon or adamw_8bit")
-    set_lr(optimiser, lr)
     return optimiser
 
 

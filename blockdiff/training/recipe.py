@@ -207,7 +207,6 @@ class OptimSection(Section):
     clip: Amount = 1.0  # largest gradient norm; 0 = no clipping
     schedule: Annotated[LearningRateSchedule, choices.LR_SCHEDULE] = CosineDecay()
     warmup_steps: Count | None = None  # null = 25, of a run of less than 250 steps a tenth
-    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     freeze: list[str] = []
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
 
@@ -283,7 +282,6 @@ class EvaluationSection(Section):
     """Measurements during training beside the training losses, and what follows from them."""
 
     rows: Positive | None = None  # of data.heldout; null = all
-    noise_levels: Positive = 5  # equal parts of t that losses and accuracies are reported for
     prompts: choices.Sources | None = None  # rows whose prompts are sampled and whose responses are the reference
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32

@@ -15,7 +15,7 @@ from blockdiff.training.recipe_choices import UniformTokens
 from blockdiff.training.run import require_decisive
 from blockdiff.training.trackers import check as check_trackers
 
-OF_OPTIMISERS = ("name", "betas", "eps", "weight_decay", "layer_decay")
+OF_OPTIMISERS = ("name", "betas", "eps", "weight_decay")
 OF_PROMPTS = ("prompts_every", "prompts_count", "task", "strategy")
 OF_CANVASES = {
     "objective": (
@@ -223,7 +223,6 @@ def without_effect(recipe: Recipe, steps: int) -> list[str]:
     A warm-up that never ends gets a line, too.
     """
     d, t, e, o, c = recipe.data, recipe.train, recipe.evaluation, recipe.optim, recipe.objective
-    has_noise = d.heldout is not None and c.draft_for is None
     keeps_some = not t.keep_every or (t.save_every > 0 and t.keep_every % t.save_every == 0)
     needs = [
         (o, "optim", ("momentum",), o.name == "muon", "optim.name: muon"),
@@ -232,7 +231,6 @@ def without_effect(recipe: Recipe, steps: int) -> list[str]:
         (t, "train", ("eval_every",), d.heldout is not None, "data.heldout"),
         (t, "train", ("keep_every",), keeps_some, "to be a multiple of train.save_every"),
         (e, "evaluation", ("rows",), d.heldout is not None, "data.heldout"),
-        (e, "evaluation", ("noise_levels",), has_noise, "held-out canvases (data.heldout)"),
         (e, "evaluation", OF_PROMPTS, e.prompts is not None, "evaluation.prompts"),
     ]
     if (lora := recipe.lora).trains:

@@ -273,12 +273,11 @@ class Trainer:
     def evaluate(self, step: int) -> Record:
         """The held-out losses and accuracies."""
         batches = self.built.data.heldout_batches(self.ranks.row_rank, self.ranks.row_world)
-        levels = self.recipe.evaluation.noise_levels
         objective: Any = self.built.objective
         with self.averaged():
             if isinstance(objective, DraftObjective):
                 return heldout_drafts(objective, batches, self.ranks, self.built.precision)
-            return heldout(objective, batches, self.ranks, self.built.precision, levels)
+            return heldout(objective, batches, self.ranks, self.built.precision)
 
     def sample(self, step: int) -> Record:
         """The figures of the sampled prompts; some of their texts go to samples.jsonl."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from blockdiff.checkpoint import init
 from blockdiff.errors import RunError
 from blockdiff.training.optimiser import (
     build,
@@ -18,7 +17,6 @@ from blockdiff.training.optimiser import (
     set_lr,
     trainable,
 )
-from tests.oracle import tiny_config
 from tests.toy_objective import ToyObjective
 
 pytestmark = pytest.mark.quick
@@ -38,28 +36,6 @@ def test_frozen_parameters_are_in_no_group():
     module.signal.requires_grad_(False)
     assert list(trainable(module)) == ["norm", "vocabulary.table", "mix.weight"]
     assert sum(len(group["params"]) for group in parameter_groups(module, 0.1)) == 3
-
-
-def test_with_layer_decay_earlier_layers_have_smaller_rates_and_the_table_the_smallest():
-    model = init(tiny_config(), seed=0, device="cpu", kernels="torch")
-    optimiser = build(nn.ModuleDict({"model": model}), lr=1.0, weight_decay=0.1, layer_decay=0.5)
-    set_lr(optimiser, 2.0)
-    rate = {id(p): group["lr"] for group in optimiser.param_groups for p in group["params"]}
-    found = {name: rate[id(p)] for name, p in model.named_parameters()}
-    assert found.pop("vocabulary.table") == 2.0 / 16
-    for name, lr in found.items():
-        layer = name.startswith("layers.") and int(name.split(".")[1])
-        assert lr == (2.0 if layer is False else 2.0 * 0.5 ** (3 - layer)), name
-    assert len(rate) == len(list(model.parameters()))  # every one in one group
-    undecayed = {id(p) for group in optimiser.param_groups if not group["weight_decay"] for p in group["params"]}
-    assert undecayed == {id(p) for n, p in model.named_parameters() if p.dim() == 1 or n == "vocabulary.table"}
-
-
-def test_frozen_layers_count_as_layers():
-    model = init(tiny_config(), seed=0, device="cpu", kernels="torch")
-    model.layers[3].requires_grad_(False)
-    scales = {group["lr_scale"] for group in parameter_groups(model, 0.1, layer_decay=0.5)}
-    assert scales == {1.0, 0.5, 0.25, 0.125, 0.0625}  # the final norm 1, layers 2, 1, 0, the table
 
 
 def test_the_learning_rate_reaches_optimisers_that_keep_it_in_a_tensor():

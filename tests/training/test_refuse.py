@@ -82,17 +82,17 @@ def test_keys_that_need_those_of_another_section_are_named() -> None:
     changed = recipe(
         train={"keep_every": 7, "save_every": 5, "eval_every": 3, "steps": 30},
         evaluation={"prompts_every": 4, "strategy": "confident"},
-        optim={"momentum": 0.9, "layer_decay": 0.9},
+        optim={"momentum": 0.9, "eps": 1e-6},
         objective={"anchors": 9},
         given={"optimiser": torch.optim.SGD},
     )
     keys = [line.split()[0] for line in without_effect(changed, 30)]
     assert keys == [
-        *("optim.momentum", "optim.layer_decay", "objective.anchors", "train.eval_every", "train.keep_every"),
+        *("optim.momentum", "optim.eps", "objective.anchors", "train.eval_every", "train.keep_every"),
         *("evaluation.prompts_every", "evaluation.strategy"),
     ]
-    drafted = recipe(objective={"draft_for": "a", "anchors": 9}, data=HELD, evaluation={"noise_levels": 2})
-    assert [line.split()[0] for line in without_effect(drafted, 9)] == ["evaluation.noise_levels"]
+    drafted = recipe(objective={"draft_for": "a", "anchors": 9})
+    assert without_effect(drafted, 9) == []
     for epochs, said in ((1, ["data.canvases", "rl.clip"]), (2, ["data.canvases"])):
         rl = {"policy": "head", "reward": "sudoku", "clip": [0.1, 0.1], "epochs": epochs}
         reinforced = recipe(rl=rl, data={"canvases": "all"}, train={"batch_size": 128})
