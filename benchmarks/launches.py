@@ -90,8 +90,8 @@ def launches_left_out() -> Iterator[Counter[str]]:
 class DenoisingStep:
     """One step of one canvas, of a model with so many layers of one kind before its last one.
 
-    preset: whose sizes it has, without memory for them (None: sizes at which arithmetic takes no time). quantize: "fp8"
-    or "fp8-dynamic", None = weights like others.
+    preset: whose sizes it has, without memory for them (None: sizes at which arithmetic takes no time). quantize:
+    "fp8", or None for weights like others.
     """
 
     def __init__(self, kind: str, layers: int, preset: str | None = None, quantize: str | None = None):
@@ -101,7 +101,7 @@ class DenoisingStep:
             config = small_config(layer_types) if preset is None else config_of(preset, layer_types)
             self.model = DiffusionGemma(config, kernels="triton").to(dtype).eval()
             if quantize is not None:
-                put_in_fp8(self.model, fp8_layers(self.model), rounds_inputs=quantize == "fp8-dynamic")
+                put_in_fp8(self.model, fp8_layers(self.model))
         self.pages = Pages(self.model, capacity=4096)
         self.row = self.pages.open()
         self.pages.encode([self.row], torch.arange(3, 24)[None], [21])

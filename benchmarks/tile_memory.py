@@ -34,7 +34,7 @@ Key = tuple[str, int, int, tuple[int, ...]]  # kernel, architecture, bytes of an
 
 
 def calls() -> Iterator[tuple[int, Callable[[], None]]]:
-    """Bytes of an element (1: products of fp8 with fp8), and what launches kernels for such."""
+    """Bytes of an element, and what launches kernels for such."""
     for dtype in (torch.bfloat16, torch.float32):
         found: list[Callable[..., None]] = []
         found += [partial(ops.attention, *heads) for heads in ((64, 8), (128, 8), (256, 8), (512, 2))]
@@ -45,8 +45,6 @@ def calls() -> Iterator[tuple[int, Callable[[], None]]]:
         found += [partial(ops.gated, tokens) for tokens in (16, 256, 1024)]
         found += [ops.norms, ops.inference, ops.vocabulary]
         yield from ((dtype.itemsize, partial(call, dtype=dtype)) for call in found)
-    for tokens in (16, 256, 2048, 8192):
-        yield 1, partial(ops.in_fp8, tokens, torch.bfloat16, False, True)
 
 
 def line_key(kernel: str, architecture: int, size: int, constants: dict[str, Any]) -> Key:

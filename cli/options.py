@@ -170,8 +170,8 @@ Quantize = Annotated[
     option(
         DEVICE,
         "FORM",
-        "fp8 rounds weights to 8 bits, fp8-dynamic also their inputs; none undoes it. Default: as stored.",
-        callback=_one_of("fp8", "fp8-dynamic", "none"),
+        "fp8 rounds weights to 8 bits, none undoes it. Default: as stored.",
+        callback=_one_of("fp8", "none"),
     ),
 ]
 Device = Annotated[str, option(DEVICE, "NAME", "auto, cpu, cuda or cuda:1.", callback=_device)]

@@ -7,6 +7,7 @@ e4m3 lies X_scale [out, 1], and experts are matrices of their own. That is what 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import nn
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS as ADAPTER_WEIGHTS
 from blockdiff.checkpoint.assembled import Assembled, assembled, stored_apart
-from blockdiff.checkpoint.files import metadata_in
+from blockdiff.checkpoint.digests import has_digests
+from blockdiff.checkpoint.files import CONFIG, metadata_in
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
@@ -25,8 +27,8 @@ from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers, layers_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
 
-# What weights can be asked for in; None: as they are stored. With fp8-dynamic products take their inputs in fp8, too.
-FORMS = ("fp8", "fp8-dynamic", "none")
+# What weights can be asked for in; None: as they are stored.
+FORMS = ("fp8", "none")
 FORM = "base_weights"  # the entry of an adapter's file that says it of the weights below
 
 
@@ -39,7 +41,7 @@ def check_quantize(quantize: str | None) -> None:
 def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | None) -> list[str]:
     """The layers of an empty model whose weights are to be in fp8.
 
-    quantize: "fp8" or "fp8-dynamic" (all that the family has it for), "none", or None: those that the checkpoint has in
+    quantize: "fp8" (all that the family has it for), "none", or None: those that the checkpoint has in
     fp8, which the first ones include. Raises CheckpointError.
     """
     check_quantize(quantize)
@@ -66,15 +68,14 @@ def is_fp8(config: Any, quantize: str | None) -> bool:
     return _said(config).get("format") == "float-quantized"
 
 
-def rounds_inputs(config: Any, quantize: str | None) -> bool:
-    """True where the products of such a model round their inputs to fp8, too, every token with a scale of its own, as
-    `quantize` asks or else as the config says."""
-    check_quantize(quantize)
-    if quantize is not None:
-        return quantize == "fp8-dynamic"
+def warn_of_inputs(config: Any, directory: Path) -> None:
+    """Warn if another program's checkpoint asks for inputs that are rounded to fp8, which stay as they are here."""
     groups = [group for group in _said(config).get("config_groups", {}).values() if isinstance(group, Mapping)]
-    inputs = [group.get("input_activations") or {} for group in groups]
-    return any(each.get("strategy") == "token" and each.get("dynamic") is True for each in inputs)
+    if any(group.get("input_activations") for group in groups) and not has_digests(directory):
+        warnings.warn(
+            f"{directory}: its {CONFIG} rounds the inputs of layers in fp8, too; here only weights are in fp8",
+            stacklevel=3,
+        )
 
 
 def _said(config: Any) -> Mapping[str, Any]:
@@ -87,7 +88,7 @@ def fp8_form(model: BlockDiffusionModel) -> str | None:
     layers = layers_in_fp8(model)
     if not layers or not layers.keys() >= set(fp8_layers(model)):
         return None
-    return "fp8-dynamic" if any(layer.rounds_inputs for layer in layers.values()) else "fp8"
+    return "fp8"
 
 
 def form_below(directory: str | Path) -> str | None:
@@ -96,6 +97,7 @@ def form_below(directory: str | Path) -> str | None:
     """
     file = Path(directory).expanduser() / ADAPTER_WEIGHTS
     form = metadata_in(file).get(FORM) if file.exists() else None
+    form = "fp8" if form == "fp8-dynamic" else form  # weights of the same codes, whose inputs were rounded
     check_quantize(form)
     return form
 
@@ -103,19 +105,16 @@ def form_below(directory: str | Path) -> str | None:
 def described(model: BlockDiffusionModel) -> dict[str, Any] | None:
     """The `quantization_config` of a model's config.json; None for one without weights in fp8.
 
-    Inputs that are rounded have a scale for each token, made from it (`dynamic`); others stay as they are.
+    Its form is the one that vLLM's loader of DiffusionGemma takes (FP8-Dynamic), in which that rounds inputs, too.
     """
-    layers = layers_in_fp8(model).values()
-    if not layers:
+    if not layers_in_fp8(model):
         return None
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     group: dict[str, Any] = {
         "targets": ["Linear"],
         "weights": {**number, "strategy": "channel", "dynamic": False},
-        "input_activations": None,
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
     }
-    if any(layer.rounds_inputs for layer in layers):
-        group["input_activations"] = {**number, "strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",

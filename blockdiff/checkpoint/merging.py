@@ -16,7 +16,7 @@ from blockdiff.checkpoint.adapters import adapted_checkpoint, check_parts, load_
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.digests import read_back
-from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below, rounds_inputs
+from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below
 from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.opening import model_files
 from blockdiff.checkpoint.read import carried_by, empty, resolve_dtype, stored_fp8, stored_weights
@@ -67,7 +67,7 @@ def export(
         if beside is None:
             raise CheckpointError(f"{source}: has no adapters to write in PEFT's format; name some with --adapter")
         if below is not None:
-            put_in_fp8(model, chosen_layers(model, weights, below), rounds_inputs(model.config, below))
+            put_in_fp8(model, chosen_layers(model, weights, below))
         load_adapter(model, beside)
         model.carried = carried_by(weights, model)
         adapted = base or (adapted_checkpoint(beside) if adapter is None else str(source))
@@ -114,7 +114,7 @@ def _written(
     def rounded(name: str) -> Fp8:
         return quantised(sums[name].read()) if name in sums else read_fp8(name)
 
-    put_in_fp8(model, layers, rounds_inputs(model.config, form))
+    put_in_fp8(model, layers)
     written = {name: source_of(name) for name in sources if name not in leaves}
     for name in leaves:
         shape = sources[name].shape
@@ -139,7 +139,7 @@ def _decoded(read: Callable[[str], Fp8], name: str) -> Tensor:
 
 
 def _part(read: Callable[[str], Fp8], name: str, part: int) -> Tensor:
-    return read(name)[:2][part]
+    return read(name)[part]
 
 
 def _sums(

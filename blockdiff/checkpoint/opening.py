@@ -17,7 +17,7 @@ from blockdiff.checkpoint.adapter_base import warn_of_other_weights
 from blockdiff.checkpoint.adapters import adapted_checkpoint, fill_adapters, has_adapter, read_adapter
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, find
-from blockdiff.checkpoint.fp8 import chosen_layers, form_below, fp8_form, rounds_inputs
+from blockdiff.checkpoint.fp8 import chosen_layers, form_below, fp8_form, warn_of_inputs
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.read import empty, load_weights, weights_dtype
 from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
@@ -82,10 +82,9 @@ def load(
     dtype: "auto" is the one that is stored. adapter: a directory in PEFT's format whose adapters the model gets; the
     directory of an adapter may also stand in place of the model's, whose name it then brings. Settings and tokenizer
     beside the adapter go before the model's.
-    quantize: "fp8" rounds the weights of linear layers and experts to fp8, one tensor after the other, and lets them
-    stand still; with "fp8-dynamic" their products take inputs in fp8, too, every token with a scale of its own; "none"
-    makes what is stored in fp8 weights like others; None leaves each as it is stored, below an adapter as it was
-    trained over them.
+    quantize: "fp8" rounds the weights of linear layers and experts to fp8, one tensor after the other, and freezes
+    them; "none" makes what is stored in fp8 weights like others; None leaves each as it is stored, below an adapter as
+    it was trained over them.
     draft_model: a canvas model of the same tokenizer, which makes the model a `Drafted` one for verified canvases. It
     has the same dtype, device and kernels, and neither the adapter nor the rounding.
     """
@@ -113,12 +112,14 @@ def load_files(
     """The model in some directories, as `load` has it.
 
     spread: called with the model, which has its adapter and no weights, and with the dtype that these will have, so
-    that a rank gets room for its own pieces; warns: whether an adapter of other weights is worth a warning here.
+    that a rank gets room for its own pieces; warns: whether this process warns, of an adapter of other weights, say.
     """
     opened = empty(read_config(files.weights), kernels, model)
     if quantize is None and files.adapter is not None:
         quantize = form_below(files.adapter)
-    put_in_fp8(opened, chosen_layers(opened, files.weights, quantize), rounds_inputs(opened.config, quantize))
+    put_in_fp8(opened, chosen_layers(opened, files.weights, quantize))
+    if quantize is None and warns:
+        warn_of_inputs(opened.config, files.weights)
     adapter = None if files.adapter is None else read_adapter(files.adapter, opened)
     if adapter is not None:
         adapt(opened, adapter.modules, adapter.tokens)

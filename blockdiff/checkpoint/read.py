@@ -169,7 +169,7 @@ def _in_fp8(in_files: Mapping[str, Stored], stored: Mapping[str, Stored], hub: s
     """A tensor in fp8 on a device: as a checkpoint has it, or rounded there from what it has."""
     place = stored[hub]
     if isinstance(place, Assembled) and place.is_fp8:
-        codes, scale, _ = read_fp8(in_files, place)
+        codes, scale = read_fp8(in_files, place)
         return Fp8(codes.to(device, copy=True), scale.to(device, copy=True))
     return quantised(read_whole(in_files, place, hub).to(device))
 

@@ -28,24 +28,18 @@ def is_scale(name: str) -> bool:
 
 
 class InFp8(nn.Module):
-    """A module that holds tensors in fp8: casting leaves them as they are, moving moves them.
-
-    rounds_inputs: whether their products take inputs in fp8, too (`kernels.fp8.Fp8`).
-    """
-
-    rounds_inputs: bool = False
+    """A module that holds tensors in fp8: casting leaves them as they are, moving moves them."""
 
     def hold(self, name: str, weight: Fp8) -> None:
         """Keep a tensor in fp8 under this name."""
-        self.rounds_inputs = weight.rounds_inputs
         self.register_buffer(name, weight.codes)
         self.register_buffer(name + SCALE, weight.scale)
 
-    def hold_empty(self, name: str, like: Tensor, rounds_inputs: bool) -> None:
+    def hold_empty(self, name: str, like: Tensor) -> None:
         """Keep room for one of like's shape, on its device."""
         codes = like.new_empty(like.shape, dtype=torch.uint8)
         scale = like.new_empty((*like.shape[:-1], 1), dtype=torch.float32)
-        self.hold(name, Fp8(codes, scale, rounds_inputs))
+        self.hold(name, Fp8(codes, scale))
 
     def leaves(self) -> list[str]:
         """The names of the tensors that are held."""
@@ -53,7 +47,7 @@ class InFp8(nn.Module):
 
     def held(self, name: str) -> Fp8:
         """The tensor of this name; where it is split, the part that lies here."""
-        return Fp8(local_part(getattr(self, name)), local_part(getattr(self, name + SCALE)), self.rounds_inputs)
+        return Fp8(local_part(getattr(self, name)), local_part(getattr(self, name + SCALE)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = {name: scale for name, scale in self.named_buffers(recurse=False) if is_scale(name)}
@@ -69,12 +63,12 @@ class Fp8Linear(InFp8, nn.Linear):
 
     kernels: Kernels
 
-    def __init__(self, base: nn.Linear, kernels: Kernels, rounds_inputs: bool = False):
+    def __init__(self, base: nn.Linear, kernels: Kernels):
         nn.Module.__init__(self)
         assert base.bias is None
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, None
         self.kernels = kernels
-        self.hold_empty("weight", base.weight.detach(), rounds_inputs)
+        self.hold_empty("weight", base.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.held("weight"))
@@ -83,11 +77,11 @@ class Fp8Linear(InFp8, nn.Linear):
 class Fp8Experts(InFp8, Experts):
     """Routed experts whose matrices are in fp8."""
 
-    def __init__(self, base: Experts, rounds_inputs: bool = False):
+    def __init__(self, base: Experts):
         nn.Module.__init__(self)
         self.kernels, self.activation = base.kernels, base.activation
         for name in ("gate_up_proj", "down_proj"):
-            self.hold_empty(name, base.get_parameter(name).detach(), rounds_inputs)
+            self.hold_empty(name, base.get_parameter(name).detach())
 
     def matrices(self) -> tuple[Fp8, Fp8]:
         """gate_up and down."""

@@ -28,21 +28,18 @@ def fp8_layers(model: BlockDiffusionModel) -> list[str]:
     ]
 
 
-def put_in_fp8(model: BlockDiffusionModel, layers: Iterable[str], rounds_inputs: bool = False) -> None:
-    """Put layers for weights in fp8 in the place of the named ones, without values. Adapters come afterwards.
-
-    rounds_inputs: whether they take their inputs in fp8, too.
-    """
+def put_in_fp8(model: BlockDiffusionModel, layers: Iterable[str]) -> None:
+    """Put layers for weights in fp8 in the place of the named ones, without values. Adapters come afterwards."""
     for name in layers:
         module = model.get_submodule(name)
         if isinstance(module, InFp8):
             continue
         made: InFp8
         if isinstance(module, Experts):
-            made = Fp8Experts(module, rounds_inputs)
+            made = Fp8Experts(module)
         else:
             assert isinstance(module, nn.Linear)
-            made = Fp8Linear(module, model.kernels, rounds_inputs)
+            made = Fp8Linear(module, model.kernels)
         model.set_submodule(name, made.train(module.training))
 
 

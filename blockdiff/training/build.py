@@ -166,9 +166,7 @@ def _kept(model: BlockDiffusionModel) -> str:
     """The dtype in which a model's weights are kept, in words, and the one in which they are gathered if it differs."""
     kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.kept_dtype, model.dtype))
     dtypes = kept if kept == gathered else f"{kept}, gathered in {gathered}"
-    layers = layers_in_fp8(model).values()
-    inputs = " with their inputs" if any(layer.rounds_inputs for layer in layers) else ""
-    return f"{dtypes}, linear layers and experts in fp8{inputs}" if layers else dtypes
+    return f"{dtypes}, linear layers and experts in fp8" if layers_in_fp8(model) else dtypes
 
 
 def load_target(recipe: Recipe, mesh: Mesh) -> BlockDiffusionModel:

@@ -208,6 +208,6 @@ def below_adapters(model: Any, recipe: Recipe, base: StartingModel) -> Any:
     """The model without its adapters: one that has the very same weights, not copies."""
     frozen = checkpoint.empty(base.config, recipe.model.kernels)
     if recipe.model.quantize is not None:
-        put_in_fp8(frozen, fp8_layers(frozen), recipe.model.quantize == "fp8-dynamic")
+        put_in_fp8(frozen, fp8_layers(frozen))
     frozen.load_state_dict({name: x for name, x in model.state_dict().items() if not is_adapter(name)}, assign=True)
     return frozen.eval()

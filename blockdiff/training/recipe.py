@@ -77,7 +77,7 @@ class ModelSection(Section):
     preset: str | None = None
     tokenizer: str | None = None  # a directory or hub id; null = the one beside the weights
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    quantize: Literal["fp8", "fp8-dynamic"] | None = None  # weights that stand still: under adapters, of draft_for
+    quantize: Literal["fp8"] | None = None  # weights that stand still: under adapters, of draft_for
     kernels: Literal["auto", "triton", "torch"] = "auto"
     compile: bool = False
 

@@ -205,7 +205,7 @@ def without_weights(
                 "out, or give a model or preset whose image tokens the tokenizer has"
             )
     if recipe.model.quantize is not None:
-        put_in_fp8(model, fp8_layers(model), recipe.model.quantize == "fp8-dynamic")
+        put_in_fp8(model, fp8_layers(model))
     if dtype is not None:
         model.to(dtype)
     kind: Any = recipe.given.objective or Objective
@@ -234,7 +234,7 @@ def _draft_objective(model: BlockDiffusionModel, recipe: Recipe, base: StartingM
     """The objective of a drafter, without weights, as `without_weights` makes it; its target has none either."""
     target = checkpoint.empty(base.target_config, kernels=model.kernels)
     if recipe.model.quantize is not None:
-        put_in_fp8(target, fp8_layers(target), recipe.model.quantize == "fp8-dynamic")
+        put_in_fp8(target, fp8_layers(target))
     if dtype is not None:
         model.to(dtype)
         target.to(computed_in(recipe) or dtype)

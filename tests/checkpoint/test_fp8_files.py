@@ -68,7 +68,7 @@ def test_linear_layers_and_experts_of_every_family_are_rounded_and_come_back_to_
         for leaf in module.leaves():
             weight = plain.get_parameter(f"{layer}.{leaf}")
             made = quantised(weight.detach())
-            assert all(map(torch.equal, module.held(leaf)[:2], made[:2]))
+            assert all(map(torch.equal, module.held(leaf), made))
             assert (decoded(made, torch.float32) - weight).norm() < 0.04 * weight.norm()
     blockdiff.save(model, tmp_path / "fp8")
     again = load(tmp_path / "fp8")
@@ -82,7 +82,8 @@ def test_the_files_are_as_compressed_tensors_has_them(base, written):
     said = config["quantization_config"]
     assert (said["quant_method"], said["format"]) == ("compressed-tensors", "float-quantized")
     assert said["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
-    assert said["config_groups"]["group_0"]["input_activations"] is None
+    inputs = said["config_groups"]["group_0"]["input_activations"]  # as vLLM's loader takes it
+    assert (inputs["strategy"], inputs["dynamic"], inputs["num_bits"]) == ("token", True, 8)
     assert r"re:.*router\.proj$" in said["ignore"] and r"re:.*self_conditioning\.up_proj$" in said["ignore"]
     tensors, before = load_file(written / "model.safetensors"), load_file(base / "model.safetensors")
     rows = before[HUB_Q].shape[0]
@@ -96,47 +97,28 @@ def test_the_files_are_as_compressed_tensors_has_them(base, written):
     assert torch.equal(tensors["model.decoder.norm.weight"], before["model.decoder.norm.weight"])
 
 
-def test_inputs_are_rounded_where_that_is_asked_for_or_the_checkpoint_says_so(base, written, tmp_path):
-    dynamic = load(base, quantize="fp8-dynamic")
-    assert all(layer.rounds_inputs for layer in layers_in_fp8(dynamic).values())
-    blockdiff.save(dynamic, tmp_path / "dynamic")
-    exported = checkpoint.export(base, tmp_path / "exported", quantize="fp8-dynamic")
-    for folder in (tmp_path / "dynamic", exported):
-        said = json.loads((folder / "config.json").read_text())["quantization_config"]
-        inputs = said["config_groups"]["group_0"]["input_activations"]
-        assert (inputs["strategy"], inputs["dynamic"], inputs["num_bits"]) == ("token", True, 8)
-        again = load(folder)
-        assert torch.equal(hidden(again), hidden(dynamic))
-        one, two = again.state_dict(), load(written).state_dict()
-        assert all(torch.equal(one[name], two[name]) for name in two)
-        # the same weights, whose inputs stay as they are when that is asked for
-        assert torch.equal(hidden(load(folder, quantize="fp8")), hidden(load(written)))
-    assert torch.equal(hidden(load(written, quantize="fp8-dynamic")), hidden(dynamic))
-    off = (hidden(load(written)) - hidden(dynamic)).norm() / hidden(dynamic).norm()
-    assert off > 0.003
+def test_another_programs_checkpoint_that_rounds_inputs_is_read_without_that_and_says_so(base, written, tmp_path):
+    copy_of(written, tmp_path, load_file(written / "model.safetensors"))  # without digests.json, so not written here
+    with pytest.warns(UserWarning, match="rounds the inputs of layers in fp8, too; here only weights are in fp8"):
+        published = load(tmp_path)
+    assert torch.equal(hidden(published), hidden(load(base, quantize="fp8")))
 
 
-def test_adapters_train_over_layers_that_round_their_inputs(base):
-    model = load(base, quantize="fp8-dynamic")
-    parts = {"attention": LowRank(2, 4.0), "experts": LowRank(2, 4.0)}
-    adapt(model, targets(model, parts))
-    draw_adapters(model, 0, torch.device("cpu"), torch.float32)
-    assert torch.equal(hidden(model), hidden(load(base, quantize="fp8-dynamic")))  # B is 0
-    tokens = torch.arange(2, 14)[None]
-    model.unembed(model.denoise(tokens[:, :8], model.encode(tokens))).square().sum().backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if name.endswith("lora_B")}
-    assert grads and all(grad is not None and grad.isfinite().all() and grad.any() for grad in grads.values())
+def test_weights_that_this_program_wrote_in_fp8_are_read_without_a_word(written, recwarn):
+    load(written)
+    assert not recwarn
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8-dynamic"])
-def test_an_adapter_brings_the_form_of_the_weights_that_it_was_trained_over(base, tmp_path, form):
-    model = load(base, quantize=form)
+@pytest.mark.parametrize("word", ["fp8", "fp8-dynamic"])  # the second rounded inputs, too, before it was taken out
+def test_an_adapter_brings_the_form_of_the_weights_that_it_was_trained_over(base, tmp_path, word, monkeypatch):
+    model = load(base, quantize="fp8")
     adapt(model, targets(model, {"attention": LowRank(2, 4.0)}))
     draw_adapters(model, 0, torch.device("cpu"), torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B"):
                 parameter.normal_(generator=torch.Generator().manual_seed(len(name))).mul_(0.1)
+    monkeypatch.setattr("blockdiff.checkpoint.adapters.fp8_form", lambda model: word)
     adapter = checkpoint.save_adapter(model, tmp_path / "adapter", str(base))
     truth = hidden(model)
     again = checkpoint.export(base, tmp_path / "peft", adapter, peft=True)
@@ -250,7 +232,7 @@ def test_sizes_say_what_weights_in_fp8_take(base, written, monkeypatch):
 
 
 def test_what_cannot_be_is_refused_in_one_line(base, tmp_path):
-    with pytest.raises(CheckpointError, match="quantize='int4' is not known; use fp8, fp8-dynamic, none or"):
+    with pytest.raises(CheckpointError, match="quantize='int4' is not known; use fp8, none or"):
         load(base, quantize="int4")
     tree = {"model": {"path": str(base), "quantize": "fp8"}, "data": {"train": [{"prompt": "a", "response": "b"}]}}
     tree["train"] = {"steps": 1, "batch_size": 2}

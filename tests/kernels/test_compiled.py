@@ -40,7 +40,7 @@ def compiled() -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     memory = read()
     for line in lines:
-        key = line_key(line["kernel"], 90, 1 if line["op"].startswith("fp8 inputs") else 2, line["constants"])
+        key = line_key(line["kernel"], 90, 2, line["constants"])
         limit = memory.get(key, SHARED_MEMORY[90])
         assert line["shared"] <= limit, f"{line} takes more than {limit}: run python -m benchmarks.tile_memory"
     return lines

@@ -98,8 +98,6 @@ def test_all_products_over_rows_share_their_row_tiles():
     names = ("gate_up", "down", "activation_backward", "grad_x")
     for architecture, size in itertools.product(SHARED_MEMORY, (2, 4)):
         lines = [table()[f"expert_mlp_{name}", architecture, size] for name in names]
-        if size == 2:  # what is bf16 may have products of fp8 with fp8
-            lines += [table()[f"expert_mlp_{name}", architecture, 1] for name in names[:2]]
         for same in zip(*lines, strict=True):
             assert len({(limit, tile.rows) for limit, tile in same}) == 1
 
@@ -287,7 +285,7 @@ def test_torch_sees_one_sound_op():
     shapes = (3, 4, 20), (3, 24, 4), (3, 4, 12), (3, 20, 4)
     low_rank = [torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in shapes]
     for matrices in ([None] * 4, low_rank):
-        arguments = (x, gate_up, down, index.to(DEVICE), weight, "gelu_tanh", True, *matrices, None, None, False)
+        arguments = (x, gate_up, down, index.to(DEVICE), weight, "gelu_tanh", True, *matrices, None, None)
         torch.library.opcheck(torch.ops.blockdiff.expert_mlp, arguments, test_utils=checks)
 
     graphs = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,21 +28,19 @@ def expert_mlp(
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
-    taken: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
     """`sum_k weight_k * down_e(gated(gate_e x, up_e x))` with e = index_k; index E contributes nothing.
 
-    low_rank: A and B of gate_up, A and B of down, whose products B A are added to the weights; taken: what the weights
-    alone make of their input first.
+    low_rank: A and B of gate_up, A and B of down, whose products B A are added to the weights.
     """
     out = torch.zeros_like(x_ND)
     for e in range(gate_up_EFD.shape[0]):
-        h = taken(x_ND) @ gate_up_EFD[e].T
+        h = x_ND @ gate_up_EFD[e].T
         if low_rank:
             h = h + x_ND @ (low_rank[1][e] @ low_rank[0][e]).T
         gate, up = h.chunk(2, -1)
         a = gated(gate, up, activation)
-        y = taken(a) @ down_EDF[e].T
+        y = a @ down_EDF[e].T
         if low_rank:
             y = y + a @ (low_rank[3][e] @ low_rank[2][e]).T
         weight = torch.where(expert_index_Nk == e, expert_weight_Nk, 0.0).sum(-1, keepdim=True)

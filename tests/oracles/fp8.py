@@ -24,18 +24,6 @@ def decoded(weight: Fp8, dtype: torch.dtype) -> Tensor:
     return (table[weight.codes.long()] * weight.scale.double()).to(dtype)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Every row of x in fp8 and back: of all numbers that there are, times the row's scale, the nearest (of two, the
-    one whose code is even)."""
-    values = torch.tensor([value(code) for code in range(127)], dtype=torch.float64)
-    scale = (x.float().abs().amax(-1, keepdim=True) / 448).double()
-    scale = torch.where(scale == 0, 1.0, scale)
-    wanted = (x.float() / scale.float()).double()
-    off = (wanted.abs()[..., None] - values).abs() + torch.arange(127) % 2 * 1e-12
-    return (values[off.argmin(-1)] * wanted.sign() * scale).to(x.dtype)
-
-
 def fp8_linears(x: Tensor, weights: Sequence[Fp8]) -> tuple[Tensor, ...]:
     """`x weight^T` for every weight."""
-    taken = [rounded(x) if weight.rounds_inputs else x for weight in weights]
-    return tuple(own @ decoded(weight, x.dtype).mT for own, weight in zip(taken, weights, strict=True))
+    return tuple(x @ decoded(weight, x.dtype).mT for weight in weights)

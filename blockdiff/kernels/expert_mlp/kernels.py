@@ -87,7 +87,7 @@ def _product(
     """left [ROWS, K] (pointers to the rows' first elements) times right [K, COLUMNS] in fp32, and where SECOND is not
     0 also times the matrix so many elements behind it.
 
-    right, or both, may hold codes of fp8. channels: the scales of right where the sum is over output channels, K of
+    right may hold codes of fp8. channels: the scales of right where the sum is over output channels, K of
     them; None: the result is to be multiplied by scales and `factor(HARDWARE)`.
     """
     inner = tl.arange(0, INNER)
@@ -149,13 +149,13 @@ def expert_mlp_narrow(
 
 @triton.jit
 def expert_mlp_gate_up(
-    x, weights, channels, narrow, matrices, of_tokens, h, a, plan,
+    x, weights, channels, narrow, matrices, h, a, plan,
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, HARDWARE: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """a[row] = f(gate) * g(up) and h[row] = (gate, up) of the row's token; weights [E, 2F, D], matrices [E, 2F, R].
 
-    channels: the scales [E, 2F] of weights in fp8; of_tokens: those [N] of an x in fp8.
+    channels: the scales [E, 2F] of weights in fp8.
     """
     tile, expert, _, column = _place(plan, F, COLUMNS)
     if expert >= E:
@@ -168,10 +168,6 @@ def expert_mlp_gate_up(
         mine = channels + expert.to(tl.int64) * (2 * F) + column
         gate *= tl.load(mine, mask=column < F, other=0.0)[None, :] * factor(HARDWARE)
         up *= tl.load(mine + F, mask=column < F, other=0.0)[None, :] * factor(HARDWARE)
-    if of_tokens is not None:
-        own = tl.load(of_tokens + slot // TOP_K)[:, None] * factor(HARDWARE)
-        gate *= own
-        up *= own
     if R:
         mine = matrices + expert.to(tl.int64) * (2 * F * R)
         gate = _low_rank(gate, narrow, mine, row, column, F, R, 1, R, PRECISION)
@@ -187,7 +183,7 @@ def expert_mlp_gate_up(
 
 @triton.jit
 def expert_mlp_product(
-    left, weights, channels, narrow, matrices, of_rows, scale, out, plan,
+    left, weights, channels, narrow, matrices, scale, out, plan,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, WEIGHT_K: tl.constexpr, WEIGHT_N: tl.constexpr,
     R: tl.constexpr, MATRIX_R: tl.constexpr, MATRIX_N: tl.constexpr, HARDWARE: tl.constexpr, BY_K: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
@@ -195,7 +191,7 @@ def expert_mlp_product(
     """out[slot, N] = left[row, K] times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N), plus narrow[row, R]
     times the expert's [R, N] (strides MATRIX_R, MATRIX_N), times scale[slot].
 
-    channels: the scales [E, K] (BY_K) or [E, N] of weights in fp8; of_rows: those of a left in fp8.
+    channels: the scales [E, K] (BY_K) or [E, N] of weights in fp8.
     """
     tile, expert, _, column = _place(plan, N, COLUMNS)
     if expert >= E:
@@ -211,8 +207,6 @@ def expert_mlp_product(
     if channels is not None and not BY_K:
         of_n = tl.load(channels + expert.to(tl.int64) * N + column, mask=column < N, other=0.0)
         total *= of_n[None, :] * factor(HARDWARE)
-    if of_rows is not None:
-        total *= tl.load(of_rows + row)[:, None] * factor(HARDWARE)
     if R:
         mine = matrices + expert.to(tl.int64) * (R * N)
         total = _low_rank(total, narrow, mine, row, column, N, R, MATRIX_R, MATRIX_N, PRECISION)

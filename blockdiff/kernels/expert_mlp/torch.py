@@ -19,7 +19,7 @@ from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp.activations import Activation, activation_named
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.torch import Matrices, rounded
+from blockdiff.kernels.fp8.torch import Matrices
 
 if TYPE_CHECKING:
     from blockdiff.kernels import Kernels
@@ -142,12 +142,12 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         groups = _Groups(expert_index_Nk, gate_up_EFD.shape[0])
         x_MD = x_ND.index_select(0, groups.token)
-        h = groups.product(_taken(x_MD, gate_up_EFD), gate_up_EFD.transpose(1, 2))
+        h = groups.product(x_MD, gate_up_EFD.transpose(1, 2))
         between_h = groups.add_low_rank(h, x_MD, gate_up_A, gate_up_B)
         gate, up = h.chunk(2, -1)
         activated = activation.gate(gate)
         a = activated * activation.linear(up)
-        y = groups.product(_taken(a, down_EDF), down_EDF.transpose(1, 2))
+        y = groups.product(a, down_EDF.transpose(1, 2))
         between_y = groups.add_low_rank(y, a, down_A, down_B)
         ctx.groups, ctx.activation = groups, activation
         kept = (activated, a) if x_ND.is_cpu else (None, None)
@@ -207,11 +207,6 @@ class _ExpertMLP(torch.autograd.Function):
         return grad_x, grad_gate_up, grad_down, None, grad_weight, None, *grads
 
 
-def _taken(x_M: Tensor, weights_E: Tensor | Matrices) -> Tensor:
-    """Rows as a product with these matrices takes them: in fp8 of which each has its own scale, if they say so."""
-    return rounded(x_M) if isinstance(weights_E, Matrices) and weights_E.rounds_inputs else x_M
-
-
 def _transposed(matrices_E: Tensor | None) -> Tensor | None:
     return None if matrices_E is None else matrices_E.transpose(1, 2)
 
@@ -254,8 +249,7 @@ def expert_mlp(
     expert" (padding: no work, contributes 0); expert_weight_Nk: routing weights; activation: "gelu_tanh", "silu" or
     "swiglu_oai" (activations.py); low_rank: nothing, or the matrices that add B A to each expert's: those of gate_up,
     A [E, r, D] and B [E, 2F, r], and those of down, A [E, r', F] and B [E, D, r'], all scaled as they are to count.
-    Matrices in fp8 stand still, and each is decoded to x's dtype where its tokens meet it; those that round their
-    inputs take the tokens and what is activated in fp8, the low-rank matrices take both as they are.
+    Matrices in fp8 are frozen, and each is decoded to x's dtype where its tokens meet it.
     Returns [N, D] in x's dtype; gradients for x, the routing weights, all low-rank matrices and whichever weights
     require them, summed in an order that the inputs alone decide. Raises BlockdiffError for an unknown activation.
     """

@@ -20,7 +20,7 @@ from blockdiff.kernels.expert_mlp import kernels_backward as backward
 from blockdiff.kernels.expert_mlp import kernels_slots as slot_kernels
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_named
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.triton import codes_and_scale, rounded_rows
+from blockdiff.kernels.fp8.triton import codes_and_scale
 from blockdiff.kernels.launch import (
     Launch,
     Unserved,
@@ -39,7 +39,7 @@ from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power
 PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
 FEW_SLOTS = 8192  # of so many every program counts all, which is then one launch and not two
 NO_MATRICES: tuple[None, ...] = (None, None, None, None)  # no low-rank matrices
-NO_FP8 = (None, None, False)  # no scales, and inputs are not rounded
+NO_FP8 = (None, None)  # no scales
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ def _sum_slots(y_SD: Tensor, index: Tensor, experts: int, out_ND: Tensor) -> Non
 def _expert_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str, keeps_h: bool,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
-    gate_up_scale: Tensor | None, down_scale: Tensor | None, rounds_inputs: bool,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Output [N, D]; gate and up by row [N * k, 2F], without elements unless kept; the memory of the plan."""
     slots, (E, D, F) = index.shape[0] * index.shape[1], down.shape
@@ -158,7 +158,7 @@ def _expert_mlp(
     index, y = index.contiguous(), empty(x, slots, D)
     low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
     arguments, kept = (x, gate_up, down, index, weight, activation, low_rank, scales), h if keeps_h else None
-    _fill_slots(*arguments, rounds_inputs, memory, kept, y)
+    _fill_slots(*arguments, memory, kept, y)
     _sum_slots(y, index, E, out)
 
 
@@ -166,58 +166,52 @@ def _expert_mlp(
 def _expert_slots(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
-    gate_up_scale: Tensor | None, down_scale: Tensor | None, rounds_inputs: bool,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """The output of every slot, [N, k, D], with its weight and before it is summed; without gradient."""
     y = x.new_empty(*index.shape, down.shape[1])
     yield y
     low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
     arguments = x, gate_up, down, index.contiguous(), weight, activation, low_rank, scales
-    _fill_slots(*arguments, rounds_inputs, None, None, y)
+    _fill_slots(*arguments, None, None, y)
 
 
 def _fill_slots(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
-    low_rank: Sequence[Tensor | None], scales: Sequence[Tensor | None], rounds_inputs: bool,
+    low_rank: Sequence[Tensor | None], scales: Sequence[Tensor | None],
     memory: Tensor | None, h: Tensor | None, y: Tensor,
 ) -> None:  # fmt: skip
-    """Sort, and write to y what each slot gives, to h gate and up of each row and to `memory` the plan, if wanted.
-
-    rounds_inputs: products take the tokens, and what is activated, in fp8; low-rank matrices take both as they are.
-    """
+    """Sort, and write to y what each slot gives, to h gate and up of each row and to `memory` the plan, if wanted."""
     (N, k), (E, D, F) = index.shape, down.shape
     slots, (gate_up_A, gate_up_B, down_A, down_B) = N * k, low_rank
     x, gate_up, down, weight = x.contiguous(), gate_up.contiguous(), down.contiguous(), weight.contiguous()
     ranks = (0 if gate_up_A is None else gate_up_A.shape[1]), (0 if down_A is None else down_A.shape[1])
     hardware = scales[0] is not None and decodes_fp8(x)
-    sizes = slots, k, E, D, F, ranks, activation, rounds_inputs
+    sizes = slots, k, E, D, F, ranks, activation
     tile, lengths, gate_up_launch, down_launch = _forward_of(*sizes, hardware, x.dtype, x.device)
     plan = scratch(_plan, x, lengths) if memory is None else Plan(*memory.split_with_sizes(lengths))
     _sort(index, E, tile.rows, plan)
     a, narrow = x.new_empty(slots, F), None
     if gate_up_A is not None:
         narrow = _narrow(x, gate_up_A, plan, k, tile, is_transposed=True, by_token=True)
-    left, of_left = rounded_rows(x.flatten(0, -2)) if rounds_inputs else (x, None)
-    gate_up_launch(left, gate_up, scales[0], narrow, gate_up_B, of_left, h, a, plan)
+    gate_up_launch(x, gate_up, scales[0], narrow, gate_up_B, h, a, plan)
     narrow = None if down_A is None else _narrow(a, down_A, plan, k, tile, is_transposed=True)
-    left, of_left = rounded_rows(a) if rounds_inputs else (a, None)
-    down_launch(left, down, scales[1], narrow, down_B, of_left, weight, y, plan)
+    down_launch(a, down, scales[1], narrow, down_B, weight, y, plan)
 
 
 @cached_by_sizes
 def _forward_of(
-    slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str, rounds_inputs: bool,
+    slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str,
     hardware: bool, dtype: torch.dtype, device: torch.device,
 ) -> tuple[Tile, tuple[int, ...], Launch, Launch]:  # fmt: skip
     """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
 
-    def tile_in(left: torch.dtype, name: str) -> Tile:
-        return tile_for(f"expert_mlp_{name}", left, device, slots / max(1, E))
+    def tile_in(name: str) -> Tile:
+        return tile_for(f"expert_mlp_{name}", dtype, device, slots / max(1, E))
 
-    of_plan = tile_in(dtype, "down")
+    of_plan = tile_in("down")
     lengths, both = plan_lengths(slots, E, of_plan.rows), dict(E=E, HARDWARE=hardware, PRECISION=precision_of(dtype))
-    taken = torch.int8 if rounds_inputs else dtype
-    of_gate_up, of_down = (tile_in(taken, name).fitted(rows=of_plan.rows) for name in ("gate_up", "down"))
+    of_gate_up, of_down = (tile_in(name).fitted(rows=of_plan.rows) for name in ("gate_up", "down"))
     tile = of_gate_up.fitted(columns=F, inner=D)
     constants = dict(D=D, F=F, R=ranks[0], ACTIVATION=activation, TOP_K=k, **both, **tile.options)
     gate_up = Launch(kernels.expert_mlp_gate_up, (lengths[-1] * tile.grid(1, F)[1],), **constants)
@@ -279,7 +273,7 @@ def _expert_mlp_backward(
     if grad_x is not None:
         tile, grad_slots = tiles.grad_x.fitted(columns=D, inner=2 * F), empty(grad, slots, D)
         constants = dict(E=E, K=2 * F, N=D, WEIGHT_K=D, WEIGHT_N=1, R=R, MATRIX_R=D, MATRIX_N=1)
-        of_product = (grad_h, gate_up, gate_up_scale, narrow, gate_up_A, None, None, grad_slots)
+        of_product = (grad_h, gate_up, gate_up_scale, narrow, gate_up_A, None, grad_slots)
         by_k = gate_up_scale is not None
         _launch_rows(kernels.expert_mlp_product, plan, D, tile, *of_product, **constants, BY_K=by_k)
         _sum_slots(grad_slots, index, E, grad_x)
@@ -299,7 +293,7 @@ def _expert_mlp_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, gate_up, down, index, weight, ctx.activation, _, *low_rank, _ = inputs
+    x, gate_up, down, index, weight, ctx.activation, _, *low_rank = inputs
     ctx.set_materialize_grads(False)  # gate and up and the plan have none
     keeps_x = any(ctx.needs_input_grad[i] for i in (1, 7, 8))
     ctx.save_for_backward(x if keeps_x else None, gate_up, down, index, weight, *low_rank, *output[1:])
@@ -307,11 +301,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _gradients(ctx: Any, grad_ND: Tensor | None, _h: None, _plan: None) -> tuple[Any, ...]:
     if grad_ND is None:
-        return (None,) * 14
+        return (None,) * 13
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7, 8, 9, 10)]
     grads = _expert_mlp_backward(grad_ND, *ctx.saved_tensors, ctx.activation, needs)
     grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = only_needed(grads, needs)
-    return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank, None, None, None
+    return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank, None, None
 
 
 _expert_mlp.register_autograd(_gradients, setup_context=_save)
@@ -366,8 +360,7 @@ def check_activation(name: str) -> None:
 
 
 def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequence[Tensor]) -> Any:
-    """x, the matrices or their codes, the scales of these or None and whether inputs are rounded, and the low-rank
-    matrices, of one dtype."""
+    """x, the matrices or their codes, the scales of these or None, and the low-rank matrices, of one dtype."""
     if not isinstance(gate_up, Fp8):
         if isinstance(down, Fp8):
             down, _ = codes_and_scale(down)
@@ -379,4 +372,4 @@ def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequ
     (x,) = in_autocast(x)
     low_rank = [matrix.to(x.dtype) for matrix in low_rank]
     check_dtypes("expert_mlp", x)
-    return x, gate_up_codes, down, (gate_up_scale, down_scale, gate_up.rounds_inputs), low_rank
+    return x, gate_up_codes, down, (gate_up_scale, down_scale), low_rank

@@ -11,14 +11,11 @@ class Fp8(NamedTuple):
     """A matrix [..., out, in], or one for each expert, whose numbers are those of `codes` times `scale`.
 
     codes: the bytes of float8_e4m3fn, uint8: casting a model leaves them as they are, and every device and process
-    group can move them. scale: fp32 [..., out, 1], one for each output channel. rounds_inputs: whether a product with
-    it takes its input in fp8, too: every row rounded to e4m3 with a scale of its own, which makes the row's largest
-    number 448. Gradients pass as if inputs were not rounded.
+    group can move them. scale: fp32 [..., out, 1], one for each output channel.
     """
 
     codes: Tensor
     scale: Tensor
-    rounds_inputs: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

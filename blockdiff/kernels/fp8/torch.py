@@ -31,7 +31,7 @@ def quantised(weight: Tensor) -> Fp8:
     if weight.dim() > 2:
         made = Fp8(weight.new_empty(weight.shape, dtype=torch.uint8), weight.new_empty((*weight.shape[:-1], 1)).float())
         for n, each in enumerate(weight):
-            made.codes[n], made.scale[n] = quantised(each)[:2]
+            made.codes[n], made.scale[n] = quantised(each)
         return made
     wide = weight.float()
     scale = wide.abs().amax(-1, keepdim=True) / LARGEST
@@ -45,17 +45,11 @@ def decoded(weight: Fp8, dtype: torch.dtype) -> Tensor:
     return (weight.codes.view(E4M3).to(wide) * weight.scale).to(dtype)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """x as a matrix in fp8 takes it that rounds its inputs: every row [..., :] to e4m3 with its own scale, and back."""
-    return decoded(quantised(x.reshape(-1, x.shape[-1])), x.dtype).view(x.shape)
-
-
 class Matrices:
     """The matrices of all experts in fp8, each of which is decoded when it is asked for."""
 
     def __init__(self, weight: Fp8, dtype: torch.dtype, is_transposed: bool = False):
         self.weight, self.dtype, self.is_transposed = weight, dtype, is_transposed
-        self.rounds_inputs = weight.rounds_inputs
         E, rows, columns = weight.shape
         self.shape = (E, columns, rows) if is_transposed else (E, rows, columns)
 
@@ -71,22 +65,19 @@ class Matrices:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, taken: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        """taken: x as the product takes it."""
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(codes, scale)
-        return F.linear(taken, decoded(Fp8(codes, scale), x.dtype))
+        return F.linear(x, decoded(Fp8(codes, scale), x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad @ decoded(Fp8(*ctx.saved_tensors), grad.dtype), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ decoded(Fp8(*ctx.saved_tensors), grad.dtype), None, None
 
 
 def fp8_linears(x: Tensor, weights: Sequence[Fp8]) -> tuple[Tensor, ...]:
     """`x weight^T` for every weight, in x's dtype: x [..., in], weights [out, in]; gradients for x alone."""
     (x,) = in_autocast(x)
-    in_fp8 = rounded(x.detach()) if any(weight.rounds_inputs for weight in weights) else None
-    taken = [in_fp8 if weight.rounds_inputs else x.detach() for weight in weights]
-    return tuple(_Linear.apply(x, own, *weight[:2]) for own, weight in zip(taken, weights, strict=True))
+    return tuple(_Linear.apply(x, *weight) for weight in weights)
 
 
 def linear(ops: Kernels, x: Tensor, weight: Tensor | Fp8) -> Tensor:
@@ -95,7 +86,7 @@ def linear(ops: Kernels, x: Tensor, weight: Tensor | Fp8) -> Tensor:
 
 
 def linears(ops: Kernels, x: Tensor, weights: Sequence[Tensor | Fp8]) -> tuple[Tensor, ...]:
-    """`linear` with every weight; what rounds its input to fp8 rounds it once for all, where all are in fp8."""
+    """`linear` with every weight."""
     in_fp8 = [weight for weight in weights if isinstance(weight, Fp8)]
     if len(in_fp8) == len(weights):
         return ops.fp8_linears(x, in_fp8)

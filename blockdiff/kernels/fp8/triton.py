@@ -1,9 +1,7 @@
 """fp8_linears in Triton: launchers as ops for torch, the gradient, and the public function.
 
-Inputs that stay as they are: few tokens meet the weights as they lie in memory, which is half the bytes of bf16; for
-more the weight is decoded once, into memory that lives as long as torch's product with it, and so it is in the
-backward. Inputs that are rounded: one launch rounds them, and torch's product of fp8 takes both, or where that does not
-serve, the one here.
+Few tokens meet the weights as they are in memory, which is half the bytes of bf16; for more the weight is decoded once,
+into memory that lives as long as torch's product with it, and so it is in the backward.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.fp8 import Fp8, kernels
 from blockdiff.kernels.launch import check_dtypes, empty, launch, registered
-from blockdiff.kernels.tiles import Tile, decodes_fp8, elementwise, precision_of, tile_of
+from blockdiff.kernels.tiles import Tile, decodes_fp8, precision_of, tile_of
 
 # For more rows, writing and reading a decoded weight costs less than what torch's product is ahead of the one here.
 FEW_ROWS = 512
@@ -39,42 +37,20 @@ def _decoded(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     return weight
 
 
-def torch_multiplies_fp8(x: Tensor, inner: int, columns: int) -> bool:
-    """True where torch has a product of fp8 with a scale for each row and column on x's device, of x's dtype."""
-    return x.dtype == torch.bfloat16 and x.is_cuda and decodes_fp8(x) and inner % 16 == columns % 16 == 0
-
-
-@registered("fp8_rounded_rows")
-def rounded_rows(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The codes of the rows of x [N, K], int8, and their scales [N]."""
-    (N, K), tile = x.shape, elementwise(x.shape[1])
-    codes, scale = empty(x, N, K, dtype=torch.int8), empty(x, N, dtype=torch.float32)
-    yield codes, scale
-    constants = dict(K=K, HARDWARE=decodes_fp8(x), **tile.options)
-    launch(kernels.fp8_round_rows, tile.grid(N)[:1], x.contiguous(), codes, scale, N, **constants)
-
-
 @registered("fp8_linear")
-def _fp8_linear(
-    x: Tensor, codes: Tensor, scale: Tensor, of_x: Tensor | None, of_rows: Tensor | None
-) -> Iterator[Tensor]:
-    """x [N, K] codes^T * scale; of_x and of_rows: the codes and scales of its rows, where the product takes these."""
+def _fp8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Iterator[Tensor]:
+    """x [N, K] codes^T * scale."""
     (N, K), F = x.shape, codes.shape[0]
     out = empty(x, N, F)
     yield out
     codes, scale = codes.contiguous(), scale.contiguous()
-    if of_x is not None and of_rows is not None and torch_multiplies_fp8(x, K, F):
-        if N:
-            pair = of_x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn).t()
-            torch._scaled_mm(*pair, scale_a=of_rows[:, None], scale_b=scale.view(1, F), out_dtype=x.dtype, out=out)
-        return
-    if of_x is None and N > FEW_ROWS:
+    if N > FEW_ROWS:
         torch.mm(x, _decoded(codes, scale, x).t(), out=out)
         return
-    left = x.contiguous() if of_x is None else of_x
-    tile = tile_of("fp8_product", left, N).fitted(columns=F, inner=K)
+    x = x.contiguous()
+    tile = tile_of("fp8_product", x, N).fitted(columns=F, inner=K)
     constants = dict(K=K, F=F, HARDWARE=decodes_fp8(x), PRECISION=precision_of(x.dtype), **tile.options)
-    launch(kernels.fp8_product, tile.grid(N, F), left, of_rows, codes, scale, out, N, **constants)
+    launch(kernels.fp8_product, tile.grid(N, F), x, codes, scale, out, N, **constants)
 
 
 @registered("fp8_linear_backward")
@@ -90,7 +66,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _fp8_linear_backward(grad, *ctx.saved_tensors), None, None, None, None
+    return _fp8_linear_backward(grad, *ctx.saved_tensors), None, None
 
 
 _fp8_linear.register_autograd(_gradients, setup_context=_save)
@@ -100,11 +76,6 @@ def fp8_linears(x: Tensor, weights: Sequence[Fp8]) -> tuple[Tensor, ...]:
     """As in torch.py: fp32, bf16 or fp16. Raises Unserved for other dtypes."""
     (x,) = in_autocast(x)
     check_dtypes("fp8_linears", x)
-    flat, rounded = x.reshape(-1, x.shape[-1]), None
-    if any(weight.rounds_inputs for weight in weights):
-        rounded = rounded_rows(flat.detach())
-    made = (
-        _fp8_linear(flat, *codes_and_scale(weight), *(rounded if rounded and weight.rounds_inputs else (None, None)))
-        for weight in weights
-    )
+    flat = x.reshape(-1, x.shape[-1])
+    made = (_fp8_linear(flat, *codes_and_scale(weight)) for weight in weights)
     return tuple(out.view(*x.shape[:-1], out.shape[1]) for out in made)

@@ -40,14 +40,12 @@ def _gated_product_of(
 
 
 def gated_linear(x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
-    """As in torch.py, of few tokens; Unserved where a gradient is needed and for weights that round their inputs."""
+    """As in torch.py, of few tokens; Unserved where a gradient is needed."""
     check_without_gradient("gated_linear", x)
     check_activation(activation)
     if x.numel() > FEW_ROWS * x.shape[-1]:
         raise Unserved(f"gated_linear in Triton takes up to {FEW_ROWS} tokens")
     if isinstance(gate_FD, Fp8) or isinstance(up_FD, Fp8):
-        if isinstance(gate_FD, Fp8) and gate_FD.rounds_inputs:
-            raise Unserved("gated_linear in Triton rounds no inputs")
         (gate, gate_scale), (up, up_scale) = codes_and_scale(gate_FD), codes_and_scale(up_FD)
         check_dtypes("gated_linear", *((x, gate, up) if gate_scale is None else (x,)))
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.fp8 import is_fp8, rounds_inputs
+from blockdiff.checkpoint.fp8 import is_fp8
 from blockdiff.models.adapters import adapt
 from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
@@ -54,7 +54,7 @@ def plan_sampling(
     """
     model = checkpoint.empty(config, kernels_for(device)).to(dtype).eval()
     if is_fp8(config, quantize):
-        put_in_fp8(model, fp8_layers(model), rounds_inputs(config, quantize))
+        put_in_fp8(model, fp8_layers(model))
     if adapter is not None:
         found = checkpoint.read_adapter(adapter, model)
         adapt(model, found.modules, found.tokens)
