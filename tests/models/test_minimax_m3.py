@@ -21,7 +21,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 import blockdiff
 from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
-from blockdiff.models.minimax_m3 import build_block_sparse_attn_bias, swiglu_oai
+from blockdiff.kernels.block_sparse.torch import seen_keys, select_blocks
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.objective import Objective
@@ -325,34 +325,26 @@ def test_one_sweep_has_the_losses_and_gradients_of_several():
             close(found[1][name], x, 1e-6)
 
 
-# -- NeMo's names ------------------------------------------------------------------------------------------------
-
-
-def test_swiglu_oai_is_its_formula():
-    gate, up = torch.randn(2, 50, dtype=torch.float64) * 5
-    for alpha, limit in ((1.702, 7.0), (1.0, 2.0), (1.5, 0.0)):
-        g, u = (gate, up) if not limit else (gate.clamp(max=limit), up.clamp(-limit, limit))
-        close(swiglu_oai(gate, up, alpha, limit), g / (1 + torch.exp(-alpha * g)) * (u + 1), 1e-6)
-    assert swiglu_oai(gate.bfloat16(), up.bfloat16(), 1.7, 7.0).dtype == torch.bfloat16
+# -- NeMo's selection -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("score", ["max", "lse"])
 @pytest.mark.parametrize("init, local", [(0, 1), (1, 1), (0, 0)])
-def test_the_bias_selects_as_nemo_does(score, init, local):
-    """NeMo's rules, written out: forced blocks lie in the budget, then the best scores; 0 or -inf per query head."""
+def test_blocks_are_selected_as_nemo_does(score, init, local):
+    """NeMo's rules, written out: forced blocks lie in the budget, then the best scores."""
     B, T, H, D, block, topk = 2, 23, 2, 8, 4, 3
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(B, T, H, D, generator=generator), torch.randn(B, T, 1, D, generator=generator)
-    bias = build_block_sparse_attn_bias(q, k, block, topk, init, local, 4, score)
-    assert bias.shape == (B, 4, T, T) and bias.dtype == torch.float32
+    visible = torch.arange(1, T + 1).expand(B, T)
+    ids = select_blocks(q, k.squeeze(2), visible, block=block, topk=topk, init=init, local=local, score=score)
+    is_seen = seen_keys(ids, visible, None, block, T)
     for b in range(B):
-        for head in range(4):
+        for head in range(H):
             for t in range(T):
-                scores = (k[b, : t + 1, 0] @ q[b, t, head // 2]) * D**-0.5
+                scores = (k[b, : t + 1, 0] @ q[b, t, head]) * D**-0.5
                 of_block = [scores[lo : lo + block] for lo in range(0, t + 1, block)]
                 values = [float(s.max() if score == "max" else s.logsumexp(0)) for s in of_block]
                 forced = [n for n in range(len(values)) if n < init or (local and n == t // block)]
                 rest = sorted((n for n in range(len(values)) if n not in forced), key=lambda n: -values[n])
                 kept = {*(forced + rest)[:topk]}
-                expected = [0.0 if s <= t and s // block in kept else -torch.inf for s in range(T)]
-                assert bias[b, head, t].tolist() == expected
+                assert is_seen[b, t, head].tolist() == [s <= t and s // block in kept for s in range(T)]

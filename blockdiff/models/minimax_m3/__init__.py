@@ -1,12 +1,7 @@
-"""MiniMax M3: a causal mixture of experts with block-sparse attention, and the names that NeMo AutoModel has for it."""
+"""MiniMax M3: a causal mixture of experts with block-sparse attention."""
 
 from blockdiff.models.family import Capabilities, Family
 from blockdiff.models.minimax_m3 import config, images
-from blockdiff.models.minimax_m3.bias import (
-    _padding_mask_to_additive_bias,
-    build_block_sparse_attn_bias,
-    swiglu_oai,
-)
 from blockdiff.models.minimax_m3.model import (
     Block,
     MiniMaxM3,
@@ -79,7 +74,4 @@ __all__ = [
     "MiniMaxM3Indexer",
     "MiniMaxM3MLP",
     "MiniMaxM3RMSNorm",
-    "_padding_mask_to_additive_bias",
-    "build_block_sparse_attn_bias",
-    "swiglu_oai",
 ]
