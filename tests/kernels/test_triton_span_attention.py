@@ -23,7 +23,8 @@ from tests.oracles.visited_tiles import visited
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32 = 3e-6  # relative
+# Relative. Three tf32 products keep 22 bits of each factor, four times the rounding of fp32; the interpreter has fp32.
+FP32 = 3e-6 if DEVICE == "cpu" else 1.2e-5
 
 
 def inputs(spans: Spans, prefix: int, own: int, h: int = 2, K: int = 1, d: int = 16) -> list[Tensor]:
@@ -342,9 +343,13 @@ def test_queries_in_any_order_have_the_same_gradients():
 
 
 def test_more_queries_than_one_scan_looks_at(monkeypatch):
-    monkeypatch.setattr(kernels_backward, "SCAN", triton.language.constexpr(16))
-    spans = encode_spans(packed(65), 9)
-    compare(spans, inputs(spans, 0, 65))
+    T = 1100
+    if DEVICE == "cpu":  # the interpreter reads the constant at each launch; a compiled kernel keeps its own
+        T = 65
+        monkeypatch.setattr(kernels_backward, "SCAN", triton.language.constexpr(16))
+    assert kernels_backward.SCAN.value < T
+    spans = encode_spans(packed(T), 9)
+    compare(spans, inputs(spans, 0, T))
 
 
 # -- dtypes, errors ------------------------------------------------------------------------------------------------
