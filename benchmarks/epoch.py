@@ -149,7 +149,7 @@ class Ours:
         totals = torch.zeros(2)
         for batch in self.packed(step):
             losses = self.objective(batch)
-            both = torch.stack([losses.canvas_sum / counts[0], losses.ar_sum / counts[1]])
+            both = torch.stack([losses["canvas"] / counts[0], losses["ar"] / counts[1]])
             both.sum().backward()
             totals += both.detach()
         self.optimiser.step()

@@ -80,7 +80,7 @@ def measure(models: Pair, size: Size, name: str, parts: tuple[str, ...], setting
 
     def losses() -> Any:
         sums = objective(batch)
-        return sums.canvas_sum / canvas_count, sums.ar_sum / ar_count
+        return sums["canvas"] / canvas_count, sums["ar"] / ar_count
 
     plain = contextlib.nullcontext()
     ours = gradient_step(model, losses, plain, None)

@@ -138,7 +138,7 @@ def measure(size: Size, repeats: int) -> Result:
 
     def losses() -> tuple[Tensor, Tensor]:
         sums = objective(batch)
-        return sums.canvas_sum / batch.canvas_count(), sums.ar_sum / batch.ar_count()
+        return sums["canvas"] / batch.canvas_count(), sums["ar"] / batch.ar_count()
 
     step = Step(theirs, batch, noisy_BCL, models.ours.config.text_config.sliding_window)
     ours = gradient_step(models.ours, losses, nullcontext(), None)

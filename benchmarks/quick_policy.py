@@ -101,7 +101,7 @@ def _updated(
         begin = time.monotonic()
         for batch in batches:
             sums = objective(batch.to(device))
-            (sums.policy_sum / len(batches)).backward()
+            (sums["policy"] / len(batches)).backward()
         norm = optimiser.gradient_norm(parameters)
         steps.step()
         steps.zero_grad()

@@ -93,7 +93,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
 
     def losses() -> tuple[Tensor, Tensor]:
         sums = objective(batch)
-        return sums.canvas_sum / canvas_count, sums.ar_sum / ar_count
+        return sums["canvas"] / canvas_count, sums["ar"] / ar_count
 
     our_update = build(objective, lr=0.0) if case.update else None
     ours = gradient_step(models.ours, losses, precision, our_update)

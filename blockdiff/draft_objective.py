@@ -41,7 +41,7 @@ class BlockMask:
 
 
 class DraftObjective(nn.Module):
-    """The loss of a batch of blocks: `objective(batch) -> Losses`, of which `ar_sum` is 0.
+    """The loss of a batch of blocks, "draft": `objective(batch) -> Losses`; the batch's `canvas_count()` divides it.
 
     model: the drafter; target: the model that it drafts for, which stands still and is no part of this module. loss:
     the weights of the places k >= 1 of a block, "decay" (exp(-(k - 1) / gamma)) or "dpace" (what the loss of a place
@@ -83,8 +83,7 @@ class DraftObjective(nn.Module):
             given_BTD = predicting_BSD.gather(1, before_BT[..., None].expand(-1, -1, predicting_BSD.shape[-1]))
             loss_N = self.model.vocabulary.divergence(hidden_ND, given_BTD[is_scored_BCL.flatten(1)])
         weight_BCL = self._weights(loss_N.detach(), is_scored_BCL) * batch.weight_BC[..., None]
-        canvas_sum = (weight_BCL[is_scored_BCL].to(loss_N.dtype) * loss_N).sum()
-        return Losses(canvas_sum, canvas_sum.new_zeros(()))
+        return {"draft": (weight_BCL[is_scored_BCL].to(loss_N.dtype) * loss_N).sum()}
 
     def evaluate(self, batch: Batch) -> DraftEvaluation:
         """Losses and hits of every place, in eval mode and without gradients."""

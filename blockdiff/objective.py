@@ -32,22 +32,9 @@ from blockdiff.tensor_pieces import is_spread
 ROW_FIELDS = ("tokens_BS", "positions_BS", "doc_start_BS", "is_ar_scored_BS", "ar_weight_BS")  # of clean columns
 
 
-class Losses(NamedTuple):
-    """Sums, fp32 scalars with gradient; their counts are the batch's `canvas_count()` and `ar_count()`.
-
-    Both losses are in nats.
-    """
-
-    canvas_sum: Tensor
-    ar_sum: Tensor
-
-
-class PolicyLosses(NamedTuple):
-    """The sums of `Losses`, and that of reinforcement learning, whose count is the batch's `answer_count()`."""
-
-    canvas_sum: Tensor
-    ar_sum: Tensor
-    policy_sum: Tensor
+# The sums of an objective's losses by name, fp32 scalars with gradient. "canvas" and "ar" are in nats, and the batch's
+# `canvas_count()` and `ar_count()` divide them.
+Losses = dict[str, Tensor]
 
 
 class Evaluation(NamedTuple):
@@ -93,7 +80,7 @@ class _Scored(NamedTuple):
 
 
 class Objective(nn.Module):
-    """The canvas and AR losses of a batch: `objective(batch) -> Losses` (formulas: docs/objective.md).
+    """The sums of a batch's losses, "canvas" and "ar": `objective(batch) -> Losses` (formulas: docs/objective.md).
 
     The defaults are Google's DiffusionGemma recipe. Which parameters train is not decided here.
 
@@ -104,8 +91,8 @@ class Objective(nn.Module):
     rows are encoded in the calls of both denoise passes instead of in one of their own: every layer then runs twice
     and not three times, and sharded weights are gathered twice.
 
-    A causal model has the AR loss alone; its batches have no canvases. Raises RecipeError for leave_one_out with other
-    than uniform noise, for which its bonus gives no posterior.
+    A causal model has the loss "ar" alone; its batches have no canvases. Raises RecipeError for leave_one_out with
+    other than uniform noise, for which its bonus gives no posterior.
     """
 
     def __init__(
@@ -136,11 +123,10 @@ class Objective(nn.Module):
             self.bonus_vocabulary = corruption.vocab_size
 
     def forward(self, batch: Batch) -> Losses:
-        """The sums of both losses over a batch."""
+        """Return the sum of each loss over a batch."""
         batch = self._with_features(batch)
         if not self.model.denoises:
-            ar_sum = _loss(self.model.vocabulary, _pairs(self._encode_alone(batch)[0], batch))
-            return Losses(ar_sum.new_zeros(()), ar_sum)
+            return {"ar": _loss(self.model.vocabulary, _pairs(self._encode_alone(batch)[0], batch))}
         batch = complete(batch)
         vocabulary = self.model.vocabulary
         if self.sweep:
@@ -148,7 +134,7 @@ class Objective(nn.Module):
         hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
         ar_sum = _loss(vocabulary, _pairs(hidden_BSD, batch))
         hidden_BTD = self._denoise(noisy, past, self._signal(noisy, past))
-        return Losses(_loss(vocabulary, self._scored(hidden_BTD, batch, noisy, is_corrupted_BCL)), ar_sum)
+        return {"canvas": _loss(vocabulary, self._scored(hidden_BTD, batch, noisy, is_corrupted_BCL)), "ar": ar_sum}
 
     def _losses_of_sweep(self, batch: Batch) -> Losses:
         """Both sums from one call of the vocabulary, so that its table is gathered once and gets its gradient once."""
@@ -170,7 +156,7 @@ class Objective(nn.Module):
         loss_N = self.model.vocabulary.cross_entropy(hidden_ND, target_N, observed_N, bonus_N)
         parts = loss_N.split([len(each.target_N) for each in scored])
         canvas_sum, *ar_sums = ((each.factor_N * loss).sum() for each, loss in zip(scored, parts, strict=True))
-        return Losses(canvas_sum, ar_sums[0] if has_pairs else canvas_sum.new_zeros(()))
+        return {"canvas": canvas_sum, "ar": ar_sums[0] if has_pairs else canvas_sum.new_zeros(())}
 
     def _with_features(self, batch: Batch) -> Batch:
         """The batch with the features of its images, made once for all passes.

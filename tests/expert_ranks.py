@@ -122,7 +122,7 @@ def gradients(model: nn.Module, world: int) -> Found:
 
 def trained(model: DiffusionGemma, chosen: list, world: int, **options: bool) -> Found:
     """Losses and gradients of some rows, added up over the ranks."""
-    losses = Objective(model, Linear(), UniformCorruption(V), 5, **options)(batch_of(chosen))
+    losses = [*Objective(model, Linear(), UniformCorruption(V), 5, **options)(batch_of(chosen)).values()]
     sum(losses).backward()
     sums = torch.stack([loss.detach().double() for loss in losses])
     if world > 1:

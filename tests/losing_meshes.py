@@ -62,7 +62,7 @@ def poison(trainer: Trainer) -> None:
     """The rank's loss becomes NaN."""
 
     def spoil(module: Any, given: Any, losses: Any) -> Any:
-        return losses._replace(canvas_sum=losses.canvas_sum * torch.nan)
+        return losses | {"canvas": losses["canvas"] * torch.nan}
 
     trainer.built.objective.register_forward_hook(spoil)
 

@@ -35,7 +35,7 @@ from blockdiff.tensor_pieces import Block, Piece, gathered, piece_of
 from blockdiff.training.freeze import freeze
 from blockdiff.training.optimiser import trainable
 from blockdiff.training.recipe import ParallelSection
-from blockdiff.training.step import Counts, backpropagate, checkpoint_activations
+from blockdiff.training.step import Counts, Loss, backpropagate, checkpoint_activations
 from tests.families import CONFIGS
 from tests.little_model import LITTLE, save_preset
 from tests.oracle import TWO_LAYERS, tiny_config
@@ -102,6 +102,11 @@ def batches(ranks: Ranks, step: int, is_packed: bool, model: BlockDiffusionModel
     return [lay_out([one], L, pad_id=0) for one in rows[ranks.row_rank :: ranks.row_world] or [PADDING_ROW]]
 
 
+def losses_of(objective: Objective) -> dict[str, Loss]:
+    canvas = {"canvas": Loss(Batch.canvas_count)} if objective.model.denoises else {}
+    return canvas | {"ar": Loss(Batch.ar_count, 0.5)}
+
+
 def trained(mesh: Mesh, name: str, scenario: str, one_sweep: bool) -> dict[str, Piece]:
     """Losses and norms of some plain SGD steps, their gradients and the last weights."""
     dtype, is_adapted, is_packed, steps = SCENARIOS[scenario]
@@ -115,13 +120,13 @@ def stepped(objective: Objective, mesh: Mesh, windows: Iterable[Sequence[Batch]]
     """Losses and norms of a plain SGD step for each window of batches, their gradients and the last weights."""
     module, weights = replicate(objective, mesh), trainable(objective)
     optimiser = torch.optim.SGD(list(weights.values()), lr=1e-2)
-    found: list[list[float]] = []
+    losses, found = losses_of(objective), list[list[float]]()
     pieces: dict[str, Piece] = {}
     for step, window in enumerate(windows, 1):
         optimiser.zero_grad(set_to_none=True)
-        counts = Counts.over_ranks(window, mesh.ranks)
-        gradient = backpropagate(module, list(weights.values()), window, counts, 0.5, None, mesh)
-        found.append([gradient.losses["canvas_loss"], gradient.losses["ar_loss"], gradient.norm])
+        counts = Counts.over_ranks(window, losses, mesh.ranks)
+        gradient = backpropagate(module, list(weights.values()), window, losses, counts, None, mesh)
+        found.append([*gradient.losses.values(), gradient.norm])
         for name, parameter in weights.items():
             assert parameter.grad is not None
             pieces[f"gradient {step} {name}"] = held(parameter.grad, mesh.ranks)

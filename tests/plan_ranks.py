@@ -41,7 +41,7 @@ def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
 
     def work() -> None:
         losses = module(batch)
-        (losses.canvas_sum + losses.ar_sum).backward()
+        (losses["canvas"] + losses["ar"]).backward()
 
     def release() -> None:
         objective.zero_grad(set_to_none=True)

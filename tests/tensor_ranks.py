@@ -94,7 +94,7 @@ def gradients(model: nn.Module) -> Found:
 
 def trained(model: BlockDiffusionModel) -> Found:
     """Losses and gradients of the objective."""
-    losses = Objective(model, Linear(), UniformCorruption(V), 5)(batch_of(rows()))
+    losses = [*Objective(model, Linear(), UniformCorruption(V), 5)(batch_of(rows())).values()]
     sum(losses).backward()
     return {"losses": torch.stack([loss.detach() for loss in losses]), **gradients(model)}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, embedding
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.data.collate import rank_slots
+from blockdiff.objective import Losses
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.seeding import Stream, integers, uniform
 from blockdiff.training.checkpoint_content import ALONE, FOLDER
@@ -23,11 +24,6 @@ from blockdiff.training.optimiser import Ema
 
 VOCABULARY, WIDTH, CANVAS = 13, 8, 4
 SEED = 7
-
-
-class Losses(NamedTuple):
-    canvas_sum: Tensor
-    ar_sum: Tensor
 
 
 class Vocabulary(nn.Module):
@@ -60,7 +56,7 @@ class ToyObjective(nn.Module):
         before, after = batch.tokens_BS[:, :-1][is_pair], batch.tokens_BS[:, 1:][is_pair]
         ar_sum = cross_entropy(self.predict(embedding(before, table)), after, reduction="sum")
         if not batch.is_scored_BCL.any():
-            return Losses(table.new_zeros(()), ar_sum)
+            return {"canvas": table.new_zeros(()), "ar": ar_sum}
         where = uniform(SEED, Stream.CORRUPT_WHERE, batch.address_BC3.unbind(-1), CANVAS)
         noise = integers(SEED, Stream.CORRUPT_TOKEN, batch.address_BC3.unbind(-1), CANVAS, VOCABULARY)
         noisy = torch.where(where < batch.t_BC[..., None], noise, batch.canvas_BCL)
@@ -68,7 +64,8 @@ class ToyObjective(nn.Module):
         if batch.coin_BC.any():
             hidden = hidden + batch.coin_BC[..., None, None] * self.signal(embedding(noisy, table))
         logits = self.predict(hidden)[batch.is_scored_BCL]
-        return Losses(cross_entropy(logits, batch.canvas_BCL[batch.is_scored_BCL], reduction="sum"), ar_sum)
+        canvas_sum = cross_entropy(logits, batch.canvas_BCL[batch.is_scored_BCL], reduction="sum")
+        return {"canvas": canvas_sum, "ar": ar_sum}
 
 
 def toy_row(sample: int, epoch: int = 0, canvases: bool = True, coin: bool | None = None) -> CleanRow:

@@ -17,6 +17,7 @@ from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.step import Loss
 from blockdiff.training.trainer import Trainer
 
 
@@ -72,6 +73,7 @@ class ToyTrainer(Trainer):
         self.show = SimpleNamespace(line=lambda _: None, step=lambda step: self.call("on_step"))
         built: Any = SimpleNamespace(
             objective=objective,
+            losses={"canvas": Loss(Batch.canvas_count), "ar": Loss(Batch.ar_count, o.ar_weight)},
             module=replicate(objective, Mesh(ranks)),
             mesh=Mesh(ranks),
             precision=o.autocast,

@@ -212,14 +212,14 @@ def exchange_others(module: nn.Module, parameters: Iterable[nn.Parameter], mesh:
 
 
 def require_sums(losses: Any) -> None:
-    """Raises RunError for what an objective must not return: anything but two losses, a number each."""
-    sums = [getattr(losses, name, None) for name in ("canvas_sum", "ar_sum")]
-    if not all(isinstance(each, Tensor) and each.dim() == 0 for each in sums):
-        shapes = [list(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in sums]
-        raise RunError(
-            f"objective: its forward gave a {type(losses).__name__} whose canvas_sum is {shapes[0]} and ar_sum "
-            f"{shapes[1]}; return blockdiff.objective.Losses of two sums, tensors without dimensions"
-        )
+    """Raise RunError unless an objective's forward returned sums by name: tensors without dimensions."""
+    remedy = "return a dict of sums by name, tensors without dimensions"
+    if not isinstance(losses, dict) or not losses:
+        raise RunError(f"objective: its forward gave a {type(losses).__name__}; {remedy}")
+    for name, each in losses.items():
+        if not isinstance(each, Tensor) or each.dim():
+            shape = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            raise RunError(f"objective: its forward gave {shape} for the loss {name}; {remedy}")
 
 
 class _Touch(autograd.Function):
@@ -256,4 +256,5 @@ class _TouchEveryParameter(nn.Module):
             return _Touch.apply(torch.zeros((), device=self._trainable[0].device), *self._trainable)
         losses = self.objective(batch)
         require_sums(losses)
-        return losses._replace(canvas_sum=_Touch.apply(losses.canvas_sum, *self._trainable))
+        first = next(iter(losses))
+        return losses | {first: _Touch.apply(losses[first], *self._trainable)}

@@ -23,7 +23,7 @@ from blockdiff.canvas import Batch
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RecipeError
 from blockdiff.models.adapters import without_adapters
-from blockdiff.objective import Losses, Objective, PolicyLosses
+from blockdiff.objective import Losses, Objective
 from blockdiff.sampling.strategies import Composed, EntropyBound, NextToken, as_strategy, next_token_head
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 
@@ -172,8 +172,8 @@ class PolicyObjective(Objective):
         self.policy = policy
         self.measured: defaultdict[str, Tensor | float] = defaultdict(float)
 
-    def forward(self, batch: Batch) -> Losses | PolicyLosses:  # type: ignore[override]  # of rollouts
-        """The sums of all losses over a batch."""
+    def forward(self, batch: Batch) -> Losses:
+        """Return the sum of each loss over a batch; that of a `RolloutBatch`'s actions is "policy"."""
         if not isinstance(batch, RolloutBatch):
             return super().forward(batch)
         log_p_N, row_N = self.actions(batch)
@@ -192,8 +192,8 @@ class PolicyObjective(Objective):
             policy_sum = policy_sum + self.policy.kl * divergence
             self._measure(kl=divergence.detach())
         zero = policy_sum.new_zeros(())
-        losses = Losses(zero, zero) if batch.examples is None else super().forward(batch.examples)
-        return PolicyLosses(*losses, policy_sum)
+        losses = {} if batch.examples is None else super().forward(batch.examples)
+        return {"canvas": zero, "ar": zero} | losses | {"policy": policy_sum}
 
     def actions(self, batch: RolloutBatch, is_measured: bool = True) -> Actions:
         """The log-probabilities of a batch's actions under the weights as they are."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from blockdiff.training.rollouts import Rollouts, make_rollouts
 from blockdiff.training.same_run import objective_record, resume_facts
 from blockdiff.training.samples import judging_task
 from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
-from blockdiff.training.step import checkpoint_activations
+from blockdiff.training.step import Loss, checkpoint_activations
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Built:
     data: Data
     model: Any
     objective: Objective
+    losses: dict[str, Loss]  # by name, as the objective returns their sums
     mesh: Mesh
     module: nn.Module  # what is called: the objective, wrapped where there are several ranks
     precision: str | None  # what autocast computes in; None where the weights are gathered in that already
@@ -148,6 +150,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         data=data,
         model=model,
         objective=objective,
+        losses=losses_of(recipe, base),
         mesh=mesh,
         module=module,
         precision=precision,
@@ -175,6 +178,18 @@ def load_target(recipe: Recipe, mesh: Mesh) -> BlockDiffusionModel:
     return load_split(
         str(recipe.objective.draft_for), mesh, dtype, recipe.model.kernels, quantize=recipe.model.quantize
     )
+
+
+def losses_of(recipe: Recipe, base: StartingModel) -> dict[str, Loss]:
+    """The losses of a run by name, each with what divides it and its weight."""
+    canvas, share = methodcaller("canvas_count"), 1.0 if recipe.rl is None else recipe.rl.sft
+    if recipe.objective.draft_for is not None:
+        return {"draft": Loss(canvas)}
+    ar_loss = recipe.objective.ar_loss
+    ar = Loss(methodcaller("ar_count"), 0.0 if ar_loss is None else share * ar_loss.weight)
+    if recipe.rl is not None:
+        return {"canvas": Loss(canvas, share), "ar": ar, "policy": Loss(methodcaller("answer_count"))}
+    return {"canvas": Loss(canvas), "ar": ar} if base.denoises else {"ar": ar}
 
 
 def make_mesh(recipe: Recipe, ranks: Ranks) -> Mesh:

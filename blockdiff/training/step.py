@@ -6,7 +6,7 @@ Nothing here touches the weights: the trainer decides whether the optimiser step
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blockdiff.canvas import PADDING_ROW, Batch, lay_out
 from blockdiff.errors import RunError
-from blockdiff.metrics import Record
-from blockdiff.objective import PolicyLosses
+from blockdiff.metrics import METRICS, Record
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import exchange_others, exchanging, loss_factor, require_sums
@@ -32,31 +31,32 @@ NAMED_SAMPLES = 64
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A loss of a run: the function that counts in a batch what divides its sum, and its weight in the total."""
+
+    count: Callable[[Batch], float]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class Counts:
     """The counts of an optimiser step over all micro-batches and ranks."""
 
-    canvas: float  # what the canvas loss is divided by
-    ar: float  # what the AR loss is divided by
+    of_losses: dict[str, float]  # what divides each loss, by name
     tokens_2: Tensor  # [clean and canvas tokens but padding, canvas positions and next-token pairs scored]
-    answers: float = 0.0  # what the policy loss is divided by
 
     @classmethod
-    def over_ranks(cls, batches: Sequence[Batch], ranks: Ranks) -> Counts:
+    def over_ranks(cls, batches: Sequence[Batch], losses: Mapping[str, Loss], ranks: Ranks) -> Counts:
         """Count this rank's micro-batches and add up the ranks' counts."""
-        mine = [
-            sum(batch.canvas_count() for batch in batches),
-            sum(batch.ar_count() for batch in batches),
-            sum(batch.answer_count() for batch in batches),
-            sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in batches),
-            sum(int(batch.is_scored_BCL.sum() + batch.is_ar_scored_BS.sum()) for batch in batches),
-        ]
+        mine = [sum(loss.count(batch) for batch in batches) for loss in losses.values()]
+        mine.append(sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in batches))
+        mine.append(sum(int(batch.is_scored_BCL.sum() + batch.is_ar_scored_BS.sum()) for batch in batches))
         counts = ranks.sum_of_rows(torch.tensor(mine, dtype=torch.float64))
-        canvas, ar, answers, *_ = counts.tolist()
-        return cls(canvas, ar, counts[3:], answers)
+        return cls(dict(zip(losses, counts.tolist(), strict=False)), counts[len(losses) :])
 
     @property
     def has_scored(self) -> bool:
-        """True where anything is scored; otherwise an optimiser step would be taken for nothing."""
+        """True if anything is scored; otherwise an optimiser step would be taken for nothing."""
         return bool(self.tokens_2[1] > 0)
 
 
@@ -64,13 +64,13 @@ class Counts:
 class Gradient:
     """The gradient that the backward passes of an optimiser step left in the parameters, and its losses."""
 
-    sums: Tensor  # float64 [micro-batches of this rank, 3]: canvas (or draft), AR and policy loss, summed
-    losses: Record  # loss, canvas_loss (or draft_loss), ar_loss, and of rollouts policy_loss: means over all ranks
+    sums: Tensor  # float64 [micro-batches of this rank, losses]
+    losses: Record  # "loss", their weighted sum, and each loss as NAME_loss: means over all ranks
     norm: float
 
     @property
     def is_finite(self) -> bool:
-        """True where losses and gradient are finite: every rank sees the same global numbers, so all agree."""
+        """True if losses and gradient are finite: every rank sees the same global numbers, so all agree."""
         return all(math.isfinite(value) for value in (*self.losses.values(), self.norm))
 
 
@@ -78,43 +78,46 @@ def backpropagate(
     module: nn.Module,
     weights: list[nn.Parameter],
     batches: Sequence[Batch],
+    losses: Mapping[str, Loss],
     counts: Counts,
-    ar_weight: float,
     precision: str | None,
     mesh: Mesh,
-    share: float = 1.0,
 ) -> Gradient:
     """Fill the gradients of `weights` from this rank's micro-batches, averaged as one global batch.
 
-    share: the weight of canvas and AR loss together, beside the policy loss.
+    losses: by name, as `module` returns their sums.
     """
     ranks, factor = mesh.ranks, loss_factor(module, mesh)
     if mesh.is_split:
         batches = _as_many(batches, ranks)
-    canvas_count, ar_count, answers = counts.canvas or 1.0, counts.ar or 1.0, counts.answers or 1.0
-    sums = torch.zeros(max(1, len(batches)), 3, dtype=torch.float64, device=ranks.device)
+    sums = torch.zeros(max(1, len(batches)), len(losses), dtype=torch.float64, device=ranks.device)
     for index, batch in enumerate(batches):
         with exchanging(module, now=index == len(batches) - 1):
             with autocast(ranks.device, precision):
-                losses = module(batch.to(ranks.device, non_blocking=True))
-                require_sums(losses)
-            # The one place that divides; where the ranks' gradients are averaged, the factor makes a sum of it.
-            mean = share * (losses.canvas_sum / canvas_count + ar_weight * losses.ar_sum / ar_count)
-            policy = losses.policy_sum if isinstance(losses, PolicyLosses) else None
-            if policy is not None:
-                mean = mean + policy / answers
-            if mean.requires_grad:
-                (factor * mean).backward()
-        parts = losses.canvas_sum, losses.ar_sum, policy
-        sums[index] = torch.stack([losses.ar_sum.new_zeros(()) if part is None else part.detach() for part in parts])
+                found = module(batch.to(ranks.device, non_blocking=True))
+                require_sums(found)
+            if found.keys() != losses.keys():
+                raise RunError(
+                    f"objective: its forward gave the losses {', '.join(found)}; return those of the kind of run, "
+                    f"{', '.join(losses)}"
+                )
+            total = _total(found, losses, counts)
+            if total.requires_grad:
+                (factor * total).backward()  # where the ranks' gradients are averaged, the factor makes a sum of it
+        sums[index] = torch.stack([found[name].detach() for name in losses])
     fill_gradients(weights)
     exchange_others(module, weights, mesh)
-    canvas_sum, ar_sum, policy_sum = ranks.sum_of_rows(sums.sum(0)).tolist()
-    canvas_loss, ar_loss, policy_loss = canvas_sum / canvas_count, ar_sum / ar_count, policy_sum / answers
-    loss = share * (canvas_loss + ar_weight * ar_loss) + policy_loss
-    values = {"loss": loss, "canvas_loss": canvas_loss, "ar_loss": ar_loss}
-    values |= {"policy_loss": policy_loss} if counts.answers else {}
-    return Gradient(sums, values, gradient_norm(weights, ranks))
+    means: Record = {}
+    totals = dict(zip(losses, ranks.sum_of_rows(sums.sum(0)).tolist(), strict=True))
+    means["loss"] = _total(totals, losses, counts)
+    means |= {f"{name}_loss": total / (counts.of_losses[name] or 1.0) for name, total in totals.items()}
+    return Gradient(sums, means, gradient_norm(weights, ranks))
+
+
+def _total(sums: Mapping[str, Any], losses: Mapping[str, Loss], counts: Counts) -> Any:
+    """The weighted sum of the means of losses: the one place that divides."""
+    terms = [loss.weight * sums[name] / (counts.of_losses[name] or 1.0) for name, loss in losses.items()]
+    return sum(terms[1:], start=terms[0])
 
 
 def _as_many(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
@@ -127,27 +130,21 @@ def _as_many(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
 class UnscoredSteps:
     """Optimiser steps in a row in which nothing is scored, so that nothing is learnt."""
 
-    def __init__(self, steps: int, is_distilled: bool) -> None:
-        self.most, self.is_distilled = min(MOST_UNSCORED, steps), is_distilled
+    def __init__(self, steps: int) -> None:
+        self.most = min(MOST_UNSCORED, steps)
         self.in_a_row = 0
         self.was_said = False
 
-    def note(self, step: int, counts: Counts) -> str | None:
-        """The line for the user where this is the first such step of a run. Raises RunError when it is one too many.
+    def note(self, step: int, unscored: tuple[str, str] | None) -> str | None:
+        """The line for the user if this is the first such step of a run. Raises RunError when it is one too many.
 
-        The counts are those of all ranks, so all come to the same.
+        unscored: why a step teaches nothing, and what to do about it; None if it teaches. All ranks have the same.
         """
-        if counts.canvas or (counts.ar and not self.is_distilled):
+        if unscored is None:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        why, remedy = "nothing is scored", "see in `blockdiff inspect RECIPE` what is scored of each row"
-        if self.is_distilled:
-            why = "no canvas is scored: the teacher has settled on none within its denoising steps"
-            remedy = (
-                "raise max_denoising_steps or confidence_threshold in the teacher's generation_config.json, "
-                "or choose a teacher that was trained longer"
-            )
+        why, remedy = unscored
         if self.in_a_row >= self.most:
             raise RunError(f"step {step}: {why}, in {self.in_a_row} steps in a row, so nothing is learnt; {remedy}")
         said, self.was_said = self.was_said, True
@@ -165,9 +162,7 @@ class SkippedSteps:
 
         Every rank sees the same gradient, so all come here together.
         """
-        broken, samples = culprit(batches, gradient.sums, ranks)
-        if broken == "canvas loss" and "draft_loss" in gradient.losses:
-            broken = "draft loss"
+        broken, samples = culprit(batches, gradient, ranks)
         named = ", ".join(map(str, samples[:NAMED_SAMPLES])) + (", ..." if len(samples) > NAMED_SAMPLES else "")
         what = f"step {step}: the {broken} is not finite (sample ids {named})"
         if self.policy == "stop":
@@ -179,18 +174,19 @@ class SkippedSteps:
         return {**skip, "not_finite": broken, "not_finite_ids": samples[:NAMED_SAMPLES]}
 
 
-def culprit(batches: Sequence[Batch], sums: Tensor, ranks: Ranks) -> tuple[str, list[int]]:
+def culprit(batches: Sequence[Batch], gradient: Gradient, ranks: Ranks) -> tuple[str, list[int]]:
     """The loss, or else the gradient, that is not finite in a step, and the samples it comes from, over all ranks.
 
-    sums: [micro-batches, 3], the canvas, AR and policy loss of each. Of a loss the samples are those of the
-    micro-batches in which it is not finite; of the gradient they are all.
+    The samples of a loss are those of the micro-batches in which it is not finite; of the gradient they are all.
     """
-    samples: dict[str, list[int]] = {"canvas loss": [], "AR loss": [], "policy loss": [], "gradient": []}
-    for batch, of_batch in zip(batches, sums.isfinite().tolist(), strict=False):
-        for name, is_finite in zip(samples, (*of_batch, False), strict=True):
+    keys = [key for key in gradient.losses if key != "loss"]
+    names = [*(METRICS[key].label if key in METRICS else key.replace("_", " ") for key in keys), "gradient"]
+    samples: dict[str, list[int]] = {name: [] for name in names}
+    for batch, of_batch in zip(batches, gradient.sums.isfinite().tolist(), strict=False):
+        for name, is_finite in zip(names, (*of_batch, False), strict=True):
             samples[name] += [] if is_finite else sample_ids(batch)
     gathered = ranks.gather(samples)
-    found = {name: sorted({sample_id for rank in gathered for sample_id in rank[name]}) for name in samples}
+    found = {name: sorted({sample_id for rank in gathered for sample_id in rank[name]}) for name in names}
     return next(((name, ids) for name, ids in found.items() if ids), ("gradient", []))
 
 

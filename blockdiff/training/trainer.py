@@ -160,11 +160,24 @@ class Trainer:
             self.stop()
         if is_refused:
             self.refuse_data(refusal)
-        counts = Counts.over_ranks(batches, self.ranks)
-        # A round of equal rewards teaches nothing, and the next one may.
-        if self.recipe.rl is None and (line := self.unscored.note(self.step + 1, counts)):
+        counts = Counts.over_ranks(batches, self.built.losses, self.ranks)
+        if line := self.unscored.note(self.step + 1, self.why_unscored(counts)):
             self.show.line(f"note      {line}")
         return batches, counts
+
+    def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
+        """Why an optimiser step teaches nothing, and what to do about it; None if it teaches."""
+        if self.recipe.rl is not None:  # a round of equal rewards teaches nothing, and the next one may
+            return None
+        if self.recipe.objective.distil is not None and not counts.of_losses["canvas"]:
+            return (
+                "no canvas is scored: the teacher has settled on none within its denoising steps",
+                "raise max_denoising_steps or confidence_threshold in the teacher's generation_config.json, "
+                "or choose a teacher that was trained longer",
+            )
+        if any(counts.of_losses.values()):
+            return None
+        return "nothing is scored", "see in `blockdiff inspect RECIPE` what is scored of each row"
 
     @property
     def may_stop(self) -> bool:
@@ -174,15 +187,10 @@ class Trainer:
     def backpropagate(self, batches: Sequence[Batch], counts: Counts) -> Gradient:
         """Fill the gradients of the parameters that train with those of the global batch."""
         self.built.optimiser.zero_grad(set_to_none=True)
-        b, ar_loss = self.built, self.recipe.objective.ar_loss
-        ar_weight = 0.0 if ar_loss is None else ar_loss.weight
-        share = 1.0 if self.recipe.rl is None else self.recipe.rl.sft
+        b = self.built
         with seeded(self.recipe.seed, self.step, self.ranks):
-            gradient = backpropagate(b.module, self.weights, batches, counts, ar_weight, b.precision, b.mesh, share)
+            gradient = backpropagate(b.module, self.weights, batches, b.losses, counts, b.precision, b.mesh)
         self.clock.count(counts.tokens_2)
-        if isinstance(b.objective, DraftObjective):
-            named = {("draft_loss" if key == "canvas_loss" else key): loss for key, loss in gradient.losses.items()}
-            gradient = replace(gradient, losses=named)
         return gradient
 
     def learning_rate(self, step: int) -> float:
@@ -448,7 +456,7 @@ class Trainer:
         self.steps = self.show.steps = built.steps
         self.saver = CheckpointWriter(self.directory, self.ranks, self.recipe.train.save_async)
         self.weights = list(trainable(built.objective).values())
-        self.unscored = UnscoredSteps(self.steps, is_distilled=self.recipe.objective.distil is not None)
+        self.unscored = UnscoredSteps(self.steps)
         skipped = [record["step"] for record in of_kind(records, "skipped")]
         self.skipped = SkippedSteps(self.recipe.train.non_finite, self.ranks.agree(skipped))
         seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)

@@ -219,7 +219,7 @@ def sums_and_gradients(objective: Objective, batches: list[Batch]) -> tuple[Tens
     means = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
         losses = objective(batch)
-        pair = torch.stack([losses.canvas_sum.double() / canvas_count, losses.ar_sum.double() / ar_count])
+        pair = torch.stack([losses["canvas"].double() / canvas_count, losses["ar"].double() / ar_count])
         pair.sum().backward()
         means += pair.detach()
     return means, {name: p.grad.clone() for name, p in objective.named_parameters() if p.grad is not None}
@@ -291,9 +291,9 @@ def test_a_rank_without_rows_gets_padding_that_counts_nothing_and_trains_nothing
     assert nothing.canvas_count() == nothing.ar_count() == 0.0 and nothing.sample_id_B.tolist() == [-1]
     objective = Objective(model, Linear(), UniformCorruption(V), 5)
     losses = objective(nothing)
-    assert (losses.canvas_sum.item(), losses.ar_sum.item()) == (0.0, 0.0)
+    assert (losses["canvas"].item(), losses["ar"].item()) == (0.0, 0.0)
     objective.zero_grad(set_to_none=True)
-    (losses.canvas_sum + losses.ar_sum).backward()
+    (losses["canvas"] + losses["ar"]).backward()
     trained = [p for p in objective.parameters() if p.requires_grad]
     assert all(p.grad is None or not p.grad.any() for p in trained)
 

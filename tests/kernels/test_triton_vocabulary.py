@@ -313,7 +313,7 @@ def test_an_optimiser_step_moves_the_model_as_with_torch(models):
         objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), prediction="leave_one_out")
         optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
         losses = objective(batch)
-        (losses.canvas_sum / batch.canvas_count() + losses.ar_sum / batch.ar_count()).backward()
+        (losses["canvas"] / batch.canvas_count() + losses["ar"] / batch.ar_count()).backward()
         optimiser.step()
         moves.append({name: p.detach() - before[name] for name, p in model.named_parameters() if p.requires_grad})
     assert moves[0]["vocabulary.table"].norm() > 0 and moves[0]["self_conditioning.up_proj.weight"].norm() > 0

@@ -317,7 +317,7 @@ def test_one_sweep_has_the_losses_and_gradients_of_several():
     for one_sweep in (False, True):
         model.zero_grad()
         losses = Objective(model, Linear(), UniformCorruption(96), sweep=one_sweep)(lay_out([row], 8, 0))
-        (losses.canvas_sum + losses.ar_sum).backward()
+        (losses["canvas"] + losses["ar"]).backward()
         found.append({n: p.grad for n, p in model.named_parameters()} | {"canvas": losses[0], "ar": losses[1]})
     for name, x in found[0].items():
         assert (x is None) == (found[1][name] is None)

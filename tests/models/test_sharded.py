@@ -69,7 +69,7 @@ def trained(made: BlockDiffusionModel) -> list[Tensor]:
     objective = Objective(made, Linear(), UniformCorruption(made.vocab_size), seed=11)
     optimiser = torch.optim.AdamW(objective.parameters(), lr=1e-2)
     before = objective.evaluate(batch())
-    losses = objective(batch())
+    losses = [*objective(batch()).values()]
     sum(losses).backward()
     optimiser.step()
     weights = [whole(p).detach() for p in made.parameters()]

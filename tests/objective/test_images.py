@@ -64,7 +64,7 @@ def found(model: BlockDiffusionModel, batches: list[Batch], **options: Any) -> t
     objective = Objective(model, Linear(), UniformCorruption(96), 5, **options)
     objective.zero_grad(set_to_none=True)
     losses = [objective(batch) for batch in batches]
-    total = sum((each.canvas_sum + 0.7 * each.ar_sum for each in losses), torch.zeros((), dtype=torch.float64))
+    total = sum((each["canvas"] + 0.7 * each["ar"] for each in losses), torch.zeros((), dtype=torch.float64))
     total.backward()
     return total.detach(), {name: p.grad.clone() for name, p in objective.named_parameters() if p.grad is not None}
 

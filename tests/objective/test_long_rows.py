@@ -32,7 +32,7 @@ def peak(tokens: int, one_sweep: bool) -> int:
 
     def step() -> None:
         losses = objective(batch)
-        (losses.canvas_sum / batch.canvas_count() + losses.ar_sum / batch.ar_count()).backward()
+        (losses["canvas"] / batch.canvas_count() + losses["ar"] / batch.ar_count()).backward()
 
     return peak_memory(step, torch.device("cpu"), release=lambda: model.zero_grad(set_to_none=True))
 

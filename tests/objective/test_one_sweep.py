@@ -64,9 +64,9 @@ def objective_of(model: DiffusionGemma, one_sweep: bool, **options: Any) -> Obje
 def found(objective: Objective, batch: Batch) -> Found:
     objective.zero_grad(set_to_none=True)
     losses = objective(batch)
-    (losses.canvas_sum + 0.7 * losses.ar_sum).backward()
+    (losses["canvas"] + 0.7 * losses["ar"]).backward()
     gradients = {name: p.grad.clone() for name, p in objective.named_parameters() if p.grad is not None}
-    return [loss.item() for loss in losses], gradients
+    return [loss.item() for loss in losses.values()], gradients
 
 
 def assert_same(one: Found, other: Found, tolerance: float) -> None:
@@ -119,7 +119,7 @@ def test_the_canvas_loss_does_not_reach_the_clean_rows_when_the_gradient_is_stop
                 embedded.append(out)
 
         hook = exact.vocabulary.register_forward_hook(keep)
-        objective(batch_of([row])).canvas_sum.backward()
+        objective(batch_of([row]))["canvas"].backward()
         hook.remove()
         clean = next(x.grad for x in embedded if x.shape[1] > 3 * L)[:, : len(row.tokens)]
         assert bool(clean.any()) != is_stopped
@@ -255,7 +255,8 @@ def gathers(model: BlockDiffusionModel, one_sweep: bool, batch: Batch) -> Counte
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FSDPParam, "to_unsharded", counted)
-        sum(Objective(model, Linear(), UniformCorruption(model.vocab_size), 5, sweep=one_sweep)(batch)).backward()
+        objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), 5, sweep=one_sweep)
+        sum(objective(batch).values()).backward()
     return gathered
 
 

@@ -77,7 +77,7 @@ def test_every_rank_has_the_same_weights_and_only_the_main_process_logs(two):
 
 def test_a_gradient_that_one_rank_spoils_stops_both_with_the_sample_named(one, two):
     expected = found(one)["failing"]
-    assert "step 1: the AR loss is not finite (sample ids 5)" in expected
+    assert "step 1: the next-token loss is not finite (sample ids 5)" in expected
     assert [found(two, rank)["failing"] for rank in (0, 1)] == [expected] * 2
 
 

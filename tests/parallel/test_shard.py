@@ -54,7 +54,7 @@ def made(mesh: Mesh | None, dtype: torch.dtype, computes_in: torch.dtype | None,
 
 def gradients(model: BlockDiffusionModel) -> dict[str, Tensor]:
     """Both losses and the gradients of everything that trains."""
-    losses = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11, sweep=True)(batch())
+    losses = [*Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11, sweep=True)(batch()).values()]
     sum(losses).backward()
     assert all(loss.dtype == torch.float32 for loss in losses)
     found = {name: local_of(p.grad) for name, p in trainable(model).items() if p.grad is not None}

@@ -107,10 +107,10 @@ def test_the_expected_gradient_of_the_head_is_the_exact_one(model, temperature):
         [answer(n, y, advantage=a) for n, (y, a) in enumerate(zip(ANSWERS, weighed, strict=True))], COLLATOR
     )
     objective = objective_of(model, Policy("head", [temperature]))
-    assert largest_error(gradient(model, objective(batch).policy_sum), exact) < 1e-8
-    one_by_one = [objective(head_batch([answer(n, y, advantage=a)], COLLATOR)).policy_sum
+    assert largest_error(gradient(model, objective(batch)["policy"]), exact) < 1e-8
+    one_by_one = [objective(head_batch([answer(n, y, advantage=a)], COLLATOR))["policy"]
                   for n, (y, a) in enumerate(zip(ANSWERS, weighed, strict=True))]  # fmt: skip
-    together = gradient(model, objective(batch).policy_sum)
+    together = gradient(model, objective(batch)["policy"])
     assert largest_error(gradient(model, torch.stack(one_by_one).sum()), together) < 1e-12
 
 
@@ -126,7 +126,7 @@ def test_centred_advantages_of_groups_of_two_give_the_exact_gradient(model):
     batch = head_batch(
         [answer(n, y, advantage=a) for n, (y, a) in enumerate(zip(ANSWERS, weighed, strict=True))], COLLATOR
     )
-    found = gradient(model, objective_of(model, Policy("head", [1.0]))(batch).policy_sum)
+    found = gradient(model, objective_of(model, Policy("head", [1.0]))(batch)["policy"])
     assert largest_error(found, exact) < 1e-8
 
 
@@ -191,7 +191,7 @@ def test_the_expected_gradient_of_canvases_is_the_exact_one_and_held_leaves_out_
             answers.append(answer(n, walk.answer, [trajectory], p * a))
         policy = Policy("canvas", TEMPERATURES, acceptance=BOUND, through=signal == "through")
         objective = objective_of(model, policy)
-        found[signal] = gradient(model, objective(canvas_batch(answers, COLLATOR, 2)).policy_sum)
+        found[signal] = gradient(model, objective(canvas_batch(answers, COLLATOR, 2))["policy"])
         assert largest_error(found[signal], exact[signal]) < 1e-8
         if signal == "held":
             assert objective.measured["reaccepted"] == 0 and objective.measured["positions"] == len(every) * L
@@ -260,11 +260,11 @@ def test_ratios_are_clipped_where_that_makes_the_loss_no_smaller_and_are_one_at_
     answers = [answer(n, y, advantage=a) for n, (y, a) in enumerate([([1, 2], 1.0), ([2, 1], -2.0)])]
     batch = head_batch(answers, COLLATOR)
     objective = objective_of(model, Policy("head", [1.0], clip=(0.2, 0.28)))
-    assert float(objective(batch).policy_sum) == pytest.approx(-(2 * 1.0 + 2 * -2.0), abs=1e-12)
+    assert float(objective(batch)["policy"]) == pytest.approx(-(2 * 1.0 + 2 * -2.0), abs=1e-12)
     log_p_N = objective.actions(batch).log_p_N.detach()
     ratio_N = torch.tensor([1.5, 0.5, 1.5, 0.5], dtype=torch.float64)
     objective.measured.clear()
-    loss = objective(replace(batch, old_N=log_p_N - ratio_N.log())).policy_sum
+    loss = objective(replace(batch, old_N=log_p_N - ratio_N.log()))["policy"]
     assert float(loss) == pytest.approx(-(1.28 + 0.5 - 2 * 1.5 - 2 * 0.8), abs=1e-12)
     assert objective.measured["clipped"] == 2 and objective.measured["actions"] == 4
 
@@ -286,7 +286,7 @@ def test_the_reference_is_the_model_without_its_adapters():
     log_p = objective.actions(batch).log_p_N.detach()
     assert float((log_p - plain).abs().max()) > 1e-2
     expected = ((plain - log_p).exp() - (plain - log_p) - 1).sum()
-    assert float(objective(batch).policy_sum) == pytest.approx(0.5 * float(expected), rel=1e-9)
+    assert float(objective(batch)["policy"]) == pytest.approx(0.5 * float(expected), rel=1e-9)
     assert torch.equal(objective.actions(batch).log_p_N, objective.actions(batch).log_p_N)
 
 
@@ -307,5 +307,5 @@ def test_the_expected_gradient_of_the_divergence_is_the_exact_one_whichever_weig
         for token, p in enumerate(old):
             batch = head_batch([answer(0, [token])], COLLATOR)
             drawn = replace(batch, old_N=torch.tensor([p], dtype=torch.float64).log())
-            losses.append(p * objective(drawn).policy_sum)
+            losses.append(p * objective(drawn)["policy"])
         assert largest_error(gradient(adapted, torch.stack(losses).sum()), exact) < 1e-8

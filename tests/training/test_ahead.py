@@ -108,7 +108,7 @@ def test_the_host_waits_in_no_layer_of_a_training_step_and_in_one_place_outside(
     waits.fill(objective)
     with waits:
         losses = objective(batch)
-        (losses.canvas_sum + losses.ar_sum).backward()
+        (losses["canvas"] + losses["ar"]).backward()
     found = {place: count for place, count in waits.lines.items() if place not in OF_THE_HOST}
     assert found == {"objective._marked": 1}  # scored positions, which the weights of a loss decide, too
 

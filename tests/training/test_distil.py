@@ -29,7 +29,7 @@ from blockdiff.seeding import Stream, words
 from blockdiff.training import step
 from blockdiff.training.distil import Distil
 from blockdiff.training.recipe_checks import refuse
-from blockdiff.training.step import Counts, UnscoredSteps
+from blockdiff.training.step import UnscoredSteps
 from tests.closeness import relative_error
 from tests.distil_ranks import COLLATOR, EXAMPLES, GENERATION, SEED, L, everything, sampler
 from tests.forked import run_ranks
@@ -74,7 +74,7 @@ def test_states_are_those_that_the_sampler_visits_and_targets_those_on_which_the
     assert 0 < settled < (batch.length_BC > 0).sum() and len(steps) > 1
     for sweep in (False, True):
         objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), sweep=sweep)
-        torch.testing.assert_close(objective(made).canvas_sum.double(), loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(objective(made)["canvas"].double(), loss, rtol=1e-6, atol=0)
 
 
 def test_canvases_of_a_packed_row_are_rolled_out_after_their_own_document():
@@ -165,8 +165,8 @@ def test_a_run_whose_teacher_settles_on_nothing_says_so_at_once_and_ends(inputs,
 
 
 def test_steps_in_which_nothing_is_scored_end_a_run_of_any_objective_when_there_are_many_in_a_row():
-    nothing, something = Counts(0.0, 0.0, torch.zeros(2)), Counts(0.0, 3.0, torch.ones(2))
-    unscored = UnscoredSteps(steps=100, is_distilled=False)
+    nothing, something = ("nothing is scored", "look at the rows"), None
+    unscored = UnscoredSteps(steps=100)
     said = [unscored.note(number, nothing) for number in range(1, 20)] + [unscored.note(20, something)]
     assert said[0].startswith("step 1: nothing is scored") and said[1:] == [None] * 19
     for number in range(21, 40):

@@ -251,9 +251,9 @@ def test_the_canvas_loss_is_that_of_training(objective):
     (batch,) = heldout_batches(EXAMPLES, collator(), 7)
     with torch.no_grad():
         losses = objective(batch)
-    assert record["heldout_canvas_loss"] == pytest.approx(float(losses.canvas_sum) / batch.canvas_count(), rel=1e-6)
+    assert record["heldout_canvas_loss"] == pytest.approx(float(losses["canvas"]) / batch.canvas_count(), rel=1e-6)
     assert record["heldout_weighted_loss"] == pytest.approx(record["heldout_canvas_loss"], rel=1e-9)
-    assert record["heldout_ar_loss"] == pytest.approx(float(losses.ar_sum) / batch.ar_count(), rel=1e-6)
+    assert record["heldout_ar_loss"] == pytest.approx(float(losses["ar"]) / batch.ar_count(), rel=1e-6)
 
 
 def test_a_batch_without_canvases_has_an_ar_loss_only(objective):
@@ -268,7 +268,7 @@ def test_a_weight_changes_the_weighted_loss_only(objective):
     record = heldout_of(weighted, 7)
     (batch,) = heldout_batches(EXAMPLES, collator(), 7)
     with torch.no_grad():
-        loss = float(weighted(batch).canvas_sum) / batch.canvas_count()
+        loss = float(weighted(batch)["canvas"]) / batch.canvas_count()
     assert record.pop("heldout_weighted_loss") == pytest.approx(loss, rel=1e-6)
     assert loss != pytest.approx(plain.pop("heldout_weighted_loss"), rel=0.1)
     assert record == plain

@@ -231,7 +231,7 @@ class Spoilt(ToyObjective):
     def forward(self, batch):
         losses = super().forward(batch)
         bad = self.samples & set(batch.sample_id_B.tolist())
-        return losses._replace(canvas_sum=losses.canvas_sum * float("nan")) if bad else losses
+        return losses | {"canvas": losses["canvas"] * float("nan")} if bad else losses
 
 
 def weights_of(loop):
@@ -293,9 +293,9 @@ def test_a_loss_that_is_not_finite_while_its_gradient_is_stops_the_run_too():
     class Infinite(ToyObjective):
         def forward(self, batch):
             losses = super().forward(batch)
-            return losses._replace(ar_sum=losses.ar_sum + torch.inf)
+            return losses | {"ar": losses["ar"] + torch.inf}
 
-    with pytest.raises(RunError, match="step 1: the AR loss is not finite"):
+    with pytest.raises(RunError, match="step 1: the next-token loss is not finite"):
         Loop(Infinite(), evaluate=None, sample=None).run()
 
 

@@ -88,7 +88,7 @@ def held(recipe: Recipe, kernels: str = "auto", steps: int = 1, batch: Batch | N
         for _ in range(min(2, share // rows)):
             with autocast(CPU, recipe.train.autocast):
                 losses = objective(batch)
-            (losses.canvas_sum + losses.ar_sum).backward()
+            (losses["canvas"] + losses["ar"]).backward()
 
     return max(peak_memories(work, CPU, lambda: model.zero_grad(set_to_none=True), steps))
 

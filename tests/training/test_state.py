@@ -223,7 +223,7 @@ def test_what_an_objective_trains_beside_its_model_is_saved_too(tmp_path):
 def test_the_state_of_another_optimiser_kind_survives_too(tmp_path):
     objective = ToyObjective()
     optimiser = torch.optim.SGD(objective.parameters(), lr=0.1, momentum=0.9)
-    objective(toy_batches([range(4)], 4)(1)[0]).canvas_sum.backward()
+    objective(toy_batches([range(4)], 4)(1)[0])["canvas"].backward()
     optimiser.step()
     path = save_checkpoint(tmp_path, 1, objective, optimiser, FACTS)
     again = ToyObjective(1)

@@ -57,7 +57,7 @@ class MostlyCanvas(Objective):
 
     def forward(self, batch):
         losses = super().forward(batch)
-        return losses._replace(ar_sum=losses.ar_sum / 10)
+        return losses | {"ar": losses["ar"] / 10}
 
 
 class Rising(Squared):
@@ -89,13 +89,13 @@ class TooMany:
 
 class OneLoss(Objective):
     def forward(self, batch):
-        return super().forward(batch).canvas_sum
+        return super().forward(batch)["canvas"]
 
 
 class LossesByPosition(Objective):
     def forward(self, batch):
         losses = super().forward(batch)
-        return losses._replace(canvas_sum=losses.canvas_sum.expand(2))
+        return losses | {"canvas": losses["canvas"].expand(2)}
 
 
 class SameName(Objective):
@@ -449,8 +449,8 @@ WRONG_PARTS = {
         "Noise gave token -1, which",
     ),
     "a weight of another shape": ({"weight": TooMany()}, r"TooMany gave weights \[6, 1, 7\] instead of \[6, 1, 9\]"),
-    "one loss": ({"objective": OneLoss}, "objective: its forward gave a Tensor whose canvas_sum is NoneType"),
-    "losses by position": ({"objective": LossesByPosition}, r"whose canvas_sum is \[2\] and ar_sum \[\]; return"),
+    "one loss": ({"objective": OneLoss}, "objective: its forward gave a Tensor; return a dict"),
+    "losses by position": ({"objective": LossesByPosition}, r"its forward gave \[2\] for the loss canvas; return"),
     "a name of the model": ({"objective": SameName}, r"objective: its tensor vocabulary\.table has the name of one of"),
 }
 
@@ -509,7 +509,7 @@ def test_what_an_objective_has_beside_its_model_goes_to_the_device_and_trains(in
 
         def forward(self, batch):
             losses = super().forward(batch)
-            return losses._replace(canvas_sum=losses.canvas_sum * self.scale)
+            return losses | {"canvas": losses["canvas"] * self.scale}
 
     class Watching(blockdiff.Callback):
         def on_end(self, trainer):

@@ -15,7 +15,6 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from blockdiff.canvas import Batch
 from blockdiff.layers.experts import Experts
-from blockdiff.objective import PolicyLosses
 from blockdiff.training.plan.live_bytes import LiveBytes
 
 GATHERED, LATE = "gathered layer", "given back late"
@@ -92,8 +91,7 @@ class Step:
         with counted:
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):  # whatever the caller computes in
                 losses = self.objective(batch)
-            total = losses.canvas_sum + losses.ar_sum
-            (total + losses.policy_sum if isinstance(losses, PolicyLosses) else total).backward()
+            torch.stack([*losses.values()]).sum().backward()
             self._begin(self.objective.model.vocabulary, 0)
             self._close()
         return counted
