@@ -39,6 +39,7 @@ FLAGS = (
     "-ffp-contract=fast",
 )
 TRIED = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
+ARCH = "BLOCKDIFF_C_ARCH"  # the environment variable: a value of -march in place of TRIED, or none
 BLOCKS = 16  # partial sums of the gradient of a weight, as in loops.h
 LONGEST = 300  # seconds that a compiler may take
 
@@ -113,7 +114,9 @@ def _functions() -> dict[str, tuple[Any, str]]:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library, built where it is not in the cache; None, after a warning, where it cannot be had."""
+    """The compiled library, from the cache or built; None if `ARCH` is none or, with a warning, if it cannot be had."""
+    if os.environ.get(ARCH) == "none":
+        return None
     try:
         return find_library()
     except NoLibrary as obstacle:
@@ -129,8 +132,8 @@ def find_library() -> ctypes.CDLL:
         raise NoLibrary(f"the environment variable CC cannot be read ({error})") from None
     if os.name != "posix" or shutil.which(words[0]) is None:
         raise NoLibrary(f"there is no C compiler {words[0]!r} (the environment variable CC names another)")
-    obstacle, directory = "", _cache()
-    for extra in TRIED:
+    obstacle, directory, arch = "", _cache(), os.environ.get(ARCH)
+    for extra in ((f"-march={arch}",),) if arch else TRIED:
         command = [*words, *FLAGS, *extra]
         kept = None if directory is None else directory / f"kernels-{_key(command)}.so"
         if kept is not None and _is_ours(kept):
@@ -140,7 +143,7 @@ def find_library() -> ctypes.CDLL:
             return _built(command, kept)
         except NoLibrary as reason:
             obstacle = str(reason)
-    raise NoLibrary(obstacle)
+    raise NoLibrary(f"{ARCH}={arch}: {obstacle} (x86-64-v3 or the like, or none)" if arch else obstacle)
 
 
 def sources() -> list[Path]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import platform
 import re
 import shutil
 import warnings
@@ -19,12 +21,14 @@ pytestmark = pytest.mark.quick
 
 EPS = 1e-6
 HAS_C = c_library.library() is not None
+BASELINE = {"x86_64": "x86-64", "aarch64": "armv8-a"}.get(platform.machine(), "native")
 needs_c = pytest.mark.skipif(not HAS_C, reason="there is no C compiler here")
 
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """A process that has not asked for the library yet."""
+    """A process that has not loaded the library yet, and whose environment does not choose its instructions."""
+    monkeypatch.delenv(c_library.ARCH, raising=False)
     monkeypatch.setattr(c_library, "library", functools.cache(c_library.library.__wrapped__))
 
 
@@ -130,6 +134,22 @@ def test_a_library_that_does_not_load_is_not_kept(monkeypatch, tmp_path, fresh):
     assert not list((tmp_path / "cache" / "blockdiff").iterdir())
 
 
+def test_an_architecture_that_the_compiler_lacks_is_named_with_its_variable(monkeypatch, tmp_path, fresh):
+    says = "error: bad value ('pdp-11') for '-march=' switch"
+    script = f'for word in "$@"; do [ "$word" = -march=pdp-11 ] && echo "cc1: {says}" >&2 && exit 1; done; exit 0'
+    monkeypatch.setenv("CC", compiler(tmp_path / "compiler", script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(c_library.ARCH, "pdp-11")
+    assert_torch_after_one_warning(f"BLOCKDIFF_C_ARCH=pdp-11: .*{re.escape(says)} .*none")
+
+
+def test_without_an_architecture_torch_runs_in_silence(monkeypatch, fresh):
+    monkeypatch.setenv(c_library.ARCH, "none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert c_library.library() is None and not serves(torch.randn(7, 24))
+
+
 # -- where it lies -------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +167,17 @@ def test_the_library_is_built_again_for_another_machine_and_kept_for_the_same(mo
     monkeypatch.setattr(c_library, "_machine", lambda: "a third one")
     c_library.find_library()
     assert len(list(directory.iterdir())) == 2
+
+
+@needs_c
+def test_each_architecture_has_a_library_of_its_own(monkeypatch, tmp_path, quick_builds):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = []
+    for arch in ("native", BASELINE, ""):
+        monkeypatch.setenv(c_library.ARCH, arch)
+        c_library.find_library()
+        kept.append({*(tmp_path / "blockdiff").iterdir()})
+    assert [len(each) for each in kept] == [1, 2, 3]
 
 
 @needs_c
@@ -206,6 +237,6 @@ def test_a_process_leaves_no_directory_of_its_own_behind(tmp_path, monkeypatch, 
     assert not list(own.iterdir()) and len(list((tmp_path / "cache" / "blockdiff").iterdir())) == 1
 
 
-def test_there_is_a_library_where_there_is_a_compiler():
+def test_there_is_a_library_if_there_is_a_compiler_and_it_is_not_left_out():
     words = (c_library.os.environ.get("CC") or "cc").split()
-    assert HAS_C == (shutil.which(words[0]) is not None)
+    assert HAS_C == (shutil.which(words[0]) is not None and os.environ.get(c_library.ARCH) != "none")
