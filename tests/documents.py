@@ -60,13 +60,21 @@ class Shell:
     line: int
     words: list[str]  # of the command
     text: str = ""  # of the file, whose name is then the only word
-    printed: str = ""  # what the line says that it prints
+    printed: tuple[str, ...] = ()  # lines of its output, in which `...` is any text
+
+    def missing(self, output: str) -> list[str]:
+        """The lines of `printed` that an output lacks."""
+        patterns = {line: ".*".join(map(re.escape, line.split("..."))) for line in self.printed}
+        return [
+            line for line, pattern in patterns.items() if not any(re.fullmatch(pattern, x) for x in output.splitlines())
+        ]
 
 
 def shell(document: Path) -> Iterator[Shell]:
     """The fenced `sh` blocks of a document, line by line, but those under a line `<!-- not run: REASON -->`.
 
-    Raises ValueError for a line that is neither a `blockdiff` command nor writes a file.
+    A command prints the text behind `  # prints: ` in its line. If the next fenced block has no language, the last
+    command prints its lines. Raises ValueError for a line that is neither a `blockdiff` command nor writes a file.
     """
     lines = document.read_text(encoding="utf-8").splitlines()
     number = 0
@@ -77,16 +85,25 @@ def shell(document: Path) -> Iterator[Shell]:
         is_run = not (number and NOT_RUN.fullmatch(lines[number - 1]))
         end = lines.index("```", number)
         place, number = number + 1, end + 1
+        shown = _plain_block(lines, number)
         while is_run and place < end:
             words, begin = shlex.split(lines[place], comments=True), place + 1
             if words[:2] == ["cat", ">"] and words[3:] == ["<<END"]:
                 place = lines.index("END", place)
                 yield Shell(document, begin, [words[2]], "\n".join(lines[begin:place]) + "\n")
             elif words[:1] == ["blockdiff"]:
-                yield Shell(document, begin, words[1:], printed=lines[begin - 1].partition("  # prints: ")[2])
+                told = lines[begin - 1].partition("  # prints: ")[2]
+                block = shown if begin == end else ()
+                yield Shell(document, begin, words[1:], printed=(*filter(None, [told]), *block))
             elif words:
                 raise ValueError(f"{document.name}:{begin}: neither a blockdiff command nor a file")
             place += 1
+
+
+def _plain_block(lines: list[str], number: int) -> tuple[str, ...]:
+    """The lines of the first fenced block from `number` on; none if it has a language."""
+    first = next((n for n in range(number, len(lines)) if lines[n].startswith("```")), len(lines))
+    return tuple(lines[first + 1 : lines.index("```", first + 1)]) if lines[first:][:1] == ["```"] else ()
 
 
 def table_rows(document: Path) -> Iterator[tuple[int, list[str]]]:
