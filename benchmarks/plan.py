@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tiny_run import PRESET
+from tests.meeting import meeting
 
 TOKENS, VOCABULARY = 320, 4096
 TEXT = {
@@ -123,20 +123,15 @@ def planned(folder: Path, case: Case) -> Any:
 def measured(folder: Path, number: int, is_traced: bool) -> int:
     """Bytes that a training takes at its peak, in the process that takes most."""
     case = CASES[number]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     words = [sys.executable, "-m", "benchmarks.plan", "--worker", str(number), "--folder", str(folder)]
     words += ["--trace"] if is_traced else []
     processes = []
-    for rank in range(case.ranks):
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
-        several = {**names, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1"}
-        variables = {name: str(value) for name, value in several.items()} if case.ranks > 1 else {}
-        with open(folder / f"said-{rank}", "w") as said:
-            environment = {**os.environ, **variables}
-            processes.append(subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, env=environment))
-    codes = [process.wait() for process in processes]
+    with meeting(case.ranks) as variables:
+        for rank, own in enumerate(variables):
+            with open(folder / f"said-{rank}", "w") as said:
+                environment = {**os.environ, **own} if case.ranks > 1 else None
+                processes.append(subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, env=environment))
+        codes = [process.wait() for process in processes]
     texts = [(folder / f"said-{rank}").read_text() for rank in range(case.ranks)]
     if any(codes):
         raise RuntimeError("\n".join(text[-2000:] for text in texts))

@@ -17,7 +17,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -33,6 +32,7 @@ from safetensors.torch import load_file
 from benchmarks import machine
 from benchmarks.kills import IN_A_CHAIN
 from benchmarks.tiny_run import Kill, become, differences, make_inputs, stage_of, train_words
+from tests.meeting import meeting
 
 PATIENCE = 30.0  # seconds that torchrun gives the others
 LOST = re.compile(
@@ -184,16 +184,21 @@ def judge(found: Kills, ended: Outcome, rank: int, what: str) -> None:
 
 def attempt(folder: Path, run: Path, mesh: Mesh, victim: int = -1, kill: Kill | None = None) -> Outcome:
     """`blockdiff train --resume` on all ranks of a mesh, until they end or one is killed and the others end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     words = [*train_words(folder, run), *(word for each in mesh.overrides for word in ("--set", each))]
-    children = {}
-    for rank in range(mesh.world):
-        children[be_rank(folder, words, mesh, rank, port, kill if rank == victim else None)] = rank
-    codes, lost = [0] * mesh.world, 0.0
+    with meeting(mesh.world) as variables:
+        children = {
+            be_rank(folder, words, rank, own, kill if rank == victim else None): rank
+            for rank, own in enumerate(variables)
+        }
+        return outcome(folder, children)
+
+
+def outcome(folder: Path, children: dict[int, int]) -> Outcome:
+    """Wait for the ranks of some process ids; once one has failed, end the others as a launcher does."""
+    world = len(children)
+    codes, lost = [0] * world, 0.0
     impatient = threading.Timer(PATIENCE, end_all, [children])
-    for _ in range(mesh.world):
+    for _ in range(world):
         child, status = os.wait()
         codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
         if os.waitstatus_to_exitcode(status) and not lost:
@@ -204,8 +209,8 @@ def attempt(folder: Path, run: Path, mesh: Mesh, victim: int = -1, kill: Kill | 
             impatient.start()
     impatient.cancel()
     seconds = time.perf_counter() - lost if lost else 0.0
-    said = [(folder / f"said-{rank}").read_text(errors="replace") for rank in range(mesh.world)]
-    files = [folder / f"operations-{rank}" for rank in range(mesh.world)]
+    said = [(folder / f"said-{rank}").read_text(errors="replace") for rank in range(world)]
+    files = [folder / f"operations-{rank}" for rank in range(world)]
     counted = [json.loads(file.read_text()) for file in files if file.exists()]
     return Outcome(codes, said, seconds, counted)
 
@@ -216,16 +221,14 @@ def end_all(children: dict[int, int]) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def be_rank(folder: Path, words: list[str], mesh: Mesh, rank: int, port: int, kill: Kill | None) -> int:
-    """The process id of a rank, forked after the imports."""
+def be_rank(folder: Path, words: list[str], rank: int, variables: dict[str, str], kill: Kill | None) -> int:
+    """The process id of a rank, forked after the imports. variables: what its environment has beside ours."""
     counted = folder / f"operations-{rank}"
     counted.unlink(missing_ok=True)
     (folder / f"said-{rank}").write_text("")
     child = os.fork()
     if not child:
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": mesh.world, "LOCAL_WORLD_SIZE": mesh.world}
-        os.environ |= {name: str(number) for name, number in (numbers | {"MASTER_PORT": port}).items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+        os.environ |= {**variables, "OMP_NUM_THREADS": "1"}
         become(folder, words, folder / f"said-{rank}", counted, kill)
     return child
 

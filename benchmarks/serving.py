@@ -17,7 +17,7 @@ import argparse
 import asyncio
 import json
 import os
-import socket
+import re
 import statistics
 import subprocess
 import sys
@@ -100,44 +100,30 @@ class Running:
 
 
 @contextmanager
-def served(words: Sequence[str], port: int, seconds: float = 120.0) -> Iterator[Running]:
-    """A server that a command of Python starts; it ends with the block."""
-    with tempfile.TemporaryFile() as said:
+def served(words: Sequence[str], seconds: float = 120.0) -> Iterator[Running]:
+    """A server that a command of Python starts, which says at which address; it ends with the block."""
+    with tempfile.NamedTemporaryFile("w+") as said:
         process = subprocess.Popen([sys.executable, "-m", *words], stdout=said, stderr=said, env=os.environ.copy())
         try:
-            for _ in range(int(10 * seconds)):
-                if process.poll() is not None:
-                    said.seek(0)
-                    raise RuntimeError(f"{' '.join(words)} ended: {said.read().decode()[-2000:]}")
-                try:
-                    httpx.get(f"http://127.0.0.1:{port}/health", timeout=1)
-                    break
-                except httpx.HTTPError:
-                    time.sleep(0.1)
-            yield Running(f"http://127.0.0.1:{port}", process.pid)
+            end = time.monotonic() + seconds
+            while not (address := re.search(r"http://127\.0\.0\.1:\d+", text := Path(said.name).read_text())):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"{' '.join(words)} does not serve: {text[-2000:]}")
+                time.sleep(0.1)
+            yield Running(address[0], process.pid)
         finally:
             process.terminate()
             process.wait(60)
 
 
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def our_server(model: str, rows: int, *more: str) -> Any:
     """`blockdiff serve` of a model."""
-    port = free_port()
-    words = ["blockdiff", "serve", model, "--port", str(port), "--max-rows", str(rows), "--device", "cpu", *more]
-    return served(words, port)
+    return served(["blockdiff", "serve", model, "--port", "0", "--max-rows", str(rows), "--device", "cpu", *more])
 
 
 def their_server(model: str) -> Any:
     """The thin server over transformers."""
-    port = free_port()
-    return served(["benchmarks.serving_peer", model, str(port)], port)
+    return served(["benchmarks.serving_peer", model])
 
 
 def client_of(address: str) -> openai.AsyncOpenAI:

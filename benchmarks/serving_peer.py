@@ -1,12 +1,13 @@
 """A thin server over transformers' `generate`: one request at a time, as `transformers serve` answers them.
 
 `transformers serve` itself takes checkpoints of this family only with the files of an image processor, which a model
-of texts does not have. `python -m benchmarks.serving` starts this: `python -m benchmarks.serving_peer MODEL PORT`.
+of texts does not have. `python -m benchmarks.serving` starts this: `python -m benchmarks.serving_peer MODEL`.
 """
 
 from __future__ import annotations
 
 import argparse
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Lock
@@ -52,6 +53,7 @@ def application(model: str) -> FastAPI:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_peer", description=__doc__.split("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("port", type=int)
-    given = parser.parse_args()
-    uvicorn.run(application(given.model), host="127.0.0.1", port=given.port, log_level="warning")
+    served = application(parser.parse_args().model)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+        uvicorn.Server(uvicorn.Config(served, log_level="warning")).run(sockets=[listening])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,14 +110,6 @@ def say_error(message: str) -> None:
     line = "blockdiff: error: " + " ".join(message.split())
     if _told_by_launcher(line):
         say(line)
-
-
-def end_with(message: str) -> NoReturn:
-    """Say an error and end the process at once with exit code 1, whatever its other threads do."""
-    try:
-        say_error(message)
-    finally:
-        os._exit(1)
 
 
 def _told_by_launcher(line: str) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import socket
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ import pytest
 from blockdiff.cli.main import main
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.training import export
+from tests.meeting import meeting
 
 ROOT = Path(__file__).parents[1]
 HUNG = 600.0  # seconds after which something has hung, however slow the machine is
@@ -32,7 +33,7 @@ SERVER.set_forkserver_preload(
         *("accelerate", "datasets", "rich.progress", "rich.live", "IPython.core.interactiveshell", "matplotlib.pyplot"),
         *("transformers.models.gemma4.modeling_gemma4", "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"),
         *("blockdiff.training.trainer", "blockdiff.sampling", "blockdiff.models.llama"),
-        *("blockdiff.models.minimax_m3.model", "tests.families", "tests.oracle"),
+        *("blockdiff.models.minimax_m3.model", "tests.families", "tests.oracle", __name__),
     ]
 )
 
@@ -47,7 +48,8 @@ def started(target: Callable[..., None], *arguments: Any, log: Path, **variables
     with pytest.MonkeyPatch.context() as patch:  # for the server, which starts with the first process
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("OMP_NUM_THREADS", "1")
-        process = SERVER.Process(target=_begin, args=(target, arguments, str(log), variables))
+        task = pickle.dumps((target, arguments))  # so that what its imports say goes to the log, too
+        process = SERVER.Process(target=_begin, args=(task, str(log), variables))
         process.start()
     try:
         yield process
@@ -96,25 +98,16 @@ def wait_for_ranks(
 def _ranks(
     world: int, directory: Path, target: Callable[..., None], *arguments: Any
 ) -> Iterator[tuple[list[ForkServerProcess], list[Path]]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with contextlib.ExitStack() as stack:
-        logs = [directory / f"rank-{rank}.log" for rank in range(world)]
+    logs = [directory / f"rank-{rank}.log" for rank in range(world)]
+    with meeting(world) as variables, contextlib.ExitStack() as stack:
         processes = [
-            stack.enter_context(started(target, *arguments, log=log, **rank_variables(rank, world, port)))
-            for rank, log in enumerate(logs)
+            stack.enter_context(started(target, *arguments, log=log, **own))
+            for log, own in zip(logs, variables, strict=True)
         ]
         yield processes, logs
 
 
-def rank_variables(rank: int, world: int, port: int) -> dict[str, str]:
-    """The variables that a launcher puts in the environment of a rank on the CPU."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    return {**{name: str(n) for name, n in numbers.items()}, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1"}
-
-
-def _begin(target: Callable[..., None], arguments: tuple[Any, ...], log: str, variables: dict[str, str]) -> None:
+def _begin(task: bytes, log: str, variables: dict[str, str]) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -122,6 +115,7 @@ def _begin(target: Callable[..., None], arguments: tuple[Any, ...], log: str, va
     gc.freeze()
     gc.set_threshold(50_000)
     export.draw_curves = lambda *_, **__: None  # type: ignore[assignment]  # which takes longer than a short training
+    target, arguments = pickle.loads(task)
     target(*arguments)
 
 
@@ -137,12 +131,19 @@ def _command(words: Sequence[str]) -> None:
 
 
 def finish(processes: list[ForkServerProcess], logs: list[Path], seconds: float = HUNG) -> None:
-    """Wait for the processes, but no longer when one has failed."""
+    """Wait for the processes, but no longer when one has failed; raises AssertionError with how each ended, and why."""
     until = time.monotonic() + seconds
     while any(process.exitcode is None for process in processes):
         failed = any(process.exitcode for process in processes)
         if failed or time.monotonic() > until:
             break
         multiprocessing.connection.wait([process.sentinel for process in processes if process.exitcode is None], 1)
-    codes = [process.exitcode for process in processes]
-    assert not any(code != 0 for code in codes), (codes, *(log.read_text() for log in logs))
+    codes = [process.exitcode for process in processes]  # before any is killed; None: it still runs
+    if any(code != 0 for code in codes):
+        raise AssertionError("\n".join(map(_ending, codes, logs)))
+
+
+def _ending(code: int | None, log: Path) -> str:
+    """The end of a process in words, with its log, if it lived long enough to open that."""
+    how = "still ran" if code is None else f"ended with {code}"
+    return f"{log.stem} {how}: " + (log.read_text() if log.exists() else "it had not opened its log")

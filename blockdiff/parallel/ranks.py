@@ -11,7 +11,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Event, Thread
@@ -43,8 +43,7 @@ class Ranks:
     timeout: seconds after which a rank that does not answer counts as hung. beats: a gloo group of its own, over which
     the ranks wait for work that may take longer. is_stopping: the number of the signal that asked this rank to stop,
     0 while none has. local_rank: which of the ranks on its node this one is. ranks_per_row: how many neighbouring ranks
-    have the same rows, because they run every layer together (tensor parallelism). watch: during a training, what ends
-    this process when another one is lost (`blockdiff.parallel.watch`).
+    have the same rows, because they run every layer together (tensor parallelism).
     """
 
     device: torch.device
@@ -55,7 +54,6 @@ class Ranks:
     is_stopping: Callable[[], int] = lambda: 0
     local_rank: int = 0
     ranks_per_row: int = 1
-    watch: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -119,7 +117,7 @@ class Ranks:
         fails or is lost, and on rank 0 when another one is lost.
         """
         if self.is_main:
-            with self.guarded(doing), self.at_own_pace(doing), self.undisturbed():
+            with self.guarded(doing), self.at_own_pace(doing):
                 yield
         else:
             self._wait_for(doing, turns=1)
@@ -145,7 +143,7 @@ class Ranks:
             yield
             return
         self._wait_for(doing, turns=turn)
-        with self.guarded(doing), self.at_own_pace(doing), self.undisturbed():
+        with self.guarded(doing), self.at_own_pace(doing):
             yield
         self._wait_for(doing, turns=1 - turn)
 
@@ -181,24 +179,16 @@ class Ranks:
     def guarded(self, doing: str | Callable[[], str]) -> Iterator[None]:
         """Makes one RunError of the errors inside that mean that another rank is gone or does not answer.
 
-        doing: what the ranks are at, for the message. With any error this rank ends by itself; its watch leaves it.
+        doing: what the ranks are at, for the message.
         """
         try:
             yield
-        except Exception as error:
-            if self.watch is not None and not isinstance(error, Interrupted):
-                self.watch.release()
-            if not isinstance(error, RuntimeError):
-                raise
+        except RuntimeError as error:
             if self.world == 1 or not (_LOST.search(str(error)) or isinstance(error, dist.DistError)):
                 raise
             what = f"hung for {self.timeout:g} s" if _HUNG.search(str(error)) else "was lost"
             place = doing if isinstance(doing, str) else doing()
             raise RunError(f"rank {self.rank}: another rank {what} during {place}; {RESUME}") from error
-
-    def undisturbed(self) -> AbstractContextManager[None]:
-        """Surrounds work of this rank alone that is worth its end, even where another rank is lost meanwhile."""
-        return nullcontext() if self.watch is None else self.watch.undisturbed()
 
     def close(self) -> None:
         """Leave the process group, if there is one."""

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT during training: the first waits for the optimiser step to be done, a second ends at once."""
+"""SIGTERM and SIGINT during training: the first waits for the optimiser step to be done, a second ends at once.
+
+torchrun, and so `accelerate launch`, passes them on to its ranks. Where it is killed itself, they stop as by SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,13 @@ class Signals:
 
     def __init__(self, speaks: bool) -> None:
         self._speaks, self._number, self._since = speaks, 0, 0.0
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # others may end before us
 
     def is_stopping(self) -> int:
-        """The number of the signal that asked to stop, 0 = none has."""
+        """The number of the signal that asked to stop, 0 = none has; SIGTERM once torchrun is gone that started us."""
+        if self._launcher not in (None, os.getppid()):
+            self._launcher = None
+            self.handle(signal.SIGTERM)
         return self._number
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:

@@ -134,9 +134,8 @@ class CheckpointWriter:
         What several ranks were writing stays hidden; `hold_run` removes it.
         """
         if self._thread is not None and self.ranks.is_main and not (self._is_sharded and self.ranks.world > 1):
-            with self.ranks.undisturbed():
-                self._write_or_wait()
-                self._join()
+            self._write_or_wait()
+            self._join()
         self._forget()
 
     def _forget(self) -> None:

@@ -28,7 +28,6 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.accelerate_config import refuse_settings
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
-from blockdiff.parallel.watch import watched
 from blockdiff.sampling import Sampler
 from blockdiff.terminal import counted
 from blockdiff.training import export
@@ -396,20 +395,12 @@ class Trainer:
     def running(self) -> Iterator[None]:
         """Surrounds the run: the ranks join, everything is built and restored, signals wait for the end of a step."""
         r = self.recipe
-        agreed: dict[str, object] = {
-            "train.autocast": r.train.autocast,
-            "train.activation_checkpointing": r.train.activation_checkpointing,
-            "model.compile": r.model.compile,
-            "optim.clip": r.optim.clip,
-            "parallel.shard": r.parallel.shard,
-            "parallel.offload": r.parallel.offload,
-        }
-        refuse_settings(os.environ, agreed)
+        refuse_settings(os.environ, autocast=r.train.autocast, compiles=r.model.compile, clip=r.optim.clip)
         ranks = from_accelerate(timeout=r.train.timeout)
         catching = caught(speaks=ranks.is_main, is_alone=ranks.world == 1)
         try:
-            with watched(ranks, lambda: self.doing) as joined, joined.guarded(lambda: self.doing), catching as signals:
-                self.ranks = replace(joined, is_stopping=signals.is_stopping, ranks_per_row=self.recipe.parallel.tensor)
+            with ranks.guarded(lambda: self.doing), catching as signals:
+                self.ranks = replace(ranks, is_stopping=signals.is_stopping, ranks_per_row=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 self.recipe, said = with_objective_of_base(self.recipe)
                 if said:
@@ -419,7 +410,7 @@ class Trainer:
                 with hold_run(self.directory, self.resume, self.ranks, self.overwrite) as checkpoint:
                     self.start(checkpoint)
                     shown = self.show.running(self.step)
-                    with closing(self.saver), closing(self.trackers), shown, joined.guarded(lambda: self.doing):
+                    with closing(self.saver), closing(self.trackers), shown, ranks.guarded(lambda: self.doing):
                         self.notify("on_start")
                         yield
         except BaseException:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks, from_accelerate
-from tests.forked import ROOT, rank_variables, run, run_ranks, wait_for_ranks
+from tests.forked import ROOT, run, run_ranks, wait_for_ranks
+from tests.meeting import rank_variables
 from tests.ranks import differences, everything, leaving
 
 
@@ -126,6 +127,7 @@ def test_processes_that_did_not_join_are_one_line_that_says_why(launched, capfd)
         taken.listen()
         for name, value in rank_variables(0, 2, taken.getsockname()[1]).items():
             launched.setenv(name, value)
+        launched.delenv("TORCHELASTIC_USE_AGENT_STORE")  # this rank is where they meet
         with pytest.raises(RunError, match=r"the 2 processes did not all join \(.*EADDRINUSE.*\); start them again"):
             from_accelerate(timeout=2)
     assert capfd.readouterr().err == ""

@@ -22,8 +22,9 @@ from typer.testing import CliRunner
 
 from blockdiff.cli.main import app, main
 from blockdiff.metrics import read
-from tests.forked import HUNG, ROOT, finish, rank_variables, started
+from tests.forked import HUNG, ROOT, finish, started
 from tests.little_model import LITTLE, save_preset
+from tests.meeting import meeting
 
 LAUNCH = ROOT / "recipes" / "launch"
 STEPS = 5
@@ -97,7 +98,7 @@ def submit(folder: Path, run: Path) -> list[list[str]]:
 
 
 def train(node: Path, words: list[str]) -> None:
-    """Be the process of a node, which accelerate would start with what `rank_variables` says."""
+    """Be the process of a node, which accelerate would start with what `meeting` says."""
     os.chdir(node)
     sys.argv = ["blockdiff", *words]
     main()
@@ -122,16 +123,17 @@ def check(folder: Path, run: Path, said: str) -> None:
 
 def test_two_nodes_that_share_neither_folder_nor_cache_train_as_one_process(folder, tmp_path):
     """The launcher itself is run by test_distributed.py."""
-    with contextlib.ExitStack() as stack:
+    with meeting(2) as variables, contextlib.ExitStack() as stack:
         processes, logs = [], []
         for rank, (launch, *words) in enumerate(submit(folder, folder / "two")):
             assert launch == "launch"
             given = launch_command_parser().parse_args(words)
             assert (given.config_file, given.machine_rank) == (str(LAUNCH / "several_nodes.yaml"), rank)
             assert (given.num_machines, given.num_processes, given.main_process_ip) == (2, 2, "127.0.0.1")
+            assert given.main_process_port == 20000 + os.getpid() % 20000
             assert given.module and given.training_script == "blockdiff"
             node = folder / "nodes" / str(rank)
-            own = rank_variables(rank, 2, given.main_process_port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            own = variables[rank] | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             logs.append(tmp_path / f"rank-{rank}.log")
             made = started(
                 train, node, given.training_script_args, log=logs[-1], **own, BLOCKDIFF_CACHE=f"{node}/cache"
@@ -158,6 +160,7 @@ def test_the_configs_are_accelerates_and_leave_training_to_the_recipe(name, node
     path = LAUNCH / f"{name}.yaml"
     config = ClusterConfig.from_yaml_file(str(path))  # refuses keys that it does not know
     assert (config.num_machines, config.num_processes, config.mixed_precision) == (nodes, processes, "no")
+    assert nodes == 1 or (config.rdzv_backend, config.same_network) == ("c10d", False)
     assert (
         yaml.safe_load(path.read_text())
         .keys()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
-import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -33,17 +32,16 @@ class Browser:
     """One window. Use as a context manager; what it keeps lies in `folder`."""
 
     def __init__(self, folder: Path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
         self.folder = folder
-        self.session = ""
+        self.port, self.session = 0, ""
 
     def __enter__(self) -> Browser:
-        command = [str(shutil.which("chromedriver")), f"--port={self.port}"]
-        self.driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        log = self.folder / "chromedriver.log"
+        with log.open("w") as said:
+            command = [str(shutil.which("chromedriver")), "--port=0"]
+            self.driver = subprocess.Popen(command, stdout=said, stderr=said)
         try:
-            self._start()
+            self._start(log)
             self.prefer()
         except BaseException:
             self.driver.kill()
@@ -110,22 +108,19 @@ class Browser:
         """Write what the window shows as PNG."""
         path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot")))
 
-    def _start(self) -> None:
+    def _start(self, log: Path) -> None:
+        """Read in the log of chromedriver at which port it listens, and open a window."""
+        end = time.monotonic() + SECONDS
+        while not (listening := re.search(r"successfully on port (\d+)", log.read_text())):
+            assert time.monotonic() < end and self.driver.poll() is None, f"no chromedriver: {log.read_text()}"
+            time.sleep(0.05)
+        self.port = int(listening[1])
         options = {
             "binary": shutil.which("chromium"),
             "args": [*FLAGS, f"--user-data-dir={self.folder}", "--window-size=1280,1200"],
         }
         asked = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        end = time.monotonic() + SECONDS
-        while not self.session:
-            try:
-                made = self._ask("POST", "", {"capabilities": {"alwaysMatch": asked}})
-                self.session = "/" + made["sessionId"]
-            except urllib.error.HTTPError:
-                raise
-            except OSError:  # it does not listen yet
-                assert time.monotonic() < end and self.driver.poll() is None, "chromedriver does not start"
-                time.sleep(0.05)
+        self.session = "/" + self._ask("POST", "", {"capabilities": {"alwaysMatch": asked}})["sessionId"]
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         url = f"http://127.0.0.1:{self.port}/session{self.session}{path}"

@@ -1,9 +1,10 @@
-"""`blockdiff train`, alone and on two ranks of a launcher: told to stop, or with a rank killed; then resumed."""
+"""`blockdiff train`, alone and under a launcher: told to stop, a rank or the launcher lost, a rank hung; resumed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from blockdiff.metrics import read
 from blockdiff.training.checkpoint_content import steps_saved
 from tests import forked
 from tests.little_model import LITTLE, save_preset
+from tests.meeting import meeting
 
 RECIPE = """\
 seed: 1
@@ -58,10 +60,24 @@ def two_ranks(words: list[str]) -> None:
     main(["--standalone", "--nproc-per-node", "2", "--start-method", "fork", "--run-path", str(command), *words])
 
 
+def two_children(words: list[str]) -> None:
+    """A launcher that does nothing for its ranks; they have a file open as long as they live."""
+    os.open(Path(words[words.index("--output") + 1]).with_suffix(".alive"), os.O_WRONLY)
+    with meeting(2) as variables:
+        for own in variables:
+            if not os.fork():
+                os.environ |= {**own, "TORCHELASTIC_RUN_ID": "none"}
+                try:
+                    alone(words)
+                finally:
+                    os._exit(1)  # the store is the launcher's to take down
+        signal.pause()
+
+
 @contextlib.contextmanager
-def training(how: Callable[[list[str]], None], folder: Path, run: Path) -> Iterator[ForkServerProcess]:
+def training(how: Callable[[list[str]], None], folder: Path, run: Path, *more: str) -> Iterator[ForkServerProcess]:
     """A training that has logged some steps."""
-    words = ["train", str(folder / "recipe.yaml"), "--output", str(run)]
+    words = ["train", str(folder / "recipe.yaml"), "--output", str(run), *more]
     log, metrics, until = said(run), run / "metrics.jsonl", time.monotonic() + forked.HUNG
     with forked.started(how, words, log=log, ACCELERATE_USE_CPU="1") as process:
         while not (metrics.exists() and len(read(metrics)) > 6):
@@ -79,6 +95,12 @@ def ended(process: ForkServerProcess, run: Path, word: str) -> list[str]:
     """The lines in which a word stands, after the process ended."""
     process.join(forked.HUNG)
     return [line for line in said(run).read_text().splitlines() if word in line]
+
+
+def second_rank(launcher: ForkServerProcess) -> int:
+    """The process id of the second of two ranks."""
+    ranks = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=True)
+    return max(int(child) for child in ranks.stdout.split())
 
 
 def goes_on(folder: Path, run: Path, start: int) -> None:
@@ -120,9 +142,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_after_the_same_step(folder, tm
 def test_a_killed_rank_ends_the_launch_with_one_line_and_the_run_can_go_on(folder, tmp_path):
     run = tmp_path / "run"
     with training(two_ranks, folder, run) as process:
-        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-        second = max(int(child) for child in ranks.stdout.split())
-        os.kill(second, signal.SIGKILL)
+        os.kill(second_rank(process), signal.SIGKILL)
         lines = ended(process, run, "blockdiff: error")
         assert process.exitcode
     assert "forcefully exiting" not in said(run).read_text()  # rank 0 ended by itself
@@ -132,3 +152,40 @@ def test_a_killed_rank_ends_the_launch_with_one_line_and_the_run_can_go_on(folde
     assert places in (["", "traceback :"], [""])
     with pytest.warns(UserWarning, match="saved by 2 processes, resumed by 1"):
         goes_on(folder, run, max(steps_saved(run)))
+
+
+def test_a_rank_that_hangs_ends_the_launch_after_the_timeout_and_the_run_can_go_on(folder, tmp_path):
+    run = tmp_path / "run"
+    with training(two_ranks, folder, run, "--set", "train.timeout=2") as process:
+        os.kill(hung := second_rank(process), signal.SIGSTOP)
+        until = time.monotonic() + forked.HUNG
+        while "another rank hung" not in said(run).read_text():
+            assert process.exitcode is None and time.monotonic() < until, said(run).read_text()
+            time.sleep(0.1)
+        os.kill(hung, signal.SIGKILL)  # as torchrun does 30 s after it has told the rank to end
+        lines = ended(process, run, "blockdiff: error")
+        assert process.exitcode
+    assert lines and all("rank 0: another rank hung for 2 s during" in line for line in lines)
+    with pytest.warns(UserWarning, match="saved by 2 processes, resumed by 1"):
+        goes_on(folder, run, max(steps_saved(run)))
+
+
+def test_ranks_whose_launcher_is_killed_save_after_the_same_step_and_end(folder, tmp_path):
+    run = tmp_path / "run"
+    os.mkfifo(tmp_path / "run.alive")
+    alive = os.open(tmp_path / "run.alive", os.O_RDONLY | os.O_NONBLOCK)
+    with training(two_children, folder, run) as process:
+        process.kill()
+        lines = ended(process, run, "")
+        ends, _, _ = select.select([alive], [], [], forked.HUNG)  # it can be read once no process has it open any more
+        assert ends and os.read(alive, 1) == b""
+    os.close(alive)
+    lines = [line for line in said(run).read_text().splitlines() if "SIGTERM" in line]
+    reached = read(run / "metrics.jsonl")[-1]["step"]
+    assert lines == [
+        "SIGTERM: saving after this optimiser step; a second one ends at once",
+        f"stopped by SIGTERM after step {reached}; `--resume --output {run}` goes on from there",
+    ]
+    assert max(steps_saved(run)) == reached
+    with pytest.warns(UserWarning, match="saved by 2 processes, resumed by 1"):
+        goes_on(folder, run, reached)
