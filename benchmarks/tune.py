@@ -1,9 +1,10 @@
 """Chooses the tiles of blockdiff/kernels/tiles.json: `python -m benchmarks.tune`, on a GPU.
 
-For every line of attention over spans and of experts the tiles around the present one that fit into the GPU's memory
-are timed, each kernel by itself, and the fastest is written. Without a GPU, `--architecture 86` chooses by what the
-kernels compile to: the largest tile, no larger than that of sm_90, that fits, spills nothing and executes no product
-twice. The file says of each architecture on what machine, when and how its lines were chosen.
+For every line of attention over spans, of experts and of their router the tiles around the present one that fit into
+the GPU's memory are timed, each kernel by itself, and the fastest is written; `--jobs` processes compile them before.
+Without a GPU, `--architecture 86` chooses by what the kernels compile to: the largest tile, no larger than that of
+sm_90, that fits, spills nothing and executes no product twice. The file says of each architecture on what machine, when
+and how its lines were chosen.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import datetime
 import itertools
 import json
 import math
+import multiprocessing
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,13 +31,16 @@ from triton.runtime.jit import JITFunction
 from benchmarks.compiled import Wanted, compiled, fits
 from blockdiff.kernels import tiles
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
-from blockdiff.kernels.launch import forget_sizes
+from blockdiff.kernels.launch import Unserved, forget_sizes
+from blockdiff.kernels.routing.triton import routed_tokens
 from blockdiff.kernels.span_attention.triton import span_attention
 from blockdiff.kernels.tiles import SHARED_MEMORY, Tile
-from blockdiff.spans import encode_spans
+from blockdiff.spans import denoise_spans, encode_spans
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 MOST_TRIED = 12  # tiles that fit and are looked at where none suits
+MOST_TIMED = 30  # tiles of a line that are timed, the nearest to the present one
+MARGIN = 0.99  # of the present tile's seconds that another has to stay under
 Key = tuple[str, int, int]  # kernel, architecture, element size
 
 
@@ -58,12 +65,27 @@ class Problem:
 
 
 def attention(head: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """An encode of the released model's number of heads, forward and backward; on a GPU of a size worth timing."""
+    """An encode of the released model's number of heads, forward and backward, and a denoising pass over a prefix of a
+    quarter of it; on a GPU of a size worth timing."""
     rows, T = (4, 4096) if torch.cuda.is_available() else (2, 128)
     shapes = ((rows, T, 16, head), (rows, T, kv_heads, head), (rows, T, kv_heads, head))
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
     out = span_attention(q, None, None, k, v, encode_spans(torch.zeros(rows, T, dtype=torch.int64)), 1.0)
     out.sum().backward()
+    canvases, prefix, L = 8 * rows, T // 4, T // 16
+    starts = torch.full((canvases, 1), prefix)
+    spans = denoise_spans(starts, torch.zeros_like(starts), torch.full_like(starts, L), L)
+    sizes = ((L, 16), (prefix, kv_heads), (prefix, kv_heads), (L, kv_heads), (L, kv_heads))
+    q, pk, pv, k, v = (torch.randn(canvases, *size, head).to(dtype) for size in sizes)
+    with torch.no_grad():
+        span_attention(q, pk, pv, k, v, spans, 1.0)
+
+
+@torch.no_grad()
+def router(dtype: torch.dtype) -> None:
+    """The router of a canvas of the released model."""
+    x, weight = torch.randn(256, 2816).to(dtype), torch.randn(128, 2816).to(dtype)
+    routed_tokens(x, torch.ones(2816, dtype=dtype), 2816**-0.5, weight, torch.ones(128, dtype=dtype), 8)
 
 
 def experts(tokens: int, dtype: torch.dtype) -> None:
@@ -92,6 +114,7 @@ def problems() -> list[Problem]:
             found.append(Problem(f"expert_mlp_{name}", f"expert_mlp_{name}", up_to, mix, same=same))
         for name, stride in (("down", 704), ("grad_x", 1)):
             found.append(Problem(f"expert_mlp_{name}", "expert_mlp_product", up_to, mix, {"WEIGHT_N": stride}, rows))
+    found.append(Problem("routed_tokens", "routed_tokens", 128, router, same={"columns": "routed_tokens"}))
     return found
 
 
@@ -128,16 +151,47 @@ def by_compiling(problem: Problem, key: Key, choices: list[Tile]) -> Tile:
     return min(tried, key=lambda tile: tried[tile])
 
 
-def by_timing(problem: Problem, key: Key, choices: list[Tile]) -> Tile:
-    """The fastest on this machine's GPU; what it has no room for is left out."""
+def by_timing(problem: Problem, key: Key, choices: list[Tile], present: Tile, pool: Any) -> Tile:
+    """The fastest on this machine's GPU of those near the present tile, which stays if none is clearly faster.
+
+    The processes of `pool` compile them before; tiles that the device has no room for are left out.
+    """
+    nearest = sorted(choices, key=lambda tile: distance(tile, present))[:MOST_TIMED]
+    begin = time.monotonic()
+    list(pool.imap_unordered(partial(compile_tile, problem, key), nearest))
+    print(f"  {problem.line}: {len(nearest)} tiles compiled in {time.monotonic() - begin:.0f} s", flush=True)
     seconds = {}
-    for tile in choices:
+    for tile in nearest:
         try:
             with trying(key, tile):
                 seconds[tile] = _seconds(problem.wanted, lambda: problem.call(DTYPES[key[2]]))
-        except triton.runtime.errors.OutOfResources:
+        except (triton.runtime.errors.OutOfResources, Unserved):
             continue
-    return min(seconds, key=lambda tile: seconds[tile])
+    for tile in sorted(seconds, key=lambda tile: seconds[tile])[:4]:
+        print(f"  {1e3 * seconds[tile]:.3f} ms: {tile}", flush=True)
+    fastest = min(seconds, key=lambda tile: seconds[tile])
+    return fastest if seconds[fastest] < MARGIN * seconds.get(present, math.inf) else present
+
+
+def distance(tile: Tile, present: Tile) -> float:
+    """The number of doublings, halvings and stages from one tile to another."""
+    pairs = ((getattr(tile, name), getattr(present, name)) for name in ("rows", "columns", "inner", "warps"))
+    return sum(abs(math.log2(a / b)) for a, b in pairs if b) + abs(tile.stages - present.stages)
+
+
+def compile_tile(problem: Problem, key: Key, tile: Tile) -> None:
+    """Put the wanted kernels with a tile among those that Triton keeps, without a launch of any kernel."""
+    launch = JITFunction.run
+
+    def run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        if problem.wanted(kernel.__name__, dict(zip(kernel.arg_names, arguments, strict=False)) | named):
+            launch(kernel, *arguments, grid=grid, warmup=True, **named)
+
+    with trying(key, tile), patch.object(JITFunction, "run", run), torch.device("cuda"):
+        try:
+            problem.call(DTYPES[key[2]])
+        except (triton.runtime.errors.OutOfResources, Unserved):
+            return
 
 
 @contextmanager
@@ -184,17 +238,21 @@ def main() -> None:
     parser.add_argument(
         "--architecture", action="append", type=int, choices=SHARED_MEMORY, help="choose by compiling, without a GPU"
     )
-    parser.add_argument("--only", default="", help="lines whose name has this in it")
+    parser.add_argument("--only", action="append", help="lines whose name has this in it (may be repeated)")
     parser.add_argument("--bytes", type=int, choices=DTYPES, default=2, help="of an element (default: 2)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes that compile (default: a core each)"
+    )
     options = parser.parse_args()
     made, table = json.loads(tiles.FILE.read_text(encoding="utf-8"))["made"], tiles.table()
     on_gpu = not options.architecture
+    pool = multiprocessing.get_context("spawn").Pool(options.jobs) if on_gpu else None
     for architecture in options.architecture or [tiles.architecture(torch.device("cuda", 0))]:
         for (kernel, of, size), entries in list(table.items()):
             if of == 90:
                 table.setdefault((kernel, architecture, size), list(entries))
         for problem in problems():
-            if options.only not in problem.line:
+            if not any(name in problem.line for name in options.only or ("",)):
                 continue
             key = problem.line, architecture, options.bytes
             base = dict(table[key] if on_gpu else table[problem.line, 90, options.bytes])[problem.up_to]
@@ -202,8 +260,8 @@ def main() -> None:
                 name: getattr(base if line == problem.line else dict(table[line, *key[1:]])[problem.up_to], name)
                 for name, line in problem.same.items()
             }
-            choose, factors = (by_timing, (0.5, 1, 2)) if on_gpu else (by_compiling, (0.25, 0.5, 1))
-            chosen = choose(problem, key, candidates(base, fixed, factors))
+            choices = candidates(base, fixed, (0.5, 1, 2) if on_gpu else (0.25, 0.5, 1))
+            chosen = by_timing(problem, key, choices, base, pool) if pool else by_compiling(problem, key, choices)
             table[key] = [(limit, chosen if limit == problem.up_to else tile) for limit, tile in table[key]]
             print(f"sm_{architecture}, {problem.line}, up to {problem.up_to:g}: {chosen}", flush=True)
         how = f"timed on {torch.cuda.get_device_name()}" if on_gpu else "compiled for it, not timed"
