@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 from pathlib import Path
 
@@ -11,12 +10,10 @@ import torch
 
 from benchmarks import (
     attempts,
-    block_sparse,
     denoise_step,
     kernel_expert_mlp,
     kernel_span_attention,
     kernel_vocabulary,
-    lora_step,
     machine,
     models,
     training_step,
@@ -28,15 +25,12 @@ from blockdiff.terminal import quiet
 
 SUITES = {
     "training": training_step.run,
-    "lora": lora_step.run,
     "denoise": denoise_step.run,
     "vocabulary": kernel_vocabulary.run,
     "attention": kernel_span_attention.run,
     "experts": kernel_expert_mlp.run,
-    "block_sparse": block_sparse.run,
     "workload": workload.run,
 }
-RESULTS = Path(__file__).parent / "results"
 
 
 def main(words: list[str] | None = None) -> int:
@@ -53,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--output",
         type=Path,
-        help="FILE.json; default: results/DEVICE-DATE.json for a complete run, else none",
+        help="FILE.json for all figures, and FILE.md for the table; default: the table is printed only",
     )
     options = parser.parse_args(words)
     device = torch.device(options.device)
@@ -67,9 +61,6 @@ def main(words: list[str] | None = None) -> int:
     compiled_peer = options.compiled_peer or device.type == "cuda"
     settings = Settings(device, options.repeats, options.kernels, compiled_peer)
     output = options.output
-    if output is None and options.only is None and options.sizes is None:
-        RESULTS.mkdir(exist_ok=True)
-        output = RESULTS / f"{machine.slug(device)}-{datetime.date.today().isoformat()}.json"
     record = machine.describe(device)
     results: list[Result] = []
 

@@ -1,6 +1,6 @@
 """Drafters: what they gain over next tokens one by one, on addition with its working and on arithmetic in sentences.
 
-    python -m benchmarks.drafters runs/drafters --output benchmarks/results/NAME.json
+    python -m benchmarks.drafters runs/drafters --output FILE.json
 
 Targets and drafters that the directory lacks are trained there first, by recipes/word_problems.yaml and
 recipes/drafter_cpu.yaml, each drafter on answers of its target to rows of the training split; addition has the same

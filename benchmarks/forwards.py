@@ -1,6 +1,6 @@
 """Model calls: what each way of sampling gets right on three tasks with known answers, and the forwards that it takes.
 
-    python -m benchmarks.forwards runs/forwards --output benchmarks/results/NAME.json
+    python -m benchmarks.forwards runs/forwards --output FILE.json
 
 Models that the directory lacks are trained there first, by recipes/forwards.yaml, and kept for the next time; a
 training that was stopped goes on. Every way answers the same test rows with the same seeds. It is compared row by row

@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
-SUITES = ("attention", "vocabulary", "experts", "block_sparse", "denoise", "training", "lora")  # kernels come first
+SUITES = ("attention", "vocabulary", "experts", "denoise", "training")  # kernels come first
 NEEDED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pytest")
 # The parts of --quick with their seconds; one that ends early leaves the rest of its own to those after it.
 QUICK = {"tests": 240, "bf16": 240, "fp8": 120, "drafted": 90, "policy": 150, "nccl": 60}

@@ -1,6 +1,6 @@
 """Learning curves of reinforcement learning, beside supervised training on the same solved rows.
 
-    python -m benchmarks.rl runs/rl --output benchmarks/results/NAME.json
+    python -m benchmarks.rl runs/rl --output FILE.json
 
 Of each task 1,000 rows have solutions. A model is trained on them until the share of held-out problems that it solves
 has stopped rising: the start. From there reinforcement learning goes on with 20,000 problems without solutions

@@ -1,7 +1,7 @@
 """Whole workloads of sampling: `Sampler.generate` against transformers' `generate` and against our lockstep loop.
 
     python -m benchmarks.sampling puzzles --model runs/quickstart/model --prompts data/sudoku4/test.jsonl
-    python -m benchmarks.sampling ragged shared --output benchmarks/results/NAME.json
+    python -m benchmarks.sampling ragged shared --output FILE.json
 
 puzzles: the quickstart's test puzzles of mixed difficulty. ragged: 15M parameters, 64 requests with prompts of 16 to
 512 tokens and responses of 1 to 6 canvases, whose steps a canvas are scripted. shared: 15M, 200 requests that begin

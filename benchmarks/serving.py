@@ -1,7 +1,7 @@
 """The server over HTTP, asked by OpenAI's client: its own cost, throughput beside transformers, the first canvas.
 
     python -m benchmarks.serving --model runs/quickstart/model --prompts data/sudoku4/test.jsonl
-    python -m benchmarks.serving --sizes 15m --clients 1,8 --requests 32 --output benchmarks/results/NAME.json
+    python -m benchmarks.serving --sizes 15m --clients 1,8 --requests 32 --output FILE.json
     python -m benchmarks.serving --soak 5000
 
 quickstart: puzzles, one canvas an answer. 15m: random weights, 8 steps for each of two canvases. Both servers run in

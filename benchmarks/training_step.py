@@ -1,15 +1,18 @@
 """One optimiser step: encode once, pass one, pass two, both losses, backward, and where said AdamW.
 
 Both sides get the same weights, rows, noise, coins and scored canvases. Losses and all gradients are compared
-before anything is timed.
+before anything is timed. With LoRA the peer is transformers with PEFT: for a weight that two of its modules share it
+has two copies of an adapter, whose gradients together are that of our one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,13 +20,18 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from benchmarks import peer
 from benchmarks.attempts import attempt
+from benchmarks.installed import installed
 from benchmarks.models import Pair, Size, in_fp32, pair, with_wide_margins
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
 from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
+from blockdiff import checkpoint
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
+from blockdiff.checkpoint.adapter_names import peft_names
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.models.diffusion_gemma.names import NAMES
 from blockdiff.objective import Objective
 from blockdiff.training.optimiser import build
@@ -31,21 +39,25 @@ from blockdiff.training.optimiser import build
 SUITE = "training step"
 # fp32 sums of thousands of terms in another order; half precision is judged by the peer's own error instead
 LOSS_BOUND, GRADIENT_BOUND, TENSOR_BOUND = 1e-5, 1e-4, 1e-3
+ADAPTED, LOW_RANK = ("attention", "mlp", "experts"), LowRank(16, 32)
 
 
 @dataclass(frozen=True)
 class Case:
-    """The choices that vary between lines: number format, AdamW or not, canvases per row (of which one is scored)."""
+    """The choices that vary between lines: number format, AdamW, canvases per row (of which one is scored), LoRA."""
 
     dtype: torch.dtype = torch.float32
     autocast: bool = False
     update: bool = False
     canvases: int = 1
+    lora: bool = False
 
     def __str__(self) -> str:
         words = ["bf16 autocast" if self.autocast else {torch.float32: "fp32"}.get(self.dtype, "bf16")]
         if self.update:
             words.append("with AdamW")
+        if self.lora:
+            words.append(f"LoRA of {', '.join(ADAPTED)}")
         if self.canvases > 1:
             words.append(f"1 of {self.canvases} canvases scored, peer runs all")
         return ", ".join(words)
@@ -55,16 +67,19 @@ def cases(size: Size, device: torch.device) -> list[Case]:
     """The lines of a size; the first is the one that is quoted."""
     fp32, bf16 = torch.float32, torch.bfloat16
     if device.type != "cuda":
-        return [Case(), Case(update=True), Case(autocast=True), Case(canvases=4)]
-    lines = [Case(bf16), Case(bf16, update=True)]
+        return [Case(), Case(update=True), Case(autocast=True), Case(canvases=4), Case(lora=True)]
+    lines = [Case(bf16), Case(bf16, update=True), Case(bf16, lora=True)]
     # more canvases need a window beyond the row, which the released model has not
     return lines if size.name == "released" else [*lines, Case(fp32), Case(autocast=True), Case(bf16, canvases=4)]
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
     """Every case of every size; `done` gets each line as it is finished."""
+    has_peft = installed("peft", "PEFT") is not None
     for size in sizes:
         for case in cases(size, settings.device):
+            if case.lora and not has_peft:
+                continue
             with attempt(f"{SUITE}, {size.name}, {case}"):
                 models = pair(size, settings.device, case.dtype, kernels=settings.kernels)
                 done(measure(models, size, case, settings))
@@ -73,6 +88,8 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
 def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
     """One line: compare, then time in turns, then trace the memory."""
     device, vocabulary = settings.device, models.ours.vocab_size
+    if case.lora:
+        models = adapted(models)
     corruption = UniformCorruption(vocabulary)
     objective = Objective(models.ours, Linear(), corruption, seed=0, sweep=True)  # as the quickstart has it
     scored = case.canvases - 1
@@ -171,9 +188,26 @@ def gradient_step(
     return run
 
 
+def adapted(models: Pair) -> Pair:
+    """Both models with the same adapters, transformers' by PEFT."""
+    from peft import PeftModel
+
+    model = models.ours
+    adapt(model, targets(model, dict.fromkeys(ADAPTED, LOW_RANK)))
+    draw_adapters(model, 0, model.device, model.dtype)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # a B of 0 would hide what A does
+        for tensor in adapter_tensors(model).values():
+            tensor.add_((torch.randn(tensor.shape, generator=draw) * 0.02).to(tensor))
+    with tempfile.TemporaryDirectory() as folder:
+        directory = checkpoint.save_adapter(model, Path(folder) / "adapter")
+        wrapped = PeftModel.from_pretrained(models.peer, directory, is_trainable=True)
+    return Pair(model.train(), wrapped.get_base_model().train())
+
+
 def _agreement(models: Pair, ours: tuple[float, float], theirs: tuple[float, float]) -> Agreement:
     """fp32: relative errors of the losses, of all gradients as one vector, and of the worst tensor's."""
-    total, worst = _gradient_error(_our_gradients(models), models.peer)
+    total, worst = _gradient_error(_our_gradients(models), _peer_gradients(models, models.peer))
     return Agreement(
         {
             "losses": (loss_error(ours, theirs), LOSS_BOUND),
@@ -191,8 +225,9 @@ def _half_agreement(
     truth: tuple[float, float],
 ) -> Agreement:
     """bf16: our errors against the peer in fp32 beside the errors that the peer's own bf16 makes."""
-    total, _ = _gradient_error(_our_gradients(models), reference)
-    their_total, _ = _gradient_error(_peer_gradients(models), reference)
+    exact = _peer_gradients(models, reference)
+    total, _ = _gradient_error(_our_gradients(models), exact)
+    their_total, _ = _gradient_error(_peer_gradients(models, models.peer), exact)
     return Agreement(
         {
             "losses to fp32": (loss_error(ours, truth), max(2 * loss_error(theirs, truth), 0.01)),
@@ -201,25 +236,33 @@ def _half_agreement(
     )
 
 
-def _our_gradients(models: Pair) -> Iterator[tuple[str, Tensor]]:
+def _our_gradients(models: Pair) -> list[Tensor]:
+    """The gradients of all that trains, adapters in PEFT's layout."""
+    gradients = []
     for name, parameter in models.ours.named_parameters():
-        yield name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(peft_names(name, models.ours)[1](gradient) if "lora" in name else gradient)
+    return gradients
 
 
-def _peer_gradients(models: Pair) -> Iterator[tuple[str, Tensor]]:
+def _peer_gradients(models: Pair, peer: DiffusionGemmaForBlockDiffusion) -> list[Tensor]:
+    """The gradients of the same parameters in the peer, those of PEFT's two copies of an adapter added."""
+    theirs = {name.replace(".default", ""): p for name, p in peer.named_parameters(remove_duplicate=False)}
+    gradients = []
     for name, parameter in models.ours.named_parameters():
-        grad = models.peer_parameter(name).grad
-        yield name, torch.zeros_like(parameter) if grad is None else grad
+        if parameter.requires_grad:
+            keys = peft_names(name, models.ours)[0] if "lora" in name else [NAMES.to_hub(name)]
+            copies = [theirs[key] for key in keys if key in theirs]
+            each = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
+            gradients.append(torch.stack(each).sum(0))
+    return gradients
 
 
-def _gradient_error(
-    gradients: Iterator[tuple[str, Tensor]], reference: DiffusionGemmaForBlockDiffusion
-) -> tuple[float, float]:
-    """Relative 2-norm error against the reference's gradients: of all together, and of the worst tensor."""
+def _gradient_error(gradients: list[Tensor], truths: list[Tensor]) -> tuple[float, float]:
+    """Relative 2-norm error against the true gradients: of all together, and of the worst tensor."""
     squared_error = squared_norm = worst = 0.0
-    for name, gradient in gradients:
-        truth = reference.get_parameter(NAMES.to_hub(name)).grad
-        truth = torch.zeros_like(gradient) if truth is None else truth
+    for gradient, truth in zip(gradients, truths, strict=True):
         error, norm = float((gradient.float() - truth.float()).norm()), float(truth.float().norm())
         squared_error, squared_norm = squared_error + error**2, squared_norm + norm**2
         worst = max(worst, error / norm if norm else math.inf if error else 0.0)

@@ -9,7 +9,7 @@ once of the same puzzles without a given that tells two solutions apart. Whether
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 import blockdiff
 from benchmarks.attempts import attempt
-from benchmarks.controls import ambiguous
 from benchmarks.models import Size
 from benchmarks.peer import EXPERTS
 from benchmarks.result import Agreement, Result
@@ -45,10 +44,23 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
         policy = os.environ.get("OMP_WAIT_POLICY", "not set")
         for kind, some in (
             ("one solution", prompts),
-            ("two solutions", [puzzle.prompt for puzzle in ambiguous(prompts)]),
+            ("two solutions", ambiguous(prompts)),
         ):
             case = f"{len(some)} puzzles with {kind}, OMP_WAIT_POLICY {policy}, {torch.get_num_threads()} threads"
             done(measure(model, some, case, settings))
+
+
+def ambiguous(prompts: Iterable[str]) -> list[str]:
+    """The prompts that have two solutions without one of their givens, without the first such given."""
+    found = []
+    for prompt in prompts:
+        for place in range(16):
+            cells = prompt[:place] + "." + prompt[place + 1 : 16]
+            numbers = tuple(int(cell) if cell.isdigit() else 0 for cell in cells)
+            if prompt[place] != "." and len(list(sudoku.solutions(numbers))) == 2:
+                found.append(cells + "=")
+                break
+    return found
 
 
 def trained(run: Path, own: Path) -> Path:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import denoise_step, gpu, lora_step, models, training_step
+from benchmarks import denoise_step, gpu, models, training_step
 from benchmarks.result import Agreement, Result, table
 from benchmarks.settings import Settings
 from benchmarks.timing import Times, contenders, interleaved, peak_memory, probe
@@ -32,7 +32,6 @@ WIDE = replace(TINY, text=dict(sliding_window=128))
 def only_tiny(monkeypatch):
     monkeypatch.setattr(models, "sizes", lambda device: {"tiny": TINY})
     monkeypatch.setattr(training_step, "cases", lambda size, device: [Case()])
-    monkeypatch.setattr(lora_step, "CASES", {"attention and experts": ("attention", "experts")})
     monkeypatch.setattr(denoise_step, "BATCHES", (2,))
 
 
@@ -40,7 +39,7 @@ def test_one_command_compares_times_and_writes_all_suites(only_tiny, tmp_path, c
     file = tmp_path / "out.json"
     assert command.main(["--device", "cpu", "--repeats", "2", "--output", str(file)]) == 0
     written = json.loads(file.read_text())
-    assert [result["suite"] for result in written["results"]] == ["training step", "LoRA step", "denoising step"]
+    assert [result["suite"] for result in written["results"]] == ["training step", "denoising step"]
     for result in written["results"]:
         assert result["agrees"] and result["speedup"] is not None
         assert len(result["ours_seconds"]) == 2
@@ -49,7 +48,7 @@ def test_one_command_compares_times_and_writes_all_suites(only_tiny, tmp_path, c
     assert written["machine"]["versions"]["torch"] == torch.__version__
     printed = capsys.readouterr().out
     assert printed == file.with_suffix(".md").read_text() + "\n"
-    assert printed.count("| tiny |") == 3
+    assert printed.count("| tiny |") == 2
 
 
 def test_every_command_answers_help_under_its_name_and_every_measurement_is_documented():
@@ -90,7 +89,11 @@ def test_a_wrong_weight_fails_the_whole_command(only_tiny, monkeypatch, tmp_path
     assert not result["agrees"] and result["speedup"] is None and result["ours_seconds"] is None
 
 
-@pytest.mark.parametrize("case", [Case(canvases=4), Case(autocast=True), Case(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(canvases=4), Case(autocast=True), Case(torch.bfloat16), Case(lora=True), Case(torch.bfloat16, lora=True)],
+    ids=str,
+)
 def test_other_cases_agree_with_the_peer(case, monkeypatch):
     monkeypatch.setattr(training_step, "once", lambda work, device: lambda: 1.0)  # nothing is timed or traced here
     monkeypatch.setattr(training_step, "peak_memory", lambda *_, **__: 0)

@@ -195,7 +195,7 @@ def test_a_suite_that_dies_leaves_its_lines_and_those_of_the_others(named, monke
     def process(words: list[str], limit: float, environment: Any = None) -> str:
         suite, output = words[words.index("--only") + 1], Path(words[-1])
         assert words[words.index("--repeats") + 1] == "3"
-        if suite != "lora":
+        if suite != "denoise":
             lines = [replace(LINE, suite=suite).to_record()]
             output.write_text(json.dumps(dict(machine=MACHINE, repeats=3, results=lines)))
         return "was ended by signal 11 after 5 s" if suite == "experts" else ""
@@ -204,10 +204,10 @@ def test_a_suite_that_dies_leaves_its_lines_and_those_of_the_others(named, monke
     file = tmp_path / "new" / "out.json"
     assert gpu.main(["--no-tests", "--repeats", "3", "--output", str(file)]) == 1
     lines = [Result.of_record(line) for line in json.loads(file.read_text())["results"]]
-    assert [line.suite for line in lines] == [suite for suite in gpu.SUITES if suite != "lora"]
+    assert [line.suite for line in lines] == [suite for suite in gpu.SUITES if suite != "denoise"]
     printed = capsys.readouterr().out
     assert file.with_suffix(".md").read_text() in printed and printed.count("| tiny") == len(lines)
-    assert "experts: was ended by signal 11 after 5 s" in printed and f"lora: {gpu.NOTHING}" in printed
+    assert "experts: was ended by signal 11 after 5 s" in printed and f"denoise: {gpu.NOTHING}" in printed
 
 
 def test_a_line_is_the_same_after_it_was_written_and_read():

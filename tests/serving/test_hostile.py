@@ -14,7 +14,6 @@ import httpx
 import pytest
 from PIL import Image
 
-from benchmarks.hostile_requests import failures
 from blockdiff.sampling import Request, Sampler
 from blockdiff.sampling.constraints.outlines import TooSlow, seconds_left
 from blockdiff.serving import Access, AsyncEngine, Limits, app
@@ -25,6 +24,7 @@ from blockdiff.serving.protocol import ChatRequest, CompletionRequest, ReadReque
 from blockdiff.serving.refusals import Refused
 from blockdiff.serving.security import Guard
 from tests.asking import chat_tokenizer, served
+from tests.support.hostile_requests import failures
 
 pytestmark = pytest.mark.quick
 
@@ -302,5 +302,4 @@ def test_a_stream_begins_when_it_is_accepted_although_it_waits_for_others(chatty
 
 
 def test_no_value_of_a_request_raises_in_the_engine():
-    """`python -m benchmarks.hostile_requests` tries 2,000 of them."""
     assert failures(250) == []

@@ -1,18 +1,11 @@
-"""Odd values in every field of a request: each is answered or refused, and none raises in the engine's thread.
-
-`python -m benchmarks.hostile_requests --count 2000` prints one JSON line.
-"""
+"""Odd values in every field of a request: each is answered or refused, and none raises in the engine's thread."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import random
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
@@ -89,16 +82,3 @@ def failures(count: int) -> list[str]:
             found.append(f"{case!r:.80}: {type(error).__name__}: {error!s:.80}")
             engine = Engine(model, settings=settings)
     return found
-
-
-def main() -> None:
-    """Try odd requests, and say how many there were and which failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile_requests", description=__doc__)
-    parser.add_argument("--count", type=int, default=2000, help="how many requests (default 2000)")
-    count = parser.parse_args().count
-    torch.set_num_threads(1)
-    print(json.dumps({"requests": count, "failed": failures(count)}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Parts that several tests, or tests and benchmarks, share."""
