@@ -23,7 +23,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.compiled import Driver
-from benchmarks.launches import config_of
 from blockdiff.checkpoint import empty, preset_config
 from blockdiff.kernels import Kernels, tiles
 from blockdiff.kernels import launch as launching
@@ -34,6 +33,7 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
+from tests.support.launches import config_of
 
 ROWS = (1, 2, 3, 4, 8, 16, 32)
 LONGEST = (5, 130, 700, 2100)  # tokens of the longest prompt of a batch

@@ -21,12 +21,13 @@ from benchmarks.attempts import attempt
 from benchmarks.models import Pair, Size, in_fp32, pair, with_wide_margins
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
-from benchmarks.timing import Stopwatch, contenders, interleaved, once, peak_memory, probe
+from benchmarks.timing import Stopwatch, contenders, interleaved, once, probe
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.kernels.launch import forget_sizes
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.request import Result as Answer
 from blockdiff.sampling.sampler import Sampler
+from tests.support.peaks import peak_memory
 
 SUITE = "denoising step"
 BATCHES = (1, 8)

@@ -24,8 +24,9 @@ from benchmarks.kernel_span_attention import Ceilings
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
-from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
+from benchmarks.timing import contenders, interleaved, once, probe
 from blockdiff.kernels import resolve
+from tests.support.peaks import peak_memory
 
 SUITE = "experts"
 FP32_BOUND = 1e-4

@@ -24,10 +24,11 @@ from benchmarks.installed import installed
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
-from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
+from benchmarks.timing import contenders, interleaved, once, probe
 from blockdiff.kernels import resolve
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from tests.oracles import span_attention as reference
+from tests.support.peaks import peak_memory
 
 SUITE = "span attention"
 FP32_BOUND = 1e-4

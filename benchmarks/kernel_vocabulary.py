@@ -22,8 +22,9 @@ from benchmarks.installed import installed
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
-from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
+from benchmarks.timing import contenders, interleaved, once, probe
 from blockdiff.kernels import Kernels, resolve
+from tests.support.peaks import peak_memory
 
 SUITE = "vocabulary"
 SOFTCAP = 30.0

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.damage import PROMPT, SILENT, Damage, all_damages, copy_to, outcome
-from benchmarks.tiny_run import Kill, differences, ended, in_child, make_inputs, make_recipe, stage_of, train_words
 from blockdiff.metrics import FILE_NAME
 from blockdiff.training.checkpoint_content import FOLDER, steps_saved
+from tests.support.damage import PROMPT, SILENT, Damage, all_damages, copy_to, outcome
+from tests.support.tiny_run import Kill, differences, ended, in_child, make_inputs, make_recipe, stage_of, train_words
 
 IN_A_CHAIN = 5
 

@@ -16,27 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-from blockdiff.checkpoint import preset_config
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.diffusion_gemma.names import NAMES
+from tests.support.presets import changed_preset
 
 GIB = 2**30
 T = TypeVar("T")
 # Two fp32 implementations give a token's router scores (of unit size) up to 5e-6 apart. Where the last expert taken and
 # the first one left are nearer than that, each side may take another one, and everything after it differs.
 MARGIN, TRIES = 1.5e-5, 100
-# The vision tower never runs here, but transformers builds one.
-NO_VISION = dict(
-    model_type="gemma4_vision",
-    hidden_size=16,
-    intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=16,
-    position_embedding_size=16,
-    patch_size=4,
-)
 
 
 @dataclass(frozen=True)
@@ -56,13 +44,7 @@ class Size:
 
     def config(self) -> DiffusionGemmaConfig:
         """The config of this size."""
-        values = preset_config(self.preset).to_dict()
-        values["text_config"].update(self.text)
-        if "num_hidden_layers" in self.text:
-            values["text_config"].pop("per_layer_config", None)
-            values["text_config"].update(_heads_of_full_layers(self.preset))
-        values["vision_config"] = dict(NO_VISION)
-        return DiffusionGemmaConfig(**values)
+        return changed_preset(self.preset, self.text)
 
 
 class Pair(NamedTuple):
@@ -183,9 +165,3 @@ def _draw(model: DiffusionGemmaForBlockDiffusion, draw: torch.Generator) -> None
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.8, 1.2, generator=draw)
-
-
-def _heads_of_full_layers(preset: str) -> dict[str, Any]:
-    """The global-head fields of a preset's last layer, as transformers takes them for fewer layers."""
-    last = preset_config(preset).text_config.per_layer_config[-1]
-    return dict(global_head_dim=last.head_dim, num_global_key_value_heads=last.num_key_value_heads)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks import machine
 from benchmarks.models import Pair, Size, pair, sizes
 from benchmarks.result import Agreement, Result, table
-from benchmarks.timing import interleaved, once, peak_memory
+from benchmarks.timing import interleaved, once
 from benchmarks.training_step import GRADIENT_BOUND, LOSS_BOUND, gradient_step, loss_error, rows_of
 from blockdiff.canvas import Batch
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -35,6 +35,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.models.diffusion_gemma.names import NAMES
 from blockdiff.objective import Objective
 from blockdiff.terminal import quiet
+from tests.support.peaks import peak_memory
 
 PACKAGE, VERSION = "nemo_automodel", "0.7.0"
 CANVASES = 4

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tiny_run import PRESET
 from tests.meeting import meeting
+from tests.support.tiny_run import PRESET
 
 TOKENS, VOCABULARY = 320, 4096
 TEXT = {
@@ -167,7 +167,7 @@ def work(folder: Path, case: Case, is_traced: bool) -> None:
     if is_traced:
         import torch
 
-        from benchmarks.timing import peak_of_one_call
+        from tests.support.peaks import peak_of_one_call
 
         print(f"peak {peak_of_one_call(lambda: train('large'), torch.device('cpu'))}")
     else:

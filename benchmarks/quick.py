@@ -36,7 +36,7 @@ def nccl(device: torch.device) -> Iterator[Measurement]:
     """A tiny training of two processes for each way to split a model."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return
-    from benchmarks.tiny_run import make_inputs  # needs what `blockdiff train` needs
+    from tests.support.tiny_run import make_inputs  # needs what `blockdiff train` needs
 
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)

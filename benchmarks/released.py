@@ -22,7 +22,6 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.models import Size
-from benchmarks.timing import peak_memory
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import find, stored_tensors
 from blockdiff.checkpoint.read import resolve_dtype
@@ -32,6 +31,7 @@ from blockdiff.memory import size
 from blockdiff.models.family import family_of
 from blockdiff.sampling import Generation, Request, Sampler
 from blockdiff.training.plan.sampling import plan_sampling
+from tests.support.peaks import peak_memory
 
 PROMPT = 64  # tokens of the fixed inputs
 # How far logits may be apart on average, as a share of their spread: rounding, and in bf16 experts that it changes.

@@ -33,7 +33,6 @@ from benchmarks import machine, models
 from benchmarks.denoise_step import agreement, logits_of_two_steps
 from benchmarks.peer import EXPERTS
 from benchmarks.sampling_peer import Peer, addressed_draws
-from benchmarks.timing import peak_memory
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.sampling import Generation, Request, Result, Sampler, step
 from blockdiff.sampling.prepare import prepare_sequences
@@ -42,6 +41,7 @@ from blockdiff.sampling.strategy import Canvases
 from blockdiff.seeding import child_seed
 from blockdiff.terminal import quiet
 from tests.oracles.lockstep import generate_in_lockstep
+from tests.support.peaks import peak_memory
 
 CPU = torch.device("cpu")
 SAME = 0.99  # of the requests must have the same tokens under the same draws; a near-tie may flip the others

@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.launches import KINDS, Operations, small_config
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.kernels import Kernels
@@ -33,6 +32,7 @@ from blockdiff.sampling.request import Request
 from blockdiff.sampling.settings import sampling_settings
 from blockdiff.sampling.step import CanvasStep, StepCall
 from blockdiff.sampling.strategy import captured_shape
+from tests.support.launches import KINDS, Operations, small_config
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
 STEPS: dict[str, dict[str, Any]] = {

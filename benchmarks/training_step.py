@@ -24,7 +24,7 @@ from benchmarks.installed import installed
 from benchmarks.models import Pair, Size, in_fp32, pair, with_wide_margins
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
-from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
+from benchmarks.timing import contenders, interleaved, once, probe
 from blockdiff import checkpoint
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.adapter_names import peft_names
@@ -35,6 +35,7 @@ from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, tar
 from blockdiff.models.diffusion_gemma.names import NAMES
 from blockdiff.objective import Objective
 from blockdiff.training.optimiser import build
+from tests.support.peaks import peak_memory
 
 SUITE = "training step"
 # fp32 sums of thousands of terms in another order; half precision is judged by the peer's own error instead

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tiny_run import PRESET
+from tests.support.tiny_run import PRESET
 
 LITTLE: dict[str, Any] = PRESET
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.timing import peak_memories
 from blockdiff import checkpoint
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.parallel.ranks import Ranks
@@ -21,6 +20,7 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import computed_in, read_starting_model, without_weights
 from blockdiff.training.step import checkpoint_activations
+from tests.support.peaks import peak_memories
 
 CPU = torch.device("cpu")
 

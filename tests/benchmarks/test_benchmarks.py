@@ -16,9 +16,10 @@ from benchmarks import __main__ as command
 from benchmarks import denoise_step, gpu, models, training_step
 from benchmarks.result import Agreement, Result, table
 from benchmarks.settings import Settings
-from benchmarks.timing import Times, contenders, interleaved, peak_memory, probe
+from benchmarks.timing import Times, contenders, interleaved, probe
 from benchmarks.training_step import Case
 from tests.project.test_imports import LIGHT_DATA
+from tests.support.peaks import peak_memory
 
 CPU = torch.device("cpu")
 FOLDER = Path(command.__file__).parent

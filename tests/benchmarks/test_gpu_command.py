@@ -164,6 +164,7 @@ NOT_ON_A_GPU = {
     "test_scratch.py": "looks at memory that a layer shares, of tensors of the CPU",
     "test_layer_launches.py": "counts launches in the interpreter",
     "test_compiled.py": "compiles without a GPU",
+    "test_compiled_kernels.py": "compiles without a GPU",
     "test_compilations.py": "compiles without a GPU",
     "test_tiles.py": "compiles without a GPU",
     "test_family.py": "says what a family has",
@@ -173,7 +174,9 @@ NOT_ON_A_GPU = {
     "test_plan.py": "plans",
     "test_exchange.py": "runs ranks on the CPU",
 }
-IN_TRITON = r"kernels=.triton|resolve\(.triton|Kernels\(.triton|[. ]triton\b|benchmarks\.(launches|compil|tile|tune)"
+IN_TRITON = (
+    r"kernels=.triton|resolve\(.triton|Kernels\(.triton|[. ]triton\b|(benchmarks|support)\.(launches|compil|tile|tune)"
+)
 
 
 def test_every_test_that_can_run_on_a_gpu_does_so_there():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import step_operations
-from benchmarks.launches import RequestPath, calls_within
+from tests.support.launches import RequestPath, calls_within
 
 
 def test_a_request_more_costs_as_many_calls_of_python_functions_in_a_model_of_many_tensors() -> None:

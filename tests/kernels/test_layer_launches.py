@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.launches import Commit, DenoisingStep, copied_bytes, counted, python_calls
 from tests import forked
+from tests.support.launches import Commit, DenoisingStep, copied_bytes, counted, python_calls
 
 
 def test_a_layer_of_a_denoising_step_and_of_a_commit_is_eleven_launches_and_six_operations():

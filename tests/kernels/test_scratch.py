@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.launches import Commit, DenoisingStep
 from blockdiff.kernels import scratch as shared
 from blockdiff.kernels.expert_mlp import triton as experts
 from blockdiff.kernels.scratch import scratch, shared_scratch
 from blockdiff.kernels.span_attention import triton as attention
 from blockdiff.models.pages import Pages
+from tests.support.launches import Commit, DenoisingStep
 
 LAYERS = 2  # one sliding layer, one full one
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.timing import peak_memory
 from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -24,6 +23,7 @@ from blockdiff.sampling.sampler import Sampler
 from tests.closeness import relative_error
 from tests.oracle import oracle, ours, tiny_config
 from tests.oracles import vocabulary as reference
+from tests.support.peaks import peak_memory
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

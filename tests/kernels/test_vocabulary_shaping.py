@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.timing import peak_memory
 from blockdiff.kernels.vocabulary import Shaping, kernels_filters, logits, pack_allowed, shaping, triton
 from blockdiff.kernels.vocabulary import torch as in_torch
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from blockdiff.kernels.vocabulary.shaping import is_left
 from blockdiff.kernels.vocabulary.torch import Stats
 from tests.oracles import vocabulary as reference
+from tests.support.peaks import peak_memory
 
 pytestmark = pytest.mark.quick
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton

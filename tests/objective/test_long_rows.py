@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.timing import peak_memory
 from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -15,6 +14,7 @@ from blockdiff.kernels.span_attention import torch as in_torch
 from blockdiff.objective import Objective
 from blockdiff.training.step import checkpoint_activations
 from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.peaks import peak_memory
 
 CONFIG = tiny_config(**TWO_LAYERS)
 

@@ -189,3 +189,15 @@ def test_nothing_is_ever_unpickled_or_run_from_the_hub():
     for module, file in MODULES.items():
         text = file.read_text(encoding="utf-8")
         assert not [word for word in forbidden if word in text], module
+
+
+@pytest.mark.quick
+def test_of_the_tests_only_those_of_the_benchmarks_import_benchmarks():
+    """Tests and benchmarks share the modules of tests/support instead."""
+    wrong = []
+    for file in (ROOT / "tests").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        names = [name for name, _ in imported("tests", tree, is_package=True)]
+        if file.parent.name != "benchmarks" and any(name.partition(".")[0] == "benchmarks" for name in names):
+            wrong.append(str(file.relative_to(ROOT)))
+    assert not wrong

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.soak import soak
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, Full, RequestError
 from blockdiff.models.page_buffers import StepBuffers
@@ -25,6 +24,7 @@ from tests.families import small_model
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 from tests.oracles.lockstep import generate_in_lockstep
 from tests.scripted import ScriptedModel, ScriptedPages, random_script
+from tests.support.soak import soak
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
@@ -29,6 +28,7 @@ from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, captured_shape
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 from tests.recorder import Recorder, Refused
+from tests.support.soak import soak
 
 pytestmark = pytest.mark.quick
 

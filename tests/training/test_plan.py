@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.timing import peak_memories
 from blockdiff import checkpoint, with_image_side
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import load_tokenizer
@@ -34,6 +33,7 @@ from blockdiff.training.step import autocast
 from tests.commands import run
 from tests.little_model import LITTLE, save_preset
 from tests.seeing import png
+from tests.support.peaks import peak_memories
 
 CPU = torch.device("cpu")
 LORA = "lora={parts: {attention: 4, mlp: 4, experts: 4, self_conditioning: 4}}"

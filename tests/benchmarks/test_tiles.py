@@ -1,6 +1,6 @@
 """The table of tiles: every tile fits into the shared memory of every architecture that it is for.
 
-`python -m benchmarks.tile_memory` has compiled them; `test_compiled.py` holds its figures to what is compiled today.
+`python -m benchmarks.tile_memory` has compiled them; `test_compiled_kernels.py` compares its figures with today's.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kills, rank_kills
-from benchmarks.damage import SILENT, Damage, outcome
 from blockdiff.errors import RESUME
 from tests.forked import run
+from tests.support.damage import SILENT, Damage, outcome
 
 KILLS = 3  # one of each kind
 
