@@ -25,7 +25,8 @@ from blockdiff.errors import RecipeError
 from blockdiff.images import RowImages
 from blockdiff.layers.attention import KV
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.model import BlockDiffusionModel, LayerKind
+from blockdiff.models.layer_kind import LayerKind
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.spans import Spans, Sweep
 from blockdiff.tensor_pieces import is_spread
 

@@ -10,17 +10,15 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 
 from blockdiff.kernels.launch import TooLarge, Unserved
 
-if TYPE_CHECKING:
-    from blockdiff.kernels import Kernels
-
 P = ParamSpec("P")
 R = TypeVar("R")
+Ops: TypeAlias = Any  # what a composition calls: `Kernels` of `ops.py`, which imports the compositions
 _TOO_LARGE = "{name} runs in other kernels or torch from now on, which is slower: {reason}"
 
 
@@ -39,9 +37,9 @@ class Op(Generic[P, R]):
     def __get__(self, kernels: None, owner: Any) -> Op[P, R]: ...
 
     @overload
-    def __get__(self, kernels: Kernels, owner: Any) -> Callable[P, R]: ...
+    def __get__(self, kernels: Ops, owner: Any) -> Callable[P, R]: ...
 
-    def __get__(self, kernels: Kernels | None, owner: Any) -> Any:
+    def __get__(self, kernels: Ops | None, owner: Any) -> Any:
         return self if kernels is None else kernels.__dict__[self.name]  # where it is found without coming here
 
     def on(self, backend: str) -> Callable[P, R]:
@@ -49,7 +47,7 @@ class Op(Generic[P, R]):
         function: Callable[P, R] = getattr(importlib.import_module(f"{self.folder}.{backend}"), self.name)
         return function
 
-    def bound(self, kernels: Kernels, backend: str) -> Callable[P, R]:
+    def bound(self, kernels: Ops, backend: str) -> Callable[P, R]:
         """The function for a backend of `Kernels`, which explain them."""
         in_torch = self._torch_of(kernels)
         if backend == "auto":
@@ -62,7 +60,7 @@ class Op(Generic[P, R]):
 
     _warning: str | None = 'kernels="auto": {name} runs in torch: {reason}'
 
-    def _torch_of(self, kernels: Kernels) -> Callable[P, R]:
+    def _torch_of(self, kernels: Ops) -> Callable[P, R]:
         return self.in_torch
 
     def _strictly_triton(self, in_torch: Callable[P, R]) -> Callable[P, R]:
@@ -97,12 +95,12 @@ class Composition(Op[P, R]):
 
     in_torch: Callable[..., R]
 
-    def __init__(self, in_torch: Callable[Concatenate[Kernels, P], R], *backends: str):
+    def __init__(self, in_torch: Callable[Concatenate[Ops, P], R], *backends: str):
         super().__init__(in_torch, *backends)  # type: ignore[arg-type]
 
     _warning = None
 
-    def _torch_of(self, kernels: Kernels) -> Callable[P, R]:
+    def _torch_of(self, kernels: Ops) -> Callable[P, R]:
         return functools.partial(self.in_torch, kernels)
 
     def _strictly_triton(self, in_torch: Callable[P, R]) -> Callable[P, R]:

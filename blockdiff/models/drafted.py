@@ -17,7 +17,8 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.images import ImageInput, RowImages
 from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.model import BlockDiffusionModel, Rope
+from blockdiff.models.layer_kind import Rope
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.spans import Spans, Sweep
 
 

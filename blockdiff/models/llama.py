@@ -32,7 +32,8 @@ from blockdiff.layers.rope import default_frequencies, llama3_frequencies
 from blockdiff.models.causal import CausalModel, denoises, wrong_canvas_length
 from blockdiff.models.config_checks import other_values, refuse_first, sizes_below_one, sizes_out_of_range, wrong_rope
 from blockdiff.models.family import Capabilities, Family, Outline
-from blockdiff.models.model import LayerKind, Rope, layer_scalar, wanted
+from blockdiff.models.layer_kind import LayerKind, Rope
+from blockdiff.models.model import layer_scalar, wanted
 from blockdiff.models.names import Names
 from blockdiff.spans import Spans, Sweep
 

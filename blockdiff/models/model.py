@@ -1,10 +1,9 @@
-"""The model that every family's is one of: what runs its layers over any geometry, and the kinds of these layers."""
+"""The model that every family's is one of: what runs its layers over any geometry."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -17,58 +16,12 @@ from blockdiff.kernels import Kernels, resolve
 from blockdiff.kernels.scratch import shared_scratch
 from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.norm import RMSNorm
-from blockdiff.layers.rope import angles
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import family_of
 from blockdiff.models.image_side import ImageSide
+from blockdiff.models.layer_kind import LayerKind, Rope
 from blockdiff.models.prefix import Prefix
-from blockdiff.spans import Spans, Sweep, canvas_spans, denoise_spans, encode_spans
-
-Rope = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerKind:
-    """A kind of layers, which see the same tokens and turn positions alike.
-
-    window: how many keys a clean query sees, itself included (None: all); frequencies: of RoPE, fp32 [d/2];
-    keeps_selection: of layers that select among the keys of the prefix, whether what they select in the first step of a
-    canvas stands for its other steps; sees_whole_images: whether the tokens of adjacent images all see one another.
-    """
-
-    name: str
-    window: int | None
-    frequencies: Tensor
-    keeps_selection: bool = False
-    sees_whole_images: bool = False
-    _on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def sees_whole_canvases(self) -> bool:
-        """True where every token of a canvas sees all of it, and as much of the prefix as the others."""
-        return True
-
-    def encode_spans(
-        self, doc_start_BT: Tensor, past_B: Tensor | None = None, images: RowImages | None = None
-    ) -> Spans:
-        """The causal spans of clean tokens, see `spans.encode_spans`; images: those among the call's tokens."""
-        run_BT2 = images.run_BS2 if images is not None and self.sees_whole_images else None
-        return encode_spans(doc_start_BT, self.window, past_B, run_BT2)
-
-    def denoise_spans(self, start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int) -> Spans:
-        """The spans of canvases laid side by side, see `spans.denoise_spans`."""
-        return denoise_spans(start_BC, doc_start_BC, length_BC, canvas_length, self.window)
-
-    def canvas_spans(self, start_B: Tensor, canvas_length: int) -> Spans:
-        """The spans of the canvas that follows each row, see `spans.canvas_spans`."""
-        return canvas_spans(start_B, canvas_length, self.window)
-
-    def rope(self, positions_BT: Tensor, dtype: torch.dtype) -> Rope:
-        """cos and sin [B, T, d] for `norm_rope`."""
-        device = positions_BT.device
-        if device not in self._on:
-            self._on[device] = self.frequencies.to(device)
-        return angles(positions_BT, self._on[device], dtype)
+from blockdiff.spans import Spans, Sweep
 
 
 class BlockDiffusionModel(nn.Module):

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.span_attention.gathered import Gathered, GatheredPool
-from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
+from blockdiff.kernels.span_attention.paged import BlockTable, Gathered, GatheredPool, PagedTensor
 from blockdiff.layers.attention import Past
+from blockdiff.models.layer_kind import Rope
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.page_pool import SPILL, Pool
 from blockdiff.spans import KeptSelection, Spans
 
 if TYPE_CHECKING:
-    from blockdiff.models.model import Rope
     from blockdiff.models.page_rows import PagedRow
-    from blockdiff.models.pages import Pages
 
 LEAST_PAGES = 4  # the least width of a block table: pages more cost little, and each width has a CUDA graph of its own
 
@@ -52,12 +51,20 @@ class StepBuffers:
     nothing is kept.
     """
 
-    def __init__(self, pages: Pages, most: int, canvas_length: int, keeps: bool = True, is_clean: bool = False):
-        self.pages, self.most, self.canvas_length, self.keeps = pages, most, canvas_length, keeps and not is_clean
-        self.model = pages.model if is_clean else pages.model.denoiser
-        kinds = {name: name for name in pages.pools} if is_clean else pages.model.canvas_kinds
-        self.is_clean = is_clean
-        self.pools = {name: pages.pools[joint] for name, joint in kinds.items()}
+    def __init__(
+        self,
+        model: BlockDiffusionModel,
+        pools: Mapping[str, Pool],
+        make_pools: Callable[[], object],
+        most: int,
+        canvas_length: int,
+        keeps: bool,
+        is_clean: bool,
+    ):
+        self.model, self.make_pools, self.is_clean = model if is_clean else model.denoiser, make_pools, is_clean
+        self.most, self.canvas_length, self.keeps = most, canvas_length, keeps and not is_clean
+        kinds = {name: name for name in pools} if is_clean else model.canvas_kinds
+        self.pools = {name: pools[joint] for name, joint in kinds.items()}
         self.rows: list[PagedRow] = []
         self._stamps: list[int] = []  # of the rows when they were loaded
         self._buffers: dict[tuple[str, ...], Tensor] = {}
@@ -70,7 +77,7 @@ class StepBuffers:
 
         Steps of equally many rows launch the same on the same memory when the key is the same.
         """
-        self.pages.make_pools()
+        self.make_pools()
         stamps = [row.stamp for row in rows]
         widths = {name: table_width(rows, pool) for name, pool in self.pools.items()}
         is_known = widths == self._widths

@@ -5,12 +5,10 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from blockdiff.models.model import LayerKind
+from blockdiff.models.layer_kind import LayerKind
 
 KV = tuple[Tensor, ...]
 ZEROS, SPILL = 0, 1  # pages of no row: one that is never written, and one that padding is written to

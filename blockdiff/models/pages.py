@@ -224,7 +224,7 @@ class Pages(PagedRows):
 
     def step_buffers(self, most: int, canvas_length: int, keeps: bool = True, is_clean: bool = False) -> StepBuffers:
         """Buffers for denoising at most so many rows again and again, or for encoding, see `StepBuffers`."""
-        return StepBuffers(self, most, canvas_length, keeps, is_clean)
+        return StepBuffers(self.model, self.pools, self.make_pools, most, canvas_length, keeps, is_clean)
 
     def _placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
         """The images of a call's rows, of so many columns, with the features that are kept of them."""

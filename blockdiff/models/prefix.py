@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
+from blockdiff.models.layer_kind import LayerKind, Rope
 from blockdiff.spans import KeptSelection, Spans
-
-if TYPE_CHECKING:
-    from blockdiff.models.model import LayerKind, Rope
 
 KV = tuple[Tensor, ...]
 

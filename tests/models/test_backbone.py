@@ -12,7 +12,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 import blockdiff
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from blockdiff.models.model import LayerKind
+from blockdiff.models.layer_kind import LayerKind
 from blockdiff.spans import Spans
 from tests.backbone import (
     EXACT,

@@ -136,13 +136,13 @@ def test_no_package_imports_one_with_a_higher_number(package):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("package", ["data", "sampling"])
+@pytest.mark.parametrize("package", IMPORT_ORDER.keys() - {"models", "training"})
 def test_modules_of_a_package_import_each_other_in_one_order(package):
     """Function bodies and TYPE_CHECKING count too: an import hidden in one is still a circle."""
     needs = {
-        module: {name for name, _ in imports_of(module, parse(module)) if name in MODULES}
+        module: {name for name, _ in imports_of(module, parse(module)) if name in MODULES and name != module}
         for module in MODULES
-        if module.startswith(f"blockdiff.{package}.")
+        if module.split(".")[1:2] == [package]
     }
     assert list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError with the circle
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from blockdiff.kernels.autocast import upcast
+from blockdiff.kernels.op import Ops
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
 from blockdiff.spans import Spans, Sweep
-
-if TYPE_CHECKING:
-    from blockdiff.kernels import Kernels
 
 SCORE_BYTES = 64 << 20  # index scores that live at once
 MASK = 1 << 24  # elements of [B, h, T, S] that live at once
@@ -211,7 +209,7 @@ class Selection:
     scale: float
     canvas_length: int | None = None
 
-    def blocks(self, ops: Kernels, idx_q: Tensor, idx_k: Any, visible_BT: Tensor, first_BT: Tensor | None) -> Tensor:
+    def blocks(self, ops: Ops, idx_q: Tensor, idx_k: Any, visible_BT: Tensor, first_BT: Tensor | None) -> Tensor:
         """The blocks that `select_blocks` gives by these numbers."""
         return ops.select_blocks(
             idx_q, idx_k, visible_BT, first_BT,
@@ -220,7 +218,7 @@ class Selection:
 
 
 def sparse_attention(
-    ops: Kernels, q: Tensor, idx_q: Tensor, kv: KV, spans: Spans | Sweep, past: tuple[PrefixTensor, ...] | None,
+    ops: Ops, q: Tensor, idx_q: Tensor, kv: KV, spans: Spans | Sweep, past: tuple[PrefixTensor, ...] | None,
     selection: Selection, layer: Hashable,
 ) -> Tensor:  # fmt: skip
     """The output of attention [B, T, h, d] over the blocks that index queries [B, T, H, d] select.
@@ -242,7 +240,7 @@ def sparse_attention(
 
 
 def _over_spans(
-    ops: Kernels, q: Tensor, idx_q: Tensor, kv: tuple[Tensor, ...], spans: Spans, past: tuple[PrefixTensor, ...] | None,
+    ops: Ops, q: Tensor, idx_q: Tensor, kv: tuple[Tensor, ...], spans: Spans, past: tuple[PrefixTensor, ...] | None,
     selection: Selection, layer: Hashable,
 ) -> Tensor:  # fmt: skip
     (k, v, idx_k), block, scale = kv, selection.block, selection.scale

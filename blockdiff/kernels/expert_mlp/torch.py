@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,7 @@ from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp.activations import Activation, activation_named
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.torch import Matrices
-
-if TYPE_CHECKING:
-    from blockdiff.kernels import Kernels
+from blockdiff.kernels.op import Ops
 
 DENSE_FLOPS = 3e7  # dense products up to this size cost less than sorting and one launch per expert
 
@@ -269,7 +267,7 @@ def expert_mlp(
 
 
 def expert_slots(
-    ops: Kernels,
+    ops: Ops,
     x: Tensor,
     gate_up_EFD: Tensor | Fp8,
     down_EDF: Tensor | Fp8,

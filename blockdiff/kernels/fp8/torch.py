@@ -6,7 +6,7 @@ A matrix in fp8 is decoded where it is used, and not kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,7 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.fp8 import Fp8
-
-if TYPE_CHECKING:
-    from blockdiff.kernels import Kernels
+from blockdiff.kernels.op import Ops
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -80,12 +78,12 @@ def fp8_linears(x: Tensor, weights: Sequence[Fp8]) -> tuple[Tensor, ...]:
     return tuple(_Linear.apply(x, *weight) for weight in weights)
 
 
-def linear(ops: Kernels, x: Tensor, weight: Tensor | Fp8) -> Tensor:
+def linear(ops: Ops, x: Tensor, weight: Tensor | Fp8) -> Tensor:
     """`x weight^T`: x [..., in], weight [out, in]."""
     return ops.fp8_linears(x, (weight,))[0] if isinstance(weight, Fp8) else F.linear(x, weight)
 
 
-def linears(ops: Kernels, x: Tensor, weights: Sequence[Tensor | Fp8]) -> tuple[Tensor, ...]:
+def linears(ops: Ops, x: Tensor, weights: Sequence[Tensor | Fp8]) -> tuple[Tensor, ...]:
     """`linear` with every weight."""
     in_fp8 = [weight for weight in weights if isinstance(weight, Fp8)]
     if len(in_fp8) == len(weights):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from blockdiff.kernels.expert_mlp.activations import activation_named
 from blockdiff.kernels.fp8 import Fp8
-
-if TYPE_CHECKING:
-    from blockdiff.kernels import Kernels
+from blockdiff.kernels.op import Ops
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
@@ -19,7 +15,7 @@ def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
     return gates.gate(gate) * gates.linear(up)
 
 
-def gated_linear(ops: Kernels, x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
+def gated_linear(ops: Ops, x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
     """`gated` of the products of x [..., D] with two weights."""
     gate, up = ops.linears(x, (gate_FD, up_FD))
     return ops.gated(gate, up, activation)

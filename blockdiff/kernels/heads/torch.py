@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from blockdiff.kernels.heads import HeadNorms, Norm
 from blockdiff.kernels.norm_rope.torch import turned
+from blockdiff.kernels.op import Ops
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
 from blockdiff.spans import Spans, Sweep
-
-if TYPE_CHECKING:
-    from blockdiff.kernels import Kernels
 
 Rope = tuple[Tensor, Tensor]
 
 
 def attention_heads(
-    ops: Kernels, q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: Rope,
+    ops: Ops, q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: Rope,
     into: tuple[PagedTensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Queries and keys after their norms and RoPE, values as they are or normed.
@@ -38,7 +34,7 @@ def attention_heads(
     return q, into[0].write(k), None if v is None else into[1].write(v)
 
 
-def _normed_and_turned(ops: Kernels, x_BThd: Tensor, norm: Norm | None, rope: Rope) -> Tensor:
+def _normed_and_turned(ops: Ops, x_BThd: Tensor, norm: Norm | None, rope: Rope) -> Tensor:
     # in fp32 there is nothing to cast between the norm and its weight
     if norm is not None and (norm.form == "direct" or (norm.form == "cast" and x_BThd.dtype is torch.float32)):
         return ops.norm_rope(x_BThd, norm.weight, *rope, norm.eps)
@@ -46,7 +42,7 @@ def _normed_and_turned(ops: Kernels, x_BThd: Tensor, norm: Norm | None, rope: Ro
 
 
 def attention(
-    ops: Kernels, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, rope: Rope, spans: Spans | Sweep,
+    ops: Ops, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, rope: Rope, spans: Spans | Sweep,
     past: tuple[PrefixTensor, ...] | None, scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """The output of attention over the tokens before the call and its own, [B, T, h * d], and these tokens' (k, v).

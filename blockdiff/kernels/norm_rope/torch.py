@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import upcast
 from blockdiff.kernels.expert_mlp import Slots
-
-if TYPE_CHECKING:
-    from blockdiff.kernels import Kernels
+from blockdiff.kernels.op import Ops
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
@@ -46,7 +43,7 @@ def turned(x_BThd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
 
 
 def residual_norms(
-    ops: Kernels, x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
+    ops: Ops, x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
 ) -> tuple[Tensor, ...]:
     """`x + rms_norm(y)`, and what `rms_norms` gives of that under up to three weights."""
     x = ops.add_rms_norm(x, y, weight, eps)
@@ -54,7 +51,7 @@ def residual_norms(
 
 
 def layer_end(
-    ops: Kernels, x: Tensor, dense: Tensor, routed: Slots, weights: tuple[Tensor, Tensor, Tensor], eps: float,
+    ops: Ops, x: Tensor, dense: Tensor, routed: Slots, weights: tuple[Tensor, Tensor, Tensor], eps: float,
     scalar: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`(x + norm(norm(dense) + norm(routed))) * scalar` of tokens [..., D].

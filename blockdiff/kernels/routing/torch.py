@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import upcast
-
-if TYPE_CHECKING:
-    from blockdiff.kernels import Kernels
+from blockdiff.kernels.op import Ops
 
 
 def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -22,7 +18,7 @@ def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def routed_tokens(
-    ops: Kernels, x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
+    ops: Ops, x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     """The result of `route` for the scores `(x * scale * root) weight^T` of tokens [..., D]."""
     x_ND = x.flatten(0, -2)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.span_attention.gathered import seen_of
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, seen_of
 from blockdiff.spans import Spans, Sweep
 
 STEP, LARGEST = 16, 512  # a head has a multiple of so many numbers, and at most so many

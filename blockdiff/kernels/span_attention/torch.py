@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.span_attention.gathered import seen_of
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, seen_of
 from blockdiff.kernels.span_attention.pieces import in_pieces
 from blockdiff.spans import Spans, Sweep
 

@@ -26,7 +26,8 @@ from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.models import llama
 from blockdiff.models.dflash.config import block_size, check, mask_id, target_layer_ids, value_of
 from blockdiff.models.drafted import Drafter
-from blockdiff.models.model import BlockDiffusionModel, LayerKind, Rope
+from blockdiff.models.layer_kind import LayerKind, Rope
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.spans import Spans, Sweep
 
 

@@ -30,7 +30,8 @@ from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import default_frequencies, proportional_frequencies
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.diffusion_gemma.config import ACTIVATIONS, KINDS, check
-from blockdiff.models.model import BlockDiffusionModel, LayerKind, Rope, layer_scalar, wanted
+from blockdiff.models.layer_kind import LayerKind, Rope
+from blockdiff.models.model import BlockDiffusionModel, layer_scalar, wanted
 from blockdiff.spans import Spans, Sweep
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ from blockdiff.models import llama
 from blockdiff.models.dflash.model import BlockKind
 from blockdiff.models.drafted import Drafter
 from blockdiff.models.eagle3.config import BLOCK, Eagle3Config, check
-from blockdiff.models.model import BlockDiffusionModel, Rope
+from blockdiff.models.layer_kind import Rope
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.spans import Spans, Sweep
 
 

@@ -34,6 +34,7 @@ from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import ZeroCentredRMSNorm
 from blockdiff.layers.rope import default_frequencies
 from blockdiff.models.causal import CausalModel
+from blockdiff.models.layer_kind import LayerKind, Rope
 from blockdiff.models.minimax_m3.config import (
     KINDS,
     activation,
@@ -41,7 +42,7 @@ from blockdiff.models.minimax_m3.config import (
     keeps_selection,
     selects_per_canvas,
 )
-from blockdiff.models.model import LayerKind, Rope, layer_scalar
+from blockdiff.models.model import layer_scalar
 from blockdiff.spans import Spans, Sweep
 
 
