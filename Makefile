@@ -15,7 +15,7 @@ RUN = runs/quickstart
 PROCESSES ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -gt 1 && echo 2 || echo 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser quickstart test lowest lint types gpu benchmarks ray docs release clean
+.PHONY: help install browser quickstart test messages lowest lint types gpu benchmarks ray docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ endif
 
 test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-m quick" for a first answer, "-k name" for some of them)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+messages: $(INSTALLED) ## write all messages of errors and warnings to tests/messages.txt
+	$(PY) -m tests.support.messages > tests/messages.txt
 
 lowest: ## the tests at the lowest versions that pyproject.toml allows, in build/lowest (PYTEST_ARGS; UV_OVERRIDE=FILE keeps versions, as of torch)
 	$(BASE_PYTHON) -m venv build/lowest
