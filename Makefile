@@ -68,8 +68,8 @@ docs: $(INSTALLED) ## the API reference from the docstrings, in build/docs
 	$(PY) docs/reference.py build/docs
 	@echo "reference: build/docs/index.html"
 
-gpu: ## GPU tests and all benchmarks, from the checkout: needs torch, triton, transformers, safetensors, pytest; QUICK=1 takes 15 minutes; CHECKPOINT=MODEL checks one, too
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(if $(QUICK),--quick) $(if $(CHECKPOINT),--checkpoint $(CHECKPOINT)) $(BENCHMARK_ARGS)
+gpu: ## GPU tests and all benchmarks, from the checkout: needs torch, triton, transformers, safetensors, pytest; QUICK=1 takes 9 minutes; CHECKPOINT=MODEL checks one, too
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(if $(QUICK),--quick,$(if $(CHECKPOINT),--checkpoint $(CHECKPOINT))) $(BENCHMARK_ARGS)
 
 benchmarks: $(INSTALLED) ## the benchmarks on this machine (BENCHMARK_ARGS="--only denoise" for some of them)
 	$(PY) -m benchmarks $(BENCHMARK_ARGS)

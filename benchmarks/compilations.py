@@ -42,35 +42,42 @@ MULTIPROCESSORS = 132
 
 
 @contextmanager
-def compilations() -> Iterator[dict[str, set[str]]]:
-    """Within it a launch compiles nothing and runs nothing: the keys of what Triton would compile, by kernel."""
+def compilations(
+    architecture: int = 90, multiprocessors: int = MULTIPROCESSORS, compile_kernel: Callable[..., Any] | None = None
+) -> Iterator[dict[str, set[str]]]:
+    """Within it a launch runs nothing: the keys of what Triton would compile, by kernel.
+
+    compile_kernel: called in the place of `JITFunction._do_compile` for each new key (None: nothing is compiled).
+    """
     found: dict[str, set[str]] = defaultdict(set)
 
     def note(kernel: JITFunction, key: str, *rest: Any) -> Any:
         found[kernel.__name__].add(key)
-        return kernel.device_caches[90][0].setdefault(key, SimpleNamespace())
+        compiled = None if compile_kernel is None else compile_kernel(kernel, key, *rest)
+        return kernel.device_caches[architecture][0].setdefault(key, compiled or SimpleNamespace())
 
     def launch(self: launching.Launch, *arguments: Any) -> None:
         if 0 not in self.grid:
             self.kernel.run(*arguments, grid=self.grid, warmup=True, **self.constants)
 
+    of_table = max(known for known in tiles.SHARED_MEMORY if known <= architecture)
     with (
-        patch.object(driver, "_active", Driver(90)),
+        patch.object(driver, "_active", Driver(architecture)),
         patch.object(JITFunction, "_do_compile", note),
         patch.object(launching.Launch, "__call__", launch),
         patch.object(launching, "asks_torch", lambda: False),
-        patch.object(tiles, "architecture", lambda device: 90),
-        patch.object(attention, "_multiprocessors", lambda device: MULTIPROCESSORS),
+        patch.object(tiles, "architecture", lambda device: of_table),
+        patch.object(attention, "_multiprocessors", lambda device: multiprocessors),
     ):
         launching.forget_sizes()
         yield found
     launching.forget_sizes()
 
 
-def released_model() -> DiffusionGemma:
-    """Two layers of the released model."""
+def released_model(preset: str = "diffusiongemma-26b-a4b") -> DiffusionGemma:
+    """Two layers of the released model, or of another preset."""
     with torch.device("meta"):
-        model = DiffusionGemma(config_of("diffusiongemma-26b-a4b", LAYERS), kernels=Kernels("triton"))
+        model = DiffusionGemma(config_of(preset, LAYERS), kernels=Kernels("triton"))
     return model.to(torch.bfloat16).eval()
 
 

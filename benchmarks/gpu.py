@@ -23,12 +23,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import quick
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 SUITES = ("attention", "vocabulary", "experts", "denoise", "training")  # kernels come first
 NEEDED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pytest")
-# The parts of --quick with their seconds; one that ends early leaves the rest of its own to those after it.
-QUICK = {"tests": 240, "bf16": 240, "fp8": 120, "drafted": 90, "policy": 150, "nccl": 60}
 PASSED, DONE, NOTHING = "passed", "done", "nothing to compare with here"
 PEERS = {
     "outlines_core": "steps under a JSON schema are measured",
@@ -135,62 +135,22 @@ def run_suites(suites: Sequence[str], words: Sequence[str], output: Path, limit:
     return found
 
 
-def run_quick(parts: Sequence[str], output: Path, words: Sequence[str]) -> int:
-    """Parts of QUICK: "tests" of the files that choose their device and of graphs, and those of `benchmarks.quick`.
-
-    A line of JSON in `output` for each, and a table of what falls short; returns 0 where nothing does.
-    """
-    end, found = time.monotonic(), dict[str, str]()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("", encoding="utf-8")
-    for part in parts:
-        end += QUICK[part]
-        if part == "tests":
-            quick_tests(end, output)
-            continue
-        print(f"\n== benchmarks.quick: {part}", flush=True)
-        arguments = ["-m", "benchmarks.quick", part, *words, "--output", str(output)]
-        found[part] = process(arguments, max(1, end - time.monotonic())) or DONE
-    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    fallen = [f"| {line['part']} | {line['figure']} | {line['short']} |" for line in lines if line.get("short")]
-    fallen += [f"| {part} | | {ended} |" for part, ended in found.items() if ended != DONE]
-    print("\n| part | figure | falls short |\n|---|---|---|")
-    print("\n".join(fallen or ["| | | nothing |"]))
-    print(f"\nwritten: {output}")
-    return 1 if fallen else 0
-
-
-def quick_tests(end: float, output: Path) -> None:
-    """Add a line for each file of tests; those for which there is no time are said."""
-    for path, mark in test_files().items():
-        if mark and path.name != "test_graphs.py":
-            continue
-        begin, name = time.monotonic(), str(path.relative_to(ROOT))
-        limit = min(120, (end - begin) / 2)  # of each of two runs, where the first one fails
-        ended = run_tests({path: mark}, limit)[name] if limit > 5 else "was not run: the time for tests is over"
-        line = dict(part="tests", figure=name, seconds=round(time.monotonic() - begin, 1))
-        text = json.dumps(line | dict(short="" if ended == PASSED else ended))
-        print(text, flush=True)
-        with output.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
-
-
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Returns 0 where all tests pass and all lines agree."""
+    words = sys.argv[1:] if words is None else words
+    if "--quick" in words:
+        return quick.main([word for word in words if word != "--quick"])
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    only = f"a suite (may be repeated; {', '.join(SUITES)}), or a part of --quick ({', '.join(QUICK)}); default: all"
-    parser.add_argument("--only", action="append", choices=(*SUITES, *QUICK), metavar="NAME", help=only)
-    parser.add_argument("--quick", action="store_true", help="15 minutes: kernels' tests, then `benchmarks.quick`")
+    only = f"a suite (may be repeated; {', '.join(SUITES)}); default: all"
+    parser.add_argument("--only", action="append", choices=SUITES, metavar="NAME", help=only)
+    quickly = "nine minutes: the released shapes with random weights; `--quick --help` lists its options"
+    parser.add_argument("--quick", action="store_true", help=quickly)
     parser.add_argument("--no-tests", action="store_true", help="the benchmarks alone")
     parser.add_argument("--no-benchmarks", action="store_true", help="the tests alone")
     parser.add_argument("--checkpoint", help="a released model that is to be checked, too (`benchmarks.released`)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a file of tests or a suite (1800)")
     parser.add_argument("--output", type=Path, help="FILE.json; default: results/DEVICE-DATE.json")
     options, others = parser.parse_known_args(words)
-    if strangers := {*(options.only or ())}.difference(QUICK if options.quick else SUITES):
-        parser.error(
-            f"--only {' '.join(sorted(strangers))}: there is none {'with' if options.quick else 'without'} --quick"
-        )
     gpu, lacks = looked_at()
     if lacks:
         print("\n".join(f"make gpu needs {each}" for each in lacks), file=sys.stderr)
@@ -203,8 +163,6 @@ def main(words: list[str] | None = None) -> int:
             print(f"{package} is not installed: {what} where it is", file=sys.stderr)
     name = "-".join([slug_of(gpu), datetime.date.today().isoformat(), *(options.only or ())])
     output = (options.output or RESULTS / f"{name}.json").resolve()
-    if options.quick:
-        return run_quick(options.only or [*QUICK], output.with_name(f"{output.stem}-quick.jsonl"), others)
     found = {} if options.no_tests else run_tests(test_files(), options.limit)
     if options.checkpoint:
         print(f"\n== {options.checkpoint}", flush=True)

@@ -1,99 +1,246 @@
-"""The released models with random weights on one GPU, in minutes: `python -m benchmarks.quick PART`.
+"""The quick run of `make gpu QUICK=1`: what one GPU does with the released model's shapes, in minutes.
 
-Every figure is one JSON line, printed and added to `--output`; "short" says what falls short in it, in words, and a
-figure that fails takes none of the others with it. Parts: "bf16" and "fp8": from an engine's start to its memory, its
-first compilations and steps of 1 and 32 rows with prompts of 1,024 tokens, plain, with top_p and under a JSON schema;
-"drafted": rounds of a drafter and its target beside next tokens one by one; "policy": rollouts and updates of
-reinforcement learning; "nccl": tiny trainings of two processes, one for each way to split a model. On a CPU small
-presets take the same way.
+This process imports no torch: it starts the others, ends those that hang, and writes each figure as it comes to the
+screen and to three files of one directory: lines.jsonl (one JSON object a figure; a later run adds to it), table.md
+(all of them, written anew after every line) and log.txt (what the processes say, with tracebacks).
+
+One process (`benchmarks.quick_figures`) makes all figures of a stage with one model. A figure whose process dies, hangs
+or loses its GPU is said, and another process goes on with the next one. "short" says in words what falls short.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import contextlib
+import datetime
+import importlib.util
 import json
+import os
+import selectors
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks import machine
-from benchmarks.quick_policy import policy
-from benchmarks.quick_sampling import RELEASED, Measurement, drafted, one_gpu
-
-SPLITS = {"FSDP2": "parallel.shard=full", "experts": "parallel.experts=2", "tensor": "parallel.tensor=2"}
-
-
-def nccl(device: torch.device) -> Iterator[Measurement]:
-    """A tiny training of two processes for each way to split a model."""
-    if device.type == "cuda" and torch.cuda.device_count() < 2:
-        return
-    from tests.support.tiny_run import make_inputs  # needs what `blockdiff train` needs
-
-    with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
-        make_inputs(folder)
-        for name, setting in SPLITS.items():
-            yield name, partial(trained, folder, name, setting)
-
-
-def trained(folder: Path, name: str, setting: str) -> dict[str, Any]:
-    """The seconds of a training of two processes."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "blockdiff", "train"]
-    words += [str(folder / "recipe.yaml"), "--output", str(folder / name), "--set", setting]
-    begin = time.monotonic()
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-    said = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["it ended without a word"]
-    return dict(seconds=round(time.monotonic() - begin, 1), short=said[0] if done.returncode else "")
+ROOT = Path(__file__).resolve().parents[1]
+RELEASED = "diffusiongemma-26b-a4b"
+LIMIT = 120.0  # seconds of a figure that says no other
+SHARE_OF_TESTS = 0.2  # of the seconds, which what comes before leaves to them
+LOST = 17  # the exit code of a process that has said a figure and lost its GPU
+MOST_STARTS = 10  # of processes of a stage
+TESTS = "tests"
+# Stages, each of one process that makes the figures of its parts in this order.
+STAGES: tuple[tuple[str, ...], ...] = (
+    ("start", "sampling", "graphs", "updates", "fp8"),
+    (TESTS,),
+    ("drafted",),
+    ("nccl",),
+)
+PARTS = tuple(part for stage in STAGES for part in stage)
+NEEDS = {
+    "triton": ((), "kernels are compiled by it"),
+    "pytest": ((TESTS,), "tests of kernels at released shapes run"),
+    "outlines_core": ((), "steps under a JSON schema are timed"),
+    "pydantic": (("nccl",), "two GPUs train"),
+    "datasets": (("nccl",), "two GPUs train"),
+}
+Line = dict[str, Any]
 
 
-def figures(measurements: Iterator[Measurement]) -> Iterator[dict[str, Any]]:
-    """The lines of a part; those that fail say how."""
-    while True:
-        name = "start"
+class Report:
+    """The figures of a run: on the screen, and in the files of a directory."""
+
+    def __init__(self, directory: Path):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.lines, self.table, self.log = (directory / name for name in ("lines.jsonl", "table.md", "log.txt"))
+        self.begin, self.run = time.monotonic(), datetime.datetime.now().isoformat(timespec="seconds")
+        self.fallen = 0
+
+    def add(self, line: Line) -> None:
+        """Write a figure everywhere, with the second of the run at which it came."""
+        line = dict(run=self.run, at=round(time.monotonic() - self.begin, 1)) | line
+        self.fallen += bool(line.get("short"))
+        print(json.dumps(line), flush=True)
+        with self.lines.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        written = [json.loads(each) for each in self.lines.read_text(encoding="utf-8").splitlines()]
+        self.table.write_text(table(written), encoding="utf-8")
+
+
+def table(lines: Sequence[Line]) -> str:
+    """A Markdown table of figures; those of a run follow its heading."""
+    text, run = "", None
+    for line in lines:
+        if line["run"] != run:
+            run = line["run"]
+            text += f"\n## {run}\n\n| s | part | figure | found | falls short |\n|---|---|---|---|---|\n"
+        found = {key: each for key, each in line.items() if key not in ("run", "at", "part", "figure", "short")}
+        cells = [str(line["at"]), line["part"], line["figure"], _words(found), str(line.get("short", ""))]
+        text += f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
+    return text.lstrip()
+
+
+def _words(found: Any) -> str:
+    if isinstance(found, dict):
+        return ", ".join(f"{key} {_words(each)}" for key, each in found.items() if each is not None)
+    return f"{found:.4g}" if isinstance(found, float) else str(found)
+
+
+class Stage:
+    """The figures that one process after the other makes, until all are made, the time is over, or none helps."""
+
+    def __init__(self, parts: Sequence[str], report: Report, end: float):
+        self.parts, self.report, self.end = parts, report, end
+        self.done: list[str] = []  # "part: figure", and "part" for one of which no more can be made
+        self.current = ""  # the figure that is being made, or the part before and between its figures
+        self.limit = 0.0  # the moment at which it has taken too long
+
+    def run(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        """Run `python command --done ...` until it ends well, or dies without having begun anything new."""
+        for _ in range(MOST_STARTS):
+            known, self.current = len(self.done), ""
+            self.limit = time.monotonic() + LIMIT
+            with tempfile.TemporaryDirectory() as directory:
+                done = Path(directory) / "done.json"
+                done.write_text(json.dumps(self.done), encoding="utf-8")
+                how = self._run([sys.executable, *command, "--done", str(done)], environment)
+            if not how:
+                return
+            if self.current or len(self.done) == known:
+                part, _, figure = (self.current or self.parts[0]).partition(": ")
+                self.report.add(dict(part=part, figure=figure or "start", short=f"{how}; see {self.report.log.name}"))
+            if self.current:
+                self.done.append(self.current)
+            if time.monotonic() >= self.end or len(self.done) == known:
+                break
+        begun = {each.partition(": ")[0] for each in self.done}
+        for part in self.parts:
+            if part not in begun:
+                self.report.add(dict(part=part, figure="start", short="not begun"))
+
+    def _run(self, command: Sequence[str], environment: dict[str, str]) -> str:
+        """Run a process: "" where it ends well, else how it ended."""
+        with self.report.log.open("a", encoding="utf-8") as log:
+            log.write(f"\n== {' '.join(command)}\n")
+            log.flush()
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment, start_new_session=True
+            )
+            try:
+                for said in self._said(process):
+                    self._take(said, log)
+                code = process.wait(10)
+            except (TimeoutError, subprocess.TimeoutExpired):
+                is_over = time.monotonic() >= self.end
+                return "the time of the run was over" if is_over else "it took too long and was ended"
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if code == LOST:
+            self.current = ""
+        return "" if code == 0 else f"its process ended with code {code}" if code > 0 else f"it died of signal {-code}"
+
+    def _said(self, process: subprocess.Popen[bytes]) -> Iterator[str]:
+        """The lines that a process prints; raises TimeoutError where it takes too long."""
+        assert process.stdout is not None
+        rest, file = b"", process.stdout
+        with selectors.DefaultSelector() as selector:
+            selector.register(file, selectors.EVENT_READ)
+            while True:
+                left = min(self.end, self.limit) - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    if time.monotonic() >= min(self.end, self.limit):
+                        raise TimeoutError
+                    continue
+                read = os.read(file.fileno(), 1 << 16)
+                if not read:
+                    return
+                *whole, rest = (rest + read).split(b"\n")
+                yield from (each.decode("utf-8", "replace") for each in whole)
+
+    def _take(self, said: str, log: Any) -> None:
+        """A figure goes to the report, the beginning of one is remembered, and other words go to the log."""
+        line = None
+        if said.startswith("{"):
+            with contextlib.suppress(json.JSONDecodeError):
+                line = json.loads(said)
+        if line is None:
+            log.write(said + "\n")
+            log.flush()
+        elif "begins" in line:
+            self.current = line["begins"]
+            self.limit = time.monotonic() + (line.get("limit") or LIMIT)
+        else:
+            self.done.append(f"{line['part']}: {line['figure']}")
+            self.current = line["part"]
+            self.limit = time.monotonic() + LIMIT
+            self.report.add(line)
+
+
+def missing() -> dict[str, str]:
+    """The packages that are not there, and what is left out without them."""
+    absent = {}
+    for name, (_, what) in NEEDS.items():
         try:
-            name, measure = next(measurements)
-            line = measure()
-        except StopIteration:
-            return
-        except Exception as error:
-            traceback.print_exc()
-            line = dict(short=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
-            del error
-            gc.collect()  # what the error held
-        yield dict(figure=name) | line
+            is_there = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):  # it is hidden
+            is_there = False
+        if not is_there:
+            absent[name] = what
+    return absent
 
 
-def main(words: list[str] | None = None) -> int:
-    """Prints one JSON object a figure; returns 1 where one falls short."""
-    one_model: dict[str, Callable[..., Iterator[Measurement]]] = dict(bf16=partial(one_gpu, False))
-    one_model |= dict(fp8=partial(one_gpu, True), drafted=drafted, policy=policy)
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns 0 where nothing falls short."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quick", description=__doc__)
-    parser.add_argument("part", choices=(*one_model, "nccl"))
+    parser.add_argument(
+        "--only", action="append", choices=PARTS, help="a part (may be repeated); default: all but nccl"
+    )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (cuda)")
     parser.add_argument("--preset", default=RELEASED, help=f"in recipes/presets ({RELEASED})")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt (1024)")
     parser.add_argument("--rows", type=int, default=32, help="rows at most (32)")
-    parser.add_argument("--output", type=Path, help="a file that lines are added to")
+    parser.add_argument("--seconds", type=float, default=540, help="after which the run ends by itself (540)")
+    default = Path(__file__).parent / "results" / "quick"
+    parser.add_argument("--output", type=Path, default=default, help=f"a directory ({default.relative_to(ROOT)})")
     options = parser.parse_args(words)
-    device, falls_short = torch.device(options.device), False
-    sizes = options.preset, device, options.prompt, options.rows
-    for line in figures(nccl(device) if options.part == "nccl" else one_model[options.part](*sizes)):
-        text = json.dumps(dict(part=options.part, device=machine.name(device), **line))
-        print(text, flush=True)
-        falls_short |= bool(line.get("short"))
-        if options.output is not None:
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
-    return int(falls_short)
+    report, chosen, absent = (
+        Report(options.output),
+        options.only or [part for part in PARTS if part != "nccl"],
+        missing(),
+    )
+    end = report.begin + options.seconds
+    sizes = ["--device", options.device, "--preset", options.preset]
+    sizes += ["--prompt", str(options.prompt), "--rows", str(options.rows)]
+    environment = dict(os.environ, PYTHONUNBUFFERED="1")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    if not os.access(Path.home(), os.W_OK):
+        environment.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "triton"))
+    left_out = {part for name in absent for part in NEEDS[name][0]}
+    has_tests = TESTS in chosen and TESTS not in left_out
+    try:
+        for stage in STAGES:
+            parts = [part for part in stage if part in chosen and part not in left_out]
+            if not parts:
+                continue
+            if parts == [TESTS]:
+                has_tests, command = False, ["-m", "benchmarks.quick_tests", options.device]
+            else:
+                command = ["-m", "benchmarks.quick_figures", *parts, *sizes]
+            Stage(parts, report, end - has_tests * SHARE_OF_TESTS * options.seconds).run(command, environment)
+    except KeyboardInterrupt:
+        report.add(dict(part="run", figure="", short="interrupted"))
+    for name, what in absent.items():
+        report.add(dict(part="left out", figure=name, found=f"not installed; {what} where it is"))
+    print(
+        f"\n{report.table.read_text(encoding='utf-8')}\nwritten: {report.lines}, {report.table.name}, {report.log.name}"
+    )
+    return int(report.fallen > 0)
 
 
 if __name__ == "__main__":

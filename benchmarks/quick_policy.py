@@ -1,14 +1,15 @@
-"""Part "policy" of `benchmarks.quick`: rollouts and updates of both policies of the released model, with adapters."""
+"""Part "updates" of the quick run: rollouts and updates of both policies of the released model, with adapters."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from benchmarks.quick_sampling import ALPHABET, Measurement, config_of, prompts, random_model, wait
+from benchmarks.quick_figures import Figures
+from benchmarks.quick_sampling import ALPHABET, prompts, wait
+from benchmarks.quick_start import config_of, random_model, released
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.collate import Collator
 from blockdiff.data.tokenizer import character_tokenizer
@@ -28,16 +29,21 @@ ANSWERS, TOKENS, CANVAS_STEPS = 8, 128, 8
 CLOSE = 0.1  # nats, the mean difference of a token's log-probability where it was drawn and in the update
 
 
-def policy(preset: str, device: torch.device, prompt: int, rows: int) -> Iterator[Measurement]:
-    """Answers of the head, an update over them, and one over the recorded steps of canvases."""
-    model = random_model(config_of(preset), device)
+def updates(figures: Figures, layers: int | None = None) -> None:
+    """Answers of the head, an update over them, and one over the recorded steps of canvases; the model gets adapters.
+
+    layers: of a smaller model (None: the released one).
+    """
+    figures.free(*figures.kept.keys() - {"ceilings", "model"})
+    device, prompt = figures.device, figures.prompt
+    model = released(figures) if layers is None else random_model(config_of(figures.preset, layers), device)
     adapt(model, targets(model, {part: LowRank(16, 32) for part in ("attention", "mlp")}))
     draw_adapters(model, 0, device, model.dtype)
     checkpoint_activations(model)
     head = Policy("head", (1.0,), kl=0.01)
     objective = PolicyObjective(model, Linear(), UniformCorruption(model.vocab_size), policy=head)
     collator = Collator(model.canvas_length, 0, 1, 0, StratifiedTime())
-    steps, count = optimiser.build(model, lr=1e-5), min(rows, ANSWERS)
+    steps, count = optimiser.build(model, lr=1e-5), min(figures.rows, ANSWERS)
     asked = prompts(count, prompt, model.vocab_size)
     answers, drawn = list[Answer](), list[float]()
 
@@ -61,12 +67,18 @@ def policy(preset: str, device: torch.device, prompt: int, rows: int) -> Iterato
         return dict(answers=count, tokens=len(drawn), seconds=seconds, tokens_per_second=len(drawn) / seconds)
 
     def of_head() -> dict[str, Any]:
+        line = dict[str, Any]()
+        if not drawn:  # the rollouts have failed, or were made by another process
+            tokens = prompts(count, TOKENS, model.vocab_size)
+            answers.extend(_answer(n, asked[n], of_row) for n, of_row in enumerate(tokens))
         batches = [head_batch([answer], collator) for answer in answers]
-        with torch.no_grad():
-            log_p = torch.cat([objective.actions(batch.to(device)).log_p_N for batch in batches]).float().cpu()
-        apart = float((log_p - torch.tensor(drawn)).abs().mean())
-        short = f"log-probabilities are {apart:.2g} nats from those of the rollouts" if not apart < CLOSE else ""
-        return dict(mean_difference=apart, short=short) | _updated(objective, batches, steps, device)
+        if drawn:
+            with torch.no_grad():
+                log_p = torch.cat([objective.actions(batch.to(device)).log_p_N for batch in batches]).float().cpu()
+            apart = float((log_p - torch.tensor(drawn)).abs().mean())
+            short = f"log-probabilities are {apart:.2g} nats from those of the rollouts" if not apart < CLOSE else ""
+            line = dict(mean_difference=apart, short=short)
+        return line | _updated(objective, batches, steps, device)
 
     def of_canvases() -> dict[str, Any]:
         length, draws = model.canvas_length, torch.Generator().manual_seed(0)
@@ -79,9 +91,11 @@ def policy(preset: str, device: torch.device, prompt: int, rows: int) -> Iterato
         objective.policy = Policy("canvas", (0.8,) * CANVAS_STEPS, acceptance=EntropyBound(0.1))
         return dict(steps=CANVAS_STEPS) | _updated(objective, batches, steps, device)
 
-    yield "rollouts", rollouts
-    yield "update of the head", of_head
-    yield "update of canvases", of_canvases
+    if layers is None:
+        figures.make("rollouts", rollouts)
+    figures.make("update of the head", of_head)
+    figures.make("update of canvases", of_canvases)
+    figures.free("model")  # which has adapters
 
 
 def _answer(place: int, prompt: list[int], tokens: list[int], canvases: Any = ()) -> Answer:

@@ -1,9 +1,12 @@
-"""Parts "bf16", "fp8" and "drafted" of `benchmarks.quick`: engines of the released shapes with random weights."""
+"""Parts of the quick run about sampling: engines of the released shapes with random weights, and drafts."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,77 +14,50 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.models import Size
+from benchmarks.quick import RELEASED
+from benchmarks.quick_figures import Figures
+from benchmarks.quick_start import FACTOR, ceilings_of, random_model, released
 from benchmarks.step_operations import STEPS
 from blockdiff.checkpoint import preset_config
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.dflash.config import read as drafter_config
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling import Engine, Request, Result
 
-RELEASED, TARGET, DRAFTER = "diffusiongemma-26b-a4b", "qwen3-8b", "qwen3-8b-drafter"
-# Milliseconds on an H200 with a prefix of 1k, by arithmetic: a step of the released model in bf16, and a round of a
-# drafter and its target, whose weights are read once, or whose products of 16 tokens a row take longer.
-FLOORS = {1: 11.0, 32: 103.0}
-ROUND_FLOORS = {1: 3.9, 32: 13.0}
+TARGET, DRAFTER = "qwen3-8b", "qwen3-8b-drafter"
 MOST_STEPS = 200  # of a canvas, which no request of a measurement reaches
-FACTOR = 2.0  # times its floor that a step may take
+SAME_STEPS = 16  # that are compared bit by bit
 ALPHABET = 'abcdefgh0123456789{}[]":,. '
 # What differs from the shapes of a target and of its drafter on a CPU.
 SMALL = dict(vocab_size=384, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
 SMALL |= dict(head_dim=16, num_hidden_layers=3)
 
-Measurement = tuple[str, Callable[[], dict[str, Any]]]  # the name of a figure, and what finds it
-
-
-def random_model(config: Any, device: torch.device, quantize: bool = False) -> BlockDiffusionModel:
-    """A model of a config with numbers drawn on the device; bf16, on a CPU fp32."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    try:
-        with torch.device("meta" if quantize else device):
-            model: BlockDiffusionModel = family_of(config).model_class(config, kernels="auto")
-        if quantize:
-            put_in_fp8(model, fp8_layers(model))
-            model = model.to_empty(device=device)
-    finally:
-        torch.set_default_dtype(default)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.dtype in (torch.uint8, torch.float8_e4m3fn):
-                tensor.view(torch.uint8).random_(0, 0x48)  # codes of finite numbers
-            elif tensor.is_floating_point() and tensor.dim() > 1:
-                tensor.normal_(std=0.02)
-            elif tensor.is_floating_point() and quantize:
-                tensor.fill_(1.0)
-    return model.eval()
-
-
-def config_of(preset: str) -> Any:
-    """The config of a preset without its image side."""
-    return Size("", preset, rows=1, prompt=1, steps=(1, 2)).config()
-
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Within it the names of the kernels that Triton compiles, or finds among those that it keeps, are noted."""
+    """Within it the kernels that this process meets for the first time are noted; with "compiled" before their names
+    where Triton has not kept them on disk."""
     found: list[str] = []
     try:
+        from triton import knobs
         from triton.runtime.jit import JITFunction
     except ImportError:
         yield found
         return
-    compile_kernel = JITFunction._do_compile
+    compile_kernel, was_kept = JITFunction._do_compile, [True]
+
+    def listen(*arguments: Any, **named: Any) -> None:
+        was_kept[0] = bool(named.get("cache_hit"))
 
     def noted(kernel: Any, *arguments: Any) -> Any:
-        found.append(kernel.__name__)
-        return compile_kernel(kernel, *arguments)
+        was_kept[0] = True
+        compiled = compile_kernel(kernel, *arguments)
+        found.append(("" if was_kept[0] else "compiled ") + kernel.__name__)
+        return compiled
 
-    with patch.object(JITFunction, "_do_compile", noted):
+    with patch.object(JITFunction, "_do_compile", noted), patch.object(knobs.compilation, "listener", listen):
         yield found
 
 
@@ -134,68 +110,124 @@ def step_times(engine: Engine, rows: int, prompt: int, asked: dict[str, Any], st
     return sorted(found)
 
 
-def by_kernel(engine: Engine, rows: int, prompt: int, most: int = 12) -> dict[str, Any]:
-    """The kernels that take most of the device's time in a step, with their milliseconds."""
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    with running(engine, rows, prompt, {}), profile:
+def by_kernel(engine: Engine, rows: int, prompt: int, most: int = 40) -> dict[str, Any]:
+    """The milliseconds of each kernel in a step, of the kernels that take most, and their sum beside the wall time."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with running(engine, rows, prompt, {}), torch.profiler.profile(activities=activities) as profile:
+        begin = time.perf_counter()
         engine.step()
         wait(engine.model.device)
-    times = {each.key[:80]: each.self_device_time_total / 1e3 for each in profile.key_averages()}
-    return dict(rows=rows, ms=dict(sorted(times.items(), key=lambda pair: -pair[1])[:most]))
+        wall = 1e3 * (time.perf_counter() - begin)
+    times, counts = dict[str, float](), dict[str, int]()
+    for each in profile.key_averages():
+        times[each.key] = times.get(each.key, 0.0) + each.self_device_time_total / 1e3
+        counts[each.key] = counts.get(each.key, 0) + each.count
+    listed = sorted((name for name in times if times[name] > 0), key=lambda name: -times[name])
+    ms = {f"{name} x{counts[name]}": round(times[name], 4) for name in listed[:most]}
+    return dict(rows=rows, profiled_wall_ms=wall, sum_ms=sum(times.values()), ms=ms)
 
 
-def one_gpu(quantize: bool, preset: str, device: torch.device, prompt: int, rows: int) -> Iterator[Measurement]:
-    """Cold start, memory, and steps of few rows and of many."""
-    begin, is_cuda = time.monotonic(), device.type == "cuda"
-    model = random_model(config_of(preset), device, quantize)
-    wait(device)
-    drawn, before = time.monotonic() - begin, free_bytes(device)
-    generation = Generation(eos_ids=(1,), pad_id=0, confidence=1e-12, max_new_tokens=model.canvas_length)
-    options = dict(tokenizer=character_tokenizer(ALPHABET), generation=generation, max_rows=rows)
-    options |= {} if is_cuda else {"capacity": rows * (prompt + 4 * model.canvas_length)}
-    begin, engine = time.monotonic(), Engine(model, **options)
+def engine_of(figures: Figures, quantize: bool = False) -> Engine:
+    """The engine of the released model, made once in a process."""
+    name = "fp8 engine" if quantize else "engine"
+    if name not in figures.kept:
+        model = released(figures, quantize)
+        generation = Generation(eos_ids=(1,), pad_id=0, confidence=1e-12, max_new_tokens=model.canvas_length)
+        options = dict(tokenizer=character_tokenizer(ALPHABET), generation=generation, max_rows=figures.rows)
+        if not figures.is_cuda:
+            options |= {"capacity": figures.rows * (figures.prompt + 4 * model.canvas_length)}
+        before = free_bytes(figures.device)
+        figures.kept[name], figures.kept["free before"] = Engine(model, **options), before
+    engine: Engine = figures.kept[name]
+    return engine
 
-    def cold_start() -> dict[str, Any]:
-        with compilations() as compiled:
+
+def sampling(figures: Figures, quantize: bool = False) -> None:
+    """An engine's start, its memory, and steps of few rows and of many."""
+    engine, device = engine_of(figures, quantize), figures.device
+    floor = ceilings_of(figures).pass_ms
+
+    def started() -> dict[str, Any]:
+        begin = time.monotonic()
+        with compilations() as met, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             engine.warm_up()
             wait(device)
-            seconds, first = time.monotonic() - begin, len(compiled)
-            for count in (1, 2, 4, 8, 16, 32):
-                if count <= rows:
-                    step_times(engine, count, prompt, {}, 1)
-            later = len(compiled) - first
-        short = f"{later} kernels were compiled after the warm-up" if later else ""
-        return dict(
-            seconds_to_draw=round(drawn, 1),
-            seconds=round(seconds, 1),
-            compiled=first,
-            compiled_later=later,
-            short=short,
-        )
+        new = [name for name in met if name.startswith("compiled ")]
+        line = dict(engine_seconds=round(time.monotonic() - begin, 1), kernels=len(met), compiled=new)
+        line |= dict(captured=sum(each is not None for each in engine._graphs._replays.values()))
+        line |= dict(said=sorted({str(each.message)[:300] for each in said}))
+        is_short = figures.is_cuda and (not engine.captures or not line["captured"] or engine._graphs._is_refused)
+        return line | dict(short="steps are not captured" if is_short else "")
 
     def step(count: int, kind: str) -> dict[str, Any]:
-        floor = FLOORS.get(count) if preset == RELEASED and kind == "plain" and not quantize else None
-        with compilations() as compiled:
-            line = timed(step_times(engine, count, prompt, STEPS[kind], 10), floor)
-        if compiled:
-            line["short"] = f"{', '.join(sorted(set(compiled)))} compiled after the warm-up"
-        return line | dict(kind=kind, rows=count)
+        with compilations() as met:
+            times = step_times(engine, count, figures.prompt, STEPS[kind], 10)
+        line = timed(times, floor(engine.model, count * engine.model.canvas_length) if figures.is_cuda else None)
+        return dict(kind=kind, rows=count) | line | ({"met": sorted(met)} if met else {})
 
-    yield "cold start", cold_start
-    for count in (1, rows):
-        for kind in STEPS:
-            yield "step", partial(step, count, kind)
-        if is_cuda:
-            yield "kernels", partial(by_kernel, engine, count, prompt)
-    if is_cuda:
-        yield "pages", lambda: memory_line(engine, before, free_bytes(device), torch.cuda.mem_get_info(device)[1])
+    kinds = [kind for kind in STEPS if kind != "JSON" or importlib.util.find_spec("outlines_core")]
+    figures.make("engine", started, limit=200)
+    for count in dict.fromkeys((1, figures.rows)):
+        for kind in kinds:
+            figures.make(f"step, {count} rows, {kind}", partial(step, count, kind))
+            if kind == "plain" and figures.is_cuda:
+                figures.make(f"step, {count} rows, by kernel", partial(by_kernel, engine, count, figures.prompt))
+    if figures.is_cuda:
+        before = figures.kept["free before"]
+        total = torch.cuda.mem_get_info(device)[1]
+        figures.make("memory", lambda: memory_line(engine, before, free_bytes(device), total))
+
+
+def in_fp8(figures: Figures) -> None:
+    """The same with weights in fp8."""
+    figures.free("engine", "model")
+    sampling(figures, quantize=True)
+    figures.free("fp8 engine", "fp8 model")
+
+
+def graphs(figures: Figures) -> None:
+    """Steps that are replayed give the bits of steps that are launched."""
+    engine = engine_of(figures)
+    for count in dict.fromkeys((1, figures.rows)):
+        figures.make(f"{SAME_STEPS} steps of {count} rows", partial(same_bits, engine, count, figures.prompt))
+
+
+def same_bits(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
+    """The tensors of the state of running canvases that differ after some steps with graphs and without."""
+
+    def state() -> dict[str, torch.Tensor]:
+        with running(engine, rows, prompt, {}):
+            for _ in range(SAME_STEPS):
+                engine.step()
+            part = engine._batch._step.state.part(slice(0, rows))  # type: ignore[union-attr]
+            named = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+            return {name: x.clone() for name, x in named.items() if name != "offset_B"}
+
+    replayed = state()
+    graphs, was_refused = engine._graphs, engine._graphs._is_refused
+    graphs._is_refused = True  # padded as what is captured: other shapes may round otherwise
+    try:
+        launched, again = state(), state()
+    finally:
+        graphs._is_refused = was_refused
+    differ = {name: _apart(x, replayed[name]) for name, x in launched.items() if not torch.equal(x, replayed[name])}
+    unsteady = [name for name, x in launched.items() if not torch.equal(x, again[name])]
+    short = f"replayed steps differ in {', '.join(differ)}" if differ else ""
+    if unsteady:
+        short += f"; two runs without graphs differ in {', '.join(unsteady)}"
+    return dict(rows=rows, differ=differ, short=short.removeprefix("; "))
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> str:
+    return f"{int((x != y).sum())} of {x.numel()}, at most {float((x.float() - y.float()).abs().max()):.2g}"
 
 
 def timed(times: list[float], floor: float | None) -> dict[str, Any]:
     """The median and the worst of sorted times beside a floor."""
     median = times[len(times) // 2]
-    short = f"more than {FACTOR:g} times the floor of {floor:g} ms" if floor and median > FACTOR * floor else ""
-    return dict(median_ms=median, worst_ms=times[-1], floor_ms=floor, short=short)
+    short = f"more than {FACTOR:g} times the floor" if floor and median > FACTOR * floor else ""
+    return dict(median_ms=median, least_ms=times[0], worst_ms=times[-1], floor_ms=floor, short=short)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -222,36 +254,48 @@ def memory_line(engine: Engine, before: int, after: int, total: int) -> dict[str
     return line | dict(short=short)
 
 
-def drafted(preset: str, device: torch.device, prompt: int, rows: int) -> Iterator[Measurement]:
+def drafted(figures: Figures) -> None:
     """Rounds of a drafter's pass and its verification, of whole blocks, beside next tokens one by one."""
+    figures.free(*figures.kept.keys() - {"ceilings"})
+    device, rows, prompt = figures.device, figures.rows, figures.prompt
     target_of, drafter_of = preset_config(TARGET).to_dict(), preset_config(DRAFTER).to_dict()
-    if preset != RELEASED:
+    if figures.preset != RELEASED:
         target_of |= SMALL
         own = drafter_of["dflash_config"] | {"mask_token_id": 5, "target_layer_ids": [0, 1]}
         drafter_of |= SMALL | {"num_target_layers": 3, "dflash_config": own}
     for values in (target_of, drafter_of):
         values.pop("layer_types", None)  # one for each layer of the released shape
-    config = type(preset_config(TARGET))(**target_of)
-    target = random_model(config, device)
+    target = random_model(type(preset_config(TARGET))(**target_of), device)
     model = Drafted(target, random_model(drafter_config(drafter_of), device)).eval()
     generation = Generation(eos_ids=(), pad_id=0, max_new_tokens=MOST_STEPS)
     options = dict(tokenizer=character_tokenizer(ALPHABET), generation=generation, max_rows=rows)
     options |= dict(capacity=rows * (prompt + 2 * MOST_STEPS), tokens_per_step=8 * prompt)
-    ways = {"next_token": (target, None), f"speculative:block={model.canvas_length}": (model, ROUND_FLOORS)}
-    for strategy, (of, floors) in ways.items():
+
+    def floor(of: BlockDiffusionModel, count: int) -> float | None:
+        if not figures.is_cuda:
+            return None
+        if not isinstance(of, Drafted):
+            return ceilings_of(figures).pass_ms(of, count, vocabulary=1)
+        tokens = count * of.canvas_length
+        return sum(ceilings_of(figures).pass_ms(each, tokens, vocabulary=1) for each in (of.target, of.drafter))
+
+    ways = {"next_token": target, f"speculative:block={model.canvas_length}": model}
+    for strategy, of in ways.items():
         engine = Engine(of, strategy=strategy, **options)
-        yield "cold start", partial(_warmed, engine, strategy)
-        for count in (1, rows):
-            yield "round", partial(_round, engine, strategy, count, prompt, floors if preset == RELEASED else None)
+        figures.make(f"engine, {strategy}", partial(_warmed, engine))
+        for count in dict.fromkeys((1, rows)):
+            floor_ms = floor(of, count)
+
+            def round_(
+                engine: Engine = engine, count: int = count, floor_ms: float | None = floor_ms
+            ) -> dict[str, Any]:
+                return dict(rows=count) | timed(step_times(engine, count, prompt, {}, 20), floor_ms)
+
+            figures.make(f"round, {count} rows, {strategy}", round_)
 
 
-def _warmed(engine: Engine, strategy: str) -> dict[str, Any]:
-    begin = time.monotonic()
-    engine.warm_up()
-    wait(engine.model.device)
-    return dict(kind=strategy, seconds=round(time.monotonic() - begin, 1))
-
-
-def _round(engine: Engine, strategy: str, rows: int, prompt: int, floors: dict[int, float] | None) -> dict[str, Any]:
-    times = step_times(engine, rows, prompt, {}, 20)
-    return timed(times, (floors or {}).get(rows)) | dict(kind=strategy, rows=rows)
+def _warmed(engine: Engine) -> dict[str, Any]:
+    with compilations() as met:
+        engine.warm_up()
+        wait(engine.model.device)
+    return dict(kernels=len(met), compiled=[name for name in met if name.startswith("compiled ")])

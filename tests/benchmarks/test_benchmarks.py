@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import denoise_step, gpu, models, training_step
+from benchmarks.quick_tests import RELEASED_TESTS
 from benchmarks.result import Agreement, Result, table
 from benchmarks.settings import Settings
 from benchmarks.timing import Times, contenders, interleaved, probe
@@ -22,6 +23,7 @@ from tests.project.test_imports import LIGHT_DATA
 from tests.support.peaks import peak_memory
 
 CPU = torch.device("cpu")
+QUICK = [f"benchmarks.quick_{name}" for name in ("compile", "policy", "sampling", "start", "tests")]
 FOLDER = Path(command.__file__).parent
 OUTSIDE = ("blockdiff.cli", "blockdiff.training.recipe", "blockdiff.data")  # what a benchmark has no business with
 # prompts longer than the window of 16: the peer cannot crop its cache and must encode in two calls
@@ -190,7 +192,7 @@ def bare() -> tuple[str, str]:
     """A process in a checkout that is not installed, with what kernels, models and sampling need: the modules of the
     benchmarks, and the GPU tests that are found; all that `make gpu` runs can be imported."""
     files = [".".join(path.relative_to(gpu.ROOT).with_suffix("").parts) for path in gpu.test_files()]
-    words = [sys.executable, "-c", BARE, "tests.conftest", *files, "benchmarks.quick"]
+    words = [sys.executable, "-c", BARE, "tests.conftest", *files, "benchmarks.quick_figures", *QUICK]
     run = subprocess.run(words, cwd=gpu.ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     modules, _, found = run.stdout.partition("\n")
@@ -206,6 +208,9 @@ def test_the_benchmarks_need_nothing_that_a_bare_gpu_machine_lacks(bare):
 
 def test_the_gpu_tests_are_found_on_a_bare_gpu_machine(bare):
     assert all(f"tests/{room}/" in bare[1] for room in ("kernels", "checkpoint", "benchmarks"))
+    found = bare[1].splitlines()
+    for name in RELEASED_TESTS["cuda"]:  # which the quick run names
+        assert any(line == name or line.startswith(f"{name}[") for line in found), name
 
 
 @pytest.mark.gpu

@@ -6,24 +6,17 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import attempts, gpu, quick, training_step
+from benchmarks import attempts, gpu, training_step
 from benchmarks.models import Size
-from benchmarks.quick_sampling import memory_line, step_times
 from benchmarks.result import Agreement, Result
 from benchmarks.settings import Settings
-from benchmarks.step_operations import STEPS
 from benchmarks.timing import Times
 from benchmarks.training_step import Case
-from blockdiff.checkpoint.generation import Generation
-from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.sampling import Engine
-from tests.families import small_model
 
 pytestmark = pytest.mark.quick
 
@@ -83,80 +76,6 @@ def test_a_file_that_fails_is_run_again_with_launches_by_triton(named, monkeypat
     assert [environment for _, environment in runs if environment] == [{"BLOCKDIFF_RELAUNCH": "0"}]
 
 
-def test_the_quick_run_ends_with_what_fell_short(named, monkeypatch, tmp_path, capsys):
-    limits = list[float]()
-
-    def process(words: list[str], limit: float, environment: Any = None) -> str:
-        if words[1] != "benchmarks.quick":
-            assert limit <= gpu.QUICK["tests"] / 2
-            return "ended with code 1" if words[-1].endswith("test_triton_fp8.py") else ""
-        limits.append(limit)
-        with Path(words[-1]).open("a") as file:
-            file.write(json.dumps(dict(part=words[2], figure="step", short="slow" if words[2] == "fp8" else "")) + "\n")
-        return "was ended after 5 s" if words[2] == "nccl" else ""
-
-    monkeypatch.setenv("BLOCKDIFF_RELAUNCH", "0")
-    monkeypatch.setattr(gpu, "process", process)
-    assert gpu.main(["--quick", "--output", str(tmp_path / "out.json")]) == 1
-    fallen = capsys.readouterr().out.rpartition("|---|---|---|\n")[2].splitlines()[:-2]
-    name = "tests/kernels/test_triton_fp8.py"
-    assert fallen == [
-        f"| tests | {name} | ended with code 1 |",
-        "| fp8 | step | slow |",
-        "| nccl | | was ended after 5 s |",
-    ]
-    lines = [json.loads(line) for line in (tmp_path / "out-quick.jsonl").read_text().splitlines()]
-    assert len(lines) > 15 and {line["part"] for line in lines} == set(gpu.QUICK)
-    # nothing took time here, so a part has its own seconds and those of all before it
-    assert sum(gpu.QUICK.values()) <= 15 * 60 and limits == pytest.approx([480, 600, 690, 840, 900], abs=30)
-    assert gpu.main(["--quick", "--only", "bf16", "--output", str(tmp_path / "one.json")]) == 0
-    with pytest.raises(SystemExit):
-        gpu.main(["--only", "bf16"])
-    monkeypatch.setitem(gpu.QUICK, "tests", 5)
-    assert gpu.main(["--quick", "--only", "tests", "--output", str(tmp_path / "late.json")]) == 1
-    assert "was not run: the time for tests is over" in capsys.readouterr().out
-
-
-def test_the_quick_parts_of_one_gpu_run_on_a_cpu(tmp_path):
-    words = ["--device", "cpu", "--preset", "tiny", "--prompt", "20", "--rows", "2"]
-    for part in ("bf16", "fp8", "drafted", "policy"):
-        assert quick.main([part, *words, "--output", str(tmp_path / "out.jsonl")]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    found = [(line["part"], line["rows"], line["kind"]) for line in lines if line["figure"] in ("step", "round")]
-    rounds = [("drafted", rows, kind) for kind in ("next_token", "speculative:block=16") for rows in (1, 2)]
-    assert found == [(part, rows, kind) for part in ("bf16", "fp8") for rows in (1, 2) for kind in STEPS] + rounds
-    updates = {line["figure"]: line for line in lines if line["part"] == "policy"}
-    assert list(updates) == ["rollouts", "update of the head", "update of canvases"]
-    assert updates["update of the head"]["mean_difference"] < 1e-4  # the rollouts' own
-
-
-def test_a_figure_that_fails_takes_none_of_the_others_with_it():
-    def measurements() -> Any:
-        yield "one", lambda: {"ms": 1}
-        yield "two", lambda: [][0]
-        yield "three", lambda: {"ms": 3}
-        raise RuntimeError("no room\nfor more")
-
-    shorts = [(line["figure"], line.get("short", "")) for line in quick.figures(measurements())]
-    found = [("one", ""), ("two", "IndexError: list index out of range"), ("three", "")]
-    assert shorts == [*found, ("start", "RuntimeError: no room")]
-
-
-def test_rows_that_do_not_run_are_no_measurement():
-    engine = Engine(
-        small_model("diffusion_gemma"), character_tokenizer("abc"), Generation(eos_ids=(1,), pad_id=0), max_rows=2
-    )
-    with pytest.raises(RuntimeError, match="0 of 1 rows ran"):
-        step_times(engine, 1, 4, {"max_new_tokens": 1, "strategy": "entropy_bound:bound=1e9,confidence=1e9"}, 3)
-
-
-def test_what_calls_hold_is_compared_with_what_was_left_to_them():
-    pool = SimpleNamespace(tensors=[torch.zeros(1000, dtype=torch.uint8)])
-    engine = SimpleNamespace(pages=SimpleNamespace(pools={"full": pool}, kept_free=500, capacity=7))
-    shorts = [memory_line(engine, 9000, after, 20_000)["short"] for after in (7600, 7400, 300)]  # type: ignore[arg-type]
-    assert shorts == ["", "calls hold more than was kept free for them", shorts[2]] and "2 %" in shorts[2]
-
-
 NOT_ON_A_GPU = {
     "test_launch.py": "looks at launches, of which none is made",
     "test_relaunch.py": "stands in for the GPU's driver",
@@ -173,6 +92,7 @@ NOT_ON_A_GPU = {
     "test_cli.py": "asks for what there is",
     "test_plan.py": "plans",
     "test_exchange.py": "runs ranks on the CPU",
+    "test_quick.py": "runs on the CPU what a GPU runs in the quick run",
 }
 IN_TRITON = (
     r"kernels=.triton|resolve\(.triton|Kernels\(.triton|[. ]triton\b|(benchmarks|support)\.(launches|compil|tile|tune)"

@@ -1,0 +1,217 @@
+"""Part "start" of the quick run: the machine, what it can do at best, kernels compiled ahead, layers beside torch's.
+
+`Ceilings` is the one place where floors are worked out: from what this device copies and multiplies.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.models import Size
+from benchmarks.quick import ROOT
+from benchmarks.quick_compile import Pool
+from benchmarks.quick_figures import Figures
+from blockdiff.kernels import Kernels, resolve
+from blockdiff.models.family import family_of
+from blockdiff.models.fp8 import fp8_layers, put_in_fp8
+from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.pages import Pages
+
+COMPILING = 75.0  # seconds that the processes which compile may take
+FACTOR = 2.0  # times its floor that a step may take
+CLOSE = 1.5  # times the error of torch in bf16 that ours may have
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates of a device at best: bytes that a copy reads and writes, and operations of a bf16 product, in a second."""
+
+    bytes_per_second: float
+    operations_per_second: float
+
+    @staticmethod
+    def of(device: torch.device) -> Ceilings:
+        """Measure a copy of 4 GB and a product of 8192 x 8192 x 8192; less of both on a CPU."""
+        is_cuda = device.type == "cuda"
+        size, count = (8192, 4 << 30) if is_cuda else (256, 1 << 24)
+        source = torch.ones(count, dtype=torch.uint8, device=device)
+        into = torch.empty_like(source)
+        copied = _seconds(lambda: into.copy_(source), device)
+        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+        multiplied = _seconds(lambda: a @ b, device)
+        return Ceilings(2 * count / copied, 2 * size**3 / multiplied)
+
+    def floor_ms(self, nbytes: float, operations: float) -> float:
+        """The milliseconds that reading so many bytes, or so many operations of products, take at least."""
+        return 1e3 * max(nbytes / self.bytes_per_second, operations / self.operations_per_second)
+
+    def pass_ms(self, model: BlockDiffusionModel, tokens: int, sweeps: int = 1, vocabulary: int = 2) -> float:
+        """The floor of a pass over tokens: all weights are read, and multiplied with every token that takes them.
+
+        sweeps: how often the layers are multiplied with them; vocabulary: how often the table is (logits, the signal).
+        Attention is left out.
+        """
+        nbytes, weights, text = 0, 0.0, getattr(model.config, "text_config", model.config)
+        table = model.vocabulary.table
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dim() < 2 or tensor is table:
+                continue
+            nbytes += tensor.nbytes
+            is_experts = tensor.dim() == 3
+            weights += tensor.numel() * (text.top_k_experts / text.num_experts if is_experts else 1)
+        of_table = vocabulary * table.numel()
+        return self.floor_ms(sweeps * nbytes + vocabulary * table.nbytes, 2 * tokens * (sweeps * weights + of_table))
+
+
+def _seconds(work: Any, device: torch.device, repeats: int = 8) -> float:
+    """The fewest seconds of some runs."""
+    found = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def ceilings_of(figures: Figures) -> Ceilings:
+    """The ceilings, measured once in a process."""
+    if "ceilings" not in figures.kept:
+        figures.kept["ceilings"] = Ceilings.of(figures.device)
+        figures.free()
+    ceilings: Ceilings = figures.kept["ceilings"]
+    return ceilings
+
+
+def config_of(preset: str, layers: int | None = None) -> Any:
+    """The config of a preset without its image side; layers: fewer, the last of which sees all tokens (None: all)."""
+    text: dict[str, Any] = {}
+    if layers is not None:
+        kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
+        text = dict(num_hidden_layers=layers, layer_types=kinds)
+    return Size("", preset, rows=1, prompt=1, steps=(1, 2), text=text).config()
+
+
+def random_model(
+    config: Any, device: torch.device, quantize: bool = False, kernels: str | Kernels = "auto"
+) -> BlockDiffusionModel:
+    """A model of a config with numbers drawn on the device; bf16, on a CPU fp32."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        with torch.device("meta" if quantize else device):
+            model: BlockDiffusionModel = family_of(config).model_class(config, kernels=kernels)
+        if quantize:
+            put_in_fp8(model, fp8_layers(model))
+            model = model.to_empty(device=device)
+    finally:
+        torch.set_default_dtype(default)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dtype in (torch.uint8, torch.float8_e4m3fn):
+                tensor.view(torch.uint8).random_(0, 0x48)  # codes of finite numbers
+            elif tensor.is_floating_point() and tensor.dim() > 1:
+                tensor.normal_(std=0.02)
+            elif tensor.is_floating_point() and quantize:
+                tensor.fill_(1.0)
+    return model.eval()
+
+
+def released(figures: Figures, quantize: bool = False) -> BlockDiffusionModel:
+    """The model of the run's preset, made once in a process."""
+    name = "fp8 model" if quantize else "model"
+    if name not in figures.kept:
+        figures.kept[name] = random_model(config_of(figures.preset), figures.device, quantize)
+    model: BlockDiffusionModel = figures.kept[name]
+    return model
+
+
+def start(figures: Figures) -> None:
+    """The machine and its ceilings; the model is drawn and kernels are compiled before anything is timed."""
+    device, pool, updates = figures.device, None, None
+    figures.make("machine", lambda: machine.describe(device))
+    if figures.is_cuda and f"{figures.part}: kernels" not in figures.done:
+        properties = torch.cuda.get_device_properties(device)
+        pool = Pool(10 * properties.major + properties.minor, properties.multi_processor_count)
+        # what updates need is compiled by updates of two layers, on the device
+        words = ["-m", "benchmarks.quick_figures", "updates", "--layers", "2", "--preset", figures.preset]
+        words += ["--rows", "2"]
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        updates = subprocess.Popen([sys.executable, *words], cwd=ROOT, **quiet)  # type: ignore[call-overload]
+
+    def ceilings() -> dict[str, Any]:
+        found = ceilings_of(figures)
+        return dict(copy_gb_s=found.bytes_per_second / 1e9, product_tflop_s=found.operations_per_second / 1e12)
+
+    def made() -> dict[str, Any]:
+        model = released(figures)
+        nbytes = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        return dict(gib=nbytes / 2**30, floor_ms_of_a_step=ceilings_of(figures).pass_ms(model, model.canvas_length))
+
+    def compiled() -> dict[str, Any]:
+        if pool is None or updates is None:
+            return dict(found="there is no GPU to compile for")
+        line, begin = pool.wait(COMPILING), time.monotonic()
+        try:
+            updates.wait(max(1.0, COMPILING - (begin - pool.begin)))
+            return line | dict(updates_code=updates.returncode)
+        except subprocess.TimeoutExpired:
+            return line | dict(updates_code="ended")
+        finally:
+            updates.kill()
+            updates.wait()
+
+    figures.make("ceilings", ceilings)
+    figures.make("model", made)
+    figures.make("kernels", compiled, limit=2 * COMPILING + 30)
+    for tokens in (1, 600):
+        figures.make(f"two layers, a prefix of {tokens}", lambda tokens=tokens: close_to_torch(figures, tokens))  # type: ignore[misc]
+
+
+@torch.no_grad()
+def close_to_torch(figures: Figures, tokens: int) -> dict[str, Any]:
+    """The error of two layers at the released shapes beside torch's in the same numbers; both against torch in fp32.
+
+    A prefix is encoded into pages, and two canvases are denoised after it.
+    """
+    device = figures.device
+    model = random_model(config_of(figures.preset, 2), device)
+    for name, each in model.named_parameters():  # so that attention and routers choose
+        if "q_norm" not in name and each.dim() > 1:
+            each.mul_(1.0 if "table" in name else 50 * each.shape[-1] ** -0.5)
+    mine = model.kernels
+    L, draws = model.canvas_length, torch.Generator().manual_seed(0)
+    prefix, canvas = (torch.randint(3, model.vocab_size, (2, n), generator=draws) for n in (tokens, L))
+    signal = 0.02 * torch.randn(2, L, model.vocabulary.table.shape[1], generator=draws)
+
+    def hidden(kernels: Kernels, dtype: torch.dtype) -> list[torch.Tensor]:
+        of = model.to(dtype)
+        for module in of.modules():
+            if isinstance(getattr(module, "kernels", None), Kernels):
+                module.kernels = kernels  # type: ignore[assignment]
+        pages = Pages(of, capacity=4 * (tokens + 2 * L + 128))
+        rows = [pages.open() for _ in range(2)]
+        encoded = pages.encode(rows, prefix, [tokens] * 2)
+        denoised = pages.denoise(rows, canvas.to(device), signal.to(device, dtype))
+        return [encoded.float(), denoised.float()]
+
+    half = model.dtype
+    ours, torchs = hidden(mine, half), hidden(resolve("torch"), half)
+    truth = hidden(resolve("torch"), torch.float32)
+    line, shorts = dict[str, Any](), []
+    for name, x, y, exact in zip(("encoded", "denoised"), ours, torchs, truth, strict=True):
+        errors = [float((each - exact).norm() / exact.norm()) for each in (x, y)]
+        line |= {f"{name}_error": errors[0], f"{name}_error_of_torch": errors[1]}
+        if not errors[0] <= CLOSE * errors[1] + 1e-5:
+            shorts.append(f"{name}: {errors[0]:.2g} from fp32, torch {errors[1]:.2g}")
+    return line | dict(short="; ".join(shorts))
