@@ -191,7 +191,7 @@ def test_the_directory_of_a_run_stands_for_its_model_and_a_broken_config_is_not_
     assert load(run, "auto", "cpu").canvas_length == read_config(run).canvas_length
     (run / "model" / "config.json").write_text("{")
     for read in (load_tokenizer, read_config):
-        with pytest.raises(CheckpointError, match=r"run/model/config\.json: not readable as JSON"):
+        with pytest.raises(CheckpointError, match=r"run/model/config\.json: .*JSON"):
             read(run)
 
 
@@ -232,7 +232,7 @@ def test_a_failed_save_leaves_nothing_and_keeps_what_was(written_by_transformers
 def test_saving_never_replaces_by_accident(written_by_transformers, tmp_path):
     model = load(written_by_transformers, "auto", "cpu")
     out = save(model, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+    with pytest.raises(CheckpointError, match="out holds"):
         save(model, out)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")

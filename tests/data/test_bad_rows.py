@@ -89,7 +89,7 @@ def test_all_bad_rows_are_named_together_the_first_ten_and_their_number(mixed: P
 def test_rows_that_cannot_be_encoded_are_bad_rows_like_others() -> None:
     letters = Encoder(character_tokenizer("ab"), eos_id=1, canvas_length=4, max_length=5, too_long="refuse")
     rows = [{"prompt": prompt, "response": "b"} for prompt in ("a", "x", "ab", "abababab", "y")]
-    with pytest.raises(DataError, match=r"^3 rows cannot be used: .*rows:2: .* \| .*rows:4: 1. tokens.* \| .*rows:5: "):
+    with pytest.raises(DataError, match=r"^3 rows .*rows:2: .* \| .*rows:4: 1. tokens.* \| .*rows:5: "):
         load_dataset([Source(rows=rows)], letters, cache=None)
     found = load_dataset([Source(rows=rows)], replace(letters, skips_bad_rows=True), cache=None)
     assert [example.where for example in found.examples] == ["rows:1", "rows:3"] and found.total.bad == 3
@@ -102,14 +102,14 @@ def test_bad_rows_are_skipped_where_that_is_asked_for_and_never_taken_from_the_c
         assert [example.where for example in found.examples][:2] == [f"{mixed}:1", f"{mixed}:14"]
         assert (len(found), found.total.bad, len(found.total.first_bad)) == (3, 12, 10)
         assert len({example.sample_id for example in found.examples}) == 3
-    with pytest.raises(DataError, match="12 rows cannot be used"):
+    with pytest.raises(DataError, match="12 rows"):
         load_dataset([Source(str(mixed))], ENCODER, cache=cache)
-    with pytest.raises(DataError, match=r"mixed\.jsonl:2: not valid JSON"):
+    with pytest.raises(DataError, match=r"^\S*mixed\.jsonl:2: .*JSON"):
         StreamedExamples([Source(str(mixed))], ENCODER, 8, seed=0)[0]
     stream = StreamedExamples([Source(str(mixed))], skipping, 4, seed=0)
     assert {stream[place].where for place in range(4)} == {f"{mixed}:1", f"{mixed}:14"}
     again = StreamedExamples([Source(str(mixed))], skipping, 4, seed=0)
     assert again[9] == stream[9]  # whose first two windows were passed over
     mixed.write_text("{\n{\n")
-    with pytest.raises(DataError, match=r"2 rows cannot be used: .*; no other row is left to learn$"):
+    with pytest.raises(DataError, match=r"2 rows .*; no other row"):
         load_dataset([Source(str(mixed))], skipping, cache=None)

@@ -116,7 +116,7 @@ def test_whatever_changes_the_tokens_changes_the_fingerprint(rows, tmp_path):
     ]
     found = [load(rows), load(other), *(load(rows, encoder=encoder) for encoder in variants)]
     columns = Source(str(rows), columns={"id": "prompt"})
-    with pytest.raises(DataError, match="'prompt', to be id, is not there"):
+    with pytest.raises(DataError, match=r"'prompt'.* id"):
         load_dataset([columns], ENCODER, cache=None)
     assert len({data.fingerprint for data in found}) == len(found)
     assert load(rows, encoder=replace(ENCODER, tokenizer=chat_tokenizer())).fingerprint == found[0].fingerprint
@@ -163,7 +163,7 @@ def test_statistics_of_other_canvases_do_not_add_up():
     one = Statistics(canvas_length=4, rows=1, responses=1, canvases=1, response_tokens=3, clean_tokens=5, longest=5)
     two = Statistics(canvas_length=4, rows=2, responses=2, canvases=2, response_tokens=6, clean_tokens=10, longest=5)
     assert one + one == two
-    with pytest.raises(ValueError, match="do not add up"):
+    with pytest.raises(ValueError, match="add up"):
         one + replace(one, canvas_length=8)
 
 
@@ -297,7 +297,7 @@ def test_an_entry_that_another_process_may_be_reading_stays_where_it_is(rows, tm
 
 def test_a_cache_that_cannot_be_written_is_said_in_one_line(rows, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file.*token cache cannot be written .*; set data.cache"):
+    with pytest.raises(DataError, match=r"file.*cache.*data\.cache"):
         load(rows, cache=tmp_path / "file")
 
 
@@ -321,14 +321,14 @@ def test_options_of_conversations_are_refused_where_there_are_none(tmp_path, opt
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "1=", "response": "1"}\n')
     encoder = Encoder(character_tokenizer(alphabet(4)), eos_id=1, canvas_length=4, **option)
-    with pytest.raises(DataError, match=rf"data.{key}: is set, but no row is a conversation"):
+    with pytest.raises(DataError, match=rf"^data\.{key}: "):
         load(path, encoder=encoder)
 
 
 def test_a_source_of_which_nothing_is_left_is_named(rows, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text('{"prompt": "' + "a" * 99 + '", "response": "b"}\n')
-    with pytest.raises(DataError, match=r"long.jsonl: none of 1 rows has room for a canvas of 8 tokens within"):
+    with pytest.raises(DataError, match=r"long\.jsonl: .*1 rows.*canvas of 8"):
         load(rows, path)
-    with pytest.raises(DataError, match=r"long.jsonl: none of 1 rows is short enough within max_length 60; raise"):
+    with pytest.raises(DataError, match=r"long\.jsonl: .*1 rows.*short.*max_length 60"):
         load(path, encoder=replace(ENCODER, too_long="drop"))

@@ -70,7 +70,7 @@ def test_turns_are_written_as_the_format_says(tokenizer):
 
 @pytest.mark.parametrize("messages", [[{"role": "tool", "content": "x"}], [USER, SYSTEM]])
 def test_a_message_the_format_has_no_turn_for_is_refused_not_skipped(tokenizer, messages):
-    with pytest.raises(TemplateError, match="has no turn"):
+    with pytest.raises(TemplateError, match="no turn"):
         text_of(tokenizer, *messages)
 
 
@@ -153,7 +153,7 @@ def test_a_template_that_refuses_or_marks_no_turn_is_named_with_the_row():
 
 def test_messages_without_a_template_are_refused_but_prompt_rows_are_not():
     encoder = Encoder(character_tokenizer(alphabet(4)), eos_id=1, canvas_length=4)
-    with pytest.raises(DataError, match="has no chat template"):
+    with pytest.raises(DataError, match="no chat template"):
         encoder.encode([Row("f:1", messages=(USER, ASSISTANT))])
     (example,), _ = encoder.encode([Row("f:1", prompt="1.=", response="12")])
     assert example.tokens == [2, 5, 3, 4, 5, 6, 1]
@@ -200,7 +200,7 @@ def test_mixed_rows_keep_their_order_and_their_place_in_the_file():
 
 def test_a_row_the_tokenizer_cannot_write_is_named():
     rows = [Row("f:1", prompt="1=", response="1"), Row("f:2", prompt="1=", response="x")]
-    with pytest.raises(DataError, match=r"f:2: the tokenizer cannot encode it"):
+    with pytest.raises(DataError, match=r"f:2: .*tokenizer"):
         Encoder(character_tokenizer(alphabet(4)), eos_id=1, canvas_length=4).encode(rows)
 
 
@@ -238,7 +238,7 @@ def test_statistics_count_what_was_dropped_cut_and_filled():
 
 def test_a_file_whose_every_row_is_too_long_is_refused():
     encoder = Encoder(character_tokenizer(alphabet(4)), eos_id=1, canvas_length=4, max_length=3)
-    with pytest.raises(DataError, match="none of 1 rows has room"):
+    with pytest.raises(DataError, match="1 rows"):
         encoder.encode([Row("f:1", prompt="1=", response="1234")])
 
 
@@ -289,7 +289,7 @@ def test_rows_that_are_too_long_are_cut_left_out_or_refused(tokenizer):
     kept, statistics = Encoder(tokenizer, **options, too_long="drop").encode(rows)
     assert kept == cut[1:] and (statistics.dropped, statistics.truncated, statistics.cut_tokens) == (1, 0, 0)
     assert kept[0].sample_id == 1
-    with pytest.raises(DataError, match=r"f:1: 23 tokens, more than data.max_length 20; .*or write \{truncate: 20\}"):
+    with pytest.raises(DataError, match=r"f:1: 23 tokens.*data\.max_length 20;.*truncate: 20"):
         Encoder(tokenizer, **options, too_long="refuse").encode(rows)
     assert Encoder(tokenizer, eos_id=1, canvas_length=8, max_length=23, too_long="refuse").encode(rows)
 
@@ -344,7 +344,7 @@ def test_prompts_are_rendered_in_several_threads_at_once(tokenizer):
 @pytest.mark.parametrize(
     ("endless", "reason"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.05 seconds"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", r"0\.05 seconds"),
         ("{{ 'a' * 10**15 }}", "MemoryError"),
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
     ],

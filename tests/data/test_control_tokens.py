@@ -161,13 +161,13 @@ def test_a_tokenizer_that_cannot_write_it_as_text_refuses_by_name():
     assert encode(tokenizer, *talk("a", "b"))[0].tokens == tokenizer.apply_chat_template(
         list(talk("a", "b")), return_dict=False
     )
-    with pytest.raises(DataError, match=r"f:1: it spells a control token .* cannot write as text; .*allow"):
+    with pytest.raises(DataError, match=r"f:1: .*spells a control token.*allow"):
         encode(tokenizer, *talk(INJECTION, "b"))
-    with pytest.raises(RequestError, match="cannot write as text"):
+    with pytest.raises(RequestError, match="spells a control token"):
         prompt_of(tokenizer, *talk(INJECTION))
     single = learnt()
     single.add_special_tokens({"mask_token": "§"})
-    with pytest.raises(DataError, match="f:1: it has a control token of one character"):
+    with pytest.raises(DataError, match=r"f:1: .*one character"):
         encode(single, *talk("a§", "b"))
 
 
@@ -177,7 +177,7 @@ def test_a_normaliser_cannot_make_control_tokens_of_other_texts():
     tokenizer = wrapped(backend)
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<end>", special=True, normalized=True)]})
     assert encode(tokenizer, *talk("a", "end"))
-    with pytest.raises(DataError, match="cannot write as text"):
+    with pytest.raises(DataError, match="spells a control token"):
         encode(tokenizer, *talk("<END>", "b"))
 
 

@@ -72,7 +72,7 @@ def test_values_are_exact_and_operations_bind_as_they_should(text, expected):
 
 @pytest.mark.parametrize("prompt", ["", "3:4=", "3,a:4=", "3,4=", "3,4:", "2+2=", f"3,{'4' * 30}:5="])
 def test_what_is_no_problem_is_refused(prompt):
-    with pytest.raises(DataError, match="not a countdown prompt"):
+    with pytest.raises(DataError, match="countdown prompt"):
         problem(prompt)
 
 
@@ -97,11 +97,11 @@ def test_the_same_seed_gives_the_same_problems_and_another_one_others():
 
 
 def test_what_cannot_be_made_is_refused():
-    with pytest.raises(DataError, match="countdown of 2 numbers is not offered"):
+    with pytest.raises(DataError, match="countdown of 2 numbers"):
         make_splits(2, {"train": 1})
-    with pytest.raises(DataError, match="no split"):
+    with pytest.raises(DataError, match="split"):
         make_splits(3, {})
-    with pytest.raises(DataError, match="there are 166,650 sets of 3 numbers; ask for fewer"):
+    with pytest.raises(DataError, match=r"166,650.*3 numbers"):
         make_splits(3, {"train": 10**8})  # not after hours
 
 
@@ -123,5 +123,5 @@ def test_written_splits_are_rows_of_the_task(tmp_path):
 
 def test_rows_of_another_task_are_refused():
     for row in (Row("f:3", prompt="2+2=", response="4"), Row("f:3", prompt="3,4,5:12=", response="3+4")):
-        with pytest.raises(DataError, match="f:3: not a countdown"):
+        with pytest.raises(DataError, match=r"f:3: .*countdown"):
             evaluate(ScriptedSampler(None, []), [row], task("countdown"))

@@ -203,9 +203,9 @@ def test_a_prompt_to_answer_has_the_tokens_of_training(folder):
     prompt = chat_prompt(messages, None, TOKENIZER, reader=reader())
     assert prompt.tokens == talk.tokens[: talk.responses[0][0]]
     assert prompt.text == "<bos><|turn>user\n[image]a <|image|> b<turn|>\n<|turn>model\n"
-    with pytest.raises(DataError, match="the model takes no images"):
+    with pytest.raises(DataError, match="no images"):
         chat_prompt(messages, None, TOKENIZER)
-    with pytest.raises(DataError, match="spells the token of an image"):
+    with pytest.raises(DataError, match="token of an image"):
         raw_prompt("<|image|>", TOKENIZER, "allow", reader=reader())
 
 
@@ -306,7 +306,7 @@ def test_the_token_cache_has_sources_and_digests_but_no_pixels(folder, tmp_path,
     assert second.examples[-1].images[0].source == content
     assert second.examples[0].images[0].source == "pictures/a.png"
     picture(64, 65).save(folder / "pictures" / "a.png")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: .*a.png has changed since"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*a\.png.*changed"):
         collator(reader()).rows([second.examples[0]], epoch=0, step=1, slots=[0], total_slots=1)
 
 
@@ -352,10 +352,10 @@ def test_a_bad_picture_is_one_line_with_file_and_row(folder, name, monkeypatch):
     [
         ("pictures/none.png", "no such image"),
         ("pictures", "no such image"),
-        ("../outside.png", "lies outside of"),
-        ("{folder}/../outside.png", "lies outside of"),
-        ("pictures/link.png", "lies outside of"),
-        ("pictures/\0.png", "is no path"),
+        ("../outside.png", "outside"),
+        ("{folder}/../outside.png", "outside"),
+        ("pictures/link.png", "outside"),
+        ("pictures/\0.png", "no path"),
     ],
 )
 def test_a_path_stays_in_the_folder_of_the_data_unless_the_recipe_says_otherwise(folder, path, reason):
@@ -378,20 +378,20 @@ def test_bad_pictures_are_left_out_where_bad_rows_are(folder):
 
 
 def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder, tmp_path):
-    with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, and nothing reads it"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*image.*reads"):
         encoded(folder, ROWS[0], reader=None)
     blind = chat_tokenizer("{{ bos_token }}{% for m in messages %}{% generation %}a{% endgeneration %}{% endfor %}")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template writes 0 of 1 images"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*template.*0 of 1 images"):
         replace(encoder(), tokenizer=blind).encode(list(read_rows(written(folder, ROWS[2]))))
-    with pytest.raises(DataError, match=r"has no preprocessor_config.json"):
+    with pytest.raises(DataError, match=r"no preprocessor_config\.json"):
         encoded(folder, ROWS[0], reader=ImageReader(tmp_path, AROUND))
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": GEMMA}))
     assert encoded(folder, ROWS[0], reader=ImageReader(tmp_path, AROUND)) == encoded(folder, ROWS[0])
     bare, given = ImageReader({}, AROUND), reader().read(str(folder / "pictures" / "a.png"))
-    with pytest.raises(DataError, match="not known how the model's images are cut"):
+    with pytest.raises(DataError, match=r"^it is .*images are cut"):
         bare.read_all([str(folder / "pictures" / "a.png")])
     assert raw_prompt("?", TOKENIZER, images=[given], reader=bare).images[0].image is given
-    with pytest.raises(DataError, match="the tokenizer has no token ']<]start"):
+    with pytest.raises(DataError, match=r"']<\]start"):
         encoded(folder, ROWS[0], reader=ImageReader(GEMMA, ("]<]start of image[>[", PLACEHOLDER, AFTER)))
 
 

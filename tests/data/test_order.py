@@ -28,7 +28,7 @@ def test_an_order_of_one_source_shows_every_example_once_per_epoch():
 def test_a_mixture_of_one_source_is_the_order_of_that_source_whatever_its_weight():
     mixture, order = Order((10,), 5, seed=3, weights=(2.0,)), Order(10, 5, seed=3)
     assert taken(mixture, range(1, 9)) == taken(order, range(1, 9))
-    with pytest.raises(ValueError, match="2 sources of examples, but 1 weights"):
+    with pytest.raises(ValueError, match=r"2 sources.*1 weights"):
         Order((10, 20), 5, seed=3)
 
 

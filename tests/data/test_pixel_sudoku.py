@@ -60,5 +60,5 @@ def test_written_rows_name_their_pictures_and_solve_their_puzzles(tmp_path):
     texts = [f"{first}={solved}", f"{'.' * 16}={also}", f"{first}={first}", solved, f"{other}=1"]
     report = evaluate(ScriptedSampler(tokenizer, [(text, [1]) for text in texts]), test, task("pixel_sudoku"))
     assert (report["solved"], report["facts"]) == (2, {"is_read": 1})
-    with pytest.raises(DataError, match="f:3: not a row of a pictured sudoku"):
+    with pytest.raises(DataError, match=r"f:3: .*sudoku"):
         evaluate(ScriptedSampler(tokenizer, []), [Row("f:3", prompt="", response=solved)], task("pixel_sudoku"))

@@ -139,60 +139,60 @@ def test_the_texts_of_a_row_are_all_that_somebody_wrote():
     [
         ('{"prompt": "a", "response"', "not valid JSON"),
         ("{'prompt': 'a'}", "not valid JSON"),
-        ('{"prompt": "a', r"not valid JSON \(Invalid control character at column 14\)"),
+        ('{"prompt": "a', "JSON.*column 14"),
         (GOOD + GOOD, "not valid JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"prompt": "a", "response": NaN}', "NaN is not JSON"),
-        ("[1, 2]", "the row is a list, not an object"),
-        ("null", "the row is null"),
-        ("3", "the row is a number"),
-        ("{}", "neither messages nor prompt and response .keys: none."),
-        ('{"promt": "a", "completion": "b"}', "keys: 'promt', 'completion'.; did you mean 'prompt' by 'promt'"),
-        ('{"mesages": []}', "did you mean 'messages' by 'mesages'"),
-        ('{"prompt": [], "completion": []}', "prompt is a list, .*columns"),
+        ("[" * 100_000, "nested"),
+        ('{"prompt": "a", "response": NaN}', "NaN"),
+        ("[1, 2]", "row is a list"),
+        ("null", "row is null"),
+        ("3", "row is a number"),
+        ("{}", "keys: none"),
+        ('{"promt": "a", "completion": "b"}', "keys: 'promt', 'completion'.*'prompt'"),
+        ('{"mesages": []}', "'messages'.*'mesages'"),
+        ('{"prompt": [], "completion": []}', ": prompt .*list.*columns"),
         ('{"prompt": "a", "completion": ""}', "completion is empty"),
-        ('{"prompt": "a", "response": "b", "tools": [{}]}', "tools is there, but prompt rows have no turns"),
-        ('{"instruction": "a", "input": "b"}', "neither messages nor prompt and response"),
-        ('{"instruction": "a", "output": " "}', "output is empty"),
-        ('{"instruction": "a", "output": "b", "history": [["c", "d"]]}', "history is there"),
-        ('{"prompt": "a"}', "response is missing"),
-        ('{"response": "a"}', "prompt is missing"),
-        ('{"prompt": 1, "response": "a"}', "prompt is a number"),
-        ('{"prompt": "a", "response": ["b"]}', "response is a list"),
-        ('{"prompt": "a", "response": true}', "response is a boolean"),
-        ('{"prompt": "a", "response": ""}', "response is empty"),
-        ('{"prompt": "\\ud800", "response": "a"}', "prompt has half of a surrogate pair"),
-        ('{"prompt": "a", "response": "b", "id": [1]}', "id is a list"),
-        ('{"prompt": "a", "response": "b", "messages": []}', "both messages and prompt/response"),
-        ('{"messages": {}}', "messages is an object"),
-        ('{"messages": []}', "no assistant message"),
-        (chat(user()), "no assistant message"),
-        (chat("hello"), r"messages\[0\] is a string"),
-        (chat({"content": "a"}), r"messages\[0\] has no role"),
-        (chat(user(), {"role": "assistant"}), r"messages\[1\] has no content"),
+        ('{"prompt": "a", "response": "b", "tools": [{}]}', ": tools .*prompt"),
+        ('{"instruction": "a", "input": "b"}', "neither messages.*prompt"),
+        ('{"instruction": "a", "output": " "}', "output.*empty"),
+        ('{"instruction": "a", "output": "b", "history": [["c", "d"]]}', "history"),
+        ('{"prompt": "a"}', "response.*missing"),
+        ('{"response": "a"}', "prompt.*missing"),
+        ('{"prompt": 1, "response": "a"}', "prompt.*number"),
+        ('{"prompt": "a", "response": ["b"]}', ": response .*list"),
+        ('{"prompt": "a", "response": true}', "response.*boolean"),
+        ('{"prompt": "a", "response": ""}', "response.*empty"),
+        ('{"prompt": "\\ud800", "response": "a"}', "prompt.*surrogate"),
+        ('{"prompt": "a", "response": "b", "id": [1]}', r"\bid .*list"),
+        ('{"prompt": "a", "response": "b", "messages": []}', "messages.*prompt/response"),
+        ('{"messages": {}}', ": messages is an object"),
+        ('{"messages": []}', "no assistant"),
+        (chat(user()), "no assistant"),
+        (chat("hello"), r"messages\[0\] .*string"),
+        (chat({"content": "a"}), r"messages\[0\].*no role"),
+        (chat(user(), {"role": "assistant"}), r"messages\[1\].*no content"),
         (chat({"role": "wizard", "content": "a"}), "role 'wizard'"),
         (chat({"role": ["user"], "content": "a"}), r"role \['user'\]"),
-        (chat({"role": "tool", "content": "a"}), "no call of a tool comes before it"),
-        (chat(user(), CALLS, answer("a", "2"), assistant()), "answers the call '2', which"),
-        (chat(user(), CALLS, answer("a", "1"), answer("b", "1"), assistant()), r"messages\[3\] has role tool, but no"),
-        (chat(user(), CALLS, {**answer("a"), "name": "set"}, assistant()), "is of the tool 'set', which is not"),
-        (chat(user(), calls({"name": "get", "arguments": "{"})), r"arguments is a string that is not valid JSON"),
-        (chat(user(), calls({"name": "get", "arguments": [1]})), "arguments is a list"),
-        (chat(user(), calls({"name": "get", "arguments": {"a": "\ud800"}})), "arguments.a has half of a surrogate"),
-        (chat(user(), calls({"arguments": {}})), "calls no function"),
-        (chat({**user(), "tool_calls": [1]}, assistant()), "only an assistant message"),
-        (chat(user(), {**assistant(), "tool_responses": [1]}), "tool_responses, which are not supported"),
-        (chat(user(), assistant(), tools=[{"type": "function"}]), r"tools\[0\] declares no function"),
-        (chat(user(), assistant(), tools={"name": "get"}), "tools is an object"),
-        (chat(user(), assistant(), tools=[{"name": "get", "parameters": []}, {"name": 1}]), r"tools\[1\] declares"),
-        (chat(user(None), assistant()), r"messages\[0\].content is null"),
-        (chat(user(), assistant("  \n")), r"messages\[1\].content of the assistant is empty"),
-        (chat(user(), assistant(tool_calls=[{}])), r"tool_calls\[0\] calls no function"),
-        (chat(user(), assistant(reasoning=4)), r"messages\[1\].reasoning is a number"),
-        (chat({**user(), "reasoning": "x"}, assistant()), "only an assistant message"),
-        (chat(user(), {"role": "system", "content": "a"}, assistant()), r"messages\[1\] has role system"),
-        (chat(user([{"type": "image"}]), assistant()), "1 parts of type image have none"),
-        (chat(user([{"type": "text"}]), assistant()), r"content\[0\].text is null"),
+        (chat({"role": "tool", "content": "a"}), r"messages\[0\] .*comes before"),
+        (chat(user(), CALLS, answer("a", "2"), assistant()), "call '2'"),
+        (chat(user(), CALLS, answer("a", "1"), answer("b", "1"), assistant()), r"messages\[3\].*role tool"),
+        (chat(user(), CALLS, {**answer("a"), "name": "set"}, assistant()), "tool 'set'"),
+        (chat(user(), calls({"name": "get", "arguments": "{"})), r"arguments.*string.*JSON"),
+        (chat(user(), calls({"name": "get", "arguments": [1]})), "arguments.*list"),
+        (chat(user(), calls({"name": "get", "arguments": {"a": "\ud800"}})), r"arguments\.a.*surrogate"),
+        (chat(user(), calls({"arguments": {}})), r"messages\[1\].*no function"),
+        (chat({**user(), "tool_calls": [1]}, assistant()), "only an assistant"),
+        (chat(user(), {**assistant(), "tool_responses": [1]}), "tool_responses"),
+        (chat(user(), assistant(), tools=[{"type": "function"}]), r"tools\[0\].*no function"),
+        (chat(user(), assistant(), tools={"name": "get"}), "tools.*object"),
+        (chat(user(), assistant(), tools=[{"name": "get", "parameters": []}, {"name": 1}]), r"tools\[1\]"),
+        (chat(user(None), assistant()), r"messages\[0\]\.content .*null"),
+        (chat(user(), assistant("  \n")), r"messages\[1\]\.content.*empty"),
+        (chat(user(), assistant(tool_calls=[{}])), r"tool_calls\[0\].*no function"),
+        (chat(user(), assistant(reasoning=4)), r"messages\[1\]\.reasoning.*number"),
+        (chat({**user(), "reasoning": "x"}, assistant()), "only an assistant"),
+        (chat(user(), {"role": "system", "content": "a"}, assistant()), r"messages\[1\].*role system"),
+        (chat(user([{"type": "image"}]), assistant()), "1 parts.*image"),
+        (chat(user([{"type": "text"}]), assistant()), r"content\[0\]\.text.*null"),
     ],
 )
 def test_a_bad_row_is_refused_with_file_line_and_reason(tmp_path, line, reason):
@@ -208,22 +208,22 @@ def test_a_bad_row_is_refused_with_file_line_and_reason(tmp_path, line, reason):
 def test_bytes_that_are_not_utf8_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl:2: not valid UTF-8"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: .*UTF-8"):
         list(read_rows(Source(str(path))))
 
 
 def test_files_that_hold_nothing_are_refused(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n  \n")
-    with pytest.raises(DataError, match=r"empty.jsonl: has no rows"):
+    with pytest.raises(DataError, match=r"empty\.jsonl: .*no rows"):
         list(read_rows(Source(str(empty))))
     with pytest.raises(DataError, match="no such file"):
         list(read_rows(Source(str(tmp_path / "missing.jsonl"))))
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="folder: a directory without rows"):
+    with pytest.raises(DataError, match=r"folder: .*without rows"):
         list(read_rows(Source(str(tmp_path / "folder"))))
 
 
 def test_a_row_with_another_name_for_its_response_is_told_of_columns():
-    with pytest.raises(DataError, match=r"columns which column is the response \(there are: 'answer'\)"):
+    with pytest.raises(DataError, match=r"columns.*response.*'answer'"):
         check_row({"prompt": "a", "answer": "b", "id": 1}, "rows.jsonl:1")

@@ -110,7 +110,7 @@ def test_the_checker_accepts_only_the_exact_solution():
     swapped = solution.translate(str.maketrans("12", "21"))
     assert not is_solved(prompt, swapped), "a valid grid that changes the givens"
     assert is_solved("." * 16 + "=", swapped)
-    with pytest.raises(DataError, match="not a sudoku prompt"):
+    with pytest.raises(DataError, match="sudoku prompt"):
         is_solved("12=", "12")
 
 
@@ -118,9 +118,9 @@ def test_the_checker_accepts_only_the_exact_solution():
     "size, counts, reason",
     [
         (6, {"train": 3}, "size 6"),
-        (4, {"train": 0}, "'train' asks for 0"),
+        (4, {"train": 0}, "'train'.* 0"),
         (4, {}, "no split"),
-        (4, dict.fromkeys("abcdefg", 5), "at most 6 splits"),
+        (4, dict.fromkeys("abcdefg", 5), "6 splits"),
     ],
 )
 def test_impossible_requests_are_refused_with_the_reason(size, counts, reason):

@@ -65,9 +65,7 @@ def test_conversations_can_be_encoded():
     assert tokenizer.decode(example.tokens[start:end]) == "<|channel>thought\nso\n<channel|>ü 48<turn|>\n"
 
 
-@pytest.mark.parametrize(
-    "texts, size, reason", [(TEXTS, 271, "ask for at least 272"), (["", ""], 300, "no characters")]
-)
+@pytest.mark.parametrize("texts, size, reason", [(TEXTS, 271, "272"), (["", ""], 300, "characters")])
 def test_what_gives_no_tokenizer_is_refused(texts, size, reason):
     with pytest.raises(DataError, match=reason):
         byte_level_bpe(texts, size)
@@ -80,9 +78,9 @@ def run(*words: str | Path):
 
 def test_a_character_without_a_token_is_said_in_plain_words():
     tokenizer = character_tokenizer("12=")
-    with pytest.raises(RequestError, match=r"^the prompt cannot be tokenised: no token stands for 'x'"):
+    with pytest.raises(RequestError, match=r"^the prompt .*'x'"):
         Request(1, prompt="1x=").as_tokens(tokenizer, 9)
-    with pytest.raises(DataError, match=r"^a:1: the tokenizer cannot encode it \(no token stands for 'x'"):
+    with pytest.raises(DataError, match=r"^a:1: .*'x'"):
         Encoder(tokenizer, eos_id=1, canvas_length=4).encode([Row("a:1", prompt="1=", response="x")])
 
 
@@ -129,7 +127,7 @@ def test_a_full_disk_is_said_with_the_file_and_leaves_what_was_there(tmp_path):
     write_tokenizer(character_tokenizer("12="), tmp_path / "t")
     before = {file.name: file.read_bytes() for file in (tmp_path / "t").iterdir()}
     assert "tokenizer.json" in before
-    with pytest.raises(OSError, match="No space left on device") as caught:
+    with pytest.raises(OSError, match="No space") as caught:
         write_tokenizer(Full(), tmp_path / "t")
     assert (caught.value.errno, caught.value.filename) == (28, str(tmp_path / "t" / "tokenizer.json"))
     assert {file.name: file.read_bytes() for file in (tmp_path / "t").iterdir()} == before

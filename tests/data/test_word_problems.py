@@ -31,5 +31,5 @@ def test_splits_differ_the_seed_decides_and_the_tokenizer_has_a_mask(tmp_path):
     read = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("train", "test")}
     assert read["train"] == rows(300, "1 train") and not any(row in read["train"] for row in read["test"])
     assert load_tokenizer(tmp_path / "tokenizer").mask_token_id is not None
-    with pytest.raises(DataError, match="no split was asked for"):
+    with pytest.raises(DataError, match="split"):
         write_splits(tmp_path, {})

@@ -196,15 +196,15 @@ def test_a_checkpoint_is_evaluated_by_the_harness_and_by_our_command_alike(sampl
 
 
 def test_a_task_that_is_not_there_is_one_line(sampler, tasks):
-    with pytest.raises(RequestError, match="has no task 'nothing'"):
+    with pytest.raises(RequestError, match="'nothing'"):
         evaluate(sampler, ["nothing"], tasks)
 
 
 def test_tasks_whose_files_or_rows_cannot_be_had_are_refused_in_one_line(sampler, tmp_path):
-    with pytest.raises(RequestError, match=r"nowhere: no such directory; name that of the tasks' YAML files"):
+    with pytest.raises(RequestError, match=r"nowhere: .*directory"):
         evaluate(sampler, ["a"], tmp_path / "nowhere")
     lines = ["task: a", "dataset_path: json", f"dataset_kwargs: {{data_files: {{test: {tmp_path}/none.jsonl}}}}"]
     lines += ["test_split: test", "output_type: generate_until", "doc_to_text: '{{p}}'", "doc_to_target: '{{r}}'"]
     (tmp_path / "a.yaml").write_text("\n".join(lines))
-    with pytest.raises(RequestError, match=r"^the rows of a cannot be read \(.*none\.jsonl.*\); be online once"):
+    with pytest.raises(RequestError, match=r"rows of a .*none\.jsonl"):
         evaluate(sampler, ["a"], tmp_path)

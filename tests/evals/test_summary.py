@@ -110,5 +110,5 @@ def test_two_models_are_compared_row_by_row():
 def test_reports_of_other_rows_are_not_compared():
     other = [Row(f"f:{n}", prompt=letter, response=letter) for n, letter in enumerate("abcdeh")]
     answers = [("a", [1])] * 6
-    with pytest.raises(ValueError, match="not of the same rows"):
+    with pytest.raises(ValueError, match="same rows"):
         compare(report(*answers), report(*answers, rows=other))

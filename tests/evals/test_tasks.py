@@ -20,7 +20,7 @@ def question(reference: str) -> Question:
 
 def test_every_task_is_found_by_its_name():
     assert [task(name).name for name in TASKS] == list(TASKS)
-    with pytest.raises(ValueError, match="'chess' is none of countdown, exact, gsm8k, pixel_sudoku, sudoku"):
+    with pytest.raises(ValueError, match=r"'chess'.*countdown, exact, gsm8k, pixel_sudoku, sudoku"):
         task("chess")
 
 
@@ -93,5 +93,5 @@ def test_without_any_number_there_is_no_flexible_answer():
 
 
 def test_a_row_without_an_answer_is_not_gsm8k():
-    with pytest.raises(DataError, match=r"f.jsonl:3: .*no number after ####.*'#### number'"):
+    with pytest.raises(DataError, match=r"f\.jsonl:3: .*####.*'#### number'"):
         task("gsm8k").check(question("It is twelve."))

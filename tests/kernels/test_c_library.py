@@ -117,7 +117,7 @@ def test_a_compiler_that_leaves_openmp_out_in_silence_makes_no_library(monkeypat
     """On one thread the functions would be slower than torch."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(c_library, "FLAGS", tuple(flag for flag in c_library.FLAGS if flag != "-fopenmp"))
-    with pytest.raises(NoLibrary, match="without OpenMP"):
+    with pytest.raises(NoLibrary, match="OpenMP"):
         c_library.find_library()
 
 

@@ -86,16 +86,16 @@ def with_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9
 
 def test_triton_is_refused_where_it_cannot_run(monkeypatch):
     without_a_gpu(monkeypatch)
-    with pytest.raises(BlockdiffError, match="needs a CUDA device"):
+    with pytest.raises(BlockdiffError, match="CUDA device"):
         resolve("triton")
     assert resolve("auto") is IN_C
     with_a_gpu(monkeypatch, (7, 5))
-    with pytest.raises(BlockdiffError, match=r"compute capability 8\.0, this GPU has 7\.5"):
+    with pytest.raises(BlockdiffError, match=r"8\.0.*7\.5"):
         resolve("triton")
     with pytest.warns(UserWarning, match="no Triton"):
         assert resolve("auto") is IN_C
     monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BlockdiffError, match="triton package is not installed"):
+    with pytest.raises(BlockdiffError, match="triton package"):
         resolve("triton")
 
 
@@ -103,7 +103,7 @@ def test_a_rocm_build_runs_without_triton_with_one_warning(monkeypatch):
     """Its capability numbers mean something else."""
     with_a_gpu(monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    with pytest.raises(BlockdiffError, match="built for ROCm"):
+    with pytest.raises(BlockdiffError, match="ROCm"):
         resolve("triton")
     with pytest.warns(UserWarning, match="no Triton: this torch is built for ROCm") as warned:
         assert resolve("auto") is IN_C
@@ -126,7 +126,7 @@ def test_auto_runs_a_call_that_has_no_kernel_in_torch_and_says_so_once(monkeypat
     with pytest.warns(UserWarning, match="rms_norms runs in torch: rms_norms in Triton has no tile for it$") as warned:
         outs = [chosen.rms_norms(x, (None,), 1e-6)[0] for _ in range(2)]
     assert len(warned) == 1 and torch.equal(*outs) and torch.equal(outs[0], IN_TORCH.rms_norms(x, (None,), 1e-6)[0])
-    with pytest.raises(BlockdiffError, match='has no tile for it; kernels="torch" has no such limit'):
+    with pytest.raises(BlockdiffError, match=r'tile.*kernels="torch"'):
         Kernels.rms_norms.on("triton")(x, (None,), 1e-6)
 
 

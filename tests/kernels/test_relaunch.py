@@ -178,7 +178,7 @@ def test_a_launch_that_is_too_large_is_refused_and_triton_asked_once(gpu, kernel
     monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda device: -1)
     launch = Launch(kernel, (1,), D=16, BY=2)
     for _ in range(3):
-        with pytest.raises(TooLarge, match="scaled asks for 0 of shared memory, and the device has -1"):
+        with pytest.raises(TooLarge, match=r"scaled .* 0 .*-1"):
             launch(*argument_lists()[0])
     assert len(through_triton) == 1 and not gpu.launched
 

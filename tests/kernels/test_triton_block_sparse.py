@@ -252,7 +252,7 @@ def test_rows_go_by_block_where_they_are_long_and_a_block_fits():
 def test_what_has_no_kernel_is_said():
     q, k, ids = torch.zeros(1, 1, 1, 300), torch.zeros(1, 1, 1, 300), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     one = torch.ones(1, 1, dtype=torch.int64)
-    with pytest.raises(Unserved, match="heads of up to 256, not 300"):
+    with pytest.raises(Unserved, match=r"256.*300"):
         triton.block_sparse_attention(q, k, k, ids, one, None, 4, 1.0)
     with pytest.raises(Unserved, match="one dtype"):
         triton.select_blocks(q[..., :16], k[..., 0, :16].bfloat16(), one)

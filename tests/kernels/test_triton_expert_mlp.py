@@ -313,11 +313,11 @@ def test_a_checkpointed_layer_recomputes_the_same_gradients():
 
 def test_what_the_kernels_cannot_take_is_refused_in_one_line():
     (x, gate_up, down, weight), index = case(3, 3, 2)
-    with pytest.raises(BlockdiffError, match="activation 'relu' is not known; there are: gelu_tanh, silu, swiglu_oai"):
+    with pytest.raises(BlockdiffError, match=r"'relu'.*gelu_tanh, silu, swiglu_oai"):
         ours.expert_mlp(x, gate_up, down, index, weight, "relu")
-    with pytest.raises(BlockdiffError, match="not bfloat16, float32"):
+    with pytest.raises(BlockdiffError, match="bfloat16, float32"):
         ours.expert_mlp(x.bfloat16(), gate_up, down, index, weight)
-    with pytest.raises(BlockdiffError, match='not float64; kernels="torch" has no such limit'):
+    with pytest.raises(BlockdiffError, match=r'float64.*kernels="torch"'):
         ours.expert_mlp(x.double(), gate_up.double(), down.double(), index, weight)
 
 

@@ -366,12 +366,12 @@ def test_under_autocast_everything_is_cast_to_one_dtype():
 
 def test_what_the_kernels_cannot_take_is_refused_in_words():
     spans = moved(arbitrary(3, 4, 5))
-    with pytest.raises(BlockdiffError, match=r"tensors of one dtype, float32, bfloat16 or float16, not float64"):
+    with pytest.raises(BlockdiffError, match=r"float32, bfloat16 or float16.*float64"):
         span_attention(*on(inputs(spans, 4, 5), torch.float64), spans, 1.0)
-    with pytest.raises(BlockdiffError, match="heads of up to 512, not 520"):
+    with pytest.raises(BlockdiffError, match=r"512.*520"):
         span_attention(*on(inputs(spans, 4, 5, d=520), torch.float32), spans, 1.0)
     q, *keys = on(inputs(spans, 4, 5), torch.float32)
-    with pytest.raises(BlockdiffError, match="not bfloat16, float32"):
+    with pytest.raises(BlockdiffError, match="bfloat16, float32"):
         span_attention(q.bfloat16(), *keys, spans, 1.0)
 
 

@@ -187,7 +187,7 @@ def test_bfloat16_weights_keep_fp32_adapters_and_merging_rounds_once():
 
 @pytest.mark.parametrize("part", ["router", "norms", "nonsense"])
 def test_a_part_without_adapters_is_refused(part):
-    with pytest.raises(CheckpointError, match=f"no adapters for the part '{part}'"):
+    with pytest.raises(CheckpointError, match=f"part '{part}'"):
         targets(ours(oracle()), {part: LowRank(4, 8)})
 
 
@@ -329,29 +329,29 @@ def test_copies_that_differ_are_refused(tmp_path):
     tensors = load_file(file)
     key = next(key for key in tensors if "encoder" in key)
     save_file({**tensors, key: tensors[key] + 1}, file)
-    with pytest.raises(CheckpointError, match="differs from that of the other module over the same weight"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: .*encoder.*differs"):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
     save_file({name: tensor for name, tensor in tensors.items() if name != key}, file)
-    with pytest.raises(CheckpointError, match="adapts one of two modules"):
+    with pytest.raises(CheckpointError, match="one of two modules"):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
 
 
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"peft_type": "IA3"}, "only LORA is read"),
-        ({"lora_alpha": None}, "must be a number"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-        ({"init_lora_weights": "eva"}, "init_lora_weights is 'eva'"),
-        ({"new_kind": {"scale": 2}}, "new_kind is {'scale': 2}"),
-        ({"alpha_pattern": {"q_proj(": 4}}, r"'q_proj\(' is no regular expression"),
-        ({"target_modules": "q_proj("}, r"'q_proj\(' is no regular expression"),
-        ({"target_modules": -1}, "target_modules is -1; it must be a text or a list of texts"),
-        ({"lora_alpha": []}, r"lora_alpha is \[\]; it must be a number"),
-        ({"lora_dropout": "x"}, "lora_dropout is 'x'"),
-        ({"alpha_pattern": -1}, "an object of numbers"),
-        ({"trainable_token_indices": {"embed_tokens": ["x"]}}, "a list of token ids"),
+        ({"peft_type": "IA3"}, "peft_type.*LORA"),
+        ({"lora_alpha": None}, "no alpha.*lora_alpha"),
+        ({"bias": "all"}, "^[^ ]* bias .*'all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights .*'pissa_niter_4'"),
+        ({"init_lora_weights": "eva"}, "init_lora_weights .*'eva'"),
+        ({"new_kind": {"scale": 2}}, "new_kind .*'scale'"),
+        ({"alpha_pattern": {"q_proj(": 4}}, r"'q_proj\('"),
+        ({"target_modules": "q_proj("}, r"'q_proj\('"),
+        ({"target_modules": -1}, "target_modules .*-1"),
+        ({"lora_alpha": []}, r"lora_alpha .*\[\]"),
+        ({"lora_dropout": "x"}, "lora_dropout .*'x'"),
+        ({"alpha_pattern": -1}, "alpha_pattern"),
+        ({"trainable_token_indices": {"embed_tokens": ["x"]}}, "trainable_token_indices"),
     ],
 )
 def test_adapters_of_other_kinds_are_refused(tmp_path, change, message):
@@ -373,7 +373,7 @@ def test_every_setting_of_peft_is_read_without_effect_or_refused_by_its_name(tmp
     foreign = defaults.keys() - known
     assert "use_dora" in foreign
     for name in foreign:
-        with pytest.raises(CheckpointError, match=f"{name} is 'foreign'"):
+        with pytest.raises(CheckpointError, match=f": {name} .*'foreign'"):
             adapter_config.require_plain(defaults | {name: "foreign"}, tmp_path)
 
 
@@ -394,14 +394,14 @@ def test_a_matrix_without_its_partner_or_a_rank_and_what_is_no_matrix_are_refuse
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({name: x for name, x in tensors.items() if "base_layer.lora_B" not in name}, file)
-    with pytest.raises(CheckpointError, match=r"gate_up_lora_B is missing"):
+    with pytest.raises(CheckpointError, match="gate_up_lora_B"):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
     save_file({name: x[:0] if "lora_A" in name else x[:, :0].clone() for name, x in tensors.items()}, file)
     with pytest.raises(CheckpointError, match="rank 0"):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
     for odd in (lambda x: x.flatten(), lambda x: x.long()):
         save_file({name: odd(x) if "lora_A" in name else x for name, x in tensors.items()}, file)
-        with pytest.raises(CheckpointError, match="no matrix of floats"):
+        with pytest.raises(CheckpointError, match=r"lora_A.weight is"):
             checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
 
 
@@ -457,7 +457,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_not_merged(tmp_path):
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({name: x for name, x in tensors.items() if "base_layer.lora_B" not in name}, file)
-    with pytest.raises(CheckpointError, match=r"gate_up_lora_B is missing"):
+    with pytest.raises(CheckpointError, match="gate_up_lora_B"):
         checkpoint.export(tmp_path / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -489,7 +489,7 @@ def test_an_adapter_of_a_model_of_another_depth_is_refused_wherever_it_is_used(t
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     for chosen in (config["target_modules"], ["q_proj", "k_proj", "v_proj", "o_proj"]):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | {"target_modules": chosen}))
-        with pytest.raises(CheckpointError, match=r"adapts \d+ modules of this model for which .* has no tensors"):
+        with pytest.raises(CheckpointError, match=r"adapts \d+ modules.*no tensors"):
             checkpoint.export(tmp_path / "4", tmp_path / "merged", adapter=tmp_path / "adapter")
     two = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "layers_to_transform": [0, 1]}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | two))
@@ -516,10 +516,10 @@ def test_an_adapter_over_other_weights_of_the_same_shape_is_told_in_one_line(tmp
     with pytest.warns(UserWarning, match=r"again: was trained on other weights than those of .*2, of the same shape"):
         checkpoint.load(tmp_path / "2", device="cpu", kernels="torch", adapter=tmp_path / "again")
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="file: is there already"):
+    with pytest.raises(CheckpointError, match=r"file: .*already"):
         checkpoint.save_adapter(model, tmp_path / "file")
 
 
 def test_a_model_with_adapters_is_not_saved_as_a_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="merge them first"):
+    with pytest.raises(CheckpointError, match="merge"):
         checkpoint.save(adapted({"attention": LowRank(4, 8)}), tmp_path / "model")

@@ -189,7 +189,7 @@ def test_a_config_says_how_canvases_select_and_files_keep_it(tmp_path):
     again = blockdiff.load(tmp_path / "m", dtype="float64", device="cpu", kernels="torch")
     assert again.layers[1].attention.selection.canvas_length == L and again.kinds["sparse"].keeps_selection
     values = m3_config(canvas_length=L).to_dict()
-    with pytest.raises(CheckpointError, match="canvas_selection is 'row'; there are: query, canvas"):
+    with pytest.raises(CheckpointError, match=r"canvas_selection .*'row'.*query, canvas"):
         config_from(values | {"canvas_selection": "row"}, "here")
-    with pytest.raises(CheckpointError, match="canvas_selection_kept is of canvases, which a causal model has none of"):
+    with pytest.raises(CheckpointError, match="canvas_selection_kept"):
         config_from(values | {"canvas_length": None, "canvas_selection_kept": True}, "here")

@@ -129,7 +129,7 @@ def test_files_are_those_of_the_released_drafters_and_come_back(tmp_path):
         again = blockdiff.load(tmp_path / place, device="cpu", kernels="torch")
         assert all(torch.equal(x, again.state_dict()[name]) for name, x in drafter.state_dict().items())
         assert again.canvas_length == drafter.canvas_length == 4
-    with pytest.raises(BlockdiffError, match="a drafter has no vocabulary of its own; give it beside the model"):
+    with pytest.raises(BlockdiffError, match="vocabulary"):
         again.unembed(torch.zeros(1, 32))
 
 
@@ -153,14 +153,14 @@ def test_the_layers_read_by_default_are_those_of_the_reference():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"block_size": 1}, "block_size is 1; it must be at least 2"),
-        ({"mask_token_id": 96}, "mask_token_id is 96; it must be one of the target's 96 tokens"),
+        ({"block_size": 1}, "block_size .*1.* 2"),
+        ({"mask_token_id": 96}, "mask_token_id .*96.*96"),
         ({"mask_token_id": None}, "mask_token_id is None"),
-        ({"target_layer_ids": [2]}, r"target_layer_ids \[2\] must be from 0 to 1, the last but one"),
-        ({"target_layer_ids": []}, r"target_layer_ids is \[\]; it must list layers"),
-        ({"conv_kernel_size": 3}, "conv_kernel_size is 3; drafters with it are not supported"),
-        ({"output_multiplier": 0.5}, "output_multiplier is 0.5"),
-        ({"input_embedding_scale": 0}, "input_embedding_scale is 0; it must be a number above 0"),
+        ({"target_layer_ids": [2]}, r"target_layer_ids .*\[2\].*0.*1"),
+        ({"target_layer_ids": []}, r"target_layer_ids .*\[\]"),
+        ({"conv_kernel_size": 3}, "conv_kernel_size .*3"),
+        ({"output_multiplier": 0.5}, r"output_multiplier .*0\.5"),
+        ({"input_embedding_scale": 0}, "input_embedding_scale .*0"),
     ],
 )
 def test_what_a_drafter_does_not_compute_is_refused(change, said):
@@ -185,7 +185,7 @@ def test_a_drafter_in_fp8_drafts(tmp_path):
 
 def test_a_target_of_another_shape_is_refused():
     drafter = drafter_for(small_model("qwen3"), drafter_values(CONFIGS["qwen3"]()) | {"num_target_layers": 8})
-    with pytest.raises(BlockdiffError, match="with hidden size 32 and 8 layers, and this one has 32 and 3"):
+    with pytest.raises(BlockdiffError, match=r"hidden size 32.*8 layers.*32.* 3"):
         Drafted(small_model("llama"), drafter)
 
 

@@ -107,9 +107,9 @@ def test_a_head_in_bfloat16_keeps_the_numbers_of_its_tokens_and_its_config(tmp_p
     assert head.dtype == torch.bfloat16 and head.d2t.dtype == torch.int64 and torch.equal(head.d2t, weights["d2t"])
     assert head.config.values == values and head.table is not None
     for write in (partial(blockdiff.save, head), partial(export, tmp_path)):
-        with pytest.raises(CheckpointError, match=r"a model of .* is read and run, and not written; copy its files"):
+        with pytest.raises(CheckpointError, match="not written"):
             write(tmp_path / "out")
-    with pytest.raises(BlockdiffError, match="a drafter has no vocabulary of its own"):
+    with pytest.raises(BlockdiffError, match="vocabulary"):
         head.unembed(torch.zeros(1, 32))
 
 
@@ -145,17 +145,17 @@ def test_the_layers_that_are_read_are_those_of_the_layout():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; heads of one layer are supported"),
-        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both true"),
-        ({"draft_vocab_size": 97}, "draft_vocab_size is 97; it must be from 1 to the target's 96"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, r"eagle_aux_hidden_state_layer_ids is \[0, 1\]"),
-        ({"attention_bias": True}, "attention_bias is True"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers .*2"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc.*fc_norm"),
+        ({"draft_vocab_size": 97}, "draft_vocab_size .*97.*96"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, r"eagle_aux_hidden_state_layer_ids .*\[0, 1\]"),
+        ({"attention_bias": True}, "attention_bias .*True"),
         (
             {"transformer_layer_config": {"model_type": "qwen3_5"}, "speculators_model_type": "eagle3"},
-            "'qwen3_5'; layers",
+            "'qwen3_5'",
         ),
-        ({"speculators_model_type": "peagle"}, "model_type is 'speculators_peagle'; blockdiff reads"),
+        ({"speculators_model_type": "peagle"}, "model_type .*'speculators_peagle'"),
     ],
 )
 def test_what_a_head_does_not_compute_is_refused(change, said):
@@ -168,12 +168,12 @@ def test_what_a_head_does_not_compute_is_refused(change, said):
 
 def test_a_target_of_another_shape_is_refused():
     values = head_values(CONFIGS["qwen3"](), eagle_aux_hidden_state_layer_ids=[2, 2, 9])
-    with pytest.raises(BlockdiffError, match="the head reads the outputs of layers 1, 1, 8"):
+    with pytest.raises(BlockdiffError, match="layers 1, 1, 8"):
         head_for(small_model("llama"), values, head_weights(values))
     values |= {"eagle_aux_hidden_state_layer_ids": [2, 2, 2], "draft_vocab_size": 48}
-    with pytest.raises(BlockdiffError, match="the head's d2t leads to tokens that are none of the target's 96"):
+    with pytest.raises(BlockdiffError, match=r"d2t.*96"):
         head_for(small_model("llama"), values, head_weights(values) | {"d2t": torch.full((48,), 49)})
     values |= {"target_hidden_size": 64, "norm_before_fc": False, "fc_norm": False}
     weights = head_weights(values) | {"fc.weight": torch.zeros(32, 192, dtype=torch.float64)}
-    with pytest.raises(BlockdiffError, match="of a target with hidden size 64, and this has 32"):
+    with pytest.raises(BlockdiffError, match=r"hidden size 64.*32"):
         head_for(small_model("llama"), values, weights)

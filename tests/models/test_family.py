@@ -36,7 +36,7 @@ def test_a_family_is_found_by_its_model_type():
     assert family_of("diffusion_gemma") is family_of(preset_config("tiny")) is families()["diffusion_gemma"]
     assert {family.model_type for family in families().values()} == families().keys()
     for unknown in ("gpt2", None):
-        with pytest.raises(CheckpointError, match=r"model_type is .*blockdiff reads .*'diffusion_gemma', .*'llama', "):
+        with pytest.raises(CheckpointError, match=r"model_type .*'diffusion_gemma', .*'llama', "):
             family_of(unknown)
 
 
@@ -83,10 +83,10 @@ def test_sharding_units_are_modules_inner_ones_first_and_cover_the_model(model):
 def test_what_a_family_cannot_do_is_refused_in_one_line():
     family = family_of("diffusion_gemma")
     family.require(predictions="leave_one_out", corruptions="mask", meshes="replicate")
-    with pytest.raises(CheckpointError, match=r"does not support sideways \(predictions: posterior, leave_one_out\)"):
+    with pytest.raises(CheckpointError, match=r"sideways \(predictions: posterior, leave_one_out\)"):
         family.require(predictions="sideways")
     none = dataclasses.replace(family, capabilities=dataclasses.replace(family.capabilities, meshes=()))
-    with pytest.raises(CheckpointError, match=r"does not support tensor \(meshes: none\)"):
+    with pytest.raises(CheckpointError, match=r"tensor \(meshes: none\)"):
         none.require(meshes="tensor")
 
 

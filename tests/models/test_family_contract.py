@@ -90,7 +90,7 @@ def test_what_the_file_beside_has_is_missed_where_it_is_gone(denoiser, tmp_path)
         return  # all of this family's tensors have a name on the Hub
     blockdiff.save(denoiser, tmp_path / "a")
     (tmp_path / "a" / "blockdiff.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no blockdiff.safetensors, which has .*init --from"):
+    with pytest.raises(CheckpointError, match=r"blockdiff\.safetensors.*init --from"):
         blockdiff.load(tmp_path / "a")
 
 
@@ -192,7 +192,7 @@ def test_a_gradient_reaches_every_parameter(model):
 
 def test_a_causal_model_says_that_it_denoises_nothing():
     model = small_model("llama")
-    with pytest.raises(BlockdiffError, match="a causal model denoises nothing"):
+    with pytest.raises(BlockdiffError, match="causal"):
         model.denoise(tokens(1, 4), model.encode(tokens(1, 5)))
 
 
@@ -263,7 +263,7 @@ def test_what_a_family_cannot_do_is_refused_in_one_line(model):
     for name in ("predictions", "corruptions", "meshes"):
         for choice in getattr(family.capabilities, name):
             family.require(**{name: choice})
-        with pytest.raises(CheckpointError, match=rf"{family.model_type} does not support sideways \({name}: "):
+        with pytest.raises(CheckpointError, match=rf"{family.model_type} .*sideways \({name}: "):
             family.require(**{name: "sideways"})
 
 
@@ -285,7 +285,7 @@ def test_a_converted_causal_model_encodes_as_before_to_the_bit(name, tmp_path):
     blockdiff.save(model, tmp_path / "converted")
     again = blockdiff.load(tmp_path / "converted", dtype="float32", device="cpu", kernels="torch")
     assert torch.equal(model.denoise(canvas, b, signal), again.denoise(canvas, b, signal))
-    with pytest.raises(CheckpointError, match="canvas_length 1000000000 is more than the"):
+    with pytest.raises(CheckpointError, match="canvas_length 1000000000"):
         convert(tmp_path / "causal", canvas_length=10**9)
     with pytest.raises(CheckpointError, match="with canvases already"):
         convert(tmp_path / "converted")

@@ -213,7 +213,7 @@ def test_a_text_only_model_in_fp8_is_read_as_it_was_written(tmp_path):
 
 
 def test_a_text_only_model_is_refused_by_the_name_of_its_own_field(tmp_path):
-    with pytest.raises(CheckpointError, match="here: num_experts_per_tok is 5, of 4"):
+    with pytest.raises(CheckpointError, match=r"here: num_experts_per_tok .*5.* 4"):
         config_from(m3_config().text_config.to_dict() | {"num_experts_per_tok": 5}, "here")
 
 
@@ -248,7 +248,7 @@ def test_mxfp8_is_read_tensor_by_tensor(tmp_path):
     assert torch.equal(state["layers.0.attention.q_proj.weight"], truth[q])
     tensors[q + "_scale_inv"] = tensors[q + "_scale_inv"][:-1]
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match="only MXFP8 is read"):
+    with pytest.raises(CheckpointError, match="MXFP8"):
         blockdiff.load(tmp_path / "m")
 
 
@@ -257,11 +257,11 @@ def test_a_missing_expert_is_named(tmp_path):
     tensors = load_file(file := tmp_path / "m" / "model.safetensors")
     del tensors["language_model.model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match="matrix 1 of expert 2 is missing"):
+    with pytest.raises(CheckpointError, match="matrix 1 of expert 2"):
         blockdiff.load(tmp_path / "m")
     tensors["language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight"] = torch.ones(3)
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"experts.0.w1.weight has shape \[3\]; it is no matrix"):
+    with pytest.raises(CheckpointError, match=r"experts\.0\.w1\.weight .*\[3\]"):
         blockdiff.load(tmp_path / "m")
 
 

@@ -43,7 +43,7 @@ def test_experts_that_the_ranks_do_not_divide_are_refused():
         size = staticmethod(lambda: 3)
         get_local_rank = staticmethod(lambda: 0)
 
-    with pytest.raises(RunError, match=r"parallel\.experts: 3 does not divide the 4 experts of .*; choose another"):
+    with pytest.raises(RunError, match=r"^parallel\.experts: 3 .*4 experts"):
         expert_parallel(Experts(4, 8, 8, resolve("torch")), Three())
 
 

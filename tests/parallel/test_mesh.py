@@ -116,18 +116,18 @@ def test_a_run_over_any_mesh_measures_samples_averages_and_exports_as_one_proces
 
 @pytest.mark.quick
 def test_what_does_not_divide_or_does_not_split_is_refused_in_one_line(tmp_path):
-    with pytest.raises(RunError, match=r"parallel.experts: 3 does not divide the 4 processes; choose one of 1, 2, 4$"):
+    with pytest.raises(RunError, match=r"^parallel\.experts: 3 .*4 processes.* 1, 2, 4$"):
         Mesh.of(Ranks(CPU, world=4), experts=3)
-    with pytest.raises(RunError, match=r"parallel.tensor: 2 .*, and one was started; start them with `torchrun .* 2 "):
+    with pytest.raises(RunError, match=r"^parallel\.tensor: 2 .*`torchrun .* 2 "):
         Mesh.of(Ranks(CPU), tensor=2)
     write_recipes(tmp_path)
-    with pytest.raises(RecipeError, match=r"parallel\.offload needs parallel.shard: full"):
+    with pytest.raises(RecipeError, match=r"^parallel\.offload .*parallel\.shard: full"):
         read_recipe(tmp_path / "all.yaml", ["parallel.offload=true"])
-    with pytest.raises(RecipeError, match=r"optim\.name: adamw_8bit keeps its state in blocks"):
+    with pytest.raises(RecipeError, match=r"^optim\.name: adamw_8bit"):
         refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "optim.name=adamw_8bit"]))
-    with pytest.raises(RecipeError, match=r"model\.quantize: parallel.shard: full splits parameters"):
+    with pytest.raises(RecipeError, match=r"^model\.quantize: parallel\.shard: full"):
         refuse(read_recipe(tmp_path / "adapters over fp8.yaml", ["parallel.shard=full"]))
-    with pytest.raises(RecipeError, match=r"model\.compile: gathering weights within a layer"):
+    with pytest.raises(RecipeError, match=r"^model\.compile: "):
         refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "model.compile=true"]))
 
 
@@ -150,6 +150,6 @@ def test_a_mesh_that_a_family_does_not_have_is_refused_also_beside_one_that_it_h
     recipe = read_recipe(tmp_path / "all.yaml", changes)
     base = read_starting_model(recipe)
     llama = replace(base, config=CONFIGS["llama tied, denoising"]())
-    with pytest.raises(CheckpointError, match=r"llama does not support experts \(meshes: replicate, shard, tensor\)"):
+    with pytest.raises(CheckpointError, match=r"llama .*experts \(meshes: replicate, shard, tensor\)"):
         make_corruption(recipe, llama)
     make_corruption(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "parallel.tensor=2"]), llama)

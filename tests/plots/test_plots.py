@@ -344,7 +344,7 @@ def test_a_full_disk_and_a_name_that_the_font_lacks_are_no_traceback_and_no_warn
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(RunError, match=r"b\.png: cannot be written \(No space left on device\); make room"):
+    with pytest.raises(RunError, match=r"b\.png: .*No space"):
         draw_comparison([run], tmp_path / "b.png")
 
 

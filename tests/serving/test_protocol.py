@@ -447,9 +447,9 @@ def test_other_models_and_other_paths_are_errors_in_the_same_form(chatty):
     async def use(asking):
         listed = await asking.openai.models.list()
         one = await asking.openai.models.retrieve("blockdiff")
-        with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
+        with pytest.raises(openai.NotFoundError, match="'gpt'"):
             await asking.openai.chat.completions.create(model="gpt", messages=USER)
-        with pytest.raises(openai.NotFoundError, match="/v1/responses is not served"):
+        with pytest.raises(openai.NotFoundError, match="/v1/responses"):
             await asking.openai.responses.create(model="blockdiff", input="hi")
         with pytest.raises(openai.APIStatusError, match="/v1/chat/completions"):
             await asking.openai.get("/chat/completions", cast_to=object)
