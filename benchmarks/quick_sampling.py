@@ -248,10 +248,7 @@ def memory_line(engine: Engine, before: int, after: int, total: int) -> dict[str
     peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
     line = dict(tokens=engine.pages.capacity, pages_gib=pages / gib, kept_gib=kept / gib, taken_gib=taken / gib)
     line |= dict(peak_reserved_gib=peak / gib, free_gib=after / gib, total_gib=total / gib)
-    short = "calls hold more than was kept free for them" if taken > kept else ""
-    if after < 0.02 * total:
-        short = "less than 2 % of the memory is free after the steps"
-    return line | dict(short=short)
+    return line | dict(short="calls hold more than was kept free for them" if taken > kept else "")
 
 
 def drafted(figures: Figures) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.quick import ROOT, TESTS
 
-MOST, LIMIT = 6, 100.0  # processes at once, and the seconds of each
+MOST, LIMIT = 8, 100.0  # processes at once, and the seconds of each
 KERNELS = "tests/kernels/test_triton_"
 RELEASED_TESTS = {
     "cuda": (

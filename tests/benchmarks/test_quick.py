@@ -187,8 +187,8 @@ def test_rows_that_do_not_run_are_no_measurement():
 def test_what_calls_hold_is_compared_with_what_was_left_to_them():
     pool = SimpleNamespace(tensors=[torch.zeros(1000, dtype=torch.uint8)])
     engine = SimpleNamespace(pages=SimpleNamespace(pools={"full": pool}, kept_free=500, capacity=7))
-    shorts = [memory_line(engine, 9000, after, 20_000)["short"] for after in (7600, 7400, 300)]  # type: ignore[arg-type]
-    assert shorts == ["", "calls hold more than was kept free for them", shorts[2]] and "2 %" in shorts[2]
+    shorts = [memory_line(engine, 9000, after, 20_000)["short"] for after in (7600, 7400)]  # type: ignore[arg-type]
+    assert shorts == ["", "calls hold more than was kept free for them"]
 
 
 # -- tests and kernels ---------------------------------------------------------------------------------------------
