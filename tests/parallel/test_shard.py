@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
+from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
@@ -21,6 +23,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import split
 from blockdiff.tensor_pieces import is_spread, local_of
 from blockdiff.training.optimiser import build, trainable
+from tests.families import CONFIGS
 from tests.models.test_sharded import batch
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -81,3 +84,13 @@ def test_adapters_of_a_bf16_model_are_fp32_and_so_are_their_gradients(mesh):
     assert found.keys() == expected.keys() and len(found) > 10
     for name, wanted in expected.items():
         assert found[name].dtype == torch.float32 and torch.equal(found[name], wanted), name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fsdp_exchanges_the_gradients_of_every_tensor_of_a_model(mesh, name):
+    """So `exchange_others` has none of a model, whose gradients may be on the host where NCCL cannot add them up."""
+    model = empty(CONFIGS[name](), kernels="torch")
+    parts = family_of(model.config).adapted_parts
+    adapt(model, targets(model, dict.fromkeys(parts, LowRank(4, 8))), [7])
+    split(model, replace(mesh, offload=True), torch.float32)
+    assert all(map(is_spread, model.parameters())) and {p.device.type for p in model.parameters()} == {"cpu"}
