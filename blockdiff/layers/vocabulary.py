@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.autocast import upcast
-from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
+from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats, pack_allowed
 
 LIKELIEST_ROWS = 32  # whose logits `likeliest` holds at once
 _P = ParamSpec("_P")
@@ -61,6 +61,7 @@ class Vocabulary(nn.Module):
         self.root = hidden**0.5 if scale is None else scale
         self.token_ids: tuple[int, ...] = ()
         self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        self._all_but: dict[tuple[torch.device, int], Tensor] = {}
         # of an adapter: [len(token_ids), D], which stand for rows of the table
         self.register_parameter("token_rows", None)
 
@@ -90,6 +91,13 @@ class Vocabulary(nn.Module):
         if key not in self._indices:
             self._indices[key] = torch.tensor(numbers, dtype=torch.int64, device=device)
         return self._indices[key]
+
+    def all_but(self, token: int, device: torch.device) -> Tensor:
+        """The packed set [1, W] of all tokens but one, made once: captured graphs read it at its address."""
+        if (device, token) not in self._all_but:
+            tokens_V = torch.arange(self.table.shape[0], device=device)
+            self._all_but[device, token] = pack_allowed((tokens_V != token)[None])
+        return self._all_but[device, token]
 
     def output_weights(self) -> Tensor:
         """The weights that make the logits: the head, or the table where it is tied."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.vocabulary import ClassStats, Penalty, Shaping, Stats, pack_allowed
+from blockdiff.kernels.vocabulary import ClassStats, Penalty, Shaping, Stats
 from blockdiff.sampling.canvas_control import CanvasControl
 from blockdiff.sampling.constraints.paths import paths
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton
@@ -113,7 +112,7 @@ def _alike(
     """The statistics of rows in which every token can stand anywhere, and whose distributions are shaped alike."""
     vocabulary, tokens_BL, allowed_BLW = model.vocabulary, inputs.tokens_BL, None
     if mask_id is not None:
-        allowed_BLW = _all_but(mask_id, model.vocab_size, tokens_BL.device).expand(*tokens_BL.shape, -1)
+        allowed_BLW = vocabulary.all_but(mask_id, tokens_BL.device).expand(*tokens_BL.shape, -1)
     found = vocabulary.stats(inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, allowed_BLW, shaping)
     return found if mask_id is None else carried_over(found, tokens_BL, mask_id)
 
@@ -131,12 +130,6 @@ def carried_over(stats: Stats, tokens_BL: Tensor, mask_id: int) -> Stats:
         argmax=stats.argmax.where(is_masked_BL, tokens_BL),
         sample=stats.sample.where(is_masked_BL, tokens_BL),
     )
-
-
-@functools.lru_cache(maxsize=4)
-def _all_but(token: int, vocab_size: int, device: torch.device) -> Tensor:
-    """The packed set [1, W] of all tokens but one."""
-    return pack_allowed((torch.arange(vocab_size, device=device) != token)[None])
 
 
 def controlled_stats(

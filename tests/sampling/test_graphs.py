@@ -165,6 +165,12 @@ def test_masks_are_replayed(model, recorder):
     same_answers(model, requests_of(2), recorder, diffusion=DiffusionSettings(corruption="mask", mask_id=7))
 
 
+def test_the_set_of_tokens_that_is_read_under_mask_noise_keeps_its_address(model):
+    kept = model.vocabulary.all_but(7, model.device)
+    assert all(model.vocabulary.all_but(token, model.device) is not kept for token in range(8, 20))
+    assert model.vocabulary.all_but(7, model.device) is kept
+
+
 def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
     found = []
     for graphs in (False, True):
