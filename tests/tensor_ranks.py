@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import blockdiff
+from blockdiff import memory
 from blockdiff.data.rows import Row
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -33,6 +35,7 @@ from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.models.family import family_of
 from blockdiff.models.fp8 import fp8_layers, layers_in_fp8, put_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.pages import Pages
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
@@ -270,6 +273,18 @@ def capturable(ranks: Ranks, directory: Path) -> None:
     engines.step_capture = lambda _: looker
     found = Sampler(model, None, Generation(max_steps=6, max_new_tokens=10)).generate(asked, seed=4, batch_size=3)
     assert [result.tokens for result in found] == [result.tokens for result in expected] and looker.captures > 2
+
+
+def least_pages(ranks: Ranks, directory: Path) -> None:
+    """Ranks whose devices have unequal memory free keep equally many pages, as the fullest device has room for."""
+    model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
+    tensor_parallel(model, init_device_mesh("cpu", (ranks.world,)))
+    pages = Pages(model, page_tokens=8, capacity=0)
+    with patch.object(memory, "available_bytes", lambda _: (1 + ranks.rank) << 20):
+        pages.grow(rows=2)
+    counts = {name: pool.most for name, pool in pages.pools.items()}
+    assert all(ranks.gather(count) == [count] * ranks.world for count in counts.values())
+    assert min(counts.values()) > 0
 
 
 def stopped_together(ranks: Ranks, mesh: DeviceMesh) -> None:

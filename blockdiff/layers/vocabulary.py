@@ -99,6 +99,10 @@ class Vocabulary(nn.Module):
             self._all_but[device, token] = pack_allowed((tokens_V != token)[None])
         return self._all_but[device, token]
 
+    def least_of_ranks(self, count: int) -> int:
+        """The least of a count over the ranks that share the table; here it is one rank's."""
+        return count
+
     def output_weights(self) -> Tensor:
         """The weights that make the logits: the head, or the table where it is tied."""
         return self.weights() if self.head is None else self.head

@@ -91,6 +91,8 @@ class Pages(PagedRows):
         if all(pool.most >= most[name] for name, pool in self.pools.items()):
             return True
         counts = page_counts(most, self._page_bytes(), self._available())
+        # the ranks of tensor parallelism admit the same rows, whatever memory each of them has
+        counts = {name: self.model.vocabulary.least_of_ranks(count) for name, count in counts.items()}
         for name, pool in self.pools.items():
             pool.most = max(pool.most, counts[name])
         return counts == most

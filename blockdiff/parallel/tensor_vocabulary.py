@@ -55,6 +55,12 @@ class SharedVocabulary(Vocabulary):
         """The rows of this rank that make the logits."""
         return self.weights() if self.head is None else local_part(self.head)
 
+    def least_of_ranks(self, count: int) -> int:
+        """The least of the counts that the ranks have."""
+        least = torch.tensor(count, device=local_part(self.table).device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
     @as_call
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., D] of int64 tokens."""

@@ -12,7 +12,15 @@ from blockdiff import checkpoint
 from tests.families import CONFIGS
 from tests.forked import in_turn, run, run_ranks
 from tests.next_token_ranks import next_tokens
-from tests.tensor_ranks import capturable, computed_alone, read_in_fp8, sampled, vocabularies, whole_models
+from tests.tensor_ranks import (
+    capturable,
+    computed_alone,
+    least_pages,
+    read_in_fp8,
+    sampled,
+    vocabularies,
+    whole_models,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +40,7 @@ def test_two_ranks_read_compute_and_sample_what_one_process_does(alone: Path, tm
         "files": partial(read_in_fp8, base=base, stored=stored),
         "vocabularies": vocabularies,
         "samplings": partial(sampled, alone=alone),
+        "pages": least_pages,
         "steps": capturable,
     }
     run_ranks(2, in_turn, tmp_path, targets)
