@@ -13,6 +13,8 @@ PUZZLES = data/sudoku4
 RUN = runs/quickstart
 # The processes that train the quickstart: two, or one on one core. Two have to be able to connect to each other.
 PROCESSES ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -gt 1 && echo 2 || echo 1)
+# The processes that run the tests: one more than cores, for tests wait now and then. More than four would take much memory.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); test $$cores -lt 4 && echo $$((cores + 1)) || echo 4)
 
 .DEFAULT_GOAL := help
 .PHONY: help install browser quickstart test messages lowest lint types gpu benchmarks ray docs release clean
@@ -46,7 +48,7 @@ endif
 	@echo "pictures: $(RUN)/curves.png (training) and $(RUN)/denoising.html (one puzzle, step by step)"
 
 test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-m quick" for a first answer, "-k name" for some of them)
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 messages: $(INSTALLED) ## write all messages of errors and warnings to tests/messages.txt
 	$(PY) -m tests.support.messages > tests/messages.txt
@@ -55,7 +57,7 @@ lowest: ## the tests at the lowest versions that pyproject.toml allows, in build
 	$(BASE_PYTHON) -m venv build/lowest
 	build/lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
 	VIRTUAL_ENV=build/lowest build/lowest/bin/uv pip install --quiet --resolution lowest-direct -e '.[dev]'
-	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## ruff: its rules, and the form of every file (`.venv/bin/ruff format` gives it)
 	$(PY) -m ruff check .
