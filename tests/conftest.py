@@ -81,6 +81,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_power_cut() -> Iterator[None]:
+    """No test cuts the power, so files need not be on the disk: that takes longer than to write them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_pictures() -> Iterator[None]:
     """Runs draw no curves, which takes longer than a short training; a test that looks at them draws them."""
     if "blockdiff.training.export" not in sys.modules:

@@ -65,7 +65,7 @@ def test_a_rank_holds_its_part_of_the_weights_in_fp8_and_of_their_scales(tree: d
     in_fp8 = "model={path: " + tree["model"]["path"] + ", quantize: fp8, dtype: bfloat16}"
 
     def weights(parallel: str) -> int:
-        recipe = read_recipe(tree, [LORA, in_fp8, f"parallel={parallel}"])
+        recipe = read_recipe(tree, [LORA, in_fp8, f"parallel={parallel}", "data.canvases=1"])
         return plans.plan_training(recipe, ranks=2, device="cpu").parts["weights"]
 
     recipe = read_recipe(tree, [LORA, in_fp8, "train.activation_checkpointing=true", "data.canvases=1"])
