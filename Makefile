@@ -17,7 +17,7 @@ PROCESSES ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -gt 1 && echo 2 || ech
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); test $$cores -lt 4 && echo $$((cores + 1)) || echo 4)
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser quickstart test messages lowest lint types gpu benchmarks ray docs release clean
+.PHONY: help install browser quickstart test portable messages lowest lint types gpu benchmarks ray docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ endif
 
 test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-m quick" for a first answer, "-k name" for some of them)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+portable: $(INSTALLED) ## the tests of training outcomes and of rounding under other processors' arithmetic (PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m tests.support.portable $(PYTEST_ARGS)
 
 messages: $(INSTALLED) ## write all messages of errors and warnings to tests/messages.txt
 	$(PY) -m tests.support.messages > tests/messages.txt

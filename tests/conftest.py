@@ -34,9 +34,9 @@ with torch.device("meta"):
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu` or `-m quick` leave out files without such a test: importing them takes time and more packages."""
+    """With `-m gpu`, `quick` or `portable` leave out files without such a test: their imports take time and packages."""
     mark = config.getoption("markexpr")
-    if mark not in ("gpu", "quick") or collection_path.suffix != ".py":
+    if mark not in ("gpu", "quick", "portable") or collection_path.suffix != ".py":
         return None
     return True if f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") else None
 
