@@ -147,7 +147,8 @@ def near_ties(name: str, dtype: torch.dtype, seed: int = 0) -> list[float]:
     """Where verified tokens first differ from next tokens: the gap of both logits, as a share of the largest logit.
 
     The second half of the tokens are twins of the first, with logits that are nearly theirs, so that rounding often
-    decides. Logits are those of the same weights in fp64.
+    decides. Calls of any size round alike on some processors, so each hidden state of either way is moved by a unit of
+    rounding, up or down at random. Logits are those of the same weights in fp64.
     """
     model, generator = small_model(name, seed, dtype), torch.Generator().manual_seed(seed)
     weights = model.vocabulary.output_weights()
@@ -157,13 +158,20 @@ def near_ties(name: str, dtype: torch.dtype, seed: int = 0) -> list[float]:
     )
     weights[half : 2 * half] = (weights[:half].double() * (1 + apart)).to(dtype)
     model.canvas_length, asked = L, requests(24, banned=[EOS])
+    exact = deepcopy(model).double()
+
+    def move(module, inputs, outputs):
+        signs = torch.randint(2, outputs[0].shape, generator=generator) * 2 - 1
+        return outputs[0] * (1 + signs * torch.finfo(dtype).eps).to(dtype), outputs[1]
+
+    model.register_forward_hook(move)
     pairs = zip(
         asked,
         tokens_of(model, "next_token:temperature=0", asked),
         tokens_of(model, "verified:temperature=0", asked),
         strict=True,
     )
-    shares, exact = [], deepcopy(model).double()
+    shares = []
     for request, plain, verified in pairs:
         places = [place for place, token in enumerate(plain) if token != verified[place]]
         if places:
@@ -174,6 +182,7 @@ def near_ties(name: str, dtype: torch.dtype, seed: int = 0) -> list[float]:
     return shares
 
 
+@pytest.mark.portable
 def test_a_token_that_rounding_decides_is_a_near_tie():
     """The margin of docs/sampling.md: five units of rounding of the dtype, times the largest logit."""
     for dtype in (torch.float32, torch.bfloat16):
