@@ -34,7 +34,7 @@ with torch.device("meta"):
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, `quick` or `portable` leave out files without such a test: their imports take time and packages."""
+    """With `-m gpu`, `quick` or `portable` leave out files without such a test: imports take time and packages."""
     mark = config.getoption("markexpr")
     if mark not in ("gpu", "quick", "portable") or collection_path.suffix != ".py":
         return None

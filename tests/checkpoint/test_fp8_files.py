@@ -185,6 +185,7 @@ def copy_of(written: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> No
     (folder / "config.json").write_bytes((written / "config.json").read_bytes())
 
 
+@pytest.mark.portable
 def test_adapters_train_over_fp8_and_are_merged_into_weights_that_are_not(base, written, tmp_path):
     model = load(written)
     parts = {"attention": LowRank(2, 4.0), "mlp": LowRank(2, 4.0), "experts": LowRank(2, 4.0)}

@@ -139,7 +139,11 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(
         block.run(names)
 
 
-@pytest.mark.parametrize("document", WALKED, ids=name_of)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(each, marks=[pytest.mark.portable] * (each.name in SHOWN)) for each in WALKED],
+    ids=name_of,
+)
 def test_the_shell_of_a_user_page_runs_from_top_to_bottom(
     document: Path, quickstart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,15 +25,18 @@ def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
+# With three seeds in three kinds of arithmetic 3 or 4 of 4 are solved, 2 to 5 and then 13 to 16 of 19 are right, and a
+# round has 3.5 to 3.8 tokens. With a learning rate of 0 none is solved, and a round has 1.0.
+@pytest.mark.portable
 @pytest.mark.parametrize(
     ("name", "pictures", "said"),
     [
-        ("quickstart.ipynb", 4, [r"train: [34] of 4 solved"]),
+        ("quickstart.ipynb", 4, [r"train: [2-4] of 4 solved"]),
         ("adapt.ipynb", 0, [r"first loss: True", r"at most \de-0[5-9]", r"transformers: [12] of 2 right"]),
-        ("pixel_sudoku.ipynb", 2, [r"[34] of 4 solved"]),
+        ("pixel_sudoku.ipynb", 2, [r"[2-4] of 4 solved"]),
         ("steer.ipynb", 1, [r"entropy_bound +[34] of 4 solved", r"pinned (\d+) of \1 givens kept", r"4321[1-4]{12} "]),
         ("draft.ipynb", 1, [r"held out: 15 texts, all equal, [3-6]\.", r"untrained drafter: 15 texts, all equal, 1\."]),
-        ("reward.ipynb", 1, [r"before: [0-5] of 19 right", r"after: ([89]|1\d) of 19 right"]),
+        ("reward.ipynb", 1, [r"before: [0-7] of 19 right", r"after: 1\d of 19 right"]),
     ],
 )
 def test_a_notebook_runs_and_its_model_learns(

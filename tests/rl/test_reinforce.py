@@ -102,6 +102,7 @@ def test_a_resumed_run_has_the_same_rollouts_and_weights(inputs, tmp_path, polic
     assert records[0]["ratio_clipped"] == 0 and records[0]["ar_loss"] > 0 and records[0]["canvas_loss"] > 0
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("policy", ["head", "canvas"])
 def test_micro_batches_change_nothing_and_a_reward_is_learnt(inputs, tmp_path, policy, monkeypatch):
     """Plain gradient descent on the number of ones; the last rounds have more than the first ones.

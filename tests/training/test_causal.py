@@ -72,6 +72,7 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
+@pytest.mark.portable
 def test_next_tokens_are_learnt_and_measured(here):
     train, heldout, sampled = (records(here / "run", kind) for kind in ("train", "heldout", "sample"))
     chance = math.log(16)
@@ -104,6 +105,7 @@ def test_the_commands_know_causal_models(here):
     assert "0 of 2" in text and "steps per canvas" not in text  # nothing is denoised
 
 
+@pytest.mark.portable
 def test_a_model_that_learnt_to_chat_ends_its_turn(tmp_path):
     write_tokenizer(byte_level_bpe(["hello"], 300), tmp_path / "tokens")
     save_preset(tmp_path / "causal.json", LITTLE)

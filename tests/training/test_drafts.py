@@ -72,6 +72,7 @@ def test_the_mask_token_is_asked_for_by_name_and_must_be_free(here):
         assert found.exit_code == 1 and said in found.output, found.output
 
 
+@pytest.mark.portable
 def test_a_drafter_learns_and_its_run_is_resumed_to_the_bit(here, tmp_path, capsys):
     whole = blockdiff.train(recipe(here), output=tmp_path / "whole")
     heldout = [record for record in whole.records if record["kind"] == "heldout"]

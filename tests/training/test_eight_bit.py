@@ -16,6 +16,7 @@ from tests.toy_objective import save_checkpoint
 pytestmark = pytest.mark.quick
 
 
+@pytest.mark.portable
 def test_it_learns_like_adamw_with_a_quarter_of_the_moments():
     plain, small = net(), net()
     optimisers = [optim.build(plain, lr=1e-2), optim.build(small, name="adamw_8bit", lr=1e-2)]

@@ -233,6 +233,7 @@ def test_bfloat16_autocast_reaches_the_objective_and_leaves_weights_in_fp32():
     assert {gradient.dtype for gradient in gradients(objective).values()} == {torch.float32}
 
 
+@pytest.mark.portable
 def test_the_real_objective_overfits_one_batch():
     model = init(tiny_config(canvas_length=8, **TWO_LAYERS), device="cpu")
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size))

@@ -112,6 +112,7 @@ def test_inspect_and_plan_show_a_run_of_adapters_with_the_model_below_them(train
     assert works("plan", trained.directory, "--device", "cpu").startswith("weights in bf16")
 
 
+@pytest.mark.portable
 def test_the_loss_falls_although_only_adapters_train(inputs, tmp_path):
     run = blockdiff.train(inputs, ["train.steps=40", "train.save_every=0", "train.eval_every=20"], tmp_path / "run")
     losses = [record["heldout_canvas_loss"] for record in run.records if record["kind"] == "heldout"]
@@ -254,6 +255,7 @@ def test_adapters_of_a_preset_are_refused(inputs, tmp_path):
         blockdiff.train(inputs, ["model={preset: tiny, tokenizer: x}"], tmp_path / "run")
 
 
+@pytest.mark.portable
 def test_a_base_in_fp8_stands_still_under_its_adapters(inputs, tmp_path):
     recipe = {**inputs, "model": {**inputs["model"], "quantize": "fp8", "dtype": "auto"}}
     run = blockdiff.train(recipe, output=tmp_path / "run")

@@ -86,6 +86,7 @@ def test_norms_scales_and_the_embedding_table_take_adamws_steps():
     assert same == {name for name, x in runs[0].items() if x.dim() == 1 or name == "vocabulary.table"}
 
 
+@pytest.mark.portable
 def test_it_learns_and_from_a_checkpoint_goes_on_to_the_bit(tmp_path):
     whole = net()
     expected = learn(whole, optim.build(whole, name="muon", lr=LR), range(1, 31), LR)
