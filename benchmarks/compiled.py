@@ -35,7 +35,7 @@ from blockdiff.kernels.block_sparse import triton as block_sparse_ops
 from blockdiff.kernels.block_sparse.triton import block_sparse_attention, select_blocks
 from blockdiff.kernels.expert_mlp.triton import expert_mlp, expert_slots
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.triton import fp8_linears
+from blockdiff.kernels.fp8.triton import fp8_linear
 from blockdiff.kernels.gated.triton import FEW_ROWS, gated_linear
 from blockdiff.kernels.heads import HeadNorms, Norm
 from blockdiff.kernels.heads.triton import attention_heads
@@ -126,7 +126,7 @@ def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
 
     x = torch.empty(tokens, D, dtype=dtype, requires_grad=goes_back)
     index, routing = torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k)
-    outs = expert_mlp(x, weight(E, 2 * F, D), weight(E, D, F), index, routing), *fp8_linears(x, (weight(4096, D),))
+    outs = expert_mlp(x, weight(E, 2 * F, D), weight(E, D, F), index, routing), fp8_linear(x, weight(4096, D))
     if goes_back:
         sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
     if tokens <= FEW_ROWS:
@@ -141,7 +141,7 @@ def inference(dtype: torch.dtype) -> None:
     x, w, scalar = (torch.zeros(*shape, dtype=dtype) for shape in ((1, N, D), (D,), (1,)))
 
     def norms(form: str, d: int, norms_values: bool = False) -> HeadNorms:
-        norm = None if form == "none" else cast(Norm, SimpleNamespace(form=form, weight=w[:d]))
+        norm = None if form == "none" else cast(Norm, SimpleNamespace(form=form, gain=w[:d]))
         return HeadNorms(d, norm, norm, norms_values, eps)
 
     for d, kv_heads in ((256, 8), (512, 2)):

@@ -95,14 +95,14 @@ def main() -> None:
     parser.add_argument("--preset", help="of which canvases are made (the released model, in fp8 and drafted, too)")
     options = parser.parse_args()
     from benchmarks import compilations as walks
-    from blockdiff.models.fp8 import fp8_layers, put_in_fp8
+    from blockdiff.models.stored import quantised_layers, store
 
     found, failed = list[str](), list[str]()
     model = walks.released_model() if options.preset is None else walks.released_model(options.preset)
     with walks.compilations(options.architecture, options.multiprocessors, sharing(options.directory, found, failed)):
         walks.walk(model, walks.pages_of(model))
         if options.preset is None:
-            put_in_fp8(model, fp8_layers(model))
+            store(model, quantised_layers(model, "fp8"))
             model = model.to("meta")
             walks.walk(model, walks.pages_of(model))
             drafted = walks.drafted_model()

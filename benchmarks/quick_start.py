@@ -20,9 +20,9 @@ from benchmarks.quick_compile import Pool
 from benchmarks.quick_figures import Figures
 from blockdiff.kernels import Kernels, resolve
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
+from blockdiff.models.stored import quantised_layers, store
 
 COMPILING = 75.0  # seconds that the processes which compile may take
 FACTOR = 2.0  # times its floor that a step may take
@@ -112,7 +112,7 @@ def random_model(
         with torch.device("meta" if quantize else device):
             model: BlockDiffusionModel = family_of(config).model_class(config, kernels=kernels)
         if quantize:
-            put_in_fp8(model, fp8_layers(model))
+            store(model, quantised_layers(model, "fp8"))
             model = model.to_empty(device=device)
     finally:
         torch.set_default_dtype(default)

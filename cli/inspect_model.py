@@ -17,8 +17,8 @@ from blockdiff.errors import CheckpointError
 from blockdiff.memory import of_training, size
 from blockdiff.models.adapters import adapt, is_adapted
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import fp8_layers
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import quantised_layers
 from blockdiff.training.freeze import count_parts, freeze
 from blockdiff.training.progress import Progress
 
@@ -91,7 +91,11 @@ def show_shape(
     what = f"{what} in fp32 with AdamW" if needs is None else "training as the recipe says"
     needs = of_training(count, trained) if needs is None else needs
     parts_of_it = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in needs.items())
-    rounded = sum(x.numel() for name in fp8_layers(model) for x in model.get_submodule(name).parameters(recurse=False))
+    rounded = sum(
+        x.numel()
+        for name in quantised_layers(model, "fp8")
+        for x in model.get_submodule(name).parameters(recurse=False)
+    )
     in_fp8 = f"fp8 {size(2 * count - rounded)}, " if rounded else ""
     show.line(
         f"memory    weights {in_fp8}bf16 {size(2 * count)}, fp32 {size(4 * count)}; "

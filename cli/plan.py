@@ -102,8 +102,8 @@ def _sampling(
 ) -> tuple[list[str], dict[str, Any]]:
     """The plan of sampling as lines and as JSON values, of which `fits` is true where there is no limit."""
     from blockdiff import checkpoint
-    from blockdiff.checkpoint.fp8 import form_below, is_fp8
     from blockdiff.checkpoint.opening import model_files
+    from blockdiff.checkpoint.stored import form_below, quantize_of
     from blockdiff.errors import CheckpointError
     from blockdiff.memory import size
     from blockdiff.models.family import family_of
@@ -116,8 +116,9 @@ def _sampling(
     if quantize is None and files.adapter is not None:
         quantize = form_below(files.adapter)
     made = plan_sampling(config, device=device, quantize=quantize, adapter=files.adapter)
+    word = quantize_of(config, quantize)
     lines = [
-        f"weights in {'fp8 and bf16' if is_fp8(config, quantize) else 'bf16':<16}{size(made.weights):>12}",
+        f"weights in {'bf16' if word in (None, 'none') else f'{word} and bf16':<16}{size(made.weights):>12}",
         f"cache of 1,000 tokens      {size(made.cache):>12} a row",
         f"a denoising step           {size(made.step[0]):>12}, and {size(made.step[1])} for each further row",
     ]

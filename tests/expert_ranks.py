@@ -15,7 +15,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels import resolve
 from blockdiff.layers.experts import Experts
-from blockdiff.layers.lora import AdaptedExperts, LowRank
+from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
@@ -48,7 +48,7 @@ def experts(is_adapted: bool, dtype: torch.dtype, kernels: str) -> Experts:
     draw = torch.Generator().manual_seed(1)
     module: Experts = Experts(E, D, F, resolve(kernels))
     if is_adapted:
-        module = AdaptedExperts(module, LowRank(3, 6))
+        module.adapt(LowRank(3, 6))
     for parameter in module.parameters():
         parameter.data.normal_(0.0, 0.3, generator=draw)
     return module.to(dtype)

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from blockdiff.kernels import IN_TORCH
 from blockdiff.layers.attention import Attention
-from blockdiff.layers.experts import local_part
+from blockdiff.layers.linear import Linear
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.rope import angles, default_frequencies
+from blockdiff.layers.weights import local_part
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.tensor import split_attention, split_mlp
 from blockdiff.spans import encode_spans
@@ -37,7 +38,7 @@ def attention() -> Attention:
     made = Attention(*sizes, True, 1e-6, IN_TORCH, **rules)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         linear = getattr(made, name)
-        setattr(made, name, nn.Linear(linear.in_features, linear.out_features))
+        setattr(made, name, Linear(linear.in_features, linear.out_features))
     drawn(made)
     made.o_proj.bias.data.uniform_(50.0, 100.0, generator=torch.Generator().manual_seed(1))
     return made

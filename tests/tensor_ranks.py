@@ -25,17 +25,17 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.evals import task
 from blockdiff.kernels import IN_TORCH
-from blockdiff.kernels.fp8.torch import quantised
+from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.span_attention import torch as span_attention
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed
-from blockdiff.layers.experts import local_part
 from blockdiff.layers.lora import LowRank
 from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.layers.weights import local_part
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import fp8_layers, layers_in_fp8, put_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
+from blockdiff.models.stored import quantised_layers, store, stored_layers
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
@@ -74,11 +74,11 @@ def adapted(name: str) -> BlockDiffusionModel:
 def adapted_in_fp8() -> BlockDiffusionModel:
     """A model with its weights in fp8 and adapters over them."""
     model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
-    for layer in fp8_layers(model):
+    for layer, form in quantised_layers(model, "fp8").items():
         weights = {leaf: weight.detach() for leaf, weight in model.get_submodule(layer).named_parameters()}
-        put_in_fp8(model, [layer])
+        store(model, {layer: form})
         for leaf, weight in weights.items():
-            layers_in_fp8(model)[layer].hold(leaf, quantised(weight))
+            stored_layers(model)[layer].hold(leaf, Fp8.nearest(weight))
     adapt(model, targets(model, {"attention": LowRank(3, 6), "experts": LowRank(3, 6)}))
     draw_adapters(model, 0, torch.device("cpu"), model.dtype)
     return model.double()

@@ -12,7 +12,8 @@ from typing import Any
 from blockdiff.checkpoint.adapter_names import WEIGHTS, Part, fused_rank, hub_module
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.errors import CheckpointError
-from blockdiff.layers.lora import AdaptedExperts, LowRank
+from blockdiff.layers.experts import Experts
+from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapters_of
 from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
@@ -66,17 +67,21 @@ def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
     names: dict[str, LowRank] = {}  # transformers' names of adapted modules and parameters
     parameters: list[str] = []
     linears: list[str] = []
+    dropouts: list[float] = []
     for ours, module in adapted.items():
+        low_rank = module.low_rank
+        assert low_rank is not None
         one = hub_module(f"{ours}.x", model)
         whole = family.names.fused_of(one)
         for hub in family.names.copies(one if whole is None else whole[0]):
-            if isinstance(module, AdaptedExperts):
-                for leaf in ("gate_up_proj", "down_proj"):
+            if isinstance(module, Experts):
+                for leaf in module.WEIGHTS:
                     parameters.append(f"{hub}.{leaf}")
-                    names[f"{hub}.{leaf}"] = module.low_rank
+                    names[f"{hub}.{leaf}"] = low_rank
             else:
                 linears += [hub] * (hub not in names)
-                names[hub] = module.low_rank if whole is None else fused_rank(module.low_rank, whole[2])
+                names[hub] = low_rank if whole is None else fused_rank(low_rank, whole[2])
+        dropouts += [] if isinstance(module, Experts) else [low_rank.dropout]
     ranks = Counter((each.rank, each.alpha) for each in names.values())
     (rank, alpha), _ = ranks.most_common(1)[0] if ranks else ((8, 8.0), 0)
     every = _adaptable(model)
@@ -87,7 +92,6 @@ def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
             pattern = _pattern([name for name, each in names.items() if (each.rank, each.alpha) == other], every)
             rank_pattern[pattern], alpha_pattern[pattern] = other[0], _number(other[1])
     first = next(iter(names.values()), None)
-    dropouts = [each.low_rank.dropout for each in adapted.values() if not isinstance(each, AdaptedExperts)]
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": None,

@@ -28,10 +28,10 @@ from blockdiff.checkpoint.adapter_names import (
 from blockdiff.checkpoint.digests import write_digests
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, read_json
-from blockdiff.checkpoint.fp8 import FORM, fp8_form
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.images import with_image_side
+from blockdiff.checkpoint.stored import FORM, stored_as
 from blockdiff.checkpoint.stream import TensorSource, write_stream
 from blockdiff.errors import CheckpointError
 from blockdiff.files import room_remedy, unwritten, whole_directory, write_json, write_text
@@ -102,7 +102,7 @@ def save_adapter(
         try:
             with whole_directory(target) as fresh:
                 write_json(fresh / CONFIG, peft_config(model, base))
-                form, said = fp8_form(model), {"format": "pt", BASE: base_record(model)}
+                form, said = stored_as(model), {"format": "pt", BASE: base_record(model)}
                 said |= {} if form is None else {FORM: form}
                 write_text(fresh / "README.md", README)
                 write_digests(fresh, {WEIGHTS: write_stream(fresh / WEIGHTS, sources, said)})
@@ -239,7 +239,7 @@ def _complete(parts: dict[str, Part], name: str, low_rank: LowRank, model: Block
     if not name.endswith(".experts"):
         return
     experts: Any = model.get_submodule(name)
-    E, D, F = (int(size) for size in experts.down_proj.shape)
+    E, D, F = (int(size) for size in experts.held("down_proj").shape)
     for leaf, (inputs, outputs) in {"gate_up": (D, 2 * F), "down": (F, D)}.items():
         names = f"{name}.{leaf}_lora_A", f"{name}.{leaf}_lora_B"
         if parts.keys().isdisjoint(names):

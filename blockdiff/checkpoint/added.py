@@ -16,19 +16,21 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import ADDED, first_line
 from blockdiff.errors import CheckpointError
-from blockdiff.layers.fp8 import is_scale
+from blockdiff.layers.weights import is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import frozen_weights
 from blockdiff.tensor_pieces import fill_piece, is_spread, local_of
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(model: nn.Module) -> Shapes:
-    """The shapes of all tensors of a model but those of adapters and the scales of tensors in fp8, by our names."""
+    """The shapes of all tensors of a model except those of adapters, by our names; of stored weights the weight's."""
     state = model.state_dict().items()
-    return {name: tuple(tensor.shape) for name, tensor in state if not is_adapter(name) and not is_scale(name)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state if not is_adapter(name) and not is_scale(name)}
+    return shapes | {name: module.held(weight).shape for name, (module, weight) in frozen_weights(model).items()}
 
 
 def added_to(model: BlockDiffusionModel) -> Shapes:

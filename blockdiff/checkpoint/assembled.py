@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from blockdiff.checkpoint.files import DTYPES, Stored, read_tensors, stored_tens
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.torch import decoded
+from blockdiff.kernels.stored import StoredMatrix
+from blockdiff.layers.weights import Form
 from blockdiff.models.names import Names
 from blockdiff.tensor_pieces import Block
 
@@ -33,7 +35,7 @@ class Assembled(Stored):
     """A tensor that is made of stored ones: the name of each, and which box of the whole it is."""
 
     parts: tuple[tuple[str, Block], ...] = ()
-    is_fp8: bool = False  # e4m3 with a scale for each output channel, all of it
+    form: Form | None = None  # the one that all of it is stored in
 
 
 def stored_apart(directory: Path, names: Names) -> dict[str, Stored]:
@@ -86,7 +88,7 @@ def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
             found[hub] = Assembled(place.file, place.shape, "BF16", place.nbytes * 2, parts=whole)
         elif hub + CHANNELS in stored:
             whole = ((hub, Block.whole(place.shape)),)
-            found[hub] = Assembled(place.file, place.shape, "F32", place.nbytes * 4, parts=whole, is_fp8=True)
+            found[hub] = Assembled(place.file, place.shape, "F32", place.nbytes * 4, parts=whole, form=Fp8)
         else:
             found[hub] = place
     for hub, of_place in pieces.items():
@@ -112,7 +114,8 @@ def _stacked(hub: str, of_place: Mapping[tuple[int, int], str], stored: Mapping[
     has_channels = [name + CHANNELS in stored for name, _ in parts]
     dtype = "BF16" if of_place[min(of_place)] + SCALE in stored else "F32" if any(has_channels) else first.dtype
     shape, nbytes = (experts, matrices * rows, columns), sum(stored[name].nbytes for name, _ in parts)
-    return Assembled(first.file, shape, dtype, nbytes, parts=tuple(parts), is_fp8=all(has_channels))
+    form = Fp8 if all(has_channels) else None
+    return Assembled(first.file, shape, dtype, nbytes, parts=tuple(parts), form=form)
 
 
 def read_assembled(
@@ -142,7 +145,7 @@ def read_whole(stored: Mapping[str, Stored], place: Stored, hub: str) -> Tensor:
 def _values(stored: Mapping[str, Stored], name: str) -> Tensor:
     """A stored tensor, dequantised where it has scales: a power of two for each 32 along the input, or channels'."""
     if name + CHANNELS in stored:
-        return decoded(_in_fp8(stored, name), torch.float32)
+        return _in_fp8(stored, name).decoded(torch.float32)
     scale_name = name + SCALE
     if scale_name not in stored:
         return next(read_tensors(stored, [name]))[1]
@@ -157,15 +160,15 @@ def _values(stored: Mapping[str, Stored], name: str) -> Tensor:
     return dequantised(values, scale.view(torch.uint8))
 
 
-def read_fp8(stored: Mapping[str, Stored], place: Assembled) -> Fp8:
-    """A tensor that a file has in e4m3 with a scale for each output channel, as it is there; fp32 scales."""
-    codes = torch.empty(place.shape, dtype=torch.uint8)
-    scale = torch.empty((*place.shape[:-1], 1))
+def read_stored(stored: Mapping[str, Stored], place: Assembled) -> StoredMatrix:
+    """A weight that a file has in a form of fewer bits, as it is there."""
+    assert place.form is not None
+    whole: Any = place.form.empty_like(torch.empty(()).expand(place.shape))
     for name, part in place.parts:
-        found = _in_fp8(stored, name)
-        codes[part.slices] = found.codes.view(part.sizes)
-        scale[part.slices[:-1]] = found.scale.view(*part.sizes[:-1], 1)
-    return Fp8(codes, scale)
+        rows = part.slices[:-1]
+        for tensor, values in zip(whole, READERS[place.form](stored, name), strict=True):
+            tensor[rows] = values.view_as(tensor[rows])
+    return cast(StoredMatrix, whole)
 
 
 def _in_fp8(stored: Mapping[str, Stored], name: str) -> Fp8:
@@ -181,6 +184,10 @@ def _in_fp8(stored: Mapping[str, Stored], name: str) -> Fp8:
     codes, scale = values.view(torch.uint8), scale.float()
     scale = (scale.expand(place.shape[:-1]) if scale.numel() == 1 else scale).reshape(*place.shape[:-1], 1)
     return Fp8(codes, torch.where(((codes & 127) == 127).any(-1, keepdim=True), float("nan"), scale))
+
+
+# What reads a stored matrix of each form.
+READERS: dict[Form, Callable[[Mapping[str, Stored], str], Any]] = {Fp8: _in_fp8}
 
 
 def dequantised(values: Tensor, scale: Tensor) -> Tensor:

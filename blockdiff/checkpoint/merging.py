@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +17,19 @@ from blockdiff.checkpoint.adapters import adapted_checkpoint, check_parts, load_
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.digests import read_back
-from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below
 from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.opening import model_files
-from blockdiff.checkpoint.read import carried_by, empty, resolve_dtype, stored_fp8, stored_weights
+from blockdiff.checkpoint.read import carried_by, empty, resolve_dtype, stored_matrices, stored_weights
+from blockdiff.checkpoint.stored import chosen_layers, form_below
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.checkpoint.write import save
 from blockdiff.errors import CheckpointError
-from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.torch import decoded, quantised
-from blockdiff.layers.fp8 import SCALE
-from blockdiff.layers.lora import AdaptedExperts, merged
+from blockdiff.kernels.stored import StoredMatrix
+from blockdiff.layers.lora import merged
+from blockdiff.layers.weights import Form
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of
-from blockdiff.models.fp8 import put_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import check_quantize, frozen_weights, store
 
 
 def export(
@@ -67,7 +67,7 @@ def export(
         if beside is None:
             raise CheckpointError(f"{source}: has no adapters to write in PEFT's format; name some with --adapter")
         if below is not None:
-            put_in_fp8(model, chosen_layers(model, weights, below))
+            store(model, chosen_layers(model, weights, below))
         load_adapter(model, beside)
         model.carried = carried_by(weights, model)
         adapted = base or (adapted_checkpoint(beside) if adapter is None else str(source))
@@ -96,9 +96,9 @@ def _written(
     form: str | None,
     keeps_sums: bool,
 ) -> dict[str, TensorSource]:
-    """The tensors of a merged checkpoint: every weight in `dtype`, or in fp8 in the layers that `form` names.
+    """The tensors of a merged checkpoint: every weight in `dtype`, or as the word `form` stores it.
 
-    The model gets these layers in fp8. keeps_sums: weights in `sums` stay in `dtype` all the same.
+    The model stores them so, too. keeps_sums: weights in `sums` stay in `dtype` all the same.
     """
 
     def source_of(name: str) -> TensorSource:
@@ -106,40 +106,44 @@ def _written(
 
     layers = chosen_layers(model, weights, form)
     if keeps_sums:
-        layers = [layer for layer in layers if not any(name.startswith(layer + ".") for name in sums)]
-    leaves = [f"{layer}.{leaf}" for layer in layers for leaf, _ in model.get_submodule(layer).named_parameters()]
-    read_fp8 = stored_fp8(model, weights)
+        summed = {name.rpartition(".")[0] for name in sums}
+        layers = {layer: form for layer, form in layers.items() if layer not in summed}
+    read = stored_matrices(model, weights)
 
     @functools.lru_cache(maxsize=2)
-    def rounded(name: str) -> Fp8:
-        return quantised(sums[name].read()) if name in sums else read_fp8(name)
+    def rounded(name: str, form: Form) -> Any:
+        return form.nearest(sums[name].read()) if name in sums else read(name, form)
 
-    put_in_fp8(model, layers)
-    written = {name: source_of(name) for name in sources if name not in leaves}
-    for name in leaves:
-        shape = sources[name].shape
-        written[name] = TensorSource(shape, torch.uint8, partial(_part, rounded, name, 0))
-        written[name + SCALE] = TensorSource((*shape[:-1], 1), torch.float32, partial(_part, rounded, name, 1))
+    store(model, layers)
+    frozen = frozen_weights(model)
+    written = {name: source_of(name) for name in sources if name not in frozen}
+    for name, (module, weight) in frozen.items():
+        assert module.stored is not None
+        for n, (leaf, part) in enumerate(module.named_parts(weight, module.held(weight))):
+            place = f"{name.removesuffix(weight)}{leaf}"
+            read_part = partial(_part, rounded, name, module.stored, n)
+            written[place] = TensorSource(tuple(part.shape), part.dtype, read_part)
     return written
 
 
 def _rounded(model: BlockDiffusionModel, directory: Path, form: str) -> dict[str, TensorSource]:
-    """The weights that a form rounds to fp8, decoded, each when it is asked for."""
-    read, found = stored_fp8(model, directory), {}
-    for layer in chosen_layers(model, directory, form):
+    """The weights that a word stores in fewer bits, decoded, each when it is asked for."""
+    read, found = stored_matrices(model, directory), {}
+    for layer, stored in chosen_layers(model, directory, form).items():
         for leaf, parameter in model.get_submodule(layer).named_parameters(recurse=False):
             name = f"{layer}.{leaf}"
-            value = partial(_decoded, read, name)
+            value = partial(_decoded, read, name, stored)
             found[name] = TensorSource(tuple(parameter.shape), torch.float32, value)
     return found
 
 
-def _decoded(read: Callable[[str], Fp8], name: str) -> Tensor:
-    return decoded(read(name), torch.float32)
+def _decoded(read: Callable[[str, Form], StoredMatrix], name: str, form: Form) -> Tensor:
+    return read(name, form).decoded(torch.float32)
 
 
-def _part(read: Callable[[str], Fp8], name: str, part: int) -> Tensor:
-    return read(name)[part]
+def _part(read: Callable[[str, Form], Any], name: str, form: Form, part: int) -> Tensor:
+    tensor: Tensor = read(name, form)[part]
+    return tensor
 
 
 def _sums(
@@ -157,8 +161,8 @@ def _sums(
     check_parts(model, adapter.parts, str(place))
     changed: dict[str, TensorSource] = {}
     for name, module in adapters_of(model).items():
-        which = {"gate_up_": "gate_up_proj", "down_": "down_proj"}
-        for prefix, leaf in which.items() if isinstance(module, AdaptedExperts) else [("", "weight")]:
+        assert module.low_rank is not None
+        for leaf, prefix in module.WEIGHTS.items():
             A, B = (adapter.parts[f"{name}.{prefix}lora_{letter}"] for letter in "AB")
             weight = weights[f"{name}.{leaf}"]
             sum_of = partial(_sum, weight, A, B, module.low_rank.scale, dtype)

@@ -17,16 +17,16 @@ from blockdiff.checkpoint.adapter_base import warn_of_other_weights
 from blockdiff.checkpoint.adapters import adapted_checkpoint, fill_adapters, has_adapter, read_adapter
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, find
-from blockdiff.checkpoint.fp8 import chosen_layers, form_below, fp8_form, warn_of_inputs
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.read import empty, load_weights, weights_dtype
+from blockdiff.checkpoint.stored import chosen_layers, form_below, stored_as, warn_of_inputs
 from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import adapt
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import put_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import store
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def load_files(
     opened = empty(read_config(files.weights), kernels, model)
     if quantize is None and files.adapter is not None:
         quantize = form_below(files.adapter)
-    put_in_fp8(opened, chosen_layers(opened, files.weights, quantize))
+    store(opened, chosen_layers(opened, files.weights, quantize))
     if quantize is None and warns:
         warn_of_inputs(opened.config, files.weights)
     adapter = None if files.adapter is None else read_adapter(files.adapter, opened)
@@ -141,7 +141,7 @@ def with_adapter(model: BlockDiffusionModel, adapter: str | Path) -> BlockDiffus
     weights in another form.
     """
     directory = find(adapter)
-    if (form := form_below(directory)) is not None and form != (fp8_form(model) or "none"):
+    if (form := form_below(directory)) is not None and form != (stored_as(model) or "none"):
         raise CheckpointError(
             f"{directory}: was trained over weights in the form {form!r}; open the model with quantize"
         )

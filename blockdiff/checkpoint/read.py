@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blockdiff import memory
 from blockdiff.checkpoint.added import added_to, fill, leave_out, listed, read_added, tensor_shapes
-from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8, read_whole, stored_apart
+from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_stored, read_whole, stored_apart
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import (
     DTYPES,
@@ -30,14 +30,13 @@ from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.torch import quantised
-from blockdiff.layers.fp8 import SCALE, is_scale
+from blockdiff.kernels.stored import StoredMatrix
+from blockdiff.layers.weights import Form, is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import fp8_layers, layers_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.names import Names
+from blockdiff.models.stored import frozen_weights, quantised_layers
 from blockdiff.tensor_pieces import Block, is_spread, local_of, piece_of
 
 
@@ -71,8 +70,8 @@ def load_weights(
     own part of every tensor, into the memory, on the device and in the dtype that its parameters have already. What is
     frozen stays frozen. Image tensors are loaded into an image side that is there; else saving copies them through.
     What the model's class adds to its family is read from `blockdiff.safetensors`; where there is none,
-    `reset_parameters` of the modules that hold it sets it. Layers of the model that are in fp8 get their weights so,
-    whatever the file has. Raises CheckpointError.
+    `reset_parameters` of the modules that hold it sets it. Weights that the model stores in fewer bits are
+    rounded to these if the file has others. Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
     names = family_of(model.config).names
@@ -92,9 +91,9 @@ def load_weights(
     read_added(model, directory, target, place)
     state = model.state_dict()
     filled: dict[tuple[str, Block | None], list[str]] = {}
-    in_fp8 = {f"{name}.{leaf}" for name, layer in layers_in_fp8(model).items() for leaf in layer.leaves()}
+    frozen = frozen_weights(model)
     for ours, hub in source.items():
-        if ours in in_fp8:
+        if ours in frozen:
             continue
         block = piece_of(state[ours]).block if is_spread(state[ours]) else None
         filled.setdefault((hub, block), []).append(ours)
@@ -111,12 +110,17 @@ def load_weights(
             fill(model, ours, filling, is_local=True)
         if tensor.dim() and is_float:  # a number by itself may be a limit that nothing reaches
             sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
-    for ours in sorted(in_fp8, key=lambda name: (str(stored[source[name]].file), name)):
+    for ours in sorted(frozen, key=lambda name: (str(stored[source[name]].file), name)):
+        module, weight = frozen[ours]
+        assert module.stored is not None
         # Of a tensor that is spread a device has room for this rank's part alone.
-        weight = _in_fp8(in_files, stored, source[ours], torch.device("cpu") if is_spread(state[ours]) else place)
-        fill(model, ours, weight.codes)
-        fill(model, ours + SCALE, weight.scale.to(place))
-        sums[ours + SCALE] = weight.scale.sum()
+        device = torch.device("cpu") if is_spread(state[ours]) else place
+        matrix = _stored_matrix(in_files, stored, source[ours], module.stored, device)
+        for leaf, part in module.named_parts(weight, matrix):
+            name = f"{ours.removesuffix(weight)}{leaf}"
+            fill(model, name, part if is_spread(state[name]) else part.to(place))
+            if part.is_floating_point():
+                sums[name], source[name] = part.sum(), source[ours]
     _warn_of_not_finite(model, directory, sums, source)
 
     model.carried = carried_by(directory, model, in_files)
@@ -140,13 +144,13 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
     return sources
 
 
-def stored_fp8(model: BlockDiffusionModel, directory: Path) -> Callable[[str], Fp8]:
-    """A function that reads a tensor of a checkpoint in fp8 by our name: as it is stored, or rounded."""
+def stored_matrices(model: BlockDiffusionModel, directory: Path) -> Callable[[str, Form], StoredMatrix]:
+    """A function that reads a weight of a checkpoint by our name in a form: as it is stored, or rounded."""
     names = family_of(model.config).names
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
     source = _match(tensor_shapes(model), stored, directory, names)
-    return lambda name: _in_fp8(in_files, stored, source[name], torch.device("cpu"))
+    return lambda name, form: _stored_matrix(in_files, stored, source[name], form, torch.device("cpu"))
 
 
 def _warn_of_not_finite(
@@ -157,7 +161,7 @@ def _warn_of_not_finite(
     is_finite = torch.stack(list(sums.values())).isfinite().tolist()
     state = model.state_dict()
     wrong = [
-        source[ours.removesuffix(SCALE) if is_scale(ours) else ours]
+        source[ours]
         for ours, fine in zip(sums, is_finite, strict=True)
         if not fine and not bool(local_of(state[ours]).isfinite().all())
     ]
@@ -165,13 +169,15 @@ def _warn_of_not_finite(
         warnings.warn(f"{directory}: {_are(wrong, 'not finite')}; the model answers nothing with them", stacklevel=3)
 
 
-def _in_fp8(in_files: Mapping[str, Stored], stored: Mapping[str, Stored], hub: str, device: torch.device) -> Fp8:
-    """A tensor in fp8 on a device: as a checkpoint has it, or rounded there from what it has."""
+def _stored_matrix(
+    in_files: Mapping[str, Stored], stored: Mapping[str, Stored], hub: str, form: Form, device: torch.device
+) -> StoredMatrix:
+    """A weight in a form on a device: as a checkpoint has it, or rounded there from what it has."""
     place = stored[hub]
-    if isinstance(place, Assembled) and place.is_fp8:
-        codes, scale = read_fp8(in_files, place)
-        return Fp8(codes.to(device, copy=True), scale.to(device, copy=True))
-    return quantised(read_whole(in_files, place, hub).to(device))
+    if isinstance(place, Assembled) and place.form is form:
+        parts: Any = read_stored(in_files, place)
+        return form(*(part.to(device, copy=True) for part in parts))
+    return form.nearest(read_whole(in_files, place, hub).to(device))
 
 
 def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str, Stored] | None = None) -> Carried:
@@ -206,7 +212,7 @@ def require_room(model: BlockDiffusionModel, dtype: torch.dtype, device: torch.d
     if dtype.itemsize > 2:
         smaller['dtype="bfloat16"'] = numbers * 2 + fixed
     if not held and family_of(model.config).fp8_parts and not any(map(is_adapter, state)):
-        parts = [model.get_submodule(layer).parameters(recurse=False) for layer in fp8_layers(model)]
+        parts = [model.get_submodule(layer).parameters(recurse=False) for layer in quantised_layers(model, "fp8")]
         rounded = sum(parameter.numel() for parameter in chain(*parts))
         smaller['quantize="fp8"'] = numbers * dtype.itemsize - rounded * (dtype.itemsize - 1)
     memory.require({"weights": numbers * dtype.itemsize + fixed}, device, smaller)

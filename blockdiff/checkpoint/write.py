@@ -16,19 +16,19 @@ from blockdiff.checkpoint.added import added_metadata, added_to, check_whole, is
 from blockdiff.checkpoint.assembled import file_tensors, fused_in_files
 from blockdiff.checkpoint.digests import write_digests
 from blockdiff.checkpoint.files import ADDED, CONFIG, GENERATION, INDEX, TOKENIZER_FILES, Carried
-from blockdiff.checkpoint.fp8 import described, fp8_sources
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
+from blockdiff.checkpoint.stored import described, parts_in_files
 from blockdiff.checkpoint.stream import TensorSource, in_order, write_stream
 from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
 from blockdiff.files import room_remedy, unwritten, whole_directory, write_json
-from blockdiff.layers.fp8 import SCALE, is_scale
 from blockdiff.models.adapters import is_adapted
 from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import stored_layers
 
 SHARD_BYTES = 5 * 10**9
 
@@ -72,7 +72,7 @@ def save(
     state = model.state_dict()
     gathering = Gathering(state.values())
     if weights is None:
-        fixed = {name for name in state if name + SCALE in state or is_scale(name)}  # in fp8
+        fixed = {f"{name}.{leaf}" for name, module in stored_layers(model).items() for leaf in module._buffers}
         own = {name: gathering.source(state[name], None if name in fixed else cast) for name in state}
     else:
         own = dict(weights)
@@ -162,13 +162,12 @@ def _divided_into_files(
     names = family_of(model.config).names
     added = {name: own.pop(name) for name in added_to(model)}
     sources: dict[str, TensorSource] = {}
+    for weight, of_files in parts_in_files(model, own).items():
+        hub = str(names.to_hub(weight))
+        for end, source in of_files.items():
+            sources |= {name + end: part for name, part in file_tensors(hub, source, names, in_fp8=True).items()}
     for name, source in own.items():
-        hub, in_fp8 = str(names.to_hub(name)), fp8_sources(name, own)
-        if in_fp8 is not None:
-            numbers, scales = (file_tensors(hub, part, names, in_fp8=True) for part in in_fp8)
-            sources |= numbers | {piece + SCALE: scale for piece, scale in scales.items()}
-        elif not is_scale(name):
-            sources |= file_tensors(hub, source, names)
+        sources |= file_tensors(str(names.to_hub(name)), source, names)
     sources = fused_in_files(sources, names)
     sources |= {name: TensorSource.of(tensor) for name, tensor in carried.tensors.items()}
     sources |= {name: TensorSource.stored(name, place) for name, place in carried.stored.items()}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PrefixTensor, written
-from blockdiff.layers.linear import product, products
+from blockdiff.layers.linear import Linear
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.spans import Spans, Sweep
 
@@ -41,10 +41,10 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.eps, self.kernels, self.norms_values, self.scale = eps, kernels, norms_values, scale
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False) if has_value else None
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.q_proj = Linear(hidden, heads * head_dim, bias=False)
+        self.k_proj = Linear(hidden, kv_heads * head_dim, bias=False)
+        self.v_proj = Linear(hidden, kv_heads * head_dim, bias=False) if has_value else None
+        self.o_proj = Linear(heads * head_dim, hidden, bias=False)
         self.q_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
         self.k_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
 
@@ -52,14 +52,12 @@ class Attention(nn.Module):
         q, k, v = self.projected(x_BTD, spans.first_query)
         norms = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps)
         out, kv = self.kernels.attention(q, k, v, norms, rope, spans, past, self.scale)
-        return product(self.o_proj, out, self.kernels), kv
+        return self.o_proj(out), kv
 
     def keys(self, x_BTD: Tensor, rope: Rope, past: Past | None) -> KV:
         """The keys and values of tokens that ask for nothing themselves, as `forward` has them or writes them."""
         assert self.v_proj is not None
-        k, v = (
-            x.view(*x.shape[:2], -1, self.head_dim) for x in products((self.k_proj, self.v_proj), x_BTD, self.kernels)
-        )
+        k, v = (each(x_BTD).view(*x_BTD.shape[:2], -1, self.head_dim) for each in (self.k_proj, self.v_proj))
         norms, into = HeadNorms(self.head_dim, self.k_norm, self.k_norm, self.norms_values, self.eps), written(past)
         _, own_k, own_v = self.kernels.attention_heads(k, k, v, norms, rope, into)  # keys stand for queries, which go
         assert own_v is not None
@@ -68,11 +66,7 @@ class Attention(nn.Module):
     def projected(self, x_BTD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T - first, h * d], from token `first` on, keys and values [B, T, K * d], as projections give
         them."""
-        v_proj = self.v_proj
-        of_keys = (self.k_proj,) if v_proj is None else (self.k_proj, v_proj)
-        if first:
-            q = product(self.q_proj, x_BTD[:, first:], self.kernels)
-            k, *v = products(of_keys, x_BTD, self.kernels)
-        else:
-            q, k, *v = products((self.q_proj, *of_keys), x_BTD, self.kernels)
-        return q, k, v[0] if v else k
+        q_proj, v_proj = self.q_proj, self.v_proj
+        x_BTD = q_proj.entering(x_BTD)
+        q, k = q_proj(x_BTD[:, first:] if first else x_BTD), self.k_proj(x_BTD)
+        return q, k, k if v_proj is None else v_proj(x_BTD)

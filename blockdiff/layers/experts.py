@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from blockdiff.kernels import IN_TORCH, Kernels
 from blockdiff.kernels.autocast import upcast
 from blockdiff.kernels.expert_mlp import Slots
-from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.stored import StoredMatrix
+from blockdiff.layers.linear import Linear
+from blockdiff.layers.weights import HasWeights, local_part
 
 # Of tokens, indices, weights, the number of experts and what computes those that lie here: the tokens' weighted sums.
 Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
@@ -20,11 +22,9 @@ Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tens
 class Router(nn.Module):
     """Top-k routing of normed tokens: scale, projection in model dtype, fp32 softmax, renormalised top k."""
 
-    proj: Any  # a linear layer, with or without an adapter
-
     def __init__(self, hidden: int, experts: int, top_k: int, kernels: Kernels = IN_TORCH):
         super().__init__()
-        self.proj = nn.Linear(hidden, experts, bias=False)
+        self.proj = Linear(hidden, experts, bias=False)
         self.scale = nn.Parameter(torch.ones(hidden))
         self.per_expert_scale = nn.Parameter(torch.ones(experts))
         self.top_k, self.kernels = top_k, kernels
@@ -34,7 +34,7 @@ class Router(nn.Module):
         """Expert index int64 [N, k] and weight [N, k] of N tokens [..., D] normed without weight, per-expert scale
         applied."""
         weight: Tensor = self.proj.weight
-        if hasattr(self.proj, "lora_A"):  # an adapter that PEFT has put there
+        if self.proj.low_rank is not None:  # an adapter that PEFT has put there
             weight = (weight + self.proj.low_rank.scale * (self.proj.lora_B @ self.proj.lora_A)).to(weight.dtype)
         return self.kernels.routed_tokens(normed, self.scale, self.root, weight, self.per_expert_scale, self.top_k)
 
@@ -46,7 +46,7 @@ class SigmoidRouter(nn.Module):
 
     def __init__(self, hidden: int, experts: int, top_k: int, scale: float):
         super().__init__()
-        self.proj = nn.Linear(hidden, experts, bias=False)
+        self.proj = Linear(hidden, experts, bias=False)
         self.register_buffer("bias", torch.zeros(experts))
         self.top_k, self.factor = top_k, scale
 
@@ -58,14 +58,20 @@ class SigmoidRouter(nn.Module):
         return index, weight / weight.sum(-1, keepdim=True) * self.factor
 
 
-class Experts(nn.Module):
+class Experts(HasWeights):
     """The weights of all experts in the Hub's layout: gate_up [E, 2F, D] with gate rows first, down [E, D, F].
 
-    exchange: where the experts are split over ranks, what brings tokens to theirs (`parallel/exchange.py`); the
-    parameters are then DTensors, and the part of a rank is some whole experts.
+    Each expert has an adapter of its own on gate_up and on down, computed as grouped low-rank products. split: what
+    brings tokens to their experts if ranks have some whole experts each (`parallel/exchange.py`); their weights are
+    DTensors then.
     """
 
-    exchange: Exchange | None = None
+    WEIGHTS: ClassVar = {"gate_up_proj": "gate_up_", "down_proj": "down_"}
+    split: Exchange | None = None
+    gate_up_lora_A: nn.Parameter
+    gate_up_lora_B: nn.Parameter
+    down_lora_A: nn.Parameter
+    down_lora_B: nn.Parameter
 
     def __init__(self, experts: int, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"):
         super().__init__()
@@ -82,8 +88,8 @@ class Experts(nn.Module):
         """
         experts, x_ND = self.gate_up_proj.shape[0], x.flatten(0, -2)
         index_Nk = without_padding(index_Nk, padding_N, experts)
-        if self.exchange is not None:
-            summed_ND = self.exchange(x_ND, index_Nk, weight_Nk, experts, self.computed)
+        if self.split is not None:
+            summed_ND = self.split(x_ND, index_Nk, weight_Nk, experts, self.computed)
             return Slots(summed_ND.unsqueeze(1), None, 0) if as_slots else summed_ND
         if not as_slots:
             return self.computed(x_ND, index_Nk, weight_Nk)
@@ -102,18 +108,22 @@ class Experts(nn.Module):
         low_rank = self.low_rank_matrices()
         return self.kernels.expert_mlp(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
 
-    def matrices(self) -> tuple[Tensor | Fp8, Tensor | Fp8]:
+    def matrices(self) -> tuple[Tensor | StoredMatrix, Tensor | StoredMatrix]:
         """gate_up and down of the experts that lie here, as the expert op takes them."""
-        return local_part(self.gate_up_proj), local_part(self.down_proj)
+        return self.held_here("gate_up_proj"), self.held_here("down_proj")
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
-        """The low-rank matrices of adapters, in the form that the expert op takes: none here."""
-        return ()
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this rank computes with: of a DTensor the local one, else all of it."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        """A and B of gate_up, A and B of down, of the experts that lie here, as the expert op takes them: scaled, and
+        in the dtype of the weights (over stored weights the op casts them). Nothing without an adapter."""
+        if self.low_rank is None:
+            return ()
+        scale, dtype = self.low_rank.scale, self.down_lora_B.dtype if self.stored else self.down_proj.dtype
+        return (
+            local_part(self.gate_up_lora_A).to(dtype),
+            (local_part(self.gate_up_lora_B) * scale).to(dtype),
+            local_part(self.down_lora_A).to(dtype),
+            (local_part(self.down_lora_B) * scale).to(dtype),
+        )
 
 
 def without_padding(index_Nk: Tensor, padding_N: Tensor | None, experts: int) -> Tensor:

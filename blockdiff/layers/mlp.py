@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.expert_mlp.activations import activation_named
-from blockdiff.layers.linear import gated_product, product
+from blockdiff.layers.linear import Linear, gated_product
 from blockdiff.layers.norm import RMSNorm
 
 
@@ -17,13 +17,15 @@ class MLP(nn.Module):
         super().__init__()
         activation_named(activation)
         self.kernels, self.activation = kernels, activation
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.gate_proj = Linear(hidden, intermediate, bias=False)
+        self.up_proj = Linear(hidden, intermediate, bias=False)
+        self.down_proj = Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = gated_product(self.gate_proj, self.up_proj, x, self.activation, self.kernels)
-        return product(self.down_proj, hidden, self.kernels)
+        gate_proj = self.gate_proj
+        hidden = gated_product(gate_proj, self.up_proj, gate_proj.entering(x), self.activation, self.kernels)
+        out: Tensor = self.down_proj(hidden)
+        return out
 
 
 class SelfConditioning(MLP):

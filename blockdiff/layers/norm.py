@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ class RMSNorm(nn.Module):
     """RMSNorm over the last axis in fp32 at least; the weight multiplies directly (no +1).
 
     form: how the weight counts, as kernels have it (`kernels.heads.Norm`); a subclass with a `forward` of its own has
-    a form of its own, "own", unless it says which.
+    a form of its own, "own", unless it says which. split: makes the weight that this rank multiplies by, if the ranks
+    norm different heads with one weight.
     """
 
     neutral = 1.0  # the weight that changes nothing
     form = "direct"
     weight: Tensor
+    split: Callable[[Tensor], Tensor] | None = None
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -32,8 +35,15 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((dim,), self.neutral))
         self.eps, self.kernels = eps, kernels
 
+    @property
+    def gain(self) -> Tensor:
+        """The weight as this rank multiplies by it."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight if self.split is None else self.split(weight)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norms(x, (self.weight,), self.eps)[0]
+        return self.kernels.rms_norms(x, (self.gain,), self.eps)[0]
 
 
 class CastRMSNorm(RMSNorm):
@@ -44,7 +54,7 @@ class CastRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:  # where casting changes nothing
             return super().forward(x)
-        return self.kernels.rms_norms(x, (None,), self.eps)[0] * self.weight
+        return self.kernels.rms_norms(x, (None,), self.eps)[0] * self.gain
 
 
 class ZeroCentredRMSNorm(RMSNorm):
@@ -54,4 +64,4 @@ class ZeroCentredRMSNorm(RMSNorm):
     form = "centred"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norms(x, (1.0 + upcast(self.weight),), self.eps)[0]
+        return self.kernels.rms_norms(x, (1.0 + upcast(self.gain),), self.eps)[0]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
-from blockdiff.layers.fp8 import AdaptedFp8Experts, AdaptedFp8Linear, Fp8Experts, Fp8Linear
-from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, draw_low_rank, is_low_rank
+from blockdiff.layers.linear import Linear
+from blockdiff.layers.lora import LowRank, draw_low_rank, is_low_rank
+from blockdiff.layers.weights import HasWeights
 from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import fill_piece, gathered, is_spread
@@ -35,8 +36,11 @@ def targets(model: BlockDiffusionModel, parts: Mapping[str, LowRank]) -> dict[st
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | Experts) and family.part_of(f"{name}.{_leaf(module)}") == part:
                 found[name] = replace(low_rank, dropout=0.0) if isinstance(module, Experts) else low_rank
-                adapted = (module.gate_up_proj, module.down_proj) if isinstance(module, Experts) else (module.weight,)
-                widest = max(widest, *(min(weight.shape[-2:]) for weight in adapted))
+                if isinstance(module, HasWeights):
+                    shapes = [module.held(weight).shape for weight in module.WEIGHTS]
+                else:
+                    shapes = [module.weight.shape]
+                widest = max(widest, *(min(shape[-2:]) for shape in shapes))
         if widest and low_rank.rank > widest:
             raise CheckpointError(
                 f"rank {low_rank.rank:,} of the part {part!r} is more than its matrices have ({widest:,}); lower it"
@@ -47,28 +51,22 @@ def targets(model: BlockDiffusionModel, parts: Mapping[str, LowRank]) -> dict[st
 def adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: Sequence[int] = ()) -> None:
     """Put adapters into the named modules, in place, and leave nothing else to train.
 
-    tokens: ids whose rows of the embedding table train too, whole. The adapters hold no values yet: `draw_adapters`
-    sets them. Raises CheckpointError for a module that cannot be adapted or has an adapter already.
+    A linear layer of torch, as image towers have, becomes one of ours (`Linear.of`). tokens: ids whose rows of the
+    embedding table train too, whole. The adapters hold no values yet: `draw_adapters` sets them. Raises CheckpointError
+    for a module that cannot be adapted or has an adapter already.
     """
     known = dict(model.named_modules())
     model.requires_grad_(False)
     for name, low_rank in modules.items():
         module = known.get(name)
-        adapted: nn.Module
-        if isinstance(module, AdaptedLinear | AdaptedExperts):
-            raise CheckpointError(f"{name} has an adapter already; merge it first")
-        if isinstance(module, Fp8Experts):
-            adapted = AdaptedFp8Experts(module, low_rank)
-        elif isinstance(module, Fp8Linear):
-            adapted = AdaptedFp8Linear(module, low_rank)
-        elif isinstance(module, Experts):
-            adapted = AdaptedExperts(module, low_rank)
-        elif isinstance(module, nn.Linear):
-            adapted = AdaptedLinear(module, low_rank)
-        else:
+        if isinstance(module, nn.Linear) and not isinstance(module, Linear):
+            module = Linear.of(module)
+            model.set_submodule(name, module)
+        if not isinstance(module, HasWeights):
             raise CheckpointError(f"{name} is no linear layer or experts of this model, so it has no adapter")
-        adapted.train(module.training)
-        model.set_submodule(name, adapted)
+        if module.low_rank is not None:
+            raise CheckpointError(f"{name} has an adapter already; merge it first")
+        module.adapt(low_rank)
     if tokens:
         outside = [token for token in tokens if not 0 <= token < model.vocab_size]
         if outside:
@@ -76,9 +74,9 @@ def adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: Se
         model.vocabulary.train_rows(tokens)
 
 
-def adapters_of(model: BlockDiffusionModel) -> dict[str, AdaptedLinear | AdaptedExperts]:
+def adapters_of(model: BlockDiffusionModel) -> dict[str, HasWeights]:
     """The adapted modules of a model by name."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, AdaptedLinear | AdaptedExperts)}
+    return {n: m for n, m in model.named_modules() if isinstance(m, HasWeights) and m.low_rank is not None}
 
 
 def is_adapted(model: BlockDiffusionModel) -> bool:
@@ -89,14 +87,13 @@ def is_adapted(model: BlockDiffusionModel) -> bool:
 @contextmanager
 def without_adapters(model: BlockDiffusionModel) -> Iterator[None]:
     """Inside, the model computes to the bit what it does without its adapters; rows of the table that train stay."""
-    adapted = adapters_of(model).values()
-    scales = [module.low_rank for module in adapted]
-    for module in adapted:
-        module.low_rank = replace(module.low_rank, alpha=0.0)
+    adapted = [(module, module.low_rank) for module in adapters_of(model).values() if module.low_rank is not None]
+    for module, low_rank in adapted:
+        module.low_rank = replace(low_rank, alpha=0.0)
     try:
         yield
     finally:
-        for module, low_rank in zip(adapted, scales, strict=True):
+        for module, low_rank in adapted:
             module.low_rank = low_rank
 
 
@@ -144,15 +141,11 @@ def _fill(module: nn.Module, name: str, values: Tensor) -> None:
 def merge(model: BlockDiffusionModel) -> None:
     """Add every adapter to its weights, in place: afterwards the model is one of its family without adapters.
 
-    Sums are made in fp32 at least and rounded once to the weights' dtype, those over fp8 to that of the model: what an
-    adapter learnt would be lost in fp8. Weights are merged one after the other.
+    Sums are made in fp32 at least and rounded once to the weights' dtype, those over stored weights to that of the
+    model: what an adapter learnt would be lost in fewer bits. Weights are merged one after the other.
     """
-    for name, module in adapters_of(model).items():
-        if isinstance(module, AdaptedFp8Linear | AdaptedFp8Experts):
-            merged: nn.Module = module.merged(model.dtype)
-        else:
-            merged = module.merged()
-        model.set_submodule(name, merged.train(module.training))
+    for module in adapters_of(model).values():
+        module.merge(model.dtype)
     model.vocabulary.merge_rows()
     model.requires_grad_(True)
 

@@ -44,12 +44,12 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
                 )
             keep_part(module, leaf, mesh, 0)
         # torch.compile takes no numbers of tokens that differ from call to call
-        module.exchange = torch.compiler.disable(Exchange(mesh.get_group()).__call__)
+        module.split = torch.compiler.disable(Exchange(mesh.get_group()).__call__)
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Tokens to the ranks of their experts and the results back, over a process group; what `Experts.exchange` takes.
+    """Tokens to the ranks of their experts and the results back, over a process group; the `split` of `Experts`.
 
     Rank r holds the experts from r * E / ranks on. The host waits for the device once per call, for the numbers of
     tokens. Tokens travel in the dtype that the experts compute in, routing weights in fp32 at least. The experts

@@ -26,8 +26,8 @@ from blockdiff.errors import RunError
 from blockdiff.layers.experts import Experts
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import layers_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import stored_layers
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.tensor import tensor_parallel
@@ -41,9 +41,9 @@ def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_i
     and run, None = their own; they stay the fp32 masters of the optimiser. Gradients are added up over the ranks in
     fp32 at least. With `mesh.offload` the pieces are on the host. Raises RunError for experts that do not divide.
     """
-    in_fp8 = [f"{name}.{leaf}" for name, held in layers_in_fp8(model).items() for leaf, _ in held.named_buffers()]
+    frozen = [f"{name}.{leaf}" for name, held in stored_layers(model).items() for leaf, _ in held.named_buffers()]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in in_fp8:  # which have a dtype of their own
+        if name in frozen:  # which have a dtype of their own
             continue
         wide = torch.promote_types(dtype, torch.float32)
         fill(model, name, torch.empty_like(tensor, dtype=wide if is_adapter(name) else dtype))

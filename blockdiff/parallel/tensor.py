@@ -1,17 +1,17 @@
 """Tensor parallelism: the ranks of a group run every layer together, each with its part of the heads and matrices.
 
-What a part of a family's model becomes stands in its `tensor_parts`; layers know nothing of it. Attention is split by
+The `tensor_parts` of a family say how each part of its model is split. Attention is split by
 heads, with kv heads and index heads that are fewer than ranks held by several; a dense MLP by its inner width; experts
 are split as whole ones; the table by tokens (`tensor_vocabulary.py`). Norms, routers and scalars are the same on all
 ranks, as is the residual between the parts. Each part costs one all-reduce forward and one backward.
 
-A parameter that is split becomes a DTensor, Shard; its local part is what the layer sees. All ranks need equal rows.
+A parameter that is split becomes a DTensor, Shard. The `split` of its module says what of it a rank computes with, and
+does the reductions. All ranks need equal rows.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from blockdiff.errors import RunError
 from blockdiff.layers.attention import Attention
-from blockdiff.layers.experts import Experts, local_part
-from blockdiff.layers.fp8 import SCALE, InFp8
-from blockdiff.layers.mlp import MLP, SelfConditioning
+from blockdiff.layers.experts import Experts
+from blockdiff.layers.linear import Linear
+from blockdiff.layers.mlp import MLP
 from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.layers.weights import local_part
 from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.reduce import copied, summed
@@ -35,8 +36,6 @@ from blockdiff.tensor_pieces import keep_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Seen = Callable[[Tensor], Tensor]  # a rank's own tensor -> what the layer computes with
 
 
 def tensor_parallel(model: BlockDiffusionModel, mesh: DeviceMesh) -> None:
@@ -86,116 +85,147 @@ def _uneven(module: Any, kind: str, ranks: int) -> str | None:
     return None
 
 
-def show_as(module: nn.Module, seen: dict[str, Seen]) -> None:
-    """Let code that runs inside a part see a module's parameters as these functions of what the rank holds.
-
-    From outside, for names, checkpoints and optimisers, they are the parameters that they are.
-    """
-    module.__class__ = _showing_class(type(module))
-    module.__dict__["_seen"] = module.__dict__.get("_seen", {}) | seen
+# -- what a rank has of a linear layer ---------------------------------------------------------------------------
 
 
-def run_together(part: nn.Module) -> None:
-    """Have ranks run a module together: inside its calls its parameters are those that `show_as` named."""
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """Column-parallel: each rank makes some outputs of a linear layer."""
 
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
-        _RUNNING.parts += 1
+    group: dist.ProcessGroup
 
-    def leave(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        _RUNNING.parts -= 1
+    def weight(self, held: Any) -> Any:
+        """The rows of this rank."""
+        return part_of(held, local_part)
 
-    part.register_forward_pre_hook(enter)
-    part.register_forward_hook(leave, always_call=True)
+    def bias(self, bias: Tensor) -> Tensor:
+        """The part of this rank."""
+        return local_part(bias)
 
+    def low_rank(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+        """A, which all ranks have, and the rows of B."""
+        return copied(A, self.group), local_part(B)
 
-class _Running(threading.local):
-    parts = 0
+    def entering(self, x: Tensor) -> Tensor:
+        """x with the sum of the ranks' gradients."""
+        return copied(x, self.group)
 
-
-def _showing_class(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _SHOWING_CLASSES:
-
-        class WithShownParameters(kind):  # type: ignore[misc, valid-type]
-            def __getattr__(self, name: str) -> Any:
-                value = super().__getattr__(name)
-                seen = self.__dict__["_seen"].get(name) if _RUNNING.parts else None
-                return value if seen is None or value is None else seen(value)
-
-        WithShownParameters.__name__ = WithShownParameters.__qualname__ = kind.__name__
-        _SHOWING_CLASSES[kind] = WithShownParameters
-    return _SHOWING_CLASSES[kind]
+    def leaving(self, out: Tensor) -> Tensor:
+        """The outputs of this rank."""
+        return out
 
 
-_RUNNING = _Running()
-_SHOWING_CLASSES: dict[Any, type[nn.Module]] = {}
+@dataclass(frozen=True, eq=False)
+class SharedRows(Outputs):
+    """Outputs that several ranks make, of a layer that all of them hold whole."""
+
+    rows: slice
+
+    def weight(self, held: Any) -> Any:
+        """The rows that this rank multiplies with; those that train get the sum of the ranks' gradients."""
+        if isinstance(held, Tensor):
+            return copied(held, self.group)[self.rows]
+        return held.part(self.rows)
+
+    def bias(self, bias: Tensor) -> Tensor:
+        """The part of the bias for these rows."""
+        return copied(bias, self.group)[self.rows]
+
+    def low_rank(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+        """A, and these rows of B."""
+        return copied(A, self.group), copied(B, self.group)[self.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Row-parallel: each rank has some inputs of a linear layer, and makes its term of a sum."""
+
+    group: dist.ProcessGroup
+    is_first: bool  # whose term has the bias
+
+    def weight(self, held: Any) -> Any:
+        """The columns of this rank."""
+        return part_of(held, local_part)
+
+    def bias(self, bias: Tensor) -> Tensor:
+        """The bias on the first rank, zeros on the others."""
+        return copied(bias, self.group) * self.is_first
+
+    def low_rank(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of A, and B, which all ranks have."""
+        return local_part(A), copied(B, self.group)
+
+    def entering(self, x: Tensor) -> Tensor:
+        """The inputs of this rank."""
+        return x
+
+    def leaving(self, out: Tensor) -> Tensor:
+        """The sum of the ranks' terms."""
+        return summed(out, self.group)
+
+
+def part_of(held: Any, cut: Callable[[Tensor], Tensor]) -> Any:
+    """What `cut` leaves of a weight, or of each tensor of a stored one."""
+    return cut(held) if isinstance(held, Tensor) else type(held)(*map(cut, held))
+
+
+def _keep_parts(linear: Linear, mesh: DeviceMesh, dim: int) -> None:
+    """Leave this rank its part of the weight: some outputs (dim 0) or inputs (1)."""
+    held = linear.held("weight")
+    tensors = [("weight", held)] if linear.stored is None else linear.named_parts("weight", held)
+    for name, tensor in tensors:
+        if tensor.dim() > dim and tensor.shape[dim] > 1:  # one number for all inputs, or for all, is every rank's
+            keep_part(linear, name, mesh, dim)
 
 
 # -- parts -----------------------------------------------------------------------------------------------------
 
 
-def _split_out(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    """Column-parallel: each rank makes some outputs of a linear layer, adapted or not."""
+def _split_out(linear: Linear, mesh: DeviceMesh) -> None:
+    """Each rank makes some outputs of a linear layer, adapted or not."""
     linear.out_features //= mesh.size()
-    keep_part(linear, "weight", mesh, 0)
-    if linear.bias is not None:
-        keep_part(linear, "bias", mesh, 0)
-    if isinstance(linear, InFp8):  # one scale for each output
-        keep_part(linear, "weight" + SCALE, mesh, 0)
-    seen: dict[str, Seen] = {"weight": local_part, "bias": local_part}
-    if hasattr(linear, "lora_B"):
-        keep_part(linear, "lora_B", mesh, 0)
-        seen |= {"lora_B": local_part, "lora_A": functools.partial(copied, group=mesh.get_group())}
-    show_as(linear, seen)
+    _keep_parts(linear, mesh, 0)
+    for leaf in ("bias", "lora_B"):
+        if linear._parameters.get(leaf) is not None:
+            keep_part(linear, leaf, mesh, 0)
+    linear.split = Outputs(mesh.get_group())
 
 
-def _split_in(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    """Row-parallel: each rank has some inputs of a linear layer, and makes its term of a sum."""
+def _split_in(linear: Linear, mesh: DeviceMesh) -> None:
+    """Each rank has some inputs of a linear layer, adapted or not."""
     linear.in_features //= mesh.size()
-    keep_part(linear, "weight", mesh, 1)
-    is_first, group = mesh.get_local_rank() == 0, mesh.get_group()  # whose term of the sum has the bias
-    seen: dict[str, Seen] = {"weight": local_part, "bias": lambda bias: copied(bias, group) * is_first}
-    if hasattr(linear, "lora_A"):
+    _keep_parts(linear, mesh, 1)
+    if linear.low_rank is not None:
         keep_part(linear, "lora_A", mesh, 1)
-        seen |= {"lora_A": local_part, "lora_B": functools.partial(copied, group=mesh.get_group())}
-    show_as(linear, seen)
+    linear.split = Inputs(mesh.get_group(), mesh.get_local_rank() == 0)
+
+
+def _share(linear: Linear, mesh: DeviceMesh, heads: int, width: int) -> None:
+    """Each rank makes the outputs of one of `heads` heads, which are fewer than the ranks."""
+    head = mesh.get_local_rank() * heads // mesh.size()
+    linear.split = SharedRows(mesh.get_group(), slice(head * width, (head + 1) * width))
+    linear.out_features = width
 
 
 def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank runs some heads with the kv heads that they read."""
     assert isinstance(module, Attention)
-    size, place, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    run_together(module)
+    size, group = mesh.size(), mesh.get_group()
     _split_out(module.q_proj, mesh)
-    kv_projections = [each for each in (module.k_proj, module.v_proj) if each is not None]
-    if module.kv_heads % size == 0:
-        for each in kv_projections:
+    for each in (module.k_proj, module.v_proj):
+        if each is not None and module.kv_heads % size == 0:
             _split_out(each, mesh)
-        module.kv_heads //= size
-    else:
-        head, width = place * module.kv_heads // size, module.head_dim
-
-        def of_head(weight: Tensor) -> Tensor:
-            return copied(weight, group)[head * width : (head + 1) * width]
-
-        for each in kv_projections:
-            seen: dict[str, Seen] = {"weight": of_head, "bias": of_head}
-            if isinstance(each, InFp8):  # which stand still
-                seen = dict.fromkeys(("weight", "weight" + SCALE), lambda x: x[head * width : (head + 1) * width])
-            if hasattr(each, "lora_B"):
-                seen |= {"lora_B": of_head, "lora_A": functools.partial(copied, group=group)}
-            show_as(each, seen)
-            each.out_features = width
-        module.kv_heads = 1
+        elif each is not None:
+            _share(each, mesh, module.kv_heads, module.head_dim)
+    module.kv_heads = max(1, module.kv_heads // size)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
         _split_indexer(indexer, mesh)
     module.heads //= size
     for norm in (module.q_norm, module.k_norm):  # one weight for the heads of all ranks
         if norm is not None:
-            show_as(norm, {"weight": functools.partial(copied, group=group)})
+            norm.split = functools.partial(copied, group=group)
     _split_in(module.o_proj, mesh)
-    module.register_forward_pre_hook(lambda _, args: (copied(args[0], group), *args[1:]))
-    module.register_forward_hook(lambda _, args, out: (summed(out[0], group), *out[1:]))
 
 
 def _split_indexer(indexer: Any, mesh: DeviceMesh) -> None:
@@ -203,29 +233,19 @@ def _split_indexer(indexer: Any, mesh: DeviceMesh) -> None:
 
     The index key is every rank's, and the selection has no gradient.
     """
-    size, place = mesh.size(), mesh.get_local_rank()
-    if indexer.heads % size == 0:
+    if indexer.heads % mesh.size() == 0:
         _split_out(indexer.q_proj, mesh)
-        indexer.heads //= size
     else:
-        head, width = place * indexer.heads // size, indexer.head_dim
-        show_as(indexer.q_proj, {"weight": lambda weight: weight[head * width : (head + 1) * width]})
-        indexer.q_proj.out_features, indexer.heads = width, 1
+        _share(indexer.q_proj, mesh, indexer.heads, indexer.head_dim)
+    indexer.heads = max(1, indexer.heads // mesh.size())
 
 
 def split_mlp(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank has part of the inner width; gate and up are matrices of their own, so each is cut by itself."""
     assert isinstance(module, MLP)
-    group = mesh.get_group()
-    run_together(module)
     for each in (module.gate_proj, module.up_proj):
         _split_out(each, mesh)
     _split_in(module.down_proj, mesh)
-    if isinstance(module, SelfConditioning):  # adds what the MLP gives to what all ranks have
-        module.pre_norm.register_forward_hook(lambda _, args, x: copied(x, group))
-    else:
-        module.register_forward_pre_hook(lambda _, args: (copied(args[0], group), *args[1:]))
-    module.down_proj.register_forward_hook(lambda _, args, out: summed(out, group))
 
 
 def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -234,12 +254,12 @@ def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     held = module.gate_up_proj.shape[0] // mesh.size()
     for leaf in [*module._parameters, *module._buffers]:
         keep_part(module, leaf, mesh, 0)
-    module.exchange = AllHere(mesh.get_group(), held)
+    module.split = AllHere(mesh.get_group(), held)
 
 
 @dataclass(frozen=True, eq=False)
 class AllHere:
-    """The exchange of `Experts` where all ranks have all tokens: each runs its experts, and the results add up.
+    """The `split` of `Experts` whose tokens all ranks have: each runs its experts, and the results add up.
 
     held: how many experts a rank has.
     """

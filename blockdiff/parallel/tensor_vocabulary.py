@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from blockdiff.kernels.autocast import upcast
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
-from blockdiff.layers.experts import local_part
 from blockdiff.layers.vocabulary import Vocabulary, as_call
+from blockdiff.layers.weights import local_part
 from blockdiff.parallel.reduce import copied, merged_log_sum, stacked, summed
 
 

@@ -18,8 +18,8 @@ from blockdiff.draft_objective import DraftObjective
 from blockdiff.errors import RunError
 from blockdiff.evals.questions import questions_of
 from blockdiff.models.adapters import draw_adapters
-from blockdiff.models.fp8 import layers_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import stored_layers
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
@@ -169,7 +169,7 @@ def _kept(model: BlockDiffusionModel) -> str:
     """The dtype in which a model's weights are kept, in words, and the one in which they are gathered if it differs."""
     kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.kept_dtype, model.dtype))
     dtypes = kept if kept == gathered else f"{kept}, gathered in {gathered}"
-    return f"{dtypes}, linear layers and experts in fp8" if layers_in_fp8(model) else dtypes
+    return f"{dtypes}, linear layers and experts in fp8" if stored_layers(model) else dtypes
 
 
 def load_target(recipe: Recipe, mesh: Mesh) -> BlockDiffusionModel:

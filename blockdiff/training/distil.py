@@ -25,8 +25,8 @@ from blockdiff.errors import DataError, RecipeError, RequestError
 from blockdiff.metrics import Record
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.models.pages import PAGE_TOKENS
+from blockdiff.models.stored import quantised_layers, store
 from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Engine, Generation, Request, Sampler
@@ -207,7 +207,6 @@ def make_distil(
 def below_adapters(model: Any, recipe: Recipe, base: StartingModel) -> Any:
     """The model without its adapters: one that has the very same weights, not copies."""
     frozen = checkpoint.empty(base.config, recipe.model.kernels)
-    if recipe.model.quantize is not None:
-        put_in_fp8(frozen, fp8_layers(frozen))
+    store(frozen, quantised_layers(frozen, recipe.model.quantize))
     frozen.load_state_dict({name: x for name, x in model.state_dict().items() if not is_adapter(name)}, assign=True)
     return frozen.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -10,8 +11,8 @@ from typing import NamedTuple
 
 from blockdiff.errors import RunError
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import layers_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import frozen_weights
 
 _LAYER = re.compile(r"(?<![^.])layers\.\d+\.")
 
@@ -53,14 +54,13 @@ def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: 
 
 
 def count_parts(model: BlockDiffusionModel) -> list[PartCounts]:
-    """The parameters of a model, by the parts of its family, in the order of the model; those in fp8 last."""
+    """The parameters of a model, by the parts of its family, in the order of the model; stored weights last."""
     family, sums = family_of(model.config), dict[str, list[int]]()
-    in_fp8 = [f"{layer}.{leaf}" for layer, held in layers_in_fp8(model).items() for leaf in held.leaves()]
-    named = dict(model.named_parameters()) | {name: model.get_buffer(name) for name in in_fp8}
-    for name, parameter in named.items():
+    frozen = {name: module.held(weight) for name, (module, weight) in frozen_weights(model).items()}
+    for name, held in (dict(model.named_parameters()) | frozen).items():
         row = sums.setdefault(family.part_of(name), [0, 0, 0])
         row[0] += 1
-        row[1 if parameter.requires_grad else 2] += parameter.numel()
+        row[2 if name in frozen or not held.requires_grad else 1] += math.prod(held.shape)
     return [PartCounts(part, *row) for part, row in sums.items()]
 
 

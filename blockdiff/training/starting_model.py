@@ -24,8 +24,8 @@ from blockdiff.errors import BlockdiffError, CheckpointError, RecipeError
 from blockdiff.kernels import Kernels
 from blockdiff.models.adapters import adapt, targets
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import quantised_layers, store
 from blockdiff.objective import Objective
 from blockdiff.rl.policy import PolicyObjective, policy_of, rollout_strategy
 from blockdiff.sampling import Generation
@@ -204,8 +204,7 @@ def without_weights(
                 "objective.images: the model takes no images, because its vocabulary has no token for them; leave it "
                 "out, or give a model or preset whose image tokens the tokenizer has"
             )
-    if recipe.model.quantize is not None:
-        put_in_fp8(model, fp8_layers(model))
+    store(model, quantised_layers(model, recipe.model.quantize))
     if dtype is not None:
         model.to(dtype)
     kind: Any = recipe.given.objective or Objective
@@ -233,8 +232,7 @@ def without_weights(
 def _draft_objective(model: BlockDiffusionModel, recipe: Recipe, base: StartingModel, dtype: torch.dtype | None) -> Any:
     """The objective of a drafter, without weights, as `without_weights` makes it; its target has none either."""
     target = checkpoint.empty(base.target_config, kernels=model.kernels)
-    if recipe.model.quantize is not None:
-        put_in_fp8(target, fp8_layers(target))
+    store(target, quantised_layers(target, recipe.model.quantize))
     if dtype is not None:
         model.to(dtype)
         target.to(computed_in(recipe) or dtype)

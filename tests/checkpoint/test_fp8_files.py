@@ -13,12 +13,12 @@ from torch import nn
 import blockdiff
 from blockdiff import checkpoint, memory
 from blockdiff.errors import BlockdiffError, CheckpointError, RecipeError
-from blockdiff.kernels.fp8.torch import decoded, quantised
+from blockdiff.kernels.fp8 import Fp8
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, draw_adapters, is_adapted, targets
-from blockdiff.models.fp8 import layers_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import stored_layers
 from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe_checks import refuse
@@ -59,17 +59,17 @@ def test_linear_layers_and_experts_of_every_family_are_rounded_and_come_back_to_
     config = CONFIGS[name]()
     blockdiff.save(blockdiff.init(config, seed=1, device="cpu", kernels="torch"), tmp_path / "base")
     plain, model = load(tmp_path / "base"), load(tmp_path / "base", quantize="fp8")
-    layers = layers_in_fp8(model)
+    layers = stored_layers(model)
     for layer, module in plain.named_modules():
         part = layer.split(".")[2] if layer.startswith("layers.") and layer.count(".") > 1 else ""
         expected = isinstance(module, nn.Linear | Experts) and part in ("attention", "mlp", "shared", "experts")
         assert (layer in layers) == (expected and "indexer" not in layer), layer
     for layer, module in layers.items():
-        for leaf in module.leaves():
+        for leaf in module.WEIGHTS:
             weight = plain.get_parameter(f"{layer}.{leaf}")
-            made = quantised(weight.detach())
+            made = Fp8.nearest(weight.detach())
             assert all(map(torch.equal, module.held(leaf), made))
-            assert (decoded(made, torch.float32) - weight).norm() < 0.04 * weight.norm()
+            assert (made.decoded(torch.float32) - weight).norm() < 0.04 * weight.norm()
     blockdiff.save(model, tmp_path / "fp8")
     again = load(tmp_path / "fp8")
     one, two = model.state_dict(), again.state_dict()
@@ -92,7 +92,7 @@ def test_the_files_are_as_compressed_tensors_has_them(base, written):
     width = before[f"{experts}.gate_up_proj"].shape[1] // 2
     up = before[f"{experts}.gate_up_proj"][1, width:]
     stored, scale = tensors[f"{experts}.1.up_proj.weight"], tensors[f"{experts}.1.up_proj.weight_scale"]
-    assert torch.equal(stored.view(torch.uint8), quantised(up).codes) and torch.equal(scale, quantised(up).scale)
+    assert torch.equal(stored.view(torch.uint8), Fp8.nearest(up).codes) and torch.equal(scale, Fp8.nearest(up).scale)
     assert not any(name.endswith("gate_up_proj") for name in tensors)
     assert torch.equal(tensors["model.decoder.norm.weight"], before["model.decoder.norm.weight"])
 
@@ -118,29 +118,29 @@ def test_an_adapter_brings_the_form_of_the_weights_that_it_was_trained_over(base
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B"):
                 parameter.normal_(generator=torch.Generator().manual_seed(len(name))).mul_(0.1)
-    monkeypatch.setattr("blockdiff.checkpoint.adapters.fp8_form", lambda model: word)
+    monkeypatch.setattr("blockdiff.checkpoint.adapters.stored_as", lambda model: word)
     adapter = checkpoint.save_adapter(model, tmp_path / "adapter", str(base))
     truth = hidden(model)
     again = checkpoint.export(base, tmp_path / "peft", adapter, peft=True)
     for loaded in (load(adapter), load(base, adapter=adapter), load(again)):
         assert torch.equal(hidden(loaded), truth)
-    assert not layers_in_fp8(load(adapter, quantize="none"))
+    assert not stored_layers(load(adapter, quantize="none"))
     # what has an adapter is fp8 no more, the others are what they were trained as
     merged = load(checkpoint.export(base, tmp_path / "merged", adapter))
-    layers = layers_in_fp8(merged)
+    layers = stored_layers(merged)
     assert layers and not any(".attention." in name for name in layers)
     wanted = load(adapter)
     blockdiff.merge(wanted)
     assert torch.equal(merged.get_parameter(Q), wanted.get_parameter(Q))
     assert torch.equal(hidden(merged), hidden(wanted))
     plain = load(checkpoint.export(base, tmp_path / "none", adapter, quantize="none"))
-    assert not layers_in_fp8(plain) and torch.equal(plain.get_parameter(Q), wanted.get_parameter(Q))
+    assert not stored_layers(plain) and torch.equal(plain.get_parameter(Q), wanted.get_parameter(Q))
 
 
 def test_what_is_in_fp8_can_be_weights_like_others_again(base, written, tmp_path):
     rounded, plain = load(base, quantize="fp8"), load(written, quantize="none")
-    assert not layers_in_fp8(plain) and plain.state_dict().keys() == load(base).state_dict().keys()
-    assert torch.equal(plain.get_parameter(Q), decoded(rounded.get_submodule(Q[:-7]).held("weight"), torch.float32))
+    assert not stored_layers(plain) and plain.state_dict().keys() == load(base).state_dict().keys()
+    assert torch.equal(plain.get_parameter(Q), rounded.get_submodule(Q[:-7]).held("weight").decoded(torch.float32))
     assert (hidden(plain) - hidden(rounded)).norm() < 1e-5 * hidden(rounded).norm()
     blockdiff.save(plain, tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
@@ -207,13 +207,13 @@ def test_adapters_train_over_fp8_and_are_merged_into_weights_that_are_not(base, 
     loaded = load(written, adapter=tmp_path / "adapter")
     assert is_adapted(loaded) and torch.equal(hidden(loaded), hidden(model))
     merged = load(checkpoint.export(written, tmp_path / "merged", tmp_path / "adapter"))
-    assert not layers_in_fp8(merged)  # every layer in fp8 had an adapter
+    assert not stored_layers(merged)  # every layer in fp8 had an adapter
     # rounding in fp32; what the adapter itself does is a thousand times as much
     assert (hidden(merged) - hidden(model)).norm() < 1e-4 * hidden(model).norm()
     assert (hidden(load(written)) - hidden(model)).norm() > 0.1 * hidden(model).norm()
     assert merged.get_parameter(Q).dtype == torch.float32
     rounded = load(checkpoint.export(written, tmp_path / "rounded", tmp_path / "adapter", quantize="fp8"))
-    assert torch.equal(rounded.get_buffer(Q), quantised(merged.get_parameter(Q).detach()).codes)
+    assert torch.equal(rounded.get_buffer(Q), Fp8.nearest(merged.get_parameter(Q).detach()).codes)
 
 
 def test_sizes_say_what_weights_in_fp8_take(base, written, monkeypatch):
@@ -227,7 +227,7 @@ def test_sizes_say_what_weights_in_fp8_take(base, written, monkeypatch):
         assert plan_sampling(planned, torch.float32, device="cpu", quantize=how).weights == held
     assert held < 0.6 * plan_sampling(config, torch.float32, device="cpu").weights
     monkeypatch.setattr(memory, "total_bytes", lambda device: held + 1000)
-    assert layers_in_fp8(load(base, quantize="fp8"))
+    assert stored_layers(load(base, quantize="fp8"))
     with pytest.raises(BlockdiffError, match=r'quantize="fp8" \('):
         load(base)
 

@@ -7,7 +7,6 @@ import torch
 
 from blockdiff.kernels import IN_C
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8 import torch as in_torch
 from tests.closeness import relative_error
 from tests.oracles import expert_mlp as experts
 from tests.oracles import fp8 as reference
@@ -16,14 +15,14 @@ pytestmark = pytest.mark.quick
 
 
 def in_fp8(*shape: int, seed: int = 0) -> Fp8:
-    return in_torch.quantised(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+    return Fp8.nearest(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_code_is_decoded_to_the_number_it_stands_for(dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     truth = torch.tensor([reference.value(code) for code in range(256)], dtype=torch.float64)
-    made = in_torch.decoded(Fp8(codes[:, None], torch.ones(256, 1)), dtype)[:, 0].double()
+    made = Fp8(codes[:, None], torch.ones(256, 1)).decoded(dtype)[:, 0].double()
     assert torch.equal(made.isnan(), truth.isnan()) and truth.isnan().sum() == 2
     assert torch.equal(made.nan_to_num(), truth.nan_to_num())
 
@@ -31,7 +30,7 @@ def test_every_code_is_decoded_to_the_number_it_stands_for(dtype):
 def test_a_code_is_the_nearest_one_to_its_number():
     g = torch.Generator().manual_seed(3)
     weight = torch.randn(40, 70, generator=g) * torch.logspace(-6, 6, 40)[:, None]
-    made = in_torch.quantised(weight)
+    made = Fp8.nearest(weight)
     finite = torch.tensor(sorted(v for v in map(reference.value, range(256)) if v == v), dtype=torch.float64)
     wanted = (weight.double() / made.scale.double())[..., None]
     nearest = (wanted - finite).abs().amin(-1)
@@ -44,15 +43,15 @@ def test_a_code_is_the_nearest_one_to_its_number():
 
 def test_channels_without_finite_numbers_and_of_zeros():
     weight = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [float("inf"), 1.0], [3.0, -1.0]])
-    made = in_torch.decoded(in_torch.quantised(weight), torch.float32)
+    made = Fp8.nearest(weight).decoded(torch.float32)
     assert torch.equal(made[0], weight[0]) and relative_error(made[3], weight[3]) < 2**-4
-    assert not in_torch.quantised(weight).scale[1:3].isfinite().any()
+    assert not Fp8.nearest(weight).scale[1:3].isfinite().any()
     assert not (made[1:3] @ torch.ones(2)).isfinite().any()
 
 
 def test_what_is_quantised_once_is_the_same_when_it_is_quantised_again():
     made = in_fp8(5, 33, 20)
-    again = in_torch.quantised(in_torch.decoded(made, torch.float64))
+    again = Fp8.nearest(made.decoded(torch.float64))
     assert torch.equal(made.codes, again.codes) and torch.equal(made.scale, again.scale)
 
 
@@ -62,9 +61,9 @@ def test_a_product_with_its_gradient(shape, dtype, bound):
     weight = in_fp8(19, shape[-1])
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     outs = []
-    for op, own in ((IN_C.fp8_linears, x), (reference.fp8_linears, x.double())):
+    for op, own in ((IN_C.fp8_linear, x), (reference.fp8_linear, x.double())):
         own = own.detach().requires_grad_()
-        (out,) = op(own, (weight,))
+        out = op(own, weight)
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)).sum().backward()
         outs.append((out, own.grad))
     (out, grad), (true_out, true_grad) = outs

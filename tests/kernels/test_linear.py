@@ -1,4 +1,4 @@
-"""Linear layers call the kernels for their products; experts with many tokens are those of the reference."""
+"""Linear layers and their parts; experts with many tokens are those of the reference."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import IN_C
 from blockdiff.layers.attention import Attention
-from blockdiff.layers.linear import product
+from blockdiff.layers.linear import Linear
+from blockdiff.layers.lora import LowRank
 from blockdiff.layers.mlp import MLP
+from blockdiff.layers.weights import FORMS
 from blockdiff.spans import encode_spans
 from tests.closeness import relative_error
 from tests.oracles import expert_mlp as reference
@@ -41,23 +43,56 @@ def test_experts_with_many_tokens_are_those_of_the_reference(autocast, hidden, w
     assert all(relative_error(value, true) < bound for value, true in zip(found, wanted, strict=True))
 
 
-def test_a_layer_with_hooks_is_called_as_a_module():
-    layer, seen = nn.Linear(96, 64, bias=False), []
-    x = drawn(256, 96)
-    assert relative_error(product(layer, x, IN_C), layer(x)) < FP32
-    layer.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
-    assert product(layer, x, IN_C).shape == seen.pop()
+def test_a_linear_layer_of_torch_becomes_one_of_ours_with_the_same_parameters():
+    layer = nn.Linear(96, 64).eval()
+    ours = Linear.of(layer)
+    assert ours.weight is layer.weight and ours.bias is layer.bias and not ours.training
+    assert (
+        torch.equal(ours(drawn(256, 96)), layer(drawn(256, 96)))
+        and ours.state_dict().keys() == layer.state_dict().keys()
+    )
 
 
-@pytest.mark.parametrize("kind", ["mlp", "attention"])
-def test_layers_multiply_through_the_kernels(kind, monkeypatch):
-    module = MLP(64, 96, IN_C) if kind == "mlp" else Attention(64, 2, 1, 32, True, 1e-6, IN_C)
-    products = {name for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-    monkeypatch.setattr(nn.Linear, "forward", None)  # calling one fails
-    if kind == "mlp":
-        assert module(drawn(200, 64)).shape == (200, 64) and len(products) == 3
-    else:
-        rope = drawn(1, 8, 32), drawn(1, 8, 32)
-        spans = encode_spans(torch.zeros(1, 8, dtype=torch.int64))
-        out, (k, v) = module(drawn(1, 8, 64), rope, spans, None)
-        assert out.shape == (1, 8, 64) and k.shape == v.shape == (1, 8, 1, 32) and len(products) == 4
+def test_a_forward_hook_on_a_layer_of_attention_is_called():
+    module, seen = Attention(64, 2, 1, 32, True, 1e-6, IN_C), []
+    module.o_proj.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
+    attended(module)
+    assert seen == [(1, 8, 64)]
+
+
+@pytest.mark.parametrize("form", [None, "fp8"])
+def test_the_gated_half_of_an_mlp_is_one_op_unless_a_layer_does_more_than_multiply(form):
+    module, calls = MLP(64, 96, IN_C), []
+    kernels = IN_C.replaced(gated_linear=lambda *call: calls.append(call) or IN_C.gated_linear(*call))
+    module.kernels = kernels
+    if form is not None:
+        for each in (module.gate_proj, module.up_proj):
+            weight = each.weight.detach()
+            each.store(FORMS[form])
+            each.hold("weight", FORMS[form].nearest(weight))
+    out = module(drawn(200, 64))
+    assert len(calls) == 1
+    assert (
+        relative_error(
+            out,
+            module.down_proj(
+                IN_C.gated(*(each(drawn(200, 64)) for each in (module.gate_proj, module.up_proj)), "gelu_tanh")
+            ),
+        )
+        < FP32
+    )
+    module.up_proj.adapt(LowRank(2, 4.0))
+    for parameter in (module.up_proj.lora_A, module.up_proj.lora_B):
+        parameter.data.zero_()
+    assert relative_error(module(drawn(200, 64)), out) < FP32 and len(calls) == 1
+
+
+def attended(module: Attention) -> tuple[Tensor, tuple[Tensor, ...]]:
+    spans = encode_spans(torch.zeros(1, 8, dtype=torch.int64))
+    return module(drawn(1, 8, 64), (drawn(1, 8, 32), drawn(1, 8, 32)), spans, None)
+
+
+def test_layers_give_their_products():
+    out, (k, v) = attended(Attention(64, 2, 1, 32, True, 1e-6, IN_C))
+    assert out.shape == (1, 8, 64) and k.shape == v.shape == (1, 8, 1, 32)
+    assert MLP(64, 96, IN_C)(drawn(200, 64)).shape == (200, 64)

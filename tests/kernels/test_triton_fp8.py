@@ -10,7 +10,6 @@ from torch import Tensor
 
 from blockdiff.kernels.expert_mlp import triton as experts
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8 import torch as in_torch
 from blockdiff.kernels.fp8 import triton as ours
 from blockdiff.kernels.gated.triton import gated_linear
 from tests.closeness import relative_error
@@ -22,7 +21,7 @@ FP32 = 3e-6  # relative
 
 
 def in_fp8(*shape: int, seed: int = 0) -> Fp8:
-    weight = in_torch.quantised(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+    weight = Fp8.nearest(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
     return Fp8(*(part.to(DEVICE) for part in weight))
 
 
@@ -48,7 +47,7 @@ def test_a_product_with_its_gradient(shape, F, few, monkeypatch):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     mine, true = x.clone().to(DEVICE).requires_grad_(), x.double().requires_grad_()
     direction = torch.randn(*shape[:-1], F, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    (out,), truth = ours.fp8_linears(mine, (weight,)), true @ dense(weight).T
+    out, truth = ours.fp8_linear(mine, weight), true @ dense(weight).T
     (out.double() * direction.to(DEVICE)).sum().backward()
     (truth * direction).sum().backward()
     assert relative_error(out, truth) < FP32 and relative_error(mine.grad, true.grad) < FP32

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -24,6 +22,6 @@ def decoded(weight: Fp8, dtype: torch.dtype) -> Tensor:
     return (table[weight.codes.long()] * weight.scale.double()).to(dtype)
 
 
-def fp8_linears(x: Tensor, weights: Sequence[Fp8]) -> tuple[Tensor, ...]:
-    """`x weight^T` for every weight."""
-    return tuple(x @ decoded(weight, x.dtype).mT for weight in weights)
+def fp8_linear(x: Tensor, weight: Fp8) -> Tensor:
+    """`x weight^T`."""
+    return x @ decoded(weight, x.dtype).mT

@@ -23,8 +23,8 @@ from blockdiff.kernels import launch as launching
 from blockdiff.kernels import relaunch
 from blockdiff.kernels.span_attention import triton as attention
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.models.pages import Pages
+from blockdiff.models.stored import quantised_layers, store
 from blockdiff.sampling import Engine, Generation, Request
 from tests.support.presets import changed_preset
 
@@ -90,8 +90,7 @@ class DenoisingStep:
         with torch.device("cpu" if preset is None else "meta"):
             config = small_config(layer_types) if preset is None else config_of(preset, layer_types)
             self.model = DiffusionGemma(config, kernels="triton").to(dtype).eval()
-            if quantize is not None:
-                put_in_fp8(self.model, fp8_layers(self.model))
+            store(self.model, quantised_layers(self.model, quantize))
         self.pages = Pages(self.model, capacity=4096)
         self.row = self.pages.open()
         self.pages.encode([self.row], torch.arange(3, 24)[None], [21])

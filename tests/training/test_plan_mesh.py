@@ -11,7 +11,7 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.layers.experts import Experts
-from blockdiff.models.fp8 import layers_in_fp8
+from blockdiff.models.stored import stored_layers
 from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.fitting import what_fits
@@ -70,7 +70,7 @@ def test_a_rank_holds_its_part_of_the_weights_in_fp8_and_of_their_scales(tree: d
 
     recipe = read_recipe(tree, [LORA, in_fp8, "train.activation_checkpointing=true", "data.canvases=1"])
     model = without_weights(recipe, read_starting_model(recipe), "torch").model
-    experts = [x for held in layers_in_fp8(model).values() if isinstance(held, Experts) for x in held.buffers()]
+    experts = [x for held in stored_layers(model).values() if isinstance(held, Experts) for x in held.buffers()]
     of_experts = weights("{experts: 2}")
     assert experts and weights("{}") - of_experts == sum(x.nbytes for x in experts) // 2
     assert weights("{tensor: 2}") < of_experts

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.expert_mlp import torch as in_torch
-from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.stored import StoredMatrix
 
 STEP = 16  # the sides of a matrix that products.c takes are multiples
 KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that expert_mlp.c has
@@ -170,16 +170,16 @@ def _dense(
 
 def expert_mlp(
     x_ND: Tensor,
-    gate_up_EFD: Tensor | Fp8,
-    down_EDF: Tensor | Fp8,
+    gate_up_EFD: Tensor | StoredMatrix,
+    down_EDF: Tensor | StoredMatrix,
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
     """As in torch.py."""
-    if isinstance(gate_up_EFD, Fp8) or isinstance(down_EDF, Fp8):
-        raise Unserved("expert_mlp in C takes no weights in fp8")
+    if not isinstance(gate_up_EFD, Tensor) or not isinstance(down_EDF, Tensor):
+        raise Unserved("expert_mlp in C takes weights as they are")
     inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
     is_served = activation in KINDS and x_ND.shape[0] > 0 and expert_index_Nk.dtype is torch.int64
     if not is_served or not serves_products(*inputs[:3], expert_weight_Nk, *low_rank):

@@ -18,9 +18,8 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp.activations import Activation, activation_named
-from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.torch import Matrices
 from blockdiff.kernels.op import Ops
+from blockdiff.kernels.stored import Decoded, StoredMatrix
 
 DENSE_FLOPS = 3e7  # dense products up to this size cost less than sorting and one launch per expert
 
@@ -69,7 +68,7 @@ class _Groups:
         ends = [0, *self.ends_E.tolist()]
         return [(e, lo, hi) for e, (lo, hi) in enumerate(itertools.pairwise(ends)) if lo < hi]
 
-    def product(self, x_M: Tensor, weights_E: Tensor | Matrices) -> Tensor:
+    def product(self, x_M: Tensor, weights_E: Tensor | Decoded) -> Tensor:
         """Rows of x times their own expert's matrix [in, out]."""
         if isinstance(weights_E, Tensor) and _has_grouped_mm(x_M, weights_E):
             return F.grouped_mm(x_M, weights_E, offs=self.ends_E)
@@ -128,8 +127,8 @@ class _ExpertMLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_ND: Tensor,
-        gate_up_EFD: Tensor | Matrices,
-        down_EDF: Tensor | Matrices,
+        gate_up_EFD: Tensor | Decoded,
+        down_EDF: Tensor | Decoded,
         expert_index_Nk: Tensor,
         expert_weight_Nk: Tensor,
         activation: Activation,
@@ -150,8 +149,8 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.groups, ctx.activation = groups, activation
         kept = (activated, a) if x_ND.is_cpu else (None, None)
         low_rank = (gate_up_A, gate_up_B, down_A, down_B, between_h, between_y)
-        ctx.in_fp8 = (gate_up_EFD, down_EDF) if isinstance(gate_up_EFD, Matrices) else None
-        weights: Any = (gate_up_EFD, down_EDF) if ctx.in_fp8 is None else (None, None)
+        ctx.decoded = (gate_up_EFD, down_EDF) if isinstance(gate_up_EFD, Decoded) else None
+        weights: Any = (gate_up_EFD, down_EDF) if ctx.decoded is None else (None, None)
         ctx.save_for_backward(x_ND, h, *kept, *weights, expert_weight_Nk, *low_rank)
         return groups.combine(y, expert_weight_Nk).to(x_ND.dtype)
 
@@ -159,8 +158,8 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, h, activated, a, gate_up_EFD, down_EDF, expert_weight_Nk, *low_rank = ctx.saved_tensors
         gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank
-        if ctx.in_fp8 is not None:
-            gate_up_EFD, down_EDF = ctx.in_fp8
+        if ctx.decoded is not None:
+            gate_up_EFD, down_EDF = ctx.decoded
         groups: _Groups = ctx.groups
         activation: Activation = ctx.activation
         gate, up = h.chunk(2, -1)
@@ -234,8 +233,8 @@ def _dense(
 
 def expert_mlp(
     x_ND: Tensor,
-    gate_up_EFD: Tensor | Fp8,
-    down_EDF: Tensor | Fp8,
+    gate_up_EFD: Tensor | StoredMatrix,
+    down_EDF: Tensor | StoredMatrix,
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
@@ -247,18 +246,18 @@ def expert_mlp(
     expert" (padding: no work, contributes 0); expert_weight_Nk: routing weights; activation: "gelu_tanh", "silu" or
     "swiglu_oai" (activations.py); low_rank: nothing, or the matrices that add B A to each expert's: those of gate_up,
     A [E, r, D] and B [E, 2F, r], and those of down, A [E, r', F] and B [E, D, r'], all scaled as they are to count.
-    Matrices in fp8 are frozen, and each is decoded to x's dtype where its tokens meet it.
+    Stored matrices are frozen, and each is decoded to x's dtype where its tokens meet it.
     Returns [N, D] in x's dtype; gradients for x, the routing weights, all low-rank matrices and whichever weights
     require them, summed in an order that the inputs alone decide. Raises BlockdiffError for an unknown activation.
     """
     gated = activation_named(activation)
     matrices: Sequence[Tensor | None]
-    if isinstance(gate_up_EFD, Fp8) and isinstance(down_EDF, Fp8):
+    if not isinstance(gate_up_EFD, Tensor) or not isinstance(down_EDF, Tensor):
+        assert not isinstance(gate_up_EFD, Tensor) and not isinstance(down_EDF, Tensor)
         (x_ND,) = in_autocast(x_ND)
         matrices = [matrix.to(x_ND.dtype) for matrix in low_rank] or (None,) * 4
-        in_fp8 = Matrices(gate_up_EFD, x_ND.dtype), Matrices(down_EDF, x_ND.dtype)
-        return _ExpertMLP.apply(x_ND, *in_fp8, expert_index_Nk, expert_weight_Nk, gated, *matrices)
-    assert isinstance(gate_up_EFD, Tensor) and isinstance(down_EDF, Tensor)
+        decoded = Decoded(gate_up_EFD, x_ND.dtype), Decoded(down_EDF, x_ND.dtype)
+        return _ExpertMLP.apply(x_ND, *decoded, expert_index_Nk, expert_weight_Nk, gated, *matrices)
     x_ND, gate_up_EFD, down_EDF, *low_rank = in_autocast(x_ND, gate_up_EFD, down_EDF, *low_rank)
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= DENSE_FLOPS:
         return _dense(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated, low_rank)
@@ -269,8 +268,8 @@ def expert_mlp(
 def expert_slots(
     ops: Ops,
     x: Tensor,
-    gate_up_EFD: Tensor | Fp8,
-    down_EDF: Tensor | Fp8,
+    gate_up_EFD: Tensor | StoredMatrix,
+    down_EDF: Tensor | StoredMatrix,
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",

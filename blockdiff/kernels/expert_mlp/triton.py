@@ -20,7 +20,6 @@ from blockdiff.kernels.expert_mlp import kernels_backward as backward
 from blockdiff.kernels.expert_mlp import kernels_slots as slot_kernels
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_named
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.triton import codes_and_scale
 from blockdiff.kernels.launch import (
     Launch,
     Unserved,
@@ -34,6 +33,7 @@ from blockdiff.kernels.launch import (
     registered,
 )
 from blockdiff.kernels.scratch import scratch
+from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, precision_of, tile_for, tile_of
 
 PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
@@ -316,8 +316,8 @@ _expert_mlp.register_autograd(_gradients, setup_context=_save)
 
 def expert_mlp(
     x_ND: Tensor,
-    gate_up_EFD: Tensor | Fp8,
-    down_EDF: Tensor | Fp8,
+    gate_up_EFD: Tensor | StoredMatrix,
+    down_EDF: Tensor | StoredMatrix,
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
@@ -335,8 +335,8 @@ def expert_mlp(
 
 def expert_slots(
     x: Tensor,
-    gate_up_EFD: Tensor | Fp8,
-    down_EDF: Tensor | Fp8,
+    gate_up_EFD: Tensor | StoredMatrix,
+    down_EDF: Tensor | StoredMatrix,
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
@@ -359,17 +359,17 @@ def check_activation(name: str) -> None:
         raise Unserved(f"{name} has no Triton kernel, only the numbers of gpt-oss have")
 
 
-def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequence[Tensor]) -> Any:
+def _inputs(x: Tensor, gate_up: Tensor | StoredMatrix, down: Tensor | StoredMatrix, low_rank: Sequence[Tensor]) -> Any:
     """x, the matrices or their codes, the scales of these or None, and the low-rank matrices, of one dtype."""
-    if not isinstance(gate_up, Fp8):
-        if isinstance(down, Fp8):
-            down, _ = codes_and_scale(down)
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         if is_on(x):
             x, gate_up, down, *low_rank = in_autocast(x, gate_up, down, *low_rank)
         check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
         return x, gate_up, down, NO_FP8, low_rank
-    (gate_up_codes, gate_up_scale), (down, down_scale) = codes_and_scale(gate_up), codes_and_scale(down)
+    if not isinstance(gate_up, Fp8) or not isinstance(down, Fp8):
+        raise Unserved("expert_mlp in Triton takes matrices in fp8, or as they are")
     (x,) = in_autocast(x)
     low_rank = [matrix.to(x.dtype) for matrix in low_rank]
     check_dtypes("expert_mlp", x)
-    return x, gate_up_codes, down, (gate_up_scale, down_scale), low_rank
+    codes = (matrix.codes.view(torch.int8) for matrix in (gate_up, down))
+    return x, *codes, (gate_up.scale, down.scale), low_rank

@@ -1,4 +1,4 @@
-"""fp8_linears in Triton: launchers as ops for torch, the gradient, and the public function.
+"""fp8_linear in Triton: launchers as ops for torch, the gradient, and the public function.
 
 Few tokens meet the weights as they are in memory, which is half the bytes of bf16; for more the weight is decoded once,
 into memory that lives as long as torch's product with it, and so it is in the backward.
@@ -6,27 +6,21 @@ into memory that lives as long as torch's product with it, and so it is in the b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.fp8 import Fp8, kernels
+from blockdiff.kernels.fp8 import kernels
+from blockdiff.kernels.fp8.matrix import Fp8
 from blockdiff.kernels.launch import check_dtypes, empty, launch, registered
 from blockdiff.kernels.tiles import Tile, decodes_fp8, precision_of, tile_of
 
 # For more rows, writing and reading a decoded weight costs less than what torch's product is ahead of the one here.
 FEW_ROWS = 512
 DECODE = Tile(16, 256, warps=4)
-
-
-def codes_and_scale(weight: Tensor | Fp8) -> tuple[Tensor, Tensor | None]:
-    """A weight as kernels take it: codes as int8 with their scales, or what is no fp8 and None."""
-    if isinstance(weight, Fp8):
-        return weight.codes.view(torch.int8), weight.scale
-    return weight, None
 
 
 def _decoded(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
@@ -72,10 +66,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _fp8_linear.register_autograd(_gradients, setup_context=_save)
 
 
-def fp8_linears(x: Tensor, weights: Sequence[Fp8]) -> tuple[Tensor, ...]:
+def fp8_linear(x: Tensor, weight: Fp8) -> Tensor:
     """As in torch.py: fp32, bf16 or fp16. Raises Unserved for other dtypes."""
     (x,) = in_autocast(x)
-    check_dtypes("fp8_linears", x)
-    flat = x.reshape(-1, x.shape[-1])
-    made = (_fp8_linear(flat, *codes_and_scale(weight)) for weight in weights)
-    return tuple(out.view(*x.shape[:-1], out.shape[1]) for out in made)
+    check_dtypes("fp8_linear", x)
+    out: Tensor = _fp8_linear(x.reshape(-1, x.shape[-1]), weight.codes.view(torch.int8), weight.scale)
+    return out.view(*x.shape[:-1], out.shape[1])

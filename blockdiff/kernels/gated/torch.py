@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from blockdiff.kernels.expert_mlp.activations import activation_named
-from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.op import Ops
+from blockdiff.kernels.stored import StoredMatrix, linear
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
@@ -15,7 +15,8 @@ def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
     return gates.gate(gate) * gates.linear(up)
 
 
-def gated_linear(ops: Ops, x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
+def gated_linear(
+    ops: Ops, x: Tensor, gate_FD: Tensor | StoredMatrix, up_FD: Tensor | StoredMatrix, activation: str
+) -> Tensor:
     """`gated` of the products of x [..., D] with two weights."""
-    gate, up = ops.linears(x, (gate_FD, up_FD))
-    return ops.gated(gate, up, activation)
+    return ops.gated(linear(ops, x, gate_FD), linear(ops, x, up_FD), activation)

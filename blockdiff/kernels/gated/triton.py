@@ -9,9 +9,9 @@ from torch import Tensor
 
 from blockdiff.kernels.expert_mlp.triton import check_activation
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.triton import codes_and_scale
 from blockdiff.kernels.gated import kernels
 from blockdiff.kernels.launch import Launch, Unserved, cached_by_sizes, check_dtypes, check_without_gradient, registered
+from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.kernels.tiles import decodes_fp8, precision_of, tile_for
 
 FEW_ROWS = 1024  # for more, torch's product is faster than a product here saves launches
@@ -39,17 +39,19 @@ def _gated_product_of(
     return Launch(kernels.gated_product, tile.grid(N, F), **constants)
 
 
-def gated_linear(x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
+def gated_linear(x: Tensor, gate_FD: Tensor | StoredMatrix, up_FD: Tensor | StoredMatrix, activation: str) -> Tensor:
     """As in torch.py, of few tokens; Unserved where a gradient is needed."""
     check_without_gradient("gated_linear", x)
     check_activation(activation)
     if x.numel() > FEW_ROWS * x.shape[-1]:
         raise Unserved(f"gated_linear in Triton takes up to {FEW_ROWS} tokens")
-    if isinstance(gate_FD, Fp8) or isinstance(up_FD, Fp8):
-        (gate, gate_scale), (up, up_scale) = codes_and_scale(gate_FD), codes_and_scale(up_FD)
-        check_dtypes("gated_linear", *((x, gate, up) if gate_scale is None else (x,)))
-    else:
+    if isinstance(gate_FD, Tensor) and isinstance(up_FD, Tensor):
         check_dtypes("gated_linear", x, gate_FD, up_FD)
-        gate, up, gate_scale, up_scale = gate_FD, up_FD, None, None
-    out: Tensor = _gated_product(x, gate, up, gate_scale, up_scale, activation)
-    return out
+        out: Tensor = _gated_product(x, gate_FD, up_FD, None, None, activation)
+        return out
+    if not isinstance(gate_FD, Fp8) or not isinstance(up_FD, Fp8):
+        raise Unserved("gated_linear in Triton takes weights in fp8, or as they are")
+    check_dtypes("gated_linear", x)
+    gate, up = (weight.codes.view(torch.int8) for weight in (gate_FD, up_FD))
+    made: Tensor = _gated_product(x, gate, up, gate_FD.scale, up_FD.scale, activation)
+    return made

@@ -11,12 +11,15 @@ class Norm(Protocol):
     """A norm of heads.
 
     form: how its weight counts, as kernels have it: "direct" multiplies in fp32, "cast" multiplies what was rounded
-    before, "centred" is added to 1, anything else is a norm of one's own, which is called.
+    before, "centred" is added to 1, anything else is a norm of one's own, which is called. gain: the weight as this
+    rank multiplies by it.
     """
 
     form: str
-    weight: Tensor
     eps: float
+
+    @property
+    def gain(self) -> Tensor: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 

@@ -37,7 +37,7 @@ def attention_heads(
 def _normed_and_turned(ops: Ops, x_BThd: Tensor, norm: Norm | None, rope: Rope) -> Tensor:
     # in fp32 there is nothing to cast between the norm and its weight
     if norm is not None and (norm.form == "direct" or (norm.form == "cast" and x_BThd.dtype is torch.float32)):
-        return ops.norm_rope(x_BThd, norm.weight, *rope, norm.eps)
+        return ops.norm_rope(x_BThd, norm.gain, *rope, norm.eps)
     return turned(x_BThd if norm is None else norm(x_BThd), *rope)
 
 

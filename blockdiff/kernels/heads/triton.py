@@ -90,7 +90,7 @@ def _weights_and_form(norms: HeadNorms) -> tuple[Tensor | None, Tensor | None, s
         return None, None, "none"
     if of_q is None or of_k is None or of_q.form != of_k.form or of_q.form not in FORMS:
         raise Unserved("attention_heads in Triton takes norms of queries and keys of one form that it knows")
-    return of_q.weight, of_k.weight, of_q.form
+    return of_q.gain, of_k.gain, of_q.form
 
 
 def attention_heads(

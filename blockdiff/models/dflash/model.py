@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Past
+from blockdiff.layers.linear import Linear
 from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.models import llama
 from blockdiff.models.dflash.config import block_size, check, mask_id, target_layer_ids, value_of
@@ -90,7 +91,7 @@ class DFlash(Drafter):
         check(config)
         self.canvas_length, self.vocab_size = block_size(config), config.vocab_size
         self.target_layers, self.mask_id = target_layer_ids(config), mask_id(config)
-        self.fc = nn.Linear(len(self.target_layers) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(len(self.target_layers) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
         self.layers = nn.ModuleList(Layer(config, False, self.kernels) for _ in range(config.num_hidden_layers))
         self.norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)

@@ -27,6 +27,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.span_attention.paged import PagedTensor, written
 from blockdiff.layers.attention import KV, Past
+from blockdiff.layers.linear import Linear
 from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models import llama
@@ -55,7 +56,7 @@ class Layer(llama.Layer):
         self.hidden_norm = CastRMSNorm(hidden, config.layer.rms_norm_eps, kernels)
         self.norms_residual = bool(config.value_of("norm_before_residual"))
         for name in ("q_proj", "k_proj", "v_proj"):
-            wide = nn.Linear(2 * hidden, getattr(self.attention, name).out_features, bias=False)
+            wide = Linear(2 * hidden, getattr(self.attention, name).out_features, bias=False)
             setattr(self.attention, name, wide)
 
     def forward(
@@ -95,7 +96,7 @@ class Eagle3(Drafter):
         self.input_norm = CastRMSNorm(read * of_target, eps, self.kernels) if has("norm_before_fc") else None
         each = (CastRMSNorm(of_target, eps, self.kernels) for _ in range(read))
         self.fc_norm = nn.ModuleList(each) if has("fc_norm") else None
-        self.fc = nn.Linear(read * of_target, hidden, bias=False)
+        self.fc = Linear(read * of_target, hidden, bias=False)
         self.layers = nn.ModuleList([Layer(config, self.kernels)])
         self.norm = CastRMSNorm(hidden, eps, self.kernels)
         self.table = nn.Parameter(torch.empty(self.vocab_size, hidden))  # None: the target's embeds

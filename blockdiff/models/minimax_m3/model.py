@@ -30,6 +30,7 @@ from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PagedTensor, written
 from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.experts import Experts, SigmoidRouter
+from blockdiff.layers.linear import Linear
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import ZeroCentredRMSNorm
 from blockdiff.layers.rope import default_frequencies
@@ -63,8 +64,8 @@ class MiniMaxM3Indexer(nn.Module):
     def __init__(self, text: Any, kernels: Kernels):
         super().__init__()
         self.heads, self.head_dim, self.kernels = text.index_n_heads, text.index_head_dim, kernels
-        self.q_proj = nn.Linear(text.hidden_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(text.hidden_size, self.head_dim, bias=False)
+        self.q_proj = Linear(text.hidden_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = Linear(text.hidden_size, self.head_dim, bias=False)
         self.q_norm = MiniMaxM3RMSNorm(self.head_dim, text.rms_norm_eps, kernels)
         self.k_norm = MiniMaxM3RMSNorm(self.head_dim, text.rms_norm_eps, kernels)
 

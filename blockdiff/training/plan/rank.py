@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from blockdiff.errors import RecipeError
 from blockdiff.layers.experts import Experts
-from blockdiff.layers.fp8 import is_scale
+from blockdiff.layers.weights import is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
 from blockdiff.parallel.exchange import expert_parallel
@@ -90,7 +90,7 @@ def cut_to_rank(objective: Any, recipe: Recipe) -> Any:
         expert_parallel(objective.model, mesh)
         for module in objective.model.modules():
             if isinstance(module, Experts):
-                module.exchange = _exchange_among(experts)
+                module.split = _exchange_among(experts)
     return objective
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.fp8 import is_fp8
+from blockdiff.checkpoint.stored import quantize_of
 from blockdiff.models.adapters import adapt
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import quantised_layers, store
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.plan.step_bytes import keep_one_of_each
 from blockdiff.training.plan.training import kernels_for
@@ -53,8 +53,7 @@ def plan_sampling(
     adapter: the directory of one that the model gets, unmerged.
     """
     model = checkpoint.empty(config, kernels_for(device)).to(dtype).eval()
-    if is_fp8(config, quantize):
-        put_in_fp8(model, fp8_layers(model))
+    store(model, quantised_layers(model, quantize_of(config, quantize)))
     if adapter is not None:
         found = checkpoint.read_adapter(adapter, model)
         adapt(model, found.modules, found.tokens)

@@ -1,7 +1,7 @@
-"""Weights in fp8 in checkpoints: which layers of a model have them, and how config.json says it.
+"""Weights of fewer bits in checkpoints: which layers of a model have them, and how config.json says it.
 
-The form is that of compressed-tensors, `float-quantized` with a scale for each output channel: beside a tensor X in
-e4m3 lies X_scale [out, 1], and experts are matrices of their own. That is what vLLM reads.
+The form of fp8 is that of compressed-tensors, `float-quantized` with a scale for each output channel: a tensor X in
+e4m3 has X_scale [out, 1], and experts are matrices of their own. That is what vLLM reads.
 """
 
 from __future__ import annotations
@@ -20,52 +20,45 @@ from blockdiff.checkpoint.assembled import Assembled, assembled, stored_apart
 from blockdiff.checkpoint.digests import has_digests
 from blockdiff.checkpoint.files import CONFIG, metadata_in
 from blockdiff.checkpoint.stream import TensorSource
-from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
-from blockdiff.layers.fp8 import SCALE, InFp8
+from blockdiff.layers.linear import Linear
+from blockdiff.layers.weights import Form
 from blockdiff.models.family import family_of
-from blockdiff.models.fp8 import fp8_layers, layers_in_fp8
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import QUANTIZE, check_quantize, frozen_weights, quantised_layers, stored_layers
 
-# What weights can be asked for in; None: as they are stored.
-FORMS = ("fp8", "none")
-FORM = "base_weights"  # the entry of an adapter's file that says it of the weights below
-
-
-def check_quantize(quantize: str | None) -> None:
-    """Raises CheckpointError for a form that is not known."""
-    if quantize is not None and quantize not in FORMS:
-        raise CheckpointError(f"quantize={quantize!r} is not known; use {', '.join(FORMS)} or leave it out")
+FORM = "base_weights"  # the entry of an adapter's file that names the `quantize` of the weights below
 
 
-def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | None) -> list[str]:
-    """The layers of an empty model whose weights are to be in fp8.
+def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | None) -> dict[str, Form]:
+    """The layers of an empty model whose weights are to be stored in fewer bits, and how.
 
-    quantize: "fp8" (all that the family has it for), "none", or None: those that the checkpoint has in
-    fp8, which the first ones include. Raises CheckpointError.
+    quantize: a word for all layers that the family has it for, "none", or None: those that the checkpoint stores so,
+    which a word adds to its own. Raises CheckpointError.
     """
     check_quantize(quantize)
     if quantize == "none":
-        return []
-    asked = [] if quantize is None else fp8_layers(model)
+        return {}
+    found = quantised_layers(model, quantize)
     names = family_of(model.config).names
     stored = assembled(stored_apart(directory, names), names)
-    stored_in_fp8 = []
     for layer, module in model.named_modules():
-        if isinstance(module, nn.Linear | Experts) and layer not in asked:
-            leaves = [names.to_hub(f"{layer}.{leaf}") for leaf, _ in module.named_parameters(recurse=False)]
-            places = [stored.get(hub) for hub in leaves if hub is not None]
-            if places and all(isinstance(place, Assembled) and place.is_fp8 for place in places):
-                stored_in_fp8.append(layer)
-    return [*asked, *stored_in_fp8]
+        if isinstance(module, Linear | Experts) and layer not in found:
+            hubs = [names.to_hub(f"{layer}.{weight}") for weight in module.WEIGHTS]
+            places = [stored.get(hub) for hub in hubs if hub is not None]
+            forms = {place.form if isinstance(place, Assembled) else None for place in places}
+            if len(forms) == 1 and (form := forms.pop()) is not None:
+                found[layer] = form
+    return found
 
 
-def is_fp8(config: Any, quantize: str | None) -> bool:
-    """True where a model of this config has its weights in fp8, as `quantize` asks or else as the config says."""
+def quantize_of(config: Any, quantize: str | None) -> str | None:
+    """The word for how a model of this config stores its weights: `quantize`, or what the config says; None or "none"
+    for weights like others."""
     check_quantize(quantize)
     if quantize is not None:
-        return quantize != "none"
-    return _said(config).get("format") == "float-quantized"
+        return quantize
+    return "fp8" if _said(config).get("format") == "float-quantized" else None
 
 
 def warn_of_inputs(config: Any, directory: Path) -> None:
@@ -83,12 +76,11 @@ def _said(config: Any) -> Mapping[str, Any]:
     return said if isinstance(said, Mapping) else {}
 
 
-def fp8_form(model: BlockDiffusionModel) -> str | None:
-    """The `quantize` under which a model has its weights as they are; None where not all or none are in fp8."""
-    layers = layers_in_fp8(model)
-    if not layers or not layers.keys() >= set(fp8_layers(model)):
-        return None
-    return "fp8"
+def stored_as(model: BlockDiffusionModel) -> str | None:
+    """The `quantize` that stores a model's weights as they are; None if no word does, or nothing is stored so."""
+    forms = {name: module.stored for name, module in stored_layers(model).items()}
+    words = [word for word in QUANTIZE if forms and forms.items() >= quantised_layers(model, word).items()]
+    return words[0] if words else None
 
 
 def form_below(directory: str | Path) -> str | None:
@@ -107,7 +99,7 @@ def described(model: BlockDiffusionModel) -> dict[str, Any] | None:
 
     Its form is the one that vLLM's loader of DiffusionGemma takes (FP8-Dynamic), in which that rounds inputs, too.
     """
-    if not layers_in_fp8(model):
+    if not stored_layers(model):
         return None
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     group: dict[str, Any] = {
@@ -130,7 +122,7 @@ def _ignored(model: BlockDiffusionModel) -> list[str]:
     found = ["lm_head"]
     for layer, module in model.named_modules():
         hub = names.to_hub(f"{layer}.weight")
-        if isinstance(module, nn.Linear) and not isinstance(module, InFp8) and hub is not None:
+        if isinstance(module, nn.Linear) and getattr(module, "stored", None) is None and hub is not None:
             _, number, rest = hub.removesuffix(".weight").rpartition(".layers.")
             rest = rest.partition(".")[2] if number else ".".join(rest.split(".")[-2:])
             found.append(f"re:.*{re.escape(rest)}$")
@@ -138,12 +130,19 @@ def _ignored(model: BlockDiffusionModel) -> list[str]:
     return sorted(set(found))
 
 
-def fp8_sources(name: str, sources: Mapping[str, TensorSource]) -> tuple[TensorSource, TensorSource] | None:
-    """The codes and the scales that a file gets for a tensor in fp8; None for a tensor of another dtype."""
-    scale = sources.get(name + SCALE)
-    if scale is None:
-        return None
-    codes = sources[name]
-    return TensorSource(
-        codes.shape, torch.float8_e4m3fn, lambda: codes.read().view(torch.float8_e4m3fn), (codes,)
-    ), scale
+def parts_in_files(model: BlockDiffusionModel, sources: dict[str, TensorSource]) -> dict[str, dict[str, TensorSource]]:
+    """Take the tensors of stored weights out of `sources`: for each weight the tensors that files have, by what follows
+    its name there."""
+    found: dict[str, dict[str, TensorSource]] = {}
+    for name, (module, _) in frozen_weights(model).items():
+        assert module.stored is not None
+        ends = zip(module.stored.SUFFIXES, module.stored.DTYPES, strict=True)
+        found[name] = {end: _viewed(sources.pop(name + end), dtype) for end, dtype in ends}
+    return found
+
+
+def _viewed(source: TensorSource, dtype: torch.dtype) -> TensorSource:
+    """The bytes of a tensor as numbers of another dtype of that size."""
+    if source.dtype == dtype:
+        return source
+    return TensorSource(source.shape, dtype, lambda: source.read().view(dtype), (source,))

@@ -1,0 +1,67 @@
+"""Weights as kernels take them: tensors, or matrices that are stored in fewer bits and are frozen."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockdiff.kernels.op import Ops
+
+
+class StoredMatrix(Protocol):
+    """A matrix [..., out, in], or one for each expert, in a form of fewer bits: a named tuple of its tensors.
+
+    SUFFIXES: what follows the name of a weight in the names of these tensors; DTYPES: the dtypes of these in files. All
+    keep their dtype when a model is cast. A tensor is cut along outputs or inputs together with the matrix if it has
+    more than one number there.
+    """
+
+    SUFFIXES: ClassVar[tuple[str, ...]]
+    DTYPES: ClassVar[tuple[torch.dtype, ...]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+
+    @classmethod
+    def empty_like(cls, weight: Tensor) -> Self:
+        """Room for a matrix of a weight's shape, on its device."""
+
+    @classmethod
+    def nearest(cls, weight: Tensor) -> Self:
+        """The matrix that a weight is rounded to."""
+
+    def part(self, index: Any) -> Self:
+        """The matrix of one expert, or some rows of a matrix."""
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """The matrix as a tensor of a dtype."""
+
+    def product(self, ops: Ops, x: Tensor) -> Tensor:
+        """`x W^T` of x [..., in], with a gradient for x."""
+
+
+class Decoded:
+    """The matrices of all experts in a stored form, each of which is decoded when it is asked for."""
+
+    def __init__(self, weight: StoredMatrix, dtype: torch.dtype, is_transposed: bool = False):
+        self.weight, self.dtype, self.is_transposed = weight, dtype, is_transposed
+        E, rows, columns = weight.shape
+        self.shape = (E, columns, rows) if is_transposed else (E, rows, columns)
+
+    def __getitem__(self, expert: int) -> Tensor:
+        matrix = self.weight.part(expert).decoded(self.dtype)
+        return matrix.t() if self.is_transposed else matrix
+
+    def transpose(self, first: int, second: int) -> Decoded:
+        """The transposed matrices; only the last two dimensions can change places."""
+        assert {first, second} == {1, 2}
+        return Decoded(self.weight, self.dtype, not self.is_transposed)
+
+
+def linear(ops: Ops, x: Tensor, weight: Tensor | StoredMatrix) -> Tensor:
+    """`x W^T`: x [..., in], weight [out, in]."""
+    return F.linear(x, weight) if isinstance(weight, Tensor) else weight.product(ops, x)
