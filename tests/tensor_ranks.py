@@ -219,6 +219,7 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
             whole = each.table.grad.full_tensor() if isinstance(each.table.grad, DTensor) else each.table.grad
             values = {f"loss {n}": loss for n, loss in enumerate(losses)}
             values |= {"soft": soft, "hidden": x.grad, "table": whole, "logits": each.logits(hidden)}
+            values["divergence"] = each.divergence(x.detach(), x.detach().flip(0))
             values |= {"soft of": each.soft_embedding_of(values["logits"]), "embed": each.embed(target)}
             scores, argmax = each.scores(x.detach(), target, observed, bonus)
             found.append((values | {"scores": scores}, argmax))

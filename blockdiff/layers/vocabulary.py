@@ -38,12 +38,14 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 class Vocabulary(nn.Module):
     """Table [V, D] of embeddings and (soft-capped) logits; holds one chunk of logits at a time.
 
+    split: how ranks share the rows, each with some of them (`parallel/tensor_vocabulary.py`); token_rows: its adapter.
     scale: what embeddings are multiplied by (None: sqrt(D)); is_tied: whether the table makes the logits, too; else
     that is a `head` [V, D] of its own.
     """
 
     token_rows: nn.Parameter | None
     head: nn.Parameter | None
+    split: Any = None
 
     def __init__(
         self,
@@ -100,8 +102,8 @@ class Vocabulary(nn.Module):
         return self._all_but[device, token]
 
     def least_of_ranks(self, count: int) -> int:
-        """The least of a count over the ranks that share the table; here it is one rank's."""
-        return count
+        """The least of a count over the ranks that share the table."""
+        return count if self.split is None else self.split.least_of_ranks(self, count)
 
     def output_weights(self) -> Tensor:
         """The weights that make the logits: the head, or the table where it is tied."""
@@ -112,8 +114,8 @@ class Vocabulary(nn.Module):
         return None if self.head is None else self.weights()
 
     def forward(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Every op of this module passes through here."""
-        return method(self, *args, **named)
+        """Every op of this module passes through here, and with `split` on to its op of that name, if it has one."""
+        return getattr(self.split, method.__name__, method)(self, *args, **named)
 
     def _scale(self, dtype: torch.dtype) -> float:
         """sqrt(D) rounded to fp32 and then to the table's dtype: 53.0, not 53.066, for D = 2816 in bf16."""

@@ -10,6 +10,7 @@ penalties) is computed by every rank alike, with all rows of the table, which ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,68 +19,67 @@ from torch import Tensor, nn
 
 from blockdiff.kernels.autocast import upcast
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
-from blockdiff.layers.vocabulary import Vocabulary, as_call
+from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.layers.weights import local_part
 from blockdiff.parallel.reduce import copied, merged_log_sum, stacked, summed
 
 
 def share_vocabulary(vocabulary: Vocabulary, group: dist.ProcessGroup) -> None:
-    """Make a vocabulary, whose table is split along the tokens, one that the ranks of a group share, in place."""
-    vocabulary.__class__ = SharedVocabulary
-    assert isinstance(vocabulary, SharedVocabulary)
-    vocabulary.group = group
+    """Let the ranks of a group share a vocabulary whose table is split along the tokens, in place."""
     each = -(-vocabulary.table.shape[0] // group.size())
-    vocabulary.first = group.rank() * each
+    vocabulary.split = SharedRows(group, group.rank() * each)
 
 
-class SharedVocabulary(Vocabulary):
-    """See `Vocabulary`; all ranks of `group` make the same calls with equal arguments and get equal results."""
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """The `split` of a vocabulary: its ops over the ranks of a group, each of which has some rows of the table.
+
+    All ranks make the same calls with equal arguments and get equal results. first: the token of this rank's first row.
+    """
 
     group: dist.ProcessGroup
-    first: int  # the token of this rank's first row
+    first: int
 
-    def weights(self) -> Tensor:
+    def rows(self, vocabulary: Vocabulary) -> Tensor:
         """The rows of this rank, with those of them that an adapter trains."""
-        table = local_part(self.table)
-        if self.token_rows is None:
+        table = local_part(vocabulary.table)
+        if vocabulary.token_rows is None:
             return table
-        rows = copied(self.token_rows, self.group).to(table.dtype)
-        ours = [n for n, token in enumerate(self.token_ids) if 0 <= token - self.first < len(table)]
+        rows = copied(vocabulary.token_rows, self.group).to(table.dtype)
+        ours = [n for n, token in enumerate(vocabulary.token_ids) if 0 <= token - self.first < len(table)]
         if not ours:
             return table + 0 * rows.sum()  # every rank takes part in the sum of gradients
-        places = tuple(self.token_ids[n] - self.first for n in ours)
-        which, index = (self.index_on(table.device, numbers) for numbers in (tuple(ours), places))
+        places = tuple(vocabulary.token_ids[n] - self.first for n in ours)
+        which, index = (vocabulary.index_on(table.device, numbers) for numbers in (tuple(ours), places))
         return table.index_copy(0, index, rows.index_select(0, which))
 
-    def output_weights(self) -> Tensor:
+    def output_rows(self, vocabulary: Vocabulary) -> Tensor:
         """The rows of this rank that make the logits."""
-        return self.weights() if self.head is None else local_part(self.head)
+        return self.rows(vocabulary) if vocabulary.head is None else local_part(vocabulary.head)
 
-    def least_of_ranks(self, count: int) -> int:
+    def least_of_ranks(self, vocabulary: Vocabulary, count: int) -> int:
         """The least of the counts that the ranks have."""
-        least = torch.tensor(count, device=local_part(self.table).device)
+        least = torch.tensor(count, device=local_part(vocabulary.table).device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
         return int(least)
 
-    @as_call
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, vocabulary: Vocabulary, tokens: Tensor) -> Tensor:
         """Embeddings [..., D] of int64 tokens."""
-        table = self.weights()
+        table = self.rows(vocabulary)
         place, is_here = self._here(tokens, table)
         x = summed(F.embedding(place, table) * is_here[..., None], self.group)
-        return x if self.root == 1.0 else x * self._scale(table.dtype)
+        return x if vocabulary.root == 1.0 else x * vocabulary._scale(table.dtype)
 
-    @as_call
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, vocabulary: Vocabulary, hidden: Tensor) -> Tensor:
         """Soft-capped logits [..., V], in fp32 at least, gathered: a convenience for few tokens, without gradients."""
-        own = self.kernels.logits(hidden, self.output_weights(), self.softcap).detach()
-        each = -(-self.table.shape[0] // self.group.size())
+        own = vocabulary.kernels.logits(hidden, self.output_rows(vocabulary), vocabulary.softcap).detach()
+        each = -(-vocabulary.table.shape[0] // self.group.size())
         padded = F.pad(own, (0, each - own.shape[-1]))
-        return torch.cat(list(stacked(padded, self.group)), -1)[..., : self.table.shape[0]]
+        return torch.cat(list(stacked(padded, self.group)), -1)[..., : vocabulary.table.shape[0]]
 
-    @as_call
     def cross_entropy(
         self,
+        vocabulary: Vocabulary,
         hidden_ND: Tensor,
         targets_N: Tensor,
         observed_N: Tensor | None = None,
@@ -87,10 +87,10 @@ class SharedVocabulary(Vocabulary):
         temperature: float = 1.0,
     ) -> Tensor:
         """Cross-entropy of every token in nats, [N] in fp32 at least."""
-        hidden_ND, softcap = self._tempered(hidden_ND, temperature)
-        table, hidden_ND = self.output_weights(), copied(hidden_ND, self.group)
+        hidden_ND, softcap = vocabulary._tempered(hidden_ND, temperature)
+        table, hidden_ND = self.output_rows(vocabulary), copied(hidden_ND, self.group)
         favoured = self._favoured(observed_N, bonus_N, table)
-        log_sum_N = self.kernels.linear_cross_entropy(hidden_ND, table, None, softcap, *favoured)
+        log_sum_N = vocabulary.kernels.linear_cross_entropy(hidden_ND, table, None, softcap, *favoured)
         place_N, is_here_N = self._here(targets_N, table)
         z_N = (hidden_ND * table[place_N]).sum(-1).to(log_sum_N.dtype)
         if softcap is not None:
@@ -100,45 +100,53 @@ class SharedVocabulary(Vocabulary):
             of_target_N = of_target_N + bonus_N * (observed_N == targets_N)
         return merged_log_sum(log_sum_N, self.group) - of_target_N
 
-    @as_call
     @torch.no_grad()
     def scores(
-        self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
+        self,
+        vocabulary: Vocabulary,
+        hidden_ND: Tensor,
+        targets_N: Tensor,
+        observed_N: Tensor | None = None,
+        bonus_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The losses of `cross_entropy` [N] and the argmax of the same logits, int64 [N]; no gradients."""
-        table = self.output_weights()
+        table = self.output_rows(vocabulary)
         place_N, is_here_N = self._here(targets_N, table)
         favoured = self._favoured(observed_N, bonus_N, table)
-        log_sum_N = self.kernels.linear_cross_entropy(hidden_ND, table, None, self.softcap, *favoured)
-        loss_N, argmax_N = self.kernels.token_scores(hidden_ND, table, place_N, self.softcap, *favoured)
-        least_N, _ = self.kernels.token_scores(hidden_ND, table, argmax_N, self.softcap, *favoured)
+        log_sum_N = vocabulary.kernels.linear_cross_entropy(hidden_ND, table, None, vocabulary.softcap, *favoured)
+        loss_N, argmax_N = vocabulary.kernels.token_scores(hidden_ND, table, place_N, vocabulary.softcap, *favoured)
+        least_N, _ = vocabulary.kernels.token_scores(hidden_ND, table, argmax_N, vocabulary.softcap, *favoured)
         columns = (log_sum_N, log_sum_N - least_N, (log_sum_N - loss_N) * is_here_N, argmax_N + self.first)
         log_sum_RN, peak_RN, target_RN, argmax_RN = _gathered_columns(columns, self.group)
         best_N = peak_RN.argmax(0)
         loss_N = (log_sum_RN.logsumexp(0) - target_RN.sum(0)).to(loss_N.dtype)
         return loss_N, argmax_RN.gather(0, best_N[None])[0].long()
 
-    @as_call
-    def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+    def divergence(self, vocabulary: Vocabulary, hidden_ND: Tensor, given_ND: Tensor) -> Tensor:
+        """See `Vocabulary.divergence`; the table is gathered for it."""
+        return self._of_all(vocabulary).divergence(hidden_ND, given_ND)
+
+    def soft_embedding(self, vocabulary: Vocabulary, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """`softmax(z / T) E sqrt(D)` [..., D]; a gradient flows to E, none through z."""
-        rows, flat = self.output_weights(), hidden.reshape(-1, hidden.shape[-1]).detach()
-        log_sum_N, _ = self.kernels.log_sums(flat, rows.detach(), self.softcap, temperature)
+        rows, flat = self.output_rows(vocabulary), hidden.reshape(-1, hidden.shape[-1]).detach()
+        log_sum_N, _ = vocabulary.kernels.log_sums(flat, rows.detach(), vocabulary.softcap, temperature)
         share_N = (log_sum_N - stacked(log_sum_N, self.group).logsumexp(0)).exp()
-        part = self.kernels.soft_embedding(flat, rows, self.softcap, temperature, embedding_VD=self._embedding())
+        part = vocabulary.kernels.soft_embedding(
+            flat, rows, vocabulary.softcap, temperature, embedding_VD=self._embedding(vocabulary)
+        )
         soft = summed(part * share_N[:, None], self.group).to(rows.dtype).view(hidden.shape)
-        return soft * self._scale(rows.dtype)
+        return soft * vocabulary._scale(rows.dtype)
 
-    @as_call
-    def soft_embedding_of(self, logits: Tensor) -> Tensor:
+    def soft_embedding_of(self, vocabulary: Vocabulary, logits: Tensor) -> Tensor:
         """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
-        table = self.weights()
+        table = self.rows(vocabulary)
         p = upcast(logits).softmax(-1).to(table.dtype)[..., self.first : self.first + len(table)]
-        return summed(p @ table, self.group) * self._scale(table.dtype)
+        return summed(p @ table, self.group) * vocabulary._scale(table.dtype)
 
-    @as_call
     @torch.no_grad()
     def stats(
         self,
+        vocabulary: Vocabulary,
         hidden_BLD: Tensor,
         temperature: Tensor | float,
         uniform_BL: Tensor,
@@ -147,27 +155,27 @@ class SharedVocabulary(Vocabulary):
     ) -> Stats:
         """See `Vocabulary.stats`. Shaping takes all logits of a position, so the table is gathered for it."""
         if shaping is not None:
-            return self._of_all().stats(hidden_BLD, temperature, uniform_BL, allowed_BLW, shaping)
+            return self._of_all(vocabulary).stats(hidden_BLD, temperature, uniform_BL, allowed_BLW, shaping)
         B, L, D = hidden_BLD.shape
-        table, hidden_ND, uniform_N = self.output_weights(), hidden_BLD.reshape(-1, D), uniform_BL.reshape(-1)
+        table, hidden_ND, uniform_N = self.output_rows(vocabulary), hidden_BLD.reshape(-1, D), uniform_BL.reshape(-1)
         if isinstance(temperature, Tensor):
             temperature = temperature[:, None].expand(B, L).reshape(-1)
         allowed_NW = None if allowed_BLW is None else words_from(allowed_BLW.flatten(0, 1), self.first, len(table))
-        log_sum_N, peak_N = self.kernels.log_sums(hidden_ND, table, self.softcap, temperature, allowed_NW)
+        log_sum_N, peak_N = vocabulary.kernels.log_sums(hidden_ND, table, vocabulary.softcap, temperature, allowed_NW)
         log_sum_RN, peak_RN = _gathered_columns((log_sum_N, peak_N), self.group)
         log_share_RN = log_sum_RN - log_sum_RN.logsumexp(0)
         chosen_N, own_N = _rank_of(uniform_N, log_share_RN.exp(), self.group.rank())
 
         if allowed_NW is not None:  # where none of a rank's tokens is allowed, its statistics have no weight
             allowed_NW = torch.where((allowed_NW != 0).any(-1, keepdim=True), allowed_NW, -1)
-        stats = self.kernels.token_stats(
+        stats = vocabulary.kernels.token_stats(
             hidden_ND,
             table,
-            self.softcap,
+            vocabulary.softcap,
             temperature,
             own_N.to(uniform_N.dtype),
             allowed_NW,
-            embedding_VD=self._embedding(),
+            embedding_VD=self._embedding(vocabulary),
         )
         log_share_N = log_share_RN[self.group.rank()]
         share_N = log_share_N.exp()
@@ -182,14 +190,16 @@ class SharedVocabulary(Vocabulary):
         weighed_RN, argmax_RN, sample_RN, log_probability_RN = _gathered_columns(columns, self.group)
         argmax_N = argmax_RN.gather(0, peak_RN.argmax(0)[None])[0].long()
         sample_N = sample_RN.gather(0, chosen_N[None])[0].long()
-        soft_ND = summed(stats.soft_embedding * share_N[:, None], self.group).to(table.dtype) * self._scale(table.dtype)
+        soft_ND = summed(stats.soft_embedding * share_N[:, None], self.group).to(table.dtype) * vocabulary._scale(
+            table.dtype
+        )
         entropy_N, log_probability_N = (x.sum(0).to(stats.entropy.dtype) for x in (weighed_RN, log_probability_RN))
         all_ = Stats(entropy_N, argmax_N, sample_N, soft_ND, log_probability_N)
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in all_))
 
-    @as_call
     def class_stats(
         self,
+        vocabulary: Vocabulary,
         hidden_BLD: Tensor,
         temperature: Tensor | float,
         uniform_BL: Tensor,
@@ -198,25 +208,31 @@ class SharedVocabulary(Vocabulary):
         excluded: int | None = None,
     ) -> ClassStats:
         """See `Vocabulary.class_stats`. Classes of tokens lie across the ranks, so the table is gathered."""
-        return self._of_all().class_stats(hidden_BLD, temperature, uniform_BL, classes, penalty, excluded)
+        return self._of_all(vocabulary).class_stats(hidden_BLD, temperature, uniform_BL, classes, penalty, excluded)
+
+    def _embedding(self, vocabulary: Vocabulary) -> Tensor | None:
+        """The embeddings of this rank's rows, if they are not the rows that make the logits."""
+        return None if vocabulary.head is None else self.rows(vocabulary)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _of_all(self) -> Vocabulary:
+    def _of_all(self, vocabulary: Vocabulary) -> Vocabulary:
         """A vocabulary with the rows of all ranks, which exchange them for it, for as long as the caller keeps it."""
-        tokens, width = self.table.shape
+        tokens, width = vocabulary.table.shape
         with torch.device("meta"):
-            one = Vocabulary(tokens, width, self.softcap, self.kernels, self.root, self.head is None)
-        one.table = nn.Parameter(self._rows_of_all(self.weights()), requires_grad=False)
-        if self.head is not None:
-            one.head = nn.Parameter(self._rows_of_all(local_part(self.head)), requires_grad=False)
+            one = Vocabulary(
+                tokens, width, vocabulary.softcap, vocabulary.kernels, vocabulary.root, vocabulary.head is None
+            )
+        one.table = nn.Parameter(self._rows_of_all(vocabulary, self.rows(vocabulary)), requires_grad=False)
+        if vocabulary.head is not None:
+            one.head = nn.Parameter(self._rows_of_all(vocabulary, local_part(vocabulary.head)), requires_grad=False)
         return one
 
-    def _rows_of_all(self, own: Tensor) -> Tensor:
+    def _rows_of_all(self, vocabulary: Vocabulary, own: Tensor) -> Tensor:
         """All ranks' rows, of which the last rank may have fewer."""
-        each = -(-self.table.shape[0] // self.group.size())
+        each = -(-vocabulary.table.shape[0] // self.group.size())
         padded = F.pad(own.detach(), (0, 0, 0, each - len(own)))
-        return stacked(padded, self.group).flatten(0, 1)[: self.table.shape[0]]
+        return stacked(padded, self.group).flatten(0, 1)[: vocabulary.table.shape[0]]
 
     def _here(self, tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of tokens in this rank's table, 0 where they are not there, and whether they are."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.parallel.tensor_vocabulary import SharedVocabulary
+from blockdiff.parallel.tensor_vocabulary import SharedRows
 from blockdiff.tensor_pieces import is_spread
 
 MOST_GRAPHS = 64  # kept at once; they share the memory of what they compute, and each takes some of its own
@@ -101,10 +101,10 @@ def step_capture(model: BlockDiffusionModel) -> Capture | None:
 
 def _exchanges_alone(model: BlockDiffusionModel) -> bool:
     """True where all that the ranks of a split model do in a step is to exchange tensors on the device."""
-    vocabulary = model.vocabulary
-    if not isinstance(vocabulary, SharedVocabulary) or model.gathered_on is not None:
+    split = model.vocabulary.split
+    if not isinstance(split, SharedRows) or model.gathered_on is not None:
         return False
-    return bool(dist.get_backend(vocabulary.group) == "nccl")
+    return bool(dist.get_backend(split.group) == "nccl")
 
 
 class Graphs:

@@ -15,7 +15,7 @@ from torch import Tensor
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.parallel.tensor_vocabulary import SharedVocabulary
+from blockdiff.parallel.tensor_vocabulary import SharedRows
 from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling import graphs as capturing
@@ -295,8 +295,7 @@ def test_graphs_are_refused_where_there_are_none_and_left_out_where_nobody_asks(
 def test_a_model_over_the_ranks_of_tensor_parallelism_is_captured_where_nccl_exchanges(
     monkeypatch, backend, gathered_on, is_captured
 ):
-    vocabulary = SharedVocabulary.__new__(SharedVocabulary)
-    object.__setattr__(vocabulary, "group", "the ranks")
+    vocabulary = SimpleNamespace(split=SharedRows("the ranks", 0))
     part = torch.zeros(1)
     part.device_mesh = "as a DTensor has"
     model = SimpleNamespace(
