@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from blockdiff.tensor_pieces import local_of
 
@@ -18,8 +17,8 @@ Version = tuple[tuple[int, torch.dtype, int], ...]
 def weights_version(model: nn.Module) -> Version:
     """The memory of a model's weights and buffers, and how often they were written to; about 1 us for each of them.
 
-    Every in-place operation of torch counts and every step of an optimiser of torch: `load_state_dict`, merging an
-    adapter, averaging. Writing through `.data`, numpy or a C function does not.
+    Every in-place operation of torch counts: `load_state_dict`, merging an adapter, averaging, and the steps of an
+    optimiser that `notice_steps` was called for. Writing through `.data`, numpy or a C function does not.
     """
     return tuple((x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in _tensors(model))
 
@@ -44,12 +43,14 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
                 yield x if type(x) in (nn.Parameter, Tensor) else local_of(x)
 
 
-def _count_fused(optimiser: torch.optim.Optimizer, _: Any, __: Any) -> None:
-    """Count a step of fused AdamW as a write of its weights: torch does not."""
+def notice_steps(optimiser: torch.optim.Optimizer) -> None:
+    """Count each step of an optimiser as a write of its weights, which torch does not for fused and foreign kernels.
+
+    The trainer calls it for the optimiser of its run. A loop of one's own that samples in between calls it, too.
+    """
+    optimiser.register_step_post_hook(_count_step)
+
+
+def _count_step(optimiser: torch.optim.Optimizer, _: Any, __: Any) -> None:
     for group in optimiser.param_groups:
-        if group.get("fused"):
-            increment_version([local_of(weight) for weight in group["params"]])
-
-
-# Here and not in the trainer, for whoever makes the optimiser.
-register_optimizer_step_post_hook(_count_fused)
+        increment_version([local_of(weight) for weight in group["params"]])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
+from blockdiff.models.weights import notice_steps
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import is_spread, local_of
 from blockdiff.training.muon import AdamWOfPieces, Muon
@@ -95,8 +96,7 @@ def build(
             )
         for group in optimiser.param_groups:
             group["lr_scale"] = float(group["lr"]) / lr
-        return optimiser
-    if name == "adamw_8bit":
+    elif name == "adamw_8bit":
         optimiser = adamw_8bit(groups, lr, betas, eps)
     elif name in ("adamw", "muon"):
         devices = {parameter.device.type for group in groups for parameter in group["params"]}
@@ -106,6 +106,7 @@ def build(
         optimiser = kind(groups, lr=lr, betas=betas, eps=eps, fused=fused)
     else:
         raise RunError(f"optim.name: there is no optimiser {name!r}; choose adamw, muon or adamw_8bit")
+    notice_steps(optimiser)
     return optimiser
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as optimizers
 
 from blockdiff.models.pages import Pages
-from blockdiff.models.weights import weight_addresses, weights_version
+from blockdiff.models.weights import notice_steps, weight_addresses, weights_version
 from tests.families import small_model
 
 pytestmark = pytest.mark.quick
@@ -22,7 +23,9 @@ def stepped(make: Callable[..., torch.optim.Optimizer], **how: Any) -> Callable[
     def step(model: nn.Module) -> None:
         weight = model.vocabulary.table
         weight.grad = torch.ones_like(weight)
-        make([weight], lr=0.1, **how).step()
+        optimiser = make([weight], lr=0.1, **how)
+        notice_steps(optimiser)
+        optimiser.step()
 
     return step
 
@@ -32,7 +35,9 @@ def stepped_in_groups(model: nn.Module) -> None:
     weights = [model.vocabulary.table, model.norm.weight]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    torch.optim.AdamW([{"params": weights[:1], "fused": True}, {"params": weights[1:], "lr": 0.0}]).step()
+    optimiser = torch.optim.AdamW([{"params": weights[:1], "fused": True}, {"params": weights[1:], "lr": 0.0}])
+    notice_steps(optimiser)
+    optimiser.step()
 
 
 def filled(model: nn.Module) -> None:
@@ -71,6 +76,10 @@ def test_whoever_changes_weights_makes_another_version(change):
     after = weights_version(model)
     has_moved = change in ("assign", "moved", "dtype", "a module more", "a buffer")
     assert after != before and (weight_addresses(after) != weight_addresses(before)) == has_moved
+
+
+def test_importing_registers_nothing_on_the_optimisers_of_others():
+    assert not optimizers._global_optimizer_post_hooks and not optimizers._global_optimizer_pre_hooks
 
 
 def spans_of(model: Any) -> dict[str, Any]:

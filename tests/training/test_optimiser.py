@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from blockdiff.errors import RunError
+from blockdiff.sampling import Engine, Generation, Request, Result
 from blockdiff.training.optimiser import (
     build,
     clip_gradients,
@@ -17,6 +18,7 @@ from blockdiff.training.optimiser import (
     set_lr,
     trainable,
 )
+from tests.families import small_model
 from tests.toy_objective import ToyObjective
 
 pytestmark = pytest.mark.quick
@@ -89,3 +91,30 @@ def test_clipping_scales_down_to_the_limit_and_never_up(limit, expected):
     clip_gradients([p, unused], gradient_norm([p, unused]), limit)
     assert p.grad.tolist() == pytest.approx(expected)
     assert unused.grad is None
+
+
+@pytest.mark.parametrize("has_notice", [True, False])
+def test_after_a_step_of_a_foreign_fused_optimiser_prefixes_are_encoded_anew(has_notice):
+    model = small_model("llama", dtype=torch.float64)
+    generation = Generation(max_new_tokens=4, eos_ids=(1,))
+    make = lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True)  # noqa: E731
+    optimiser = build(model, name=make, lr=0.05) if has_notice else make(model.parameters())
+    engine = Engine(model, None, generation, page_tokens=4)
+    before = answer(engine, 0)
+    assert answer(engine, 1).cached_tokens == 36
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=parameter.dtype)
+    optimiser.step()
+    after, fresh = answer(engine, 2), answer(Engine(model, None, generation, page_tokens=4), 2)
+    assert before.score != fresh.score and fresh.cached_tokens == 0
+    # without notice it shares a prefix that the weights before the step have encoded
+    assert (after.cached_tokens, after.score == fresh.score) == ((0, True) if has_notice else (36, False))
+
+
+def answer(engine: Engine, number: int) -> Result:
+    """The answer of an engine to a prompt of 40 tokens."""
+    engine.submit(Request(number, tokens=list(range(5, 45)), scores=True))
+    while engine.step():
+        pass
+    (result,) = (event for event in engine.events() if isinstance(event, Result))
+    return result
