@@ -90,18 +90,18 @@ def test_words_that_must_not_occur():
 @pytest.mark.parametrize(
     "regex,message",
     [
-        ("ab[", r"unterminated character set at character 2 \('\['\)"),
-        (r"\p{L}[[:alpha:]](", r"missing \), unterminated subpattern at character 16 \('\('\)"),
-        (")(", r"unbalanced parenthesis at character 0 \('\)\('\)"),
-        ("a)|(b", r"unbalanced parenthesis at character 1"),
-        ("a{2", r"repetition that is not closed at character 1 \('\{2'\)"),
-        (r"\(?=(?=a)b", r"look-around at character 4 \('\(\?=a\)b'\)"),
-        (r"[(?=]+(a)\1", r"back reference .* at character 9"),
+        ("ab[", r"character 2 \('\['\)"),
+        (r"\p{L}[[:alpha:]](", r"missing \).*character 16 \('\('\)"),
+        (")(", r"character 0 \('\)\('\)"),
+        ("a)|(b", "parenthesis.*character 1"),
+        ("a{2", r"repetition.*character 1 \('\{2'\)"),
+        (r"\(?=(?=a)b", r"look-around.*character 4 \('\(\?=a\)b'\)"),
+        (r"[(?=]+(a)\1", "back reference .*character 9"),
         (r"(?P<n>a)(?P=n)", "at character 8"),
-        (r"\bfoo", r"a word boundary at character 0 \("),
+        (r"\bfoo", r"word boundary.*character 0 \("),
         (r"a\p{Foo}", "at character 1"),
         ("a^b", "matches nothing|looks around"),
-        ("b|^a", "looks around at its beginning"),
+        ("b|^a", "its beginning"),
     ],
 )
 def test_what_is_no_usable_expression_is_refused_in_one_line(regex, message):
@@ -111,7 +111,7 @@ def test_what_is_no_usable_expression_is_refused_in_one_line(regex, message):
 
 
 def test_languages_without_a_common_text_are_refused():
-    with pytest.raises(RequestError, match="no text satisfies the constraint"):
+    with pytest.raises(RequestError, match="no text"):
         regex_automaton("a+").both(regex_automaton("b+"))
 
 
@@ -198,32 +198,32 @@ def test_the_bytes_of_tokens_of_a_sentencepiece_vocabulary():
     assert token_bytes(tokenizer) == [b"", b"", b"", b" a", b"b", b" ", b"\xc3", b"\xa9", "é".encode(), b"  "]
     assert tokenizer.decode([3, 6, 7, 9, 4]) == " aé  b"
     backend.decoder = decoders.Metaspace()
-    with pytest.raises(RequestError, match=r"decoder \(Metaspace\) does more than join"):
+    with pytest.raises(RequestError, match=r"\(Metaspace\)"):
         token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"))
 
 
 def test_a_vocabulary_that_cannot_write_any_text_of_the_expression_is_refused():
-    with pytest.raises(RequestError, match="the tokenizer has no tokens for any text"):
+    with pytest.raises(RequestError, match="no tokens"):
         automaton_of("xyz")
 
 
 def test_the_empty_text_is_an_eos_and_without_one_it_cannot_be():
     automaton = automaton_of("")
     assert bool(automaton.is_accepting_S[automaton.run((EOS_2, PAD))]) and automaton.run((3,)) == automaton.states
-    with pytest.raises(RequestError, match="only the empty text"):
+    with pytest.raises(RequestError, match="empty text"):
         automaton_of("", eos=(), pad=None)
 
 
 @pytest.mark.parametrize("regex", ["(?:a|b){5000}", "a{1,8000}", "x|((a{100}){10}){10}[^]{}]{2}", r"\{{5000}"])
 def test_an_expression_of_long_texts_is_refused_before_anything_is_compiled(regex, monkeypatch):
     monkeypatch.setattr(expressions, "call_outlines", None)
-    with pytest.raises(RequestError, match="shorten its counted repetitions"):
+    with pytest.raises(RequestError, match="counted repetitions"):
         regex_automaton(regex)
 
 
 def test_an_expression_of_too_many_states_is_refused():
     for regex in ("(a|b)*a(a|b){12}", "(a|b)*a(a|b){15}"):  # over tokens, and over bytes already
-        with pytest.raises(RequestError, match="states or more; shorten its counted repetitions"):
+        with pytest.raises(RequestError, match=r"states.*counted repetitions"):
             automaton_of(regex)
 
 
@@ -233,21 +233,21 @@ def test_compiling_ends_when_its_time_or_memory_does(monkeypatch):
     with (
         compile_limit(0.2),
         compile_limit(100),
-        pytest.raises(RequestError, match=r"more than 0\.2 seconds"),
+        pytest.raises(RequestError, match=r"0\.2 seconds"),
     ):
         regex_automaton(huge)
     for part in (lambda: automaton.both(automaton), lambda: token_automaton(automaton, tokens, (EOS,), None)):
-        with compile_limit(0.0), pytest.raises(RequestError, match="more than 0 seconds"):
+        with compile_limit(0.0), pytest.raises(RequestError, match="than 0 seconds"):
             part()
     monkeypatch.setattr(outlines, "COMPILE_BYTES", 64 << 20)
-    with pytest.raises(RequestError, match="more than 64 MiB to compile"):
+    with pytest.raises(RequestError, match="64 MiB"):
         regex_automaton(huge)
 
 
 def test_a_compiler_that_fails_otherwise_is_not_said_to_lack_memory(monkeypatch, tmp_path):
     (tmp_path / "child.py").write_text("raise SystemError('it broke')")
     monkeypatch.setattr(compile_child, "__file__", str(tmp_path / "child.py"))
-    with pytest.raises(RequestError, match="cannot be compiled: outlines-core ended with SystemError: it broke"):
+    with pytest.raises(RequestError, match=r"outlines-core.*SystemError: it broke"):
         regex_automaton("a[0-6]{3}b")
 
 
@@ -503,42 +503,42 @@ def test_the_dates_are_those_of_the_calendar():
     "schema,message",
     [
         ("{", "not valid JSON"),
-        (True, "has true at its top"),
-        ({}, "says no type at its top"),
-        ({"type": "thing"}, 'type "thing" at its top is none of'),
-        ({"type": "string", "minimum": 3}, "says minimum at its top, which a regular expression cannot hold there"),
-        ({"type": "integer", "multipleOf": 3}, "says multipleOf at its top"),
-        ({"type": "integer", "minimum": True}, "minimum at its top must be a number, got true"),
-        ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, "leaves no integer between its bounds at its top"),
+        (True, "true at its top"),
+        ({}, "no type at its top"),
+        ({"type": "thing"}, 'type "thing" at its top'),
+        ({"type": "string", "minimum": 3}, "says minimum at its top"),
+        ({"type": "integer", "multipleOf": 3}, "multipleOf at its top"),
+        ({"type": "integer", "minimum": True}, "minimum at its top.*number.*true"),
+        ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, "no integer.*at its top"),
         (
             {"items": {"type": "number", "maximum": 0.5}, "type": "array"},
-            "maximum 0.5 at /items must be a whole number",
+            r"maximum 0\.5 at /items",
         ),
-        ({"oneOf": [{"type": "null"}]}, "says oneOf at its top.*write anyOf"),
-        ({"type": "object"}, "object at its top has no properties"),
-        ({"type": "array"}, "has no items"),
+        ({"oneOf": [{"type": "null"}]}, "oneOf at its top.*anyOf"),
+        ({"type": "object"}, "object at its top.*properties"),
+        ({"type": "array"}, "no items"),
         ({"type": "object", "properties": {"a": {}}}, "no type at /properties/a"),
-        ({"type": "object", "properties": {'a"': {"type": "null"}}}, "needs escapes"),
-        ({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]}, "requires 'b'"),
-        ({"type": "string", "pattern": ".*"}, "matches quotes"),
-        ({"type": "string", "pattern": 5}, "pattern at its top must be a text"),
+        ({"type": "object", "properties": {'a"': {"type": "null"}}}, "property .*escapes"),
+        ({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]}, "'b'"),
+        ({"type": "string", "pattern": ".*"}, "pattern .*quotes"),
+        ({"type": "string", "pattern": 5}, "pattern at its top"),
         ({"type": "string", "pattern": "a", "minLength": 3}, "says minLength"),
-        ({"type": "string", "format": "idn-email"}, "format 'idn-email' at its top is none of date, time, date-time"),
-        ({"type": "string", "format": ["date"]}, r"format \['date'\] at its top is none of date"),
-        ({"type": "string", "enum": ["a", 1]}, "value 1 at its top is not of its type"),
+        ({"type": "string", "format": "idn-email"}, "format 'idn-email' at its top.*date, time, date-time"),
+        ({"type": "string", "format": ["date"]}, r"format \['date'\] at its top"),
+        ({"type": "string", "enum": ["a", 1]}, "value 1 at its top"),
         ({"enum": []}, "at least one value"),
-        ({"$ref": "https://example.org/x"}, "only # can be looked up"),
-        ({"$ref": "#/nowhere"}, "cannot be used: it has no '#/nowhere'"),
-        ({"$ref": "#"}, "refers to itself without end .* '#'"),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "refers to itself without end"),
-        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "refers to itself without end"),
-        ({"anyOf": []}, "must be a list of schemas"),
-        ({"type": "array", "prefixItems": 5}, "prefixItems at its top must be a list of schemas"),
-        ({"type": "string", "minLength": -1}, "minLength at its top must be a whole number from 0 on, got -1"),
-        ({"type": "array", "items": {"type": "null"}, "minItems": 3, "maxItems": 2}, "is less than its minItems 3"),
-        ({"properties": {"a": {"type": "null"}}, "required": 5}, "required at its top must be a list"),
-        ({"properties": {"a": {"type": "null"}}, "required": [["a"]]}, "requires \\['a'\\] at its top"),
-        ({"properties": {f"p{n}": {"type": "null"} for n in range(500)}}, "more than 1,048,576 characters"),
+        ({"$ref": "https://example.org/x"}, "only #"),
+        ({"$ref": "#/nowhere"}, "'#/nowhere'"),
+        ({"$ref": "#"}, "itself.* '#'"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "itself without end"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "itself without end"),
+        ({"anyOf": []}, "anyOf .*list of schemas"),
+        ({"type": "array", "prefixItems": 5}, "prefixItems at its top"),
+        ({"type": "string", "minLength": -1}, "minLength at its top.*-1"),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 3, "maxItems": 2}, "minItems 3"),
+        ({"properties": {"a": {"type": "null"}}, "required": 5}, "required at its top must"),
+        ({"properties": {"a": {"type": "null"}}, "required": [["a"]]}, r"\['a'\] at its top"),
+        ({"properties": {f"p{n}": {"type": "null"} for n in range(500)}}, "1,048,576"),
         ({"const": math.nan}, "not valid JSON"),
     ],
 )

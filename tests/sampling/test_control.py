@@ -96,7 +96,7 @@ def test_what_is_no_template_is_refused_with_how_to_write_it(template):
 
 
 def test_a_hole_that_no_model_can_fill_is_refused():
-    with pytest.raises(RequestError, match="a hole of 999,999,999 tokens; 1,048,576 are the most"):
+    with pytest.raises(RequestError, match=r"999,999,999.*1,048,576"):
         parse_template("a<?999999999>")
 
 
@@ -379,14 +379,14 @@ def test_what_cannot_be_asked_for_is_one_line_and_disturbs_nobody(options, messa
 
 
 def test_words_need_a_tokenizer_and_token_ids_do_not():
-    with pytest.raises(RequestError, match="need a tokenizer"):
+    with pytest.raises(RequestError, match="tokenizer"):
         sampler(tokenizer=None).generate([asked(regex="a")])
     (good,) = sampler(tokenizer=None).generate([asked(banned=[5], repetition_penalty=1.1)])
     assert good.error is None and 5 not in good.tokens
 
 
 def test_a_draft_and_a_constraint_do_not_go_together_where_tokens_never_change():
-    with pytest.raises(RequestError, match="a draft may break a constraint"):
+    with pytest.raises(RequestError, match=r"draft.*constraint"):
         control(mask_id=MASK, draft="a", regex="b")
 
 

@@ -147,16 +147,16 @@ def test_the_choices_of_an_objective_come_from_its_parts():
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("{", "JSON"),
-        ("[]", "object"),
-        ('{"prediction": "x0"}', "prediction must be"),
-        ('{"corruption": "gaussian"}', "corruption must be"),
-        ('{"corruption": "mask"}', "mask_id must be"),
-        ('{"corruption": "mask", "mask_id": true}', "mask_id must be"),
-        ('{"mask_id": 5}', "mask_id must be"),
+        ("{", "not readable"),
+        ("[]", "not a list"),
+        ('{"prediction": "x0"}', "prediction must.*'x0'"),
+        ('{"corruption": "gaussian"}', "corruption must.*'gaussian'"),
+        ('{"corruption": "mask"}', ": mask_id "),
+        ('{"corruption": "mask", "mask_id": true}', ": mask_id "),
+        ('{"mask_id": 5}', ": mask_id .*5"),
         (
             '{"predictoin": "leave_one_out"}',
-            "unknown key predictoin; there are prediction, corr",
+            "predictoin.*prediction, corr",
         ),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(tmp_path, text, reason)
 
 
 def test_a_mask_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(CheckpointError, match="mask_id 40 is none of the model's 40 tokens"):
+    with pytest.raises(CheckpointError, match=r"mask_id 40.*40 tokens"):
         Sampler(scripted(), None, GENERATION, DiffusionSettings(corruption="mask", mask_id=V))
 
 

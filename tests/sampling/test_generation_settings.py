@@ -70,16 +70,16 @@ def test_missing_values_and_files_are_defaults_and_one_eos_is_a_list_of_one(tmp_
     "text, reason",
     [
         ("{", "generation_config.json"),
-        ('{"max_denoising_steps": 0}', "json: max_denoising_steps must be an integer of at least 1, got 0$"),
-        ('{"max_denoising_steps": true}', "json: max_denoising_steps must be an integer of at least 1, got True$"),
-        ('{"confidence_threshold": -1}', "json: confidence_threshold must be a number of at least 0, got -1$"),
-        ('{"t_min": 0.9}', "json: t_min must be a number of at least 0 and at most t_max, 0.8, got 0.9$"),
+        ('{"max_denoising_steps": 0}', "json: max_denoising_steps .*0$"),
+        ('{"max_denoising_steps": true}', "json: max_denoising_steps .*True$"),
+        ('{"confidence_threshold": -1}', "json: confidence_threshold .*-1$"),
+        ('{"t_min": 0.9}', r"json: t_min .*t_max.*0\.8.*0\.9$"),
         ('{"sampler_config": {"_cls_name": "OtherConfig"}}', "OtherConfig"),
-        ('{"stability_threshold": "two"}', "json: stability_threshold must be an integer of at least 0, got 'two'$"),
+        ('{"stability_threshold": "two"}', "json: stability_threshold .*'two'$"),
         ("[]", "generation_config.json"),
         ("[" * 10**5, "generation_config.json"),
-        ('{"sampler_config": 3}', "sampler_config must be an object, got 3$"),
-        ('{"eos_token_id": "</s>"}', "token ids must be integers, got '</s>'$"),
+        ('{"sampler_config": 3}', "sampler_config .*3$"),
+        ('{"eos_token_id": "</s>"}', "'</s>'$"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path, text, reason):

@@ -92,5 +92,5 @@ def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"p\.jsonl: No such file or directory; name a JSONL file"):
         read_prompts(tmp_path / "p.jsonl")
     (tmp_path / "p.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="holds no prompt"):
+    with pytest.raises(DataError, match="no prompt"):
         read_prompts(tmp_path / "p.jsonl")

@@ -110,21 +110,21 @@ def test_a_free_hole_has_the_likeliest_texts_of_each_position(model) -> None:
 @pytest.mark.parametrize(
     "asked,message",
     [
-        ({"template": "a<?one>", "choices": None}, r"<\?one> has neither choices nor a size"),
-        ({"template": "a<?one:2>", "choices": {"one": ["a", "b"]}}, "both a size and choices"),
-        ({"template": "<?2>"}, "has no name"),
+        ({"template": "a<?one>", "choices": None}, r"<\?one>.*neither"),
+        ({"template": "a<?one:2>", "choices": {"one": ["a", "b"]}}, "both.*choices"),
+        ({"template": "<?2>"}, "no name"),
         ({"template": "<?a:1><?a:1>"}, "two holes"),
-        ({"choices": {"one": ["a", "bc"], "two": ["a", "b"]}}, "'a' has 1 and 'bc' 2"),
-        ({"choices": {"one": ["a"], "two": ["a", "b"]}}, "'one' must be a list of two texts or more"),
-        ({"choices": {"one": ["a", "a"], "two": ["a", "b"]}}, "must differ"),
-        ({"choices": {**CHOICES, "three": ["a", "b"]}}, "the template has no hole <\\?three>"),
-        ({"choices": {"one": ["a", "z"], "two": ["a", "b"]}}, "the choice 'z' cannot be tokenised"),
-        ({"template": "abcdefghab<?one>", "choices": {"one": ["a", "b"]}}, "longer than a canvas of 9 tokens"),
-        ({"template": "<?a:9><?b:8>", "choices": None}, "free holes have 17 tokens together"),
-        ({"draws": 0}, "draws must be an integer from 1 to 1,024"),
-        ({"steps": True}, "steps must be an integer from 1 to 1,000,000"),
-        ({"prompts": [Request("q", prompt="a", regex="a")]}, "a read takes a prompt alone"),
-        ({"prompts": "a"}, "prompts must be a list"),
+        ({"choices": {"one": ["a", "bc"], "two": ["a", "b"]}}, "'a' has 1 .*'bc' 2"),
+        ({"choices": {"one": ["a"], "two": ["a", "b"]}}, "'one' .*two texts"),
+        ({"choices": {"one": ["a", "a"], "two": ["a", "b"]}}, "differ"),
+        ({"choices": {**CHOICES, "three": ["a", "b"]}}, r"<\?three>"),
+        ({"choices": {"one": ["a", "z"], "two": ["a", "b"]}}, "'z'"),
+        ({"template": "abcdefghab<?one>", "choices": {"one": ["a", "b"]}}, "canvas of 9"),
+        ({"template": "<?a:9><?b:8>", "choices": None}, "17 tokens"),
+        ({"draws": 0}, "draws .*1,024"),
+        ({"steps": True}, "steps .*1,000,000"),
+        ({"prompts": [Request("q", prompt="a", regex="a")]}, "prompt alone"),
+        ({"prompts": "a"}, "prompts .*list"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_runs(model, asked, message, monkeypatch) -> None:
@@ -141,7 +141,7 @@ def test_a_model_of_mask_noise_is_read_after_one_step(model) -> None:
     sampler = Sampler(model, TOKENIZER, GENERATION, masked)
     [read] = sampler.read(["abc"], TEMPLATE, CHOICES, draws=2)
     assert max(read.spread["one"].values()) < 1e-12, "all draws of the noise are the mask"
-    with pytest.raises(RequestError, match="fills holes for good"):
+    with pytest.raises(RequestError, match="for good"):
         sampler.read(["abc"], TEMPLATE, CHOICES, steps=2)
 
 

@@ -99,12 +99,12 @@ def test_a_form_has_no_place_where_the_template_begins_with_reasoning():
     model = init(tiny_config(canvas_length=32, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
     sampler = Sampler(model, chat_tokenizer(OPENS), Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,)))
     for form in ({"regex": "a"}, {"json_schema": {"type": "object"}}, {"template": "<?3>"}):
-        with pytest.raises(RequestError, match=f"{next(iter(form))} says the form .* begins it with reasoning"):
+        with pytest.raises(RequestError, match=f"{next(iter(form))} .*reasoning"):
             sampler.generate([Request("a", messages=CHAT, **form)])
 
 
 def test_thinking_needs_messages():
-    with pytest.raises(RequestError, match="thinking is asked for in the chat template, so it needs messages"):
+    with pytest.raises(RequestError, match=r"thinking .*messages"):
         Request(0, prompt="a", thinking=True).as_tokens(TOKENIZER, 500)
 
 

@@ -174,17 +174,17 @@ class Given:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (lambda keep_BL: keep_BL, "gave a Tensor, not a Decision"),
-        (lambda keep_BL: Decision(keep_BL.float()), r"gave keep_BL as torch.float32 \[1, 8\], not torch.bool \[1, 8\]"),
-        (lambda keep_BL: Decision(keep_BL[0]), r"gave keep_BL as torch.bool \[8\], not torch.bool \[1, 8\]"),
-        (lambda keep_BL: Decision(keep_BL, stay_BL=keep_BL[:, :3]), r"gave stay_BL as torch.bool \[1, 3\]"),
-        (lambda keep_BL: Decision(keep_BL, True), r"gave stop_B as a bool, not torch.bool \[1\]"),
-        (lambda keep_BL: Decision(keep_BL, final_BL=keep_BL), r"gave final_BL as torch.bool \[1, 8\], not torch.int64"),
-        (lambda keep_BL: Decision(keep_BL, final_BL=keep_BL[:, :3].long()), r"gave final_BL as torch.int64 \[1, 3\]"),
+        (lambda keep_BL: keep_BL, "Tensor.*Decision"),
+        (lambda keep_BL: Decision(keep_BL.float()), r"keep_BL .*torch\.float32 \[1, 8\].*torch\.bool \[1, 8\]"),
+        (lambda keep_BL: Decision(keep_BL[0]), r"keep_BL .*torch\.bool \[8\].*torch\.bool \[1, 8\]"),
+        (lambda keep_BL: Decision(keep_BL, stay_BL=keep_BL[:, :3]), r"stay_BL .*torch\.bool \[1, 3\]"),
+        (lambda keep_BL: Decision(keep_BL, True), r"stop_B .*bool.*torch\.bool \[1\]"),
+        (lambda keep_BL: Decision(keep_BL, final_BL=keep_BL), r"final_BL .*torch\.bool \[1, 8\].*torch\.int64"),
+        (lambda keep_BL: Decision(keep_BL, final_BL=keep_BL[:, :3].long()), r"final_BL .*torch\.int64 \[1, 3\]"),
     ],
 )
 def test_a_decision_that_is_none_of_these_canvases_is_one_line(made, words):
-    with pytest.raises(RequestError, match=rf"^strategy Given: decide\(\) {words}.*; change it"):
+    with pytest.raises(RequestError, match=rf"^strategy Given: decide\(\) .*{words}"):
         sampler_of(Given(made=made)).generate([Request(0, tokens=[5])])
 
 
@@ -241,7 +241,7 @@ def test_a_strategy_that_is_not_frozen_says_so():
     class Thawed:
         shape = decide = print
 
-    with pytest.raises(RequestError, match=r"strategy Thawed cannot be looked up .*@dataclass\(frozen=True\)"):
+    with pytest.raises(RequestError, match=r"Thawed .*@dataclass\(frozen=True\)"):
         sampler_of(Thawed())
 
 

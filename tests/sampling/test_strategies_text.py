@@ -96,10 +96,10 @@ def test_a_temperature_scales_all_steps_and_top_p_filters_them(strategy, expecte
 @pytest.mark.parametrize(
     ("strategy", "temperature", "top_p", "reason"),
     [
-        (Composed(), math.inf, None, "temperature must be at least 0, got inf"),
-        (Composed(), None, 1.5, "top_p must be a number more than 0 and at most 1"),
-        (NextToken(), -1.0, None, "temperature must be at least 0"),
-        (object(), 0.5, None, "strategy object has no temperature and no filters"),
+        (Composed(), math.inf, None, "temperature .*inf"),
+        (Composed(), None, 1.5, r"top_p .*1\.5"),
+        (NextToken(), -1.0, None, "temperature .*-1"),
+        (object(), 0.5, None, "strategy object .*temperature"),
     ],
 )
 def test_a_temperature_or_top_p_that_cannot_be_is_refused(strategy, temperature, top_p, reason):
