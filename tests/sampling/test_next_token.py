@@ -142,9 +142,9 @@ def test_filters_leave_the_likeliest_tokens(causal):
     greedy = ask(causal, tokens)
     for keys in ("top_k=1", "top_p=0.000001", "min_p=1"):
         assert ask(causal, tokens, f"next_token:temperature=1.5,{keys}") == greedy
-    with pytest.raises(RequestError, match="top_p must be a number more than 0"):
+    with pytest.raises(RequestError, match=r"top_p .*0"):
         as_strategy("next_token:top_p=0", SETTINGS)
-    with pytest.raises(RequestError, match="next_token has no key 'confidence'"):
+    with pytest.raises(RequestError, match="'confidence'"):
         as_strategy("next_token:confidence=0", SETTINGS)
 
 
@@ -208,7 +208,7 @@ def test_a_response_ends_before_the_first_stop_text(writer):
     assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
     assert cut.tokens == whole.tokens[: len(cut.tokens)] and len(cut.steps) == len(cut.tokens)
     assert stop in tokenizer.decode(cut.tokens) and stop not in tokenizer.decode(cut.tokens[:-1])
-    with pytest.raises(RequestError, match="stop must be a list of texts"):
+    with pytest.raises(RequestError, match=r"stop .*list of texts"):
         Request("a", prompt="x", stop="y").check()
 
 
@@ -218,7 +218,7 @@ def test_constraints_hold_token_by_token(writer):
     (found,) = sampler.generate([Request("a", prompt="Hello", regex="[ab]{3,5}!")])
     assert found.error is None and found.text[-1] == "!" and 4 <= len(found.text) <= 6
     sampler = Sampler(model, tokenizer, sampler.generation, strategy=NextToken(1.0, top_k=5))
-    with pytest.raises(RequestError, match="changes the draws"):
+    with pytest.raises(RequestError, match="draws"):
         sampler.generate([Request("a", prompt="Hello", regex="[ab]{3,5}!")])
 
 
@@ -226,12 +226,12 @@ def test_constraints_hold_token_by_token(writer):
 
 
 def test_what_denoises_is_refused_of_a_causal_model(causal):
-    with pytest.raises(RequestError, match="a causal model has none"):
+    with pytest.raises(RequestError, match="causal model"):
         Sampler(causal, generation=SETTINGS, strategy="quota")
     sampler = Sampler(causal, generation=SETTINGS)
-    with pytest.raises(RequestError, match="not both can answer"):
+    with pytest.raises(RequestError, match="not both"):
         sampler.generate([Request("a", tokens=[3], strategy="quota")])
-    with pytest.raises(RequestError, match="need a tokenizer"):
+    with pytest.raises(RequestError, match="tokenizer"):
         sampler.generate([Request("a", tokens=[3], stop=["x"])])
 
 

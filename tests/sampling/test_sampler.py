@@ -200,7 +200,7 @@ def test_a_bad_request_gets_an_error_and_the_others_are_answered(name):
 def test_a_template_that_raises_is_the_error_of_its_request():
     words = tokenizer()
     words.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(RequestError, match="roles must alternate"):
+    with pytest.raises(RequestError, match="alternate"):
         sampler_for(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}]])
 
 
@@ -221,10 +221,10 @@ def test_a_result_among_the_prompts_is_returned_as_it_is():
 def test_what_is_no_list_of_prompts_is_one_line():
     sampler = sampler_for(scripted(), tokenizer(), GENERATION)
     for given, said in (("abc", "one text"), (Request(0, prompt="a"), r"Request\(id=0, .*"), (5, "5")):
-        with pytest.raises(RequestError, match=rf"prompts must be a list, got {said}; write \[prompt\]"):
+        with pytest.raises(RequestError, match=rf"prompts .*{said}.*\[prompt\]"):
             sampler.generate(given)
     for rows in (0, 2.5, "4"):
-        with pytest.raises(RequestError, match=r"batch_size must be an integer of at least 1, got "):
+        with pytest.raises(RequestError, match=r"batch_size .* 1"):
             sampler.generate(["a"], batch_size=rows)
     assert sampler.generate(each for each in ["a", "b"]) == sampler.generate(["a", "b"])
 
@@ -300,7 +300,7 @@ def test_what_needs_more_positions_than_the_model_has_is_refused():
     fits, too_long = streamed(sampler, [Request(1, tokens=[5] * 2 * L), Request(2, tokens=[5] * (2 * L + 1))])
     assert fits.finish_reason == "length" and too_long.finish_reason == "error"
     assert "17 tokens" in too_long.error and "40 positions leave room for 16 before a response of 24" in too_long.error
-    with pytest.raises(RequestError, match="max_new_tokens 1000000000 leaves no room"):
+    with pytest.raises(RequestError, match="max_new_tokens 1000000000"):
         sampler.generate([Request(1, tokens=[5])], max_new_tokens=10**9)
     sampler.settings = replace(sampler.settings, positions=GENERATION.max_new_tokens)
     assert sampler.generate([Request(1, tokens=[5], max_new_tokens=L)])[0].finish_reason == "length"
@@ -325,17 +325,17 @@ def test_options_of_a_request_that_cannot_be_used_are_its_own_error(name):
 
 @pytest.mark.parametrize("seed", [-1, 2**64, None, 1.5, True, "1"])
 def test_a_seed_that_is_none_is_refused_by_every_door(seed):
-    with pytest.raises(RequestError, match=r"seed must be an integer from 0 to 2\*\*64 - 1, got"):
+    with pytest.raises(RequestError, match=r"seed .*2\*\*64 - 1"):
         sampler_for(scripted(), None, GENERATION).generate([Request(0, tokens=[3])], seed=seed)
-    with pytest.raises(RequestError, match="seed must be an integer"):
+    with pytest.raises(RequestError, match=r"seed .*integer"):
         sampler_for(scripted(), None, GENERATION).read([Request(0, tokens=[3])], "<?a:1>", seed=seed)
-    with pytest.raises(RequestError, match="seed must be an integer"):
+    with pytest.raises(RequestError, match=r"seed .*integer"):
         Engine(scripted(), generation=GENERATION, seed=seed)
 
 
 @pytest.mark.parametrize("door", [Sampler, Engine])
 def test_what_is_no_model_is_refused(door):
-    with pytest.raises(RequestError, match=r"model: None is none; give what blockdiff.load\(path\) returns"):
+    with pytest.raises(RequestError, match=r"^model: None .*blockdiff\.load"):
         door(None, None)
 
 

@@ -378,11 +378,11 @@ def test_text_and_temperature_set_the_head():
 
 
 def test_what_cannot_be_verified_is_refused_in_one_line(model, writer):
-    with pytest.raises(RequestError, match="a causal model has none"):
+    with pytest.raises(RequestError, match="causal model"):
         Sampler(small_model("llama"), generation=SETTINGS, strategy="verified")
-    with pytest.raises(RequestError, match="take another strategy"):
+    with pytest.raises(RequestError, match="another strategy"):
         Sampler(writer, TOKENIZER, SETTINGS, strategy="verified").read(["ab"], "a<?x:2>")
-    with pytest.raises(RequestError, match="leave one of the two out"):
+    with pytest.raises(RequestError, match="one of the two"):
         both(writer, NextToken(1.0, top_k=3), regex="a+")
 
 
@@ -417,12 +417,12 @@ def test_a_canvas_model_drafts_for_another_model_of_the_same_tokens(target, draf
 
 
 def test_what_cannot_draft_is_refused(model):
-    with pytest.raises(BlockdiffError, match="the draft model is causal"):
+    with pytest.raises(BlockdiffError, match="causal"):
         Drafted(model, small_model("llama"))
-    with pytest.raises(BlockdiffError, match="has 384 tokens and the model 96"):
+    with pytest.raises(BlockdiffError, match=r"384.*96"):
         Drafted(model, init(tiny_config(), device="cpu", kernels="torch"))
     drafted = Drafted(small_model("llama"), model)
-    with pytest.raises(RequestError, match="for verified canvases alone"):
+    with pytest.raises(RequestError, match="verified canvases"):
         Sampler(drafted, generation=SETTINGS, strategy="entropy_bound")
-    with pytest.raises(RequestError, match="for verified canvases alone"):
+    with pytest.raises(RequestError, match="verified canvases"):
         tokens_of(drafted, None, requests(1, strategy="entropy_bound"))

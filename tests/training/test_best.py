@@ -46,7 +46,7 @@ def test_the_table_of_metrics_says_whether_more_is_better(metric, step):
 
 @pytest.mark.parametrize("metric", ["heldout_quality", "loss", "lr", "sample_count", "sample_seconds"])
 def test_what_no_evaluation_measures_or_has_no_better_value_is_refused(metric):
-    with pytest.raises(RunError, match=f"no metric '{metric}'; choose one of heldout_canvas_loss, "):
+    with pytest.raises(RunError, match=f"'{metric}'.*heldout_canvas_loss, "):
         best_step(RECORDS, metric)
 
 

@@ -88,9 +88,9 @@ def test_a_saved_average_goes_on_to_the_bit():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("norm"), r"EMA of norm: missing in the checkpoint, torch\.float32 \[8\] in this run"),
-        (lambda state: state.update(extra=torch.ones(2)), r"EMA of extra: torch\.float32 \[2\] in the .* missing in"),
-        (lambda state: state.update(norm=torch.ones(9)), r"EMA of norm: torch\.float32 \[9\] in the checkpoint"),
+        (lambda state: state.pop("norm"), r"EMA of norm: missing.*torch\.float32 \[8\]"),
+        (lambda state: state.update(extra=torch.ones(2)), r"EMA of extra: torch\.float32 \[2\].*missing"),
+        (lambda state: state.update(norm=torch.ones(9)), r"EMA of norm: torch\.float32 \[9\]"),
     ],
 )
 def test_an_average_of_another_model_is_refused_and_nothing_is_loaded(change, message):

@@ -37,27 +37,25 @@ def test_no_patterns_freeze_nothing(model):
 
 
 def test_a_pattern_that_matches_nothing_is_refused_naming_close_ones_and_freezes_nothing(model):
-    with pytest.raises(
-        RunError, match=r"'layers\.\*\.atention\.q_proj\.\*' matches no parameter; close are .*attention"
-    ):
+    with pytest.raises(RunError, match=r"'layers\.\*\.atention\.q_proj\.\*' .*attention"):
         freeze(model, ["vocabulary.*", "layers.*.atention.q_proj.*"])
     assert not still(model)
 
 
 def test_letters_are_told_apart_as_in_names(model):
-    with pytest.raises(RunError, match="matches no parameter"):
+    with pytest.raises(RunError, match="no parameter"):
         freeze(model, ["Vocabulary.*"])
 
 
 def test_freezing_everything_is_refused(model):
-    with pytest.raises(RunError, match=r"optim\.freeze: layers\.\*, \[!l\]\* leave nothing to train"):
+    with pytest.raises(RunError, match=r"^optim\.freeze: layers\.\*, \[!l\]\*"):
         freeze(model, ["layers.*", "[!l]*"])
     assert not still(model)
 
 
 def test_what_stood_still_before_does_not_count_as_something_left_to_train(model):
     freeze(model, ["layers.*"])
-    with pytest.raises(RunError, match="leave nothing to train"):
+    with pytest.raises(RunError, match="nothing to train"):
         freeze(model, ["[!l]*"])
 
 

@@ -160,7 +160,7 @@ class Broken(ToyObjective):
 def test_a_loss_that_is_not_finite_stops_the_run_with_step_and_sample_ids(part, words, value):
     objective, saved = Broken(sample=9, part=part, value=value), []
     optimiser = torch.optim.SGD(objective.parameters(), lr=0.1)
-    with pytest.raises(RunError, match=rf"step 3: the {words} is not finite \(sample ids 8, 9\)"):
+    with pytest.raises(RunError, match=rf"step 3: .*{words}.*sample ids 8, 9"):
         run(
             objective,
             toy_batches(slots(ALONE, 4, 2), 4),
@@ -183,7 +183,7 @@ class Exploding(ToyObjective):
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_too():
-    with pytest.raises(RunError, match=r"step 1: the gradient is not finite \(sample ids 0, 1, 2, 3\)"):
+    with pytest.raises(RunError, match=r"step 1: .*gradient.*sample ids 0, 1, 2, 3"):
         run(Exploding(), toy_batches(slots(ALONE, 4, 2), 4))
 
 

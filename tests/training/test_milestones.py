@@ -124,7 +124,7 @@ def stopping_in(*steps):
 
 def test_a_signal_saves_the_steps_that_were_taken_and_leaves():
     loop = Loop(save_every=2, is_stopping=stopping_in(4))
-    with pytest.raises(Stopped, match="stopped by SIGTERM after step 3") as stopped:
+    with pytest.raises(Stopped, match=r"SIGTERM.*step 3") as stopped:
         loop.run()
     assert (stopped.value.step, stopped.value.exit_code) == (3, 143)
     assert loop.calls == ["save 2", "save 3"]
@@ -148,7 +148,7 @@ def test_a_signal_before_an_evaluation_leaves_it_to_the_resumed_run():
         loop.called("save", step)
 
     loop.callbacks["save"] = save
-    with pytest.raises(Stopped, match="stopped by SIGINT after step 3") as stopped:
+    with pytest.raises(Stopped, match=r"SIGINT.*step 3") as stopped:
         loop.run()
     assert stopped.value.exit_code == 130
     assert loop.calls == ["evaluate 0", "save 3"]
@@ -175,7 +175,7 @@ def test_a_signal_within_an_evaluation_leaves_it_between_two_pieces_and_saves(ki
 
     every = {"eval_every": 3, "sample_every": 3}
     loop = Loop(**every, **{kind: take}, is_stopping=is_stopping)
-    with pytest.raises(Stopped, match="stopped by SIGTERM after step 3"):
+    with pytest.raises(Stopped, match=r"SIGTERM.*step 3"):
         loop.run()
     assert [piece for piece in pieces if piece[0] == 3] == [(3, 0), (3, 1)]
     assert loop.calls[-1] == "save 3"  # though none was due
@@ -295,7 +295,7 @@ def test_a_loss_that_is_not_finite_while_its_gradient_is_stops_the_run_too():
             losses = super().forward(batch)
             return losses | {"ar": losses["ar"] + torch.inf}
 
-    with pytest.raises(RunError, match="step 1: the next-token loss is not finite"):
+    with pytest.raises(RunError, match=r"step 1: .*next-token loss"):
         Loop(Infinite(), evaluate=None, sample=None).run()
 
 

@@ -50,9 +50,9 @@ def test_the_learning_rate_reaches_optimisers_that_keep_it_in_a_tensor():
 
 def test_adamw_is_fused_and_an_unknown_optimiser_or_nothing_to_train_is_refused():
     assert build(ToyObjective(), lr=1.0).defaults["fused"] is True
-    with pytest.raises(RunError, match="there is no optimiser 'lion'; choose adamw, muon or adamw_8bit"):
+    with pytest.raises(RunError, match=r"'lion'.*adamw, muon or adamw_8bit"):
         build(ToyObjective(), name="lion", lr=1.0)
-    with pytest.raises(RunError, match="no parameter trains"):
+    with pytest.raises(RunError, match="no parameter"):
         build(ToyObjective().requires_grad_(False), lr=1.0)
 
 

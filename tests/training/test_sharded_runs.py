@@ -92,10 +92,10 @@ def test_a_checkpoint_is_exported_in_another_dtype_and_without_its_recipe_not_at
     saved = moved / "run" / "checkpoints" / "step-2"
     consolidate(saved, tmp_path / "narrow", dtype="bfloat16")
     assert torch.equal(weights(tmp_path / "narrow"), weights(moved / "model-2").bfloat16())
-    with pytest.raises(CheckpointError, match="step-2: has no adapters to write in PEFT's format"):
+    with pytest.raises(CheckpointError, match=r"step-2: .*adapters"):
         consolidate(saved, tmp_path / "adapter", peft=True)
     lost = shutil.copytree(saved, tmp_path / "run" / "checkpoints" / "step-2")
-    with pytest.raises(RunError, match=r"has no recipe\.yaml, which says what the weights belong to"):
+    with pytest.raises(RunError, match=r"no recipe\.yaml"):
         consolidate(lost, tmp_path / "other")
 
 

@@ -121,7 +121,7 @@ def test_all_ranks_refuse_what_one_of_them_finds_damaged(run):
 def test_a_pieces_file_of_another_checkpoint_is_noticed(run):
     checkpoints = run / "checkpoints"
     shutil.copy(checkpoints / "step-2" / "pieces.json", checkpoints / "step-6" / "pieces.json")
-    with pytest.raises(RunError, match=r"step-6: cannot be read \(pieces\.json has changed since"):
+    with pytest.raises(RunError, match=r"step-6: .*pieces\.json"):
         Toy("none").restore(run, ALONE)
 
 

@@ -178,9 +178,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_version_that_wrote_i
     assert trainer.pop("version") == __version__
     trainer |= {"format": 4} | ({} if wrote is None else {"version": wrote})
     (checkpoint / "trainer.json").write_text(json.dumps(trainer | {"seal": seal(trainer)}))
-    with pytest.raises(
-        RunError, match=f"step-2: was written by {said} in format 4, and this is blockdiff {__version__}"
-    ):
+    with pytest.raises(RunError, match=f"step-2: .*{said}.*format 4.*{__version__}"):
         restore(checkpoint, objective, optimiser, FACTS)
 
 
@@ -203,7 +201,7 @@ def test_a_full_disk_is_one_line_that_says_what_is_needed_and_what_is_saved(tmp_
         with pytest.raises(RunError, match=words):
             save_checkpoint(tmp_path, 4, objective, optimiser, FACTS)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+    with pytest.raises(OSError, match="'/dev/full'"):
         MetricsLog(Path("/dev/full")).append({"step": 1})
 
 
@@ -256,6 +254,6 @@ def test_optimiser_state_that_no_file_can_hold_is_named(tmp_path):
     objective = ToyObjective()
     optimiser = torch.optim.SGD(objective.parameters(), lr=0.1)
     optimiser.state[objective.norm]["history"] = [torch.ones(1)]
-    with pytest.raises(RunError, match="its state norm/history is a list; only tensors and plain values are saved"):
+    with pytest.raises(RunError, match="norm/history"):
         save_checkpoint(tmp_path, 1, objective, optimiser, FACTS)
     assert not steps_saved(tmp_path)

@@ -34,7 +34,7 @@ class OneOfFour(Ranks):
 @pytest.mark.parametrize("sign", ["metrics.jsonl", "checkpoints"])
 def test_an_existing_run_is_not_started_over(tmp_path, sign):
     (tmp_path / sign).mkdir() if sign == "checkpoints" else (tmp_path / sign).write_text("")
-    with pytest.raises(RunError, match="already holds a run with no checkpoint yet; go on with --resume"):
+    with pytest.raises(RunError, match=r"no checkpoint yet.*--resume"):
         enter(tmp_path, resume=False)
 
 
@@ -45,7 +45,7 @@ def test_files_of_somebody_else_are_not_written_over(tmp_path, name, resume):
     (tmp_path / name).write_text("mine")
     for overwrite in {False, not resume}:
         with (
-            pytest.raises(RunError, match=f"{name}: is there already and is no run's; choose another output"),
+            pytest.raises(RunError, match=f"{name}: .*already"),
             hold_run(tmp_path, resume, ALONE, overwrite),
         ):
             pass
@@ -54,7 +54,7 @@ def test_files_of_somebody_else_are_not_written_over(tmp_path, name, resume):
 
 def test_the_refusal_says_how_far_the_run_got(tmp_path):
     run_to(tmp_path, 4)
-    with pytest.raises(RunError, match="saved up to step 4"):
+    with pytest.raises(RunError, match="step 4"):
         enter(tmp_path, resume=False)
 
 
@@ -90,13 +90,13 @@ def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
 def test_an_average_asked_for_since_is_refused_by_its_key_not_by_a_missing_file(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     facts = {**FACTS, "optim.ema": 0.9}
-    with pytest.raises(RunError, match=r"was started with optim\.ema null, not 0\.9; keep what it was started with"):
+    with pytest.raises(RunError, match=r"optim\.ema null.*0\.9"):
         restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, facts, average=Ema(objective, 0.9))
 
 
 def test_a_run_that_kept_no_average_cannot_go_on_with_one(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
-    with pytest.raises(RunError, match=r"step-2: cannot be read .*ema\.safetensors"):
+    with pytest.raises(RunError, match=r"step-2: .*ema\.safetensors"):
         restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, average=Ema(objective, 0.9))
 
 
@@ -119,7 +119,7 @@ def test_another_model_is_refused_by_the_name_of_a_tensor_and_left_alone(tmp_pat
     wider = ToyObjective()
     wider.mix = torch.nn.Linear(8, 9, bias=False)
     before = {name: tensor.clone() for name, tensor in wider.state_dict().items()}
-    with pytest.raises(RunError, match=r"mix\.weight is .*\[8, 8\] there and .*\[9, 8\] in the model"):
+    with pytest.raises(RunError, match=r"mix\.weight .*\[8, 8\].*\[9, 8\]"):
         restore(checkpoint, wider, build(wider, lr=0.1), FACTS)
     assert all(torch.equal(before[name], tensor) for name, tensor in wider.state_dict().items())
 
@@ -128,7 +128,7 @@ def test_a_parameter_frozen_since_is_named(tmp_path):
     run_to(tmp_path, 2)
     frozen = ToyObjective()
     frozen.mix.requires_grad_(False)
-    with pytest.raises(RunError, match=r"mix\.weight was trained in the run to resume"):
+    with pytest.raises(RunError, match=r"mix\.weight .*trained"):
         restore(tmp_path / "checkpoints" / "step-2", frozen, build(frozen, lr=0.1), FACTS)
 
 
@@ -151,7 +151,7 @@ def test_what_was_changed_in_a_checkpoint_is_noticed_in_one_line(tmp_path, name,
     before = file.read_bytes()
     file.write_bytes(damage(before))
     assert file.read_bytes() != before
-    with pytest.raises(RunError, match=r"step-2: (cannot be read .* remove it|the run was started by an earlier)"):
+    with pytest.raises(RunError, match=r"step-2: (.* remove it|.*earlier)"):
         restore(file.parent, objective, optimiser, FACTS)
 
 
@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_is_one_line_with_what_to_do(tmp_path, name):
     checkpoint = tmp_path / "checkpoints" / "step-2"
     whole = (checkpoint / name).read_bytes()
     (checkpoint / name).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RunError, match=r"step-2: cannot be read .* remove it to go on from an earlier one"):
+    with pytest.raises(RunError, match=r"step-2: .*earlier one"):
         restore(checkpoint, objective, optimiser, FACTS)
 
 

@@ -71,8 +71,8 @@ def test_without_trackers_nothing_is_made(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tensorbord", r"train\.trackers: no tracker is called 'tensorbord'; did you mean tensorboard\?"),
-        ("excel", r"train\.trackers: no tracker is called 'excel'; there are aim, clearml, .*, wandb"),
+        ("tensorbord", r"^train\.trackers: .*'tensorbord'.*tensorboard"),
+        ("excel", r"^train\.trackers: .*'excel'.*aim, clearml, .*, wandb"),
     ],
 )
 def test_an_unknown_tracker_is_refused_by_name(name, message):
@@ -82,7 +82,7 @@ def test_an_unknown_tracker_is_refused_by_name(name, message):
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(monkeypatch, tmp_path):
     monkeypatch.setattr(tracking, "_available_trackers", [])
-    with pytest.raises(RunError, match="comet_ml is not installed; `pip install comet-ml` or leave it out"):
+    with pytest.raises(RunError, match=r"comet_ml .*comet-ml"):
         Trackers(["comet_ml"], tmp_path, {})
 
 
@@ -106,7 +106,7 @@ def test_a_tracker_that_fails_during_the_run_is_left_out_and_the_others_go_on(mo
 
 def test_a_tracker_that_does_not_start_ends_the_run_in_one_line(monkeypatch, tmp_path):
     (tmp_path / "tensorboard").write_text("in the way")
-    with pytest.raises(RunError, match=r"train.trackers: tensorboard does not start .*; see to it or leave it out"):
+    with pytest.raises(RunError, match=r"^train\.trackers: tensorboard "):
         Trackers(["tensorboard"], tmp_path, {})
 
 

@@ -123,7 +123,7 @@ def inputs(tmp_path_factory):
 
 @pytest.mark.quick
 def test_a_run_is_made_of_a_directory_that_is_there(tmp_path):
-    with pytest.raises(RunError, match="nowhere: no such directory; name the one that a training wrote into"):
+    with pytest.raises(RunError, match=r"nowhere: .*directory"):
         blockdiff.Run(tmp_path / "nowhere")
 
 
@@ -155,7 +155,7 @@ def test_overrides_and_the_metric_that_decides(inputs, tmp_path):
     assert (step, value) == (2, run.records[-1]["heldout_canvas_loss"])
     (run.directory / "report.json").unlink()  # as in a run that goes on or was stopped
     assert run.best == (step, value)
-    with pytest.raises(RunError, match=r"report\.json: no such file; the run has not come to write it"):
+    with pytest.raises(RunError, match=r"report\.json: "):
         _ = run.report
 
 
@@ -193,7 +193,7 @@ def test_a_model_that_is_not_what_the_run_wrote_at_its_end_is_one_line_and_no_do
         (lambda *_, **__: file.unlink(), "cannot be read"),
     ):
         monkeypatch.setattr(export, "draw_curves", spoil)
-        with pytest.raises(RunError, match=rf"model\.safetensors: {said}.*; the run is saved at step 2, go on with"):
+        with pytest.raises(RunError, match=rf"model\.safetensors: {said}.*step 2"):
             blockdiff.train(inputs, ["train.steps=2", "train.eval_every=0"], tmp_path / "run", resume=True)
     assert "done" not in capsys.readouterr().out
 
@@ -206,7 +206,7 @@ def test_epochs_say_how_long_a_run_is(inputs, plain, tmp_path, capsys):
     assert "4 optimiser steps of 6 examples, 1 canvas of each, 1.0 epochs" in capsys.readouterr().out
     longer = blockdiff.train(inputs, ("train.epochs=1.2",), run.directory, resume=True)
     assert longer.records[-1]["step"] == 5  # 4.8 of them
-    with pytest.raises(RunError, match=r"already at step 5, past train\.epochs = 1; raise train\.epochs to go on"):
+    with pytest.raises(RunError, match=r"step 5.*train\.epochs = 1"):
         blockdiff.train(inputs, ("train.epochs=1",), run.directory, resume=True)
 
 
@@ -230,7 +230,7 @@ def test_a_run_goes_on_with_other_passes_and_says_that_sums_are_rounded_otherwis
 
 def test_a_run_is_not_resumed_with_other_rows_and_the_refusal_has_words_and_no_hashes(inputs, plain):
     data = {**inputs["data"], "train": inputs["data"]["train"][1:]}
-    with pytest.raises(RunError, match=r"started with other training rows \(data\.train\), or rows that .* way; keep"):
+    with pytest.raises(RunError, match=r"\(data\.train\)"):
         blockdiff.train({**inputs, "data": data}, ("train.steps=5",), plain.directory, resume=True)
 
 
@@ -256,9 +256,9 @@ def test_a_run_is_replaced_when_that_is_asked_for_and_the_new_one_can_begin(inpu
     short = ("train.steps=2", "train.save_every=1", "train.eval_every=0")
     run = blockdiff.train(inputs, short, tmp_path / "run")
     (run.directory / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="ask for one of them"):
+    with pytest.raises(RunError, match="one of them"):
         blockdiff.train(inputs, short, run.directory, resume=True, overwrite=True)
-    with pytest.raises(RunError, match=r"model\.path: .* lies in the run that --overwrite replaces"):
+    with pytest.raises(RunError, match=r"^model\.path: .*--overwrite"):
         of_itself = {**inputs, "model": {"path": str(run.directory / "model")}, "lora": "none"}
         blockdiff.train(of_itself, short, run.directory, overwrite=True)
     with pytest.raises(BlockdiffError):
@@ -279,7 +279,7 @@ def test_a_run_that_failed_before_its_first_record_is_gone_on_with(inputs, tmp_p
 
 @pytest.mark.quick
 def test_a_run_is_not_started_over_and_an_unknown_key_is_refused(inputs, plain):
-    with pytest.raises(RunError, match="already holds a run"):
+    with pytest.raises(RunError, match=r"already.*run"):
         blockdiff.train(inputs, output=plain.directory)
     with pytest.raises(RecipeError, match="did you mean"):
         blockdiff.Trainer({**inputs, "trian": {}}, output="run")
@@ -302,13 +302,13 @@ def test_a_part_of_ones_own_trains_is_recorded_and_resumes_with_it_alone(name, i
     part = {name: PARTS[name]}
     two = ("train.steps=2",)
     run = blockdiff.train(inputs, two, tmp_path / "run", **part)
-    with pytest.raises(RunError, match=rf"the run was started with (objective|given)\.{name} .*\S+\.\S+.*, not "):
+    with pytest.raises(RunError, match=rf"(objective|given)\.{name} .*\S+\.\S+.*, not "):
         blockdiff.train(inputs, (), run.directory, resume=True)
     resumed = blockdiff.train(inputs, (), run.directory, resume=True, **part)
     whole = blockdiff.train(inputs, (), tmp_path / "whole", **part)
     assert torch.equal(weights_of(resumed), weights_of(whole))
     assert not torch.equal(weights_of(whole), weights_of(plain))
-    with pytest.raises(RunError, match=rf"the run was started with (objective|given)\.{name} "):
+    with pytest.raises(RunError, match=rf"(objective|given)\.{name} "):
         blockdiff.train(inputs, ("train.steps=5",), plain.directory, resume=True, **part)
 
 
@@ -378,13 +378,13 @@ def test_a_method_that_is_overridden_is_called_and_the_rest_stays(inputs, plain,
     run = Watching(inputs, output=tmp_path / "run").fit()
     assert [record["heldout_mood"] for record in run.records if record["kind"] == "heldout"] == [1.0] * 3
     assert torch.equal(weights_of(run), weights_of(plain))
-    with pytest.raises(RunError, match=r"the run was started with given\.trainer .*Watching.*, not null"):
+    with pytest.raises(RunError, match=r"given\.trainer .*Watching.*null"):
         blockdiff.train(inputs, ("train.steps=5",), run.directory, resume=True)
 
 
 def test_rows_in_memory_are_checked_and_named_like_those_of_a_file(inputs, tmp_path):
     rows = [*inputs["data"]["train"][:3], {"prompt": "1"}]
-    with pytest.raises(DataError, match=r"rows:4: response is missing"):
+    with pytest.raises(DataError, match=r"rows:4: response"):
         blockdiff.train({**inputs, "data": {**inputs["data"], "train": rows}}, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -395,7 +395,7 @@ def test_a_run_with_rows_in_memory_is_not_resumed_by_the_command(plain):
 
 
 def test_a_run_that_is_past_its_last_step_is_refused(inputs, plain):
-    with pytest.raises(RunError, match=r"already at step 4, past train\.steps = 3; raise train\.steps to go on"):
+    with pytest.raises(RunError, match=r"step 4.*train\.steps = 3"):
         blockdiff.train(inputs, ("train.steps=3",), plain.directory, resume=True)
 
 
@@ -403,7 +403,7 @@ def test_a_run_that_is_past_its_last_step_is_refused(inputs, plain):
 def test_a_model_that_does_not_fit_is_refused_before_its_data_are_read(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr("blockdiff.memory.total_bytes", lambda device: 55_000)
     recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
-    with pytest.raises(BlockdiffError, match=r"needs .*weights .*gradients .*optimiser "):
+    with pytest.raises(BlockdiffError, match=r"weights .*gradients .*optimiser "):
         blockdiff.train(recipe, output=tmp_path / "run")
 
 
@@ -412,9 +412,9 @@ def test_what_a_family_does_not_support_is_refused_before_its_data_are_read(inpu
     limited = replace(FAMILY, capabilities=able)
     monkeypatch.setattr("blockdiff.training.starting_model.family_of", lambda config: limited)
     recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
-    with pytest.raises(BlockdiffError, match="diffusion_gemma does not support leave_one_out"):
+    with pytest.raises(BlockdiffError, match=r"diffusion_gemma .*leave_one_out"):
         blockdiff.train(recipe, ("objective.prediction=leave_one_out",), tmp_path / "run")
-    with pytest.raises(BlockdiffError, match="diffusion_gemma does not support mask"):
+    with pytest.raises(BlockdiffError, match=r"diffusion_gemma .*mask"):
         blockdiff.train(recipe, (), tmp_path / "run", corruption=MaskCorruption(3))
 
 
@@ -467,15 +467,15 @@ def test_a_part_that_cannot_work_is_one_line(name, inputs, tmp_path):
 def test_an_output_that_can_be_no_directory_is_one_line(inputs, tmp_path):
     (tmp_path / "file").write_text("")
     for where in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(RunError, match=r"file.*: no run can be written there \(.*\); choose another output"):
+        with pytest.raises(RunError, match=r"file.*output"):
             blockdiff.train(inputs, output=where)
 
 
 @pytest.mark.quick
 def test_a_recipe_that_is_built_directly_is_refused_in_one_line(inputs):
-    with pytest.raises(RecipeError, match=r"^Recipe: unknown key train\.stepz; did you mean train\.steps\?$"):
+    with pytest.raises(RecipeError, match=r"^Recipe: .*train\.stepz.*train\.steps\?$"):
         blockdiff.Recipe(**{**inputs, "train": {"stepz": 1}})
-    with pytest.raises(RecipeError, match=r"^Recipe: model: missing; every recipe has to say it$"):
+    with pytest.raises(RecipeError, match=r"^Recipe: model: "):
         blockdiff.Recipe(data={"train": "rows.jsonl"}, train={"steps": 1, "batch_size": 1})
 
 
@@ -485,7 +485,7 @@ def test_a_metric_of_ones_own_decides_which_weights_are_the_best(inputs, tmp_pat
             return {**super().evaluate(step), "heldout_mood": 1.0 - step}
 
     decides = ("evaluation.best=heldout_mood",)
-    with pytest.raises(RunError, match=r"no metric 'heldout_mood'; .* goes into blockdiff\.metrics\.METRICS"):
+    with pytest.raises(RunError, match=r"'heldout_mood'.*blockdiff\.metrics\.METRICS"):
         Moody(inputs, decides, tmp_path / "run").fit()
     monkeypatch.setitem(METRICS, "heldout_mood", Metric("heldout", "mood", "higher"))
     run = Moody(inputs, decides, tmp_path / "run").fit()
