@@ -6,10 +6,9 @@ a peer that computes something else, or cannot run here, is named and left out.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,22 +19,17 @@ from transformers.models.diffusion_gemma.modeling_diffusion_gemma import Diffusi
 
 from benchmarks.attempts import attempt
 from benchmarks.installed import installed
-from benchmarks.kernel_span_attention import Ceilings
+from benchmarks.kernel_lines import Work, agreement, computes, rates, timed
 from benchmarks.models import Size
-from benchmarks.result import Agreement, Result, half_precision_bound
+from benchmarks.quick_start import Ceilings
+from benchmarks.result import Result
 from benchmarks.settings import Settings
-from benchmarks.timing import contenders, interleaved, once, probe
 from blockdiff.kernels import resolve
-from tests.support.peaks import peak_memory
 
 SUITE = "experts"
-FP32_BOUND = 1e-4
-PEER_BOUND = 0.05  # relative; an expert or a weight that is mistaken is far beyond
-
 FORWARD, FROZEN, TRAINED = "forward", "forward and backward, frozen experts", "forward and backward, trained experts"
 GRAPH = "forward in a CUDA graph"
 
-Work = Callable[[], Any]
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # x, gate_up, down, index, weight -> y
 
 
@@ -64,13 +58,7 @@ class Shape:
         return element_size * (used * 3 * self.D * self.F + 2 * self.N * self.D)
 
 
-CPU_SHAPES = (
-    Shape("quickstart", 64 * 35, 8, 2, 96, 64),
-    Shape("quickstart", 17, 8, 2, 96, 64, kinds=(FORWARD,)),
-    Shape("15m", 4 * 192, 16, 4, 256, 128),
-    Shape("15m", 64, 16, 4, 256, 128, kinds=(FORWARD,)),
-)
-CUDA_SHAPES = tuple(
+SHAPES = tuple(
     Shape("released", N, 128, 8, 2816, 704, skewed, (FORWARD, *((GRAPH,) if N <= 2048 else ()), FROZEN, TRAINED))
     for N in (256, 2048, 8192, 32_768)
     for skewed in (False, True)
@@ -94,20 +82,17 @@ class Inputs(NamedTuple):
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
-    """Every shape that the device and the names of `sizes` ask for; `done` gets each line as it is finished."""
-    device, names = settings.device, {size.name for size in sizes}
-    is_cuda = device.type == "cuda"
-    experts = resolve(settings.kernels).expert_mlp
-    ceilings = Ceilings.measured(device) if is_cuda else None
-    for shape in (*CPU_SHAPES, *CUDA_SHAPES):
-        if shape in CUDA_SHAPES and not is_cuda:
-            print(f"{SUITE}, {shape}: needs a GPU", file=sys.stderr)
-        elif shape.name in names and (shape in CUDA_SHAPES) == is_cuda:
-            with attempt(f"{SUITE}, {shape}"):
-                inputs = draw(shape, device, torch.bfloat16 if is_cuda else torch.float32)
-                for kind in shape.kinds:
-                    with attempt(f"{SUITE}, {shape}, {kind}"):
-                        done(measure(shape, kind, inputs, experts, settings, ceilings))
+    """Every shape on a GPU, if `sizes` have the released model; `done` gets each line as it is finished."""
+    if settings.device.type != "cuda":
+        print(f"{SUITE}: needs a GPU", file=sys.stderr)
+        return
+    experts, ceilings = resolve(settings.kernels).expert_mlp, Ceilings.of(settings.device)
+    for shape in SHAPES if "released" in {size.name for size in sizes} else ():
+        with attempt(f"{SUITE}, {shape}"):
+            inputs = draw(shape, settings.device, torch.bfloat16)
+            for kind in shape.kinds:
+                with attempt(f"{SUITE}, {shape}, {kind}"):
+                    done(measure(shape, kind, inputs, experts, settings, ceilings))
 
 
 def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -137,7 +122,6 @@ def measure(
     ceilings: Ceilings | None,
 ) -> Result:
     """One line: compare with fp32 eager (bf16: bounded by the error of bf16 eager), time in turns, trace memory."""
-    device = settings.device
 
     def ours(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         return experts(x, gate_up, down, index, weight)
@@ -146,28 +130,24 @@ def measure(
     eager = _transformers("eager", shape)
     truth = _work(eager, inputs.to(torch.float32), kind)()
     theirs = values if inputs.x_ND.dtype == torch.float32 else _work(eager, inputs, kind)()
-    result = Result(SUITE, shape.name, f"{shape}, {kind}", _agreement(values, theirs, truth))
+    named = [dict(zip(NAMES, each, strict=False)) for each in (values, theirs, truth)]
+    result = Result(
+        SUITE, shape.name, f"{shape}, {kind}", agreement(*named, is_fp32=inputs.x_ND.dtype == torch.float32)
+    )
     if not result.agreement.is_met:
         return result
-    del truth, theirs
-    works = {name: work for name, work in _peers(shape, kind, inputs) if _computes(name, work, values)}
+    del truth, theirs, named
+    works = {name: work for name, work in _peers(shape, kind, inputs) if computes(name, work, values)}
     work = _work(ours, inputs, kind)
     if kind == GRAPH:
         work, works = _captured(work), dict(_captured_ones(works))
     if not works:
         print(f"{result.case}: no peer runs here", file=sys.stderr)
         return result
-    probed = probe({name: once(each, device) for name, each in works.items()})
-    chosen = {name: once(works[name], device) for name in contenders(probed)}
-    times = interleaved({"ours": once(work, device)} | chosen, settings.repeats)
-    our_times = times.pop("ours")
-    result = replace(result, ours=our_times, peers=times, probed=probed)
-    memory = None  # a graph's is set aside when it is captured
-    if kind != GRAPH:
-        memory = peak_memory(work, device), peak_memory(works[str(result.fastest_peer)], device)
-    used = len(inputs.index_Nk.unique())
-    rates = _rates(shape, kind, used, inputs.x_ND.element_size(), our_times.median, ceilings)
-    return replace(result, case=f"{result.case}; {rates}", memory=memory)
+    line = timed(result, work, works, settings, has_peak=kind != GRAPH)  # a graph's is set aside when it is captured
+    is_backward = kind in (FROZEN, TRAINED)
+    nbytes = None if is_backward else shape.bytes(inputs.x_ND.element_size(), len(inputs.index_Nk.unique()))
+    return rates(line, shape.flops(kind), nbytes, ceilings)
 
 
 def _work(mix: Mix, inputs: Inputs, kind: str) -> Work:
@@ -189,48 +169,7 @@ def _work(mix: Mix, inputs: Inputs, kind: str) -> Work:
     return forward if kind in (FORWARD, GRAPH) else both
 
 
-def _rates(shape: Shape, kind: str, used: int, element_size: int, seconds: float, ceilings: Ceilings | None) -> str:
-    rate = shape.flops(kind) / seconds
-    words = f"{rate / 1e12:.3g} TFLOP/s"
-    if ceilings is None:
-        return words
-    words += f" = {rate / ceilings.flops:.0%} of a product's"
-    if kind in (FROZEN, TRAINED):
-        return words
-    bandwidth = shape.bytes(element_size, used) / seconds
-    return f"{words}, {bandwidth / 1e12:.2f} TB/s = {bandwidth / ceilings.bandwidth:.0%} of a copy's"
-
-
-# -- comparing -------------------------------------------------------------------------------------------------
-
-
 NAMES = ("output", "grad x", "grad weight", "grad gate_up", "grad down")
-
-
-def _agreement(ours: list[Tensor], theirs: list[Tensor], truth: list[Tensor]) -> Agreement:
-    errors = {}
-    for name, x, y, exact in zip(NAMES, ours, theirs, truth, strict=False):
-        bound = FP32_BOUND if x.dtype == torch.float32 and x is y else half_precision_bound(_error(y, exact))
-        errors[name] = (_error(x, exact), bound)
-    return Agreement(errors)
-
-
-def _error(values: Tensor, truth: Tensor) -> float:
-    """Relative 2-norm error; infinite where anything is not a number."""
-    error = float((values.float() - truth.float()).norm() / truth.float().norm().clamp(min=1e-30))
-    return error if math.isfinite(error) else math.inf
-
-
-def _computes(name: str, work: Work, ours: list[Tensor]) -> bool:
-    """True for a peer that runs here and gives what we give."""
-    try:
-        error = max(_error(x, y) for x, y in zip(work(), ours, strict=True))
-    except Exception as problem:  # whatever it says that cannot take this shape or device
-        print(f"{name}: not available: {type(problem).__name__}: {str(problem)[:200]}", file=sys.stderr)
-        return False
-    if error > PEER_BOUND:
-        print(f"{name}: left out, it differs by {error:.2g}", file=sys.stderr)
-    return error <= PEER_BOUND
 
 
 # -- the peers -------------------------------------------------------------------------------------------------

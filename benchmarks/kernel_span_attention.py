@@ -7,10 +7,9 @@ computes something else is left out.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,22 +20,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attempts import attempt
 from benchmarks.installed import installed
+from benchmarks.kernel_lines import Work, agreement, computes, rates, timed
 from benchmarks.models import Size
-from benchmarks.result import Agreement, Result, half_precision_bound
+from benchmarks.quick_start import Ceilings
+from benchmarks.result import Agreement, Result
 from benchmarks.settings import Settings
-from benchmarks.timing import contenders, interleaved, once, probe
 from blockdiff.kernels import resolve
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from tests.oracles import span_attention as reference
-from tests.support.peaks import peak_memory
 
 SUITE = "span attention"
-FP32_BOUND = 1e-4
 COMPARED_QUERIES = 1024  # of which the fp32 scores are held at once
 
-PEER_BOUND = 0.05  # relative; a wrong mask is far beyond
-
-Work = Callable[[], object]
 Attend = Callable[..., Tensor]  # ours: q, prefix k and v, own k and v; a peer: q, k, v, heads before tokens
 
 
@@ -83,7 +78,6 @@ class Shape:
 
 
 SLIDING, FULL = Heads(16, 8, 256, 1024), Heads(16, 2, 512, None)  # the released model's two kinds of layers
-SMALL = Heads(6, 2, 64, None)
 
 
 def training(name: str, heads: Heads, rows: int, S: int, C: int, L: int) -> Iterator[Shape]:
@@ -105,12 +99,8 @@ def sampling(name: str, heads: Heads, rows: int, prefix: int, L: int) -> Shape:
     return Shape(name, f"sample {rows} x {prefix}", heads, held, L, spans, False)
 
 
-def shapes(is_cuda: bool) -> Iterator[Shape]:
-    """Every shape of a device; a GPU has the released model's."""
-    if not is_cuda:
-        yield from training("15m", SMALL, 4, 128, 2, 64)
-        yield sampling("15m", SMALL, 1, 128, 64)
-        return
+def shapes() -> Iterator[Shape]:
+    """Every shape of the released model."""
     for heads in (SLIDING, FULL):
         for rows, S, C in ((16, 1024, 4), (4, 4096, 16), (1, 16_384, 64)):
             yield from training("released", heads, rows, S, C, 256)
@@ -120,38 +110,15 @@ def shapes(is_cuda: bool) -> Iterator[Shape]:
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
-    """Every shape that the device and the names of `sizes` ask for; `done` gets each line as it is finished."""
-    is_cuda = settings.device.type == "cuda"
-    attend, names = resolve(settings.kernels).span_attention, {size.name for size in sizes}
-    if not is_cuda:
-        for shape in shapes(True):
-            print(f"{SUITE}, released, {shape.heads}, {shape.kind}: needs a GPU", file=sys.stderr)
-    ceilings = Ceilings.measured(settings.device) if is_cuda else None
-    for shape in shapes(is_cuda):
-        if shape.name in names:
-            for with_backward in (False, True) if shape.trains else (False,):
-                with attempt(f"{SUITE}, {shape.heads}, {shape.kind}{', with backward' * with_backward}"):
-                    done(measure(shape, with_backward, attend, settings, ceilings))
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The limits of this device: bf16 products (operations a second) and copies (bytes a second, read and written)."""
-
-    flops: float
-    bandwidth: float
-
-    @staticmethod
-    def measured(device: torch.device) -> Ceilings:
-        """By a large square product and a large copy, the best of a few."""
-        n = 8192
-        a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-        source = torch.empty(1 << 30, device=device, dtype=torch.uint8)
-        target = torch.empty_like(source)
-        product, copy = once(lambda: a @ b, device), once(lambda: target.copy_(source), device)
-        product(), copy()
-        flops = 2 * n**3 / min(product() for _ in range(10))
-        return Ceilings(flops, 2 * source.numel() / min(copy() for _ in range(10)))
+    """Every shape on a GPU, if `sizes` have the released model; `done` gets each line as it is finished."""
+    if settings.device.type != "cuda":
+        print(f"{SUITE}: needs a GPU", file=sys.stderr)
+        return
+    attend, ceilings = resolve(settings.kernels).span_attention, Ceilings.of(settings.device)
+    for shape in shapes() if "released" in {size.name for size in sizes} else ():
+        for with_backward in (False, True) if shape.trains else (False,):
+            with attempt(f"{SUITE}, {shape.heads}, {shape.kind}{', with backward' * with_backward}"):
+                done(measure(shape, with_backward, attend, settings, ceilings))
 
 
 def measure(
@@ -169,21 +136,21 @@ def measure(
         return out
 
     case = f"{shape.heads}, {shape.kind}, {'forward and backward' if with_backward else 'forward'}"
-    agreement = _agreement(spans, tensors, grad_out, ours, with_backward)
-    result = Result(SUITE, shape.name, case, agreement)
-    if not agreement.is_met:
+    result = Result(SUITE, shape.name, case, _agreement(spans, tensors, grad_out, ours, with_backward))
+    if not result.agreement.is_met:
         return result
-    work = _work(ours, tensors, grad_out, with_backward)
     works = {}
-    for name, (peer, prepared) in _checked(peers(shape, spans, tensors), ours, tensors).items():
+    with torch.no_grad():
+        values = ours(*tensors)
+        found = {
+            name: peer
+            for name, peer in peers(shape, spans, tensors).items()
+            if computes(name, lambda peer=peer: [peer[0](*peer[1]).transpose(1, 2)], [values])  # type: ignore[misc]
+        }
+    for name, (peer, prepared) in found.items():
         works[name] = _work(peer, prepared, grad_out.transpose(1, 2), with_backward)
-    probed = probe({name: once(each, device) for name, each in works.items()})
-    chosen = {name: once(works[name], device) for name in contenders(probed)}
-    times = interleaved({"ours": once(work, device)} | chosen, settings.repeats)
-    our_times = times.pop("ours")
-    result = replace(result, ours=our_times, peers=times, probed=probed)
-    memory = peak_memory(work, device), peak_memory(works[str(result.fastest_peer)], device)
-    return replace(result, case=f"{case}; {_rates(shape, with_backward, our_times.median, ceilings)}", memory=memory)
+    line = timed(result, _work(ours, tensors, grad_out, with_backward), works, settings)
+    return rates(line, shape.flops(with_backward), None if with_backward else shape.bytes(2), ceilings)
 
 
 def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -207,18 +174,6 @@ def _work(attend: Attend, tensors: list[Tensor], grad_out: Tensor, with_backward
     return both if with_backward else forward
 
 
-def _rates(shape: Shape, with_backward: bool, seconds: float, ceilings: Ceilings | None) -> str:
-    rate = shape.flops(with_backward) / seconds
-    words = f"{rate / 1e12:.3g} TFLOP/s"
-    if ceilings is None:
-        return words
-    words += f" = {rate / ceilings.flops:.0%} of a product's"
-    if with_backward:
-        return words
-    bandwidth = shape.bytes(2) / seconds
-    return f"{words}, {bandwidth / 1e12:.2f} TB/s = {bandwidth / ceilings.bandwidth:.0%} of a copy's"
-
-
 # -- comparing -------------------------------------------------------------------------------------------------
 
 
@@ -233,12 +188,8 @@ def _agreement(spans: Spans, tensors: list[Tensor], grad_out: Tensor, ours: Atte
     names = ["output", *("grad q", "grad prefix k", "grad prefix v", "grad own k", "grad own v")[: 5 * backward]]
     truth = _truth(spans, [x[:1] for x in tensors], grad_out[:1], backward)
     mine, theirs = (_of_row_0(attend, tensors, grad_out, backward) for attend in (ours, sdpa))
-    errors = {}
-    for name, x, y, exact in zip(names, mine, theirs, truth, strict=True):
-        if exact.numel():
-            bound = FP32_BOUND if x.dtype == torch.float32 else half_precision_bound(_error(y, exact))
-            errors[name] = (_error(x, exact), bound)
-    return Agreement(errors)
+    named = [dict(zip(names, each, strict=True)) for each in (mine, theirs, truth)]
+    return agreement(*named, is_fp32=tensors[0].dtype == torch.float32)
 
 
 def _of_row_0(attend: Attend, tensors: list[Tensor], grad_out: Tensor, backward: bool) -> list[Tensor]:
@@ -266,12 +217,6 @@ def _truth(spans: Spans, tensors: list[Tensor], grad_out: Tensor, backward: bool
                 part.backward(grad_out[:, queries, of_group].float())
             out[:, queries, of_group] = part.detach()
     return [out.detach(), *(x.grad for x in wide if x.grad is not None)]
-
-
-def _error(values: Tensor, truth: Tensor) -> float:
-    """Relative 2-norm error; infinite where anything is not a number."""
-    error = float((values.float() - truth).norm() / truth.norm().clamp(min=1e-30))
-    return error if math.isfinite(error) else math.inf
 
 
 # -- the peers -------------------------------------------------------------------------------------------------
@@ -305,23 +250,6 @@ def peers(shape: Shape, spans: Spans, tensors: list[Tensor]) -> Peers:
         except Exception as error:
             print(f"{SUITE}: FlexAttention not available: {str(error)[:200]}", file=sys.stderr)
     found["SDPA, dense mask"] = partial(_sdpa, dense, None), whole
-    return found
-
-
-@torch.no_grad()
-def _checked(candidates: Peers, ours: Attend, tensors: list[Tensor]) -> Peers:
-    """The candidates that run and compute the same."""
-    truth, found = ours(*tensors).float(), {}
-    for name, (peer, prepared) in candidates.items():
-        try:
-            error = _error(peer(*prepared).transpose(1, 2), truth)
-        except Exception as problem:  # whatever a backend says that does not take this shape
-            print(f"{name}: not available: {type(problem).__name__}: {str(problem)[:200]}", file=sys.stderr)
-            continue
-        if error <= PEER_BOUND:
-            found[name] = peer, prepared
-        else:
-            print(f"{name}: left out, its output differs by {error:.2g}", file=sys.stderr)
     return found
 
 

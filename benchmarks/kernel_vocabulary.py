@@ -6,7 +6,6 @@ where the logits fit, else in parts of PEER_ROWS tokens.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,21 +18,18 @@ from torch import Tensor
 
 from benchmarks.attempts import attempt
 from benchmarks.installed import installed
+from benchmarks.kernel_lines import Work, agreement, timed
 from benchmarks.models import Size
-from benchmarks.result import Agreement, Result, half_precision_bound
+from benchmarks.result import Agreement, Result
 from benchmarks.settings import Settings
-from benchmarks.timing import contenders, interleaved, once, probe
+from benchmarks.timing import interleaved, once
 from blockdiff.kernels import Kernels, resolve
-from tests.support.peaks import peak_memory
 
 SUITE = "vocabulary"
 SOFTCAP = 30.0
 TEMPERATURE = 0.6
 COMPARED_ROWS = 256
 PEER_ROWS = 4096  # transformers' way holds several fp32 [rows, V]
-FP32_BOUND = 1e-4
-
-Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,7 @@ class Shape:
         return f"N {self.N:,} V {self.V:,} D {self.D:,}"
 
 
-CPU_SHAPES = (Shape("quickstart", 1088, 16, 96), Shape("15m", 512, 32_768, 384))
-CUDA_SHAPES = tuple(Shape("released", N, 262_144, 2816) for N in (256, 2048, 4096, 16_384))
+SHAPES = tuple(Shape("released", N, 262_144, 2816) for N in (256, 2048, 4096, 16_384))
 
 
 class Inputs(NamedTuple):
@@ -74,17 +69,15 @@ Candidate = Callable[[Inputs], dict[str, Tensor]]  # gives what is compared
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
-    """Every op at every shape that the device and the names of `sizes` ask for; `done` gets each line."""
-    is_cuda = settings.device.type == "cuda"
-    kernels, names = resolve(settings.kernels), {size.name for size in sizes}
-    for shape in (*CPU_SHAPES, *CUDA_SHAPES):
-        if shape in CUDA_SHAPES and not is_cuda:
-            print(f"{SUITE}, {shape}: needs a GPU", file=sys.stderr)
-        elif shape.name in names:
-            with attempt(f"{SUITE}, {shape}"):
-                inputs = draw(shape, settings.device, torch.bfloat16 if is_cuda else torch.float32)
-                for result in measure(inputs, shape, kernels, settings):
-                    done(result)
+    """Every op at every shape on a GPU, if `sizes` have the released model; `done` gets each line."""
+    if settings.device.type != "cuda":
+        print(f"{SUITE}: needs a GPU", file=sys.stderr)
+        return
+    kernels = resolve(settings.kernels)
+    for shape in SHAPES if "released" in {size.name for size in sizes} else ():
+        with attempt(f"{SUITE}, {shape}"):
+            for result in measure(draw(shape, settings.device, torch.bfloat16), shape, kernels, settings):
+                done(result)
 
 
 def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -138,14 +131,7 @@ def _compared(
         return
     works: dict[str, Work] = {peer: partial(candidate, inputs) for peer, candidate in peers.items()}
     our_work = partial(ours, inputs)
-    probed = probe({peer: once(work, device) for peer, work in works.items()})
-    chosen = {peer: once(works[peer], device) for peer in contenders(probed)}
-    times = interleaved({"ours": once(our_work, device)} | chosen, settings.repeats)
-    our_times = times.pop("ours")
-    line = Result(SUITE, name, case, result.agreement, our_times, times, probed)
-    fastest = works[str(line.fastest_peer)]
-    memory = peak_memory(our_work, device), peak_memory(fastest, device)
-    yield Result(SUITE, name, case, result.agreement, our_times, times, probed, memory)
+    yield timed(result, our_work, works, settings)
     if floor is not None:
         stopwatches = {"ours": once(our_work, device), "two products": once(floor, device)}
         times = interleaved(stopwatches, settings.repeats)
@@ -153,25 +139,10 @@ def _compared(
 
 
 def _agreement(inputs: Inputs, ours: Candidate, peer: Candidate) -> Agreement:
-    """Relative errors in fp32 against the peer; in half precision against fp32, bounded by the peer's own error."""
+    """Relative errors against the peer in fp32; in half precision bounded by the peer's own error."""
     mine, theirs = ours(inputs), peer(inputs)
-    if inputs.hidden_ND.dtype == torch.float32:
-        return Agreement({name: (_error(mine[name], theirs[name]), FP32_BOUND) for name in theirs})
-    truth = peer(inputs.to(torch.float32))
-    return Agreement(
-        {
-            name: (_error(mine[name], exact), half_precision_bound(_error(theirs[name], exact)))
-            for name, exact in truth.items()
-        }
-    )
-
-
-def _error(values: Tensor, truth: Tensor) -> float:
-    """Relative 2-norm error; of tokens the share that differs; infinite where anything is not a number."""
-    if not truth.is_floating_point():
-        return float((values != truth).float().mean())
-    error = float((values.float() - truth.float()).norm() / truth.float().norm())
-    return error if math.isfinite(error) else math.inf
+    is_fp32 = inputs.hidden_ND.dtype == torch.float32
+    return agreement(mine, theirs, theirs if is_fp32 else peer(inputs.to(torch.float32)), is_fp32=is_fp32)
 
 
 # -- ours ------------------------------------------------------------------------------------------------------

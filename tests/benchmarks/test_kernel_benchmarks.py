@@ -1,17 +1,20 @@
-"""The benchmark of the experts: every peer computes what we compute, and a wrong kernel quotes nothing."""
+"""The benchmarks of ops: every peer computes what we compute, and a wrong kernel quotes nothing."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks import kernel_expert_mlp as benchmark
+from benchmarks import kernel_lines, kernel_span_attention, kernel_vocabulary
 from benchmarks.kernel_expert_mlp import FORWARD, FROZEN, TRAINED, Shape
 from benchmarks.models import sizes
 from benchmarks.settings import Settings
+from blockdiff.kernels import IN_TORCH
 from blockdiff.kernels.expert_mlp.torch import expert_mlp
 
 pytestmark = pytest.mark.quick
@@ -23,7 +26,7 @@ SHAPE = Shape("quickstart", 40, 8, 2, 24, 16)
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("kind", [FORWARD, FROZEN, TRAINED])
 def test_every_peer_computes_what_we_compute(kind, skewed, monkeypatch):
-    monkeypatch.setattr(benchmark, "PEER_BOUND", 1e-6)
+    monkeypatch.setattr(kernel_lines, "PEER_BOUND", 1e-6)
     shape = replace(SHAPE, skewed=skewed)
     inputs = benchmark.draw(shape, CPU, torch.float32)
     result = benchmark.measure(shape, kind, inputs, expert_mlp, Settings(CPU, 1), None)
@@ -68,9 +71,21 @@ def test_a_peer_that_cannot_run_or_differs_is_named_and_left_out(monkeypatch, ca
     assert result.probed.keys() == {"three"}
 
 
-def test_on_a_cpu_the_released_shapes_are_named_but_not_run(monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "CPU_SHAPES", (replace(SHAPE, kinds=(FORWARD,)),))
-    lines = []
-    benchmark.run(list(sizes(CPU).values()), Settings(CPU, 1), lines.append)
-    assert len(lines) == 1 and lines[0].speedup is not None
-    assert capsys.readouterr().err.count("needs a GPU") == len(benchmark.CUDA_SHAPES)
+def test_the_suites_of_ops_run_on_a_gpu_alone(capsys):
+    for suite in (benchmark, kernel_span_attention, kernel_vocabulary):
+        suite.run(list(sizes(CPU).values()), Settings(CPU, 1), pytest.fail)
+        assert capsys.readouterr().err == f"{suite.SUITE}: needs a GPU\n"
+
+
+@pytest.mark.parametrize("with_backward", [False, True])
+def test_attention_agrees_with_its_reference_and_a_wrong_one_quotes_nothing(with_backward):
+    heads = kernel_span_attention.Heads(4, 2, 16, 8)
+    encode, _ = kernel_span_attention.training("small", heads, 2, 24, 2, 8)
+    right = IN_TORCH.span_attention
+
+    def wrong(q: Tensor, *rest: Any) -> Tensor:
+        return right(q * 1.01, *rest)
+
+    for attend, agrees in ((right, True), (wrong, False)):
+        result = kernel_span_attention.measure(encode, with_backward, attend, Settings(CPU, 1), None)
+        assert result.agreement.is_met == agrees and (result.speedup is not None) == agrees
