@@ -258,7 +258,6 @@ def main() -> None:
     parser.add_argument("--task", choices=("addition", "prose"), action="append", help="(default: both)")
     parser.add_argument("--seeds", default="0,1,2", help="of the drafters (default 0,1,2); a target has seed 0")
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--train-only", action="store_true")
     parser.add_argument("--output", type=Path, help="FILE.json; the tables go beside it as .md")
     asked = parser.parse_args()
     torch.manual_seed(0)
@@ -266,7 +265,7 @@ def main() -> None:
     report: dict[str, Any] = {"machine": record, "wait_policy": os.environ.get("OMP_WAIT_POLICY"), "runs": []}
     text = [f"{machine.place(record)}; OMP_WAIT_POLICY {report['wait_policy'] or 'is not set'}"]
     for name, package, agrees in ("dflash", "DFlash", agreement), ("speculators", "EAGLE3", agreement_of_heads):
-        if importlib.util.find_spec(name) is not None and not asked.train_only:
+        if importlib.util.find_spec(name) is not None:
             report[agrees.__name__] = agrees()
             text.append(f"\nOur oracle of {package} beside the package {name}: {report[agrees.__name__]}")
     print("\n".join(text))
@@ -274,8 +273,6 @@ def main() -> None:
         for seed in map(int, asked.seeds.split(",")):
             to = asked.directory.absolute() / task
             target, drafter = trained(task, to, seed)
-            if asked.train_only:
-                continue
             found = measured(to, target, drafter, asked.prompts)
             report["runs"].append({"task": task, "seed": seed, "batches": found})
             lines = table(task, seed, found)

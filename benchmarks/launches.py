@@ -30,27 +30,24 @@ from tests.support.launches import (
 
 def main() -> None:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__)
-    parser.add_argument("--counts", action="store_true", help="count only")
-    options = parser.parse_args()
+    argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__).parse_args()
     of_time = "host microseconds | of them stand-ins | look-ups on a GPU, on top"
     print(f"| layer | Triton launches | torch operations | Python calls | {of_time} |\n|---|---|---|---|---|---|---|")
     for kind in KINDS:
         launches, operations = counted(kind)
-        times = [] if options.counts else [host_seconds(kind), *beside_seconds(kind)]
+        times = [host_seconds(kind), *beside_seconds(kind)]
         numbers = sum(launches.values()), sum(operations.values()), python_calls(kind)
-        cells = [kind, *map(str, numbers), *(f"{1e6 * each:.0f}" for each in times), *[""] * (3 - len(times))]
+        cells = [kind, *map(str, numbers), *(f"{1e6 * each:.0f}" for each in times)]
         print(f"| {' | '.join(cells)} |", flush=True)
     print("\n| layer in a commit | Triton launches | torch operations | bytes copied |\n|---|---|---|---|")
     for kind in KINDS:
         counts = (str(sum(found.values())) for found in counted(kind, Commit))
         print(f"| {' | '.join([kind, *counts, f'{copied_bytes(kind):,}'])} |", flush=True)
-    print(f"\n| of a model of 2,000 tensors | Python calls{'' if options.counts else ' | host microseconds'} |")
-    print(f"|---|---|{'' if options.counts else '---|'}")
+    print("\n| of a model of 2,000 tensors | Python calls | host microseconds |\n|---|---|---|")
     path = RequestPath(2000)
-    seconds = {} if options.counts else path.counted(processor_seconds, repeats=100)
+    seconds = path.counted(processor_seconds, repeats=100)
     for part, calls in path.counted(calls_within).items():
-        cells = [part, str(calls), *([] if options.counts else [f"{1e6 * seconds[part]:.0f}"])]
+        cells = [part, str(calls), f"{1e6 * seconds[part]:.0f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -8,13 +8,12 @@ has stopped rising: the start. From there reinforcement learning goes on with 20
 seconds of training. Both keep the weights that solve most of 300 problems of a third split. All three then answer
 1,000 test problems, as the task's policy is used: next tokens without a temperature, or canvases by the model's own
 settings. Runs that the directory has are kept, and one that was stopped goes on. Where a case was measured with several
-seeds, a last table has their mean and standard deviation; `--merge` adds the results of earlier calls.
+seeds, a last table has their mean and standard deviation.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -167,16 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default="0,1,2", help="numbers of cases, with commas (default 0,1,2)")
     parser.add_argument("--seeds", default="0,1,2", help="of the models (default 0,1,2)")
     parser.add_argument("--count", type=int, default=1000, help="the most test rows (default 1000)")
-    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="FILE.json of earlier calls, printed as well")
     parser.add_argument("--output", type=Path, help="FILE.json; the tables go beside it as .md")
     given = parser.parse_args(arguments)
     record = machine.describe(torch.device("cpu"))
     text, found = [machine.place(record)], []
     print(text[0])
     try:
-        for file in given.merge:
-            earlier = json.loads(file.read_text(encoding="utf-8"))
-            found += [{"machine": earlier["machine"]} | run for run in earlier["runs"]]
         directory = given.directory.resolve()
         directory.mkdir(parents=True, exist_ok=True)
         for case in (CASES[int(number)] for number in given.cases.split(",") if number):
