@@ -128,7 +128,7 @@ def test_processes_that_did_not_join_are_one_line_that_says_why(launched, capfd)
         for name, value in rank_variables(0, 2, taken.getsockname()[1]).items():
             launched.setenv(name, value)
         launched.delenv("TORCHELASTIC_USE_AGENT_STORE")  # this rank is where they meet
-        with pytest.raises(RunError, match=r"the 2 processes did not all join \(.*EADDRINUSE.*\); start them again"):
+        with pytest.raises(RunError, match=r"2 processes .*EADDRINUSE"):
             from_accelerate(timeout=2)
     assert capfd.readouterr().err == ""
 
@@ -154,5 +154,5 @@ def test_a_launcher_that_starts_one_process_instead_of_two_is_told(launched):
 def test_processes_that_do_not_know_of_each_other_are_refused(launched):
     from_accelerate()
     launched.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="2 processes started, 1 joined"):
+    with pytest.raises(RunError, match=r"2 .* 1 joined"):
         from_accelerate()

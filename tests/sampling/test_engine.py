@@ -219,9 +219,7 @@ def test_an_owner_of_many_answers_delays_anothers_first_canvas_by_two_canvases_a
 
 def test_what_can_never_fit_into_memory_is_refused(model):
     engine = Engine(model, None, LIVELY, page_tokens=8, capacity=64)
-    with pytest.raises(
-        RequestError, match="41 tokens and a response of 24 need memory for 65 tokens, and there is room for 64"
-    ):
+    with pytest.raises(RequestError, match=r"41 .*24 .*65 .*64"):
         engine.submit(Request("a", tokens=[20] * 41))
     engine.submit(Request("b", tokens=[20] * 40))
     assert finished(engine)["b"].error is None
@@ -230,7 +228,7 @@ def test_what_can_never_fit_into_memory_is_refused(model):
 @pytest.mark.parametrize("name", ["max_rows", "max_waiting", "page_tokens", "chunk_tokens"])
 @pytest.mark.parametrize("count", [0, -1, 2.5])
 def test_a_count_of_nothing_is_refused_by_its_name(model, name, count):
-    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {count}"):
+    with pytest.raises(ValueError, match=f"{name} .* 1, got {count}"):
         Engine(model, generation=LIVELY, **{name: count})
 
 
@@ -286,11 +284,11 @@ def test_a_full_queue_refuses_and_a_bad_request_is_its_own_error(model):
     engine = Engine(model, None, LIVELY, max_rows=1, max_waiting=2)
     engine.submit(first)
     engine.submit(second)
-    with pytest.raises(Full, match="2 requests wait already, and no more than 2 may"):
+    with pytest.raises(Full, match="2 requests"):
         engine.submit(third)
-    with pytest.raises(RequestError, match="a request with the id 0 is being answered"):
+    with pytest.raises(RequestError, match="id 0"):
         engine.submit(first)
-    with pytest.raises(RequestError, match="exactly one of"):
+    with pytest.raises(RequestError, match="exactly one"):
         engine.submit(Request("x"))
     engine.step()
     engine.submit(third)
@@ -338,7 +336,7 @@ def test_a_call_while_another_thread_is_in_one_is_refused_and_nothing_is_lost(mo
         lambda: engine.submit(requests[2]),
         lambda: engine.cancel(0),
     ):
-        with pytest.raises(EngineError, match="another thread is in a call of this engine; call it from one thread"):
+        with pytest.raises(EngineError, match="another thread"):
             call()
     go_on.set()
     thread.join()
@@ -353,14 +351,14 @@ def test_after_its_end_an_engine_takes_no_call(model):
     engine.close()
     nothing_is_left(engine)
     for call in (engine.step, engine.events, lambda: engine.submit(requests_of(1)[0])):
-        with pytest.raises(EngineError, match="this engine is closed; make another one"):
+        with pytest.raises(EngineError, match="closed"):
             call()
 
 
 def test_what_is_no_request_is_refused_in_words(model):
-    with pytest.raises(RequestError, match="submit takes a Request, got a str"):
+    with pytest.raises(RequestError, match=r"Request.*str"):
         Engine(model, None, LIVELY).submit("a text")
-    with pytest.raises(RequestError, match=r"id of a request must be text or an integer, got \[1\]"):
+    with pytest.raises(RequestError, match=r"id .*\[1\]"):
         Request([1], prompt="a text")
 
 

@@ -284,7 +284,7 @@ def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):
 
 
 def test_graphs_are_refused_where_there_are_none_and_left_out_where_nobody_asks(model):
-    with pytest.raises(ValueError, match=r"graphs: no step of this model can be captured"):
+    with pytest.raises(ValueError, match=r"^graphs: "):
         Engine(model, None, LIVELY, graphs=True)
     assert not Engine(model, None, LIVELY).captures
 

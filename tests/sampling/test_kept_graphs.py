@@ -173,7 +173,7 @@ def test_a_model_that_moves_between_calls_gets_its_engine_anew_and_none_under_a_
     stream = sampler.stream(requests_of(3), batch_size=1)
     next(stream)
     model.double()
-    with pytest.raises(RequestError, match="have changed while a call is under way"):
+    with pytest.raises(RequestError, match="have changed"):
         sampler.generate(request)
     stream.close()
     assert sampler.generate(request) == uncaptured(model, 1)
@@ -194,7 +194,7 @@ def test_a_call_that_breaks_off_within_a_step_leaves_no_engine_and_one_that_stop
     with pytest.raises(ZeroDivisionError):
         sampler.generate(requests_of(3), batch_size=1)
     assert sampler._engine is None
-    with pytest.raises(EngineError, match="a step of another call failed"):
+    with pytest.raises(EngineError, match="another call"):
         list(other)
     assert sampler.generate(requests_of(3)) == uncaptured(model, 3)
 

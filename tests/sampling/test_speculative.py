@@ -343,15 +343,15 @@ def test_blocks_follow_what_stood_lately(model):
 
 
 def test_what_a_drafter_cannot_draft_is_refused(target, model):
-    with pytest.raises(RequestError, match="a drafter drafts next tokens; give the strategy speculative"):
+    with pytest.raises(RequestError, match=r"drafter .*speculative"):
         Engine(model, None, SETTINGS, strategy="entropy_bound")
-    with pytest.raises(RequestError, match="the strategy speculative needs a drafter"):
+    with pytest.raises(RequestError, match="speculative needs a drafter"):
         Engine(target, None, SETTINGS, strategy="speculative")
-    with pytest.raises(RequestError, match="the strategy speculative needs a drafter"):
+    with pytest.raises(RequestError, match="speculative needs a drafter"):
         tokens_of(target, "next_token", requests(1, strategy="speculative"))
-    with pytest.raises(RequestError, match="a drafter drafts next tokens; give the strategy speculative"):
+    with pytest.raises(RequestError, match=r"drafter .*speculative"):
         tokens_of(model, None, requests(1, strategy="verified"))
-    with pytest.raises(RequestError, match="a draft is where denoising starts"):
+    with pytest.raises(RequestError, match="denoising"):
         tokens_of(model, None, requests(1, draft="a"), tokenizer=character_tokenizer("abc"))
 
 

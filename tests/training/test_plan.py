@@ -278,7 +278,7 @@ def test_two_plans_at_once_are_each_what_they_are_alone_and_an_error_leaves_noth
     broken = recipe_of(folder, "train.autocast=bfloat16").model_copy(update={"given": given})
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(plans.plan_training, recipes[0], device="cpu")
-        with pytest.raises(ValueError, match="of one's own"):
+        with pytest.raises(ValueError, match="one's own"):
             plans.plan_training(broken, device="cpu")
         assert beside.result().parts == alone[0]
     x = torch.ones(2, 2) @ torch.ones(2, 2)
