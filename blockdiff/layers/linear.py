@@ -14,7 +14,7 @@ from blockdiff.layers.weights import HasWeights
 
 
 class Split(Protocol):
-    """What a rank has of a linear layer that several ranks run together, and what they exchange around it."""
+    """The part of a linear layer that one of several ranks has, and what they exchange around it."""
 
     def weight(self, held: Any) -> Tensor | StoredMatrix:
         """The part of the weight that this rank multiplies with, of the weight as it is held."""

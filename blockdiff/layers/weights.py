@@ -1,4 +1,4 @@
-"""What the modules that hold weights have in common: the form in which a weight is stored, and the adapter over it.
+"""Parts of the modules that hold weights: the form in which a weight is stored, and the adapter over it.
 
 A weight is a parameter, or it is frozen in a form of fewer bits (`kernels/stored.py`), whose tensors are buffers: X has
 the codes and X_scale the scales of a weight X in fp8. Neither part changes the names of tensors.

@@ -165,7 +165,7 @@ class Inputs:
 
 
 def part_of(held: Any, cut: Callable[[Tensor], Tensor]) -> Any:
-    """What `cut` leaves of a weight, or of each tensor of a stored one."""
+    """The part of a weight, or of each tensor of a stored one, that `cut` leaves."""
     return cut(held) if isinstance(held, Tensor) else type(held)(*map(cut, held))
 
 
