@@ -86,7 +86,7 @@ def trained(task: str, to: Path, seed: int) -> tuple[Path, Path]:
             shape = ("--layers", LAYERS, "--block", BLOCK, "--seed", seed, "--output", draft)
             command("init", "--drafter-for", target, *named, *shape)
         own = [f"data.train={to}/rows.jsonl", f"data.heldout={to}/heldout_rows.jsonl", f"seed={seed}"]
-        own += [f"model.path={draft}", f"objective.draft_for={target}"]
+        own += [f"model.path={draft}", f"objective.target={target}"]
         blockdiff.train(read_recipe(RECIPES / "drafter_cpu.yaml", own), output=drafter.parent, resume=True)
     return target, drafter
 

@@ -215,7 +215,7 @@ def distilled_of(model: Path) -> Path:
     distilled = run.with_name(f"{run.name}-distilled")
     if not (distilled / "model").exists():
         overrides = [f"model.path={model}", "model.preset=null", "model.tokenizer=null", "lora=none"]
-        overrides += ["objective.distil=true", "optim.lr=1.5e-3", "optim.ema=0.99", "train.steps=400"]
+        overrides += ["objective.kind=distil", "optim.lr=1.5e-3", "optim.ema=0.99", "train.steps=400"]
         blockdiff.train(recipe, overrides, distilled, resume=True)
     return distilled / "model"
 

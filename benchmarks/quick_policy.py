@@ -40,7 +40,7 @@ def updates(figures: Figures, layers: int | None = None) -> None:
     adapt(model, targets(model, {part: LowRank(16, 32) for part in ("attention", "mlp")}))
     draw_adapters(model, 0, device, model.dtype)
     checkpoint_activations(model)
-    head = Policy("head", (1.0,), kl=0.01)
+    head = Policy("next_token", (1.0,), kl=0.01)
     objective = PolicyObjective(model, Linear(), UniformCorruption(model.vocab_size), policy=head)
     collator = Collator(model.canvas_length, 0, 1, 0, StratifiedTime())
     steps, count = optimiser.build(model, lr=1e-5), min(figures.rows, ANSWERS)

@@ -59,7 +59,7 @@ CASES = (
         "sudoku",
         "quickstart.yaml",
         "rl_sudoku.yaml",
-        ("rl.reward={sudoku: 1.0, 'blockdiff.rl.reward:steps_per_canvas': -0.02}", "evaluation.best=none"),
+        ("objective.reward={sudoku: 1.0, 'blockdiff.rl.reward:steps_per_canvas': -0.02}", "evaluation.best=none"),
     ),
 )
 
@@ -90,7 +90,7 @@ def run_of(case: Case, seed: int, directory: Path, way: str, seconds: float = 0.
         changes += [f"model.path={start / 'model'}", f"data.train={data / 'prompts.jsonl'}"]
         changes += ["evaluation.patience=none", *case.changes]
         if not (run / "model").exists():
-            blockdiff.reinforce(RECIPES / case.reinforced, changes, run, resume=True)
+            blockdiff.train(RECIPES / case.reinforced, changes, run, resume=True)
         return blockdiff.Run(run)
     changes += [f"data.train={data / 'sft.jsonl'}", "data.heldout=none", "train.eval_every=0"]
     changes.append(f"model.tokenizer={data / 'tokenizer'}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from blockdiff.training.callbacks import Callback
     from blockdiff.training.recipe import Recipe
     from blockdiff.training.run import Run
-    from blockdiff.training.train import reinforce, train
+    from blockdiff.training.train import train
     from blockdiff.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -36,7 +36,6 @@ _HOME = {
     "init": "blockdiff.checkpoint",
     "load": "blockdiff.checkpoint",
     "merge": "blockdiff.models.adapters",
-    "reinforce": "blockdiff.training.train",
     "save": "blockdiff.checkpoint",
     "train": "blockdiff.training.train",
     "with_image_side": "blockdiff.checkpoint",
@@ -54,7 +53,6 @@ __all__ = [
     "init",
     "load",
     "merge",
-    "reinforce",
     "save",
     "train",
     "with_image_side",

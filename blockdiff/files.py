@@ -117,6 +117,11 @@ def publish(fresh: Path, target: Path) -> None:
         _remove(old)
 
 
+def json_digest(value: Any) -> str:
+    """A digest of what JSON writes of a value."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
 def digest(path: Path, size: int | None = None) -> str:
     """A hash of a small file, or of its first `size` bytes. Raises OSError with a filename."""
     try:

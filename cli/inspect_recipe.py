@@ -10,28 +10,20 @@ from typing import Any
 
 import typer
 from rich.text import Text
-from torch import Tensor
 
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example, ExampleImage
 from blockdiff.data.images import ImageReader, decoded, image_bytes, image_name
-from blockdiff.data.order import AnyOrder
-from blockdiff.rl.prompts import Prompts
 from blockdiff.terminal import counted, printable
-from blockdiff.training.build import checked_data
+from blockdiff.training.kinds.kind import Drawn, kind_of
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
 from blockdiff.training.plan.training import weight_dtypes
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse, without_effect
-from blockdiff.training.starting_model import (
-    make_corruption,
-    read_starting_model,
-    with_objective_of_base,
-    without_weights,
-)
+from blockdiff.training.starting_model import decided
 
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
 OF_BLOCKS = "prompt dim; blocks of the drafter coloured; its masks reversed"
@@ -45,14 +37,21 @@ CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A batch with its noise, and its examples by sample id; are_blocks: its canvases are a drafter's blocks."""
+class Shown:
+    """A batch with its noise, and its examples by sample id."""
 
-    batch: Batch
-    noisy_BCL: Tensor
-    is_corrupted_BCL: Tensor
+    drawn: Drawn
     examples: Mapping[int, Example]
-    are_blocks: bool = False
+
+    @property
+    def batch(self) -> Batch:
+        """The batch."""
+        return self.drawn.batch
+
+    @property
+    def is_noised(self) -> bool:
+        """True of canvases with noise, False of blocks that are masked behind their first token."""
+        return self.drawn.word == "canvas"
 
 
 def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[str, Any]:
@@ -60,54 +59,42 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
 
     What training refuses before it reads weights is refused here, too, in the same words.
     """
-    recipe, said = with_objective_of_base(recipe)
+    recipe, said = decided(recipe)
     refuse(recipe)
-    base = read_starting_model(recipe)
-    corruption = make_corruption(recipe, base)
-    objective = without_weights(recipe, base)
+    kind = kind_of(recipe)
+    base = kind.start(recipe)
+    objective = kind.without_weights(recipe, base)
     needs = kept_bytes(cut_to_rank(objective, recipe), recipe, recipe.parallel.experts, *weight_dtypes(recipe, base))
     model = show_shape(
         objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs
     )
-    data = checked_data(recipe, base, show)
+    data = kind.read_data(recipe, base, watch=show.reading)
     if step > data.steps:
         raise typer.BadParameter(f"{step} is past the end: the run has {data.steps} steps", param_hint="--step")
     if said:
         show.line(f"objective {said}")
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):
         show.line(line)
-    if isinstance(data.train, Prompts):
-        asked = show_prompts(recipe, data.train, data.order, show, step, rows)
-        return {"model": model, "data": data.report(), "batch": asked}
+    if (sizes_and_lines := kind.show_step(recipe, data, step, rows)) is not None:
+        sizes, lines = sizes_and_lines
+        for line in lines:
+            show.line(line)
+        return {"model": model, "data": data.report(), "batch": sizes}
     batch, examples = data.batches(step)[0], data.step_examples(step)
     reader = data.collator.reader
-    alpha_BC = recipe.objective.schedule.alpha(batch.t_BC)
-    noise = corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed)
-    drawn = Drawn(batch, *noise, examples, are_blocks=data.collator.are_blocks)
-    ar = recipe.objective.ar_loss
-    numbers = summary(drawn, step, 0 if ar is None else ar.weight)
+    shown = Shown(kind.drawn(recipe, base, batch), examples)
+    ar = kind.losses().get("ar")
+    numbers = summary(shown, step, 0 if ar is None else ar.weight)
     for line in summary_lines(numbers):
         show.line(line)
     words = token_words(base.tokenizer)
     for row in range(min(rows, len(batch.tokens_BS)) if show.is_shown else 0):
-        for text in row_texts(drawn, row, words):
+        for text in row_texts(shown, row, words):
             show.console.print(text)
-        for column, source in row_images(drawn, row).items():
+        for column, source in row_images(shown, row).items():
             if reader is not None:
-                show.console.print(shown(reader, column, *source, is_terminal=show.console.is_terminal))
+                show.console.print(image_text(reader, column, *source, is_terminal=show.console.is_terminal))
     return {"model": model, "data": data.report(), "batch": numbers}
-
-
-def show_prompts(
-    recipe: Recipe, prompts: Prompts, order: AnyOrder, show: Progress, step: int, rows: int
-) -> dict[str, Any]:
-    """Print the first prompts of the round that optimiser step `step` belongs to; returns its sizes as JSON values."""
-    assert recipe.rl is not None
-    number, answers = (step - 1) // recipe.rl.steps(recipe.train.batch_size) + 1, recipe.rl.prompts * recipe.rl.group
-    show.line(f"round {number}: {recipe.rl.prompts} prompts with {recipe.rl.group} answers each, drawn when it begins")
-    for _, index in order(number)[:rows]:
-        show.line(f"prompt    {printable(prompts.rows[index].question.last_message)}")
-    return {"step": step, "round": number, "prompts": recipe.rl.prompts, "answers": answers}
 
 
 def token_words(tokenizer: Any) -> Words:
@@ -127,11 +114,11 @@ def token_words(tokenizer: Any) -> Words:
     return words
 
 
-def summary(drawn: Drawn, step: int, ar_weight: float) -> dict[str, Any]:
+def summary(shown: Shown, step: int, ar_weight: float) -> dict[str, Any]:
     """Sums over the batch of an optimiser step."""
-    batch, is_present_BC = drawn.batch, drawn.batch.length_BC > 0
+    batch, is_present_BC = shown.batch, shown.batch.length_BC > 0
     padding, scored = int((batch.doc_start_BS < 0).sum()), int(batch.is_scored_BCL.sum())
-    corrupted = int((drawn.is_corrupted_BCL & batch.is_scored_BCL).sum())
+    corrupted = int((shown.drawn.is_corrupted_BCL & batch.is_scored_BCL).sum())
     coins, pairs = int((batch.coin_BC & is_present_BC).sum()), int(batch.is_ar_scored_BS.sum())
     rows, columns = batch.tokens_BS.shape
     numbers = {
@@ -139,11 +126,11 @@ def summary(drawn: Drawn, step: int, ar_weight: float) -> dict[str, Any]:
         "rows": rows,
         "columns": columns,
         "padding": padding,
-        "blocks" if drawn.are_blocks else "canvases": int(is_present_BC.sum()),
+        "canvases" if shown.is_noised else f"{shown.drawn.word}s": int(is_present_BC.sum()),
         "scored": scored,
         "images": 0 if batch.images is None else len(batch.images.inputs),
     }
-    if drawn.are_blocks:
+    if not shown.is_noised:
         return numbers
     fill = scored - int(batch.content_BC.sum())
     return numbers | {
@@ -174,25 +161,25 @@ def summary_lines(numbers: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def example_starts(drawn: Drawn, row: int) -> dict[int, Example]:
+def example_starts(shown: Shown, row: int) -> dict[int, Example]:
     """The examples of a row, of which there are several in a packed one, by the column where each begins."""
-    batch, count = drawn.batch, int((drawn.batch.length_BC[row] > 0).sum())
+    batch, count = shown.batch, int((shown.batch.length_BC[row] > 0).sum())
     samples = batch.address_BC3[row, :count, 1].tolist()
-    return dict(zip(batch.doc_start_BC[row, :count].tolist(), map(drawn.examples.__getitem__, samples), strict=True))
+    return dict(zip(batch.doc_start_BC[row, :count].tolist(), map(shown.examples.__getitem__, samples), strict=True))
 
 
-def row_images(drawn: Drawn, row: int) -> dict[int, tuple[ExampleImage, str]]:
+def row_images(shown: Shown, row: int) -> dict[int, tuple[ExampleImage, str]]:
     """The images of a row by the column of their first placeholder, with the place of the row that each comes from."""
-    doc_starts = drawn.batch.doc_start_BS[row].tolist()
+    doc_starts = shown.batch.doc_start_BS[row].tolist()
     return {
         start + image.column: (image, example.where)
-        for start, example in example_starts(drawn, row).items()
+        for start, example in example_starts(shown, row).items()
         for image in example.images
         if start in doc_starts[start + image.column :][:1]  # images behind the last canvas may be left out
     }
 
 
-def shown(reader: ImageReader, column: int, image: ExampleImage, where: str, is_terminal: bool) -> Text:
+def image_text(reader: ImageReader, column: int, image: ExampleImage, where: str, is_terminal: bool) -> Text:
     """An image in words, and in a terminal as a small picture, two pixels to a character."""
     source = reader.located(image.source, where)
     picture = decoded(image_bytes(source), image_name(source)).convert("RGB")
@@ -210,10 +197,10 @@ def shown(reader: ImageReader, column: int, image: ExampleImage, where: str, is_
     return text
 
 
-def row_texts(drawn: Drawn, row: int, words: Words) -> list[Text]:
+def row_texts(shown: Shown, row: int, words: Words) -> list[Text]:
     """A row of the batch: where its examples come from, its clean tokens, and each canvas as the model gets it."""
-    batch, count = drawn.batch, int((drawn.batch.length_BC[row] > 0).sum())
-    examples, images = example_starts(drawn, row).values(), row_images(drawn, row)
+    batch, count = shown.batch, int((shown.batch.length_BC[row] > 0).sum())
+    examples, images = example_starts(shown, row).values(), row_images(shown, row)
     origins = [each.where + ", cut at max_length" * each.is_truncated for each in examples]
     clean, canvases = Text("  "), []
     styles: dict[int, str] = {}
@@ -221,19 +208,19 @@ def row_texts(drawn: Drawn, row: int, words: Words) -> list[Text]:
         at, colour = (row, canvas), CANVAS_COLOURS[canvas % len(CANVAS_COLOURS)]
         start, content = int(batch.start_BC[at]), int(batch.content_BC[at])
         styles |= dict.fromkeys(range(start, start + content), colour)
-        scored, corrupted = int(batch.is_scored_BCL[at].sum()), int(drawn.is_corrupted_BCL[at].sum())
+        scored, corrupted = int(batch.is_scored_BCL[at].sum()), int(shown.drawn.is_corrupted_BCL[at].sum())
         text = Text(
             f"  block at column {start}: {scored} scored\n  "
-            if drawn.are_blocks
+            if not shown.is_noised
             else f"  canvas at column {start}: t {float(batch.t_BC[at]):.3f}, {scored} scored, {corrupted} corrupted, "
             f"{scored - content} fill, {'with' if batch.coin_BC[at] else 'no'} signal\n  "
         )
         marks = [
-            colour + " reverse" * is_corrupted + " underline" * (place >= content and not drawn.are_blocks)
-            for place, is_corrupted in enumerate(drawn.is_corrupted_BCL[at].tolist())
+            colour + " reverse" * is_corrupted + " underline" * (place >= content and shown.is_noised)
+            for place, is_corrupted in enumerate(shown.drawn.is_corrupted_BCL[at].tolist())
         ]
         # Tokens of the same style are read together: a character of a kept and a corrupted one is a broken one.
-        for style, group in groupby(zip(drawn.noisy_BCL[at].tolist(), marks, strict=True), key=itemgetter(1)):
+        for style, group in groupby(zip(shown.drawn.noisy_BCL[at].tolist(), marks, strict=True), key=itemgetter(1)):
             text.append("".join(words([token for token, _ in group])), style=style)
         canvases.append(text)
     hidden = {start + part for start, (image, _) in images.items() for part in range(image.tokens)}

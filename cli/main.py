@@ -27,7 +27,7 @@ from blockdiff.cli.plan import plan
 from blockdiff.cli.plot import plot
 from blockdiff.cli.sample import sample
 from blockdiff.cli.serve import serve
-from blockdiff.cli.train import rl, train
+from blockdiff.cli.train import train
 from blockdiff.errors import BlockdiffError
 from blockdiff.terminal import say, say_error
 
@@ -95,7 +95,6 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 for name, command, example in (
     ("train", train, "recipes/quickstart.yaml --set optim.lr=3e-4 --output runs/a"),
-    ("rl", rl, "recipes/rl_countdown.yaml --output runs/rl"),
     ("sample", sample, "runs/a/model --prompts prompts.jsonl --output texts.jsonl --seed 1"),
     ("chat", chat, "runs/chat/model --system 'Answer in capital letters.'"),
     ("serve", serve, "runs/quickstart/model --port 8000"),

@@ -66,17 +66,18 @@ def _training(
     device: str,
 ) -> tuple[list[str], dict[str, Any]]:
     """The plan of a training as lines and as JSON values, of which `fits` is true where there is no limit."""
+    from blockdiff.training.kinds.kind import kind_of
     from blockdiff.training.plan import training as plans
     from blockdiff.training.plan.fitting import what_fits
     from blockdiff.training.recipe_checks import refuse
     from blockdiff.training.recipe_files import read_recipe
-    from blockdiff.training.starting_model import planned_model, with_objective_of_base
+    from blockdiff.training.starting_model import decided
 
-    recipe, _ = with_objective_of_base(read_recipe(target, overrides, needs_data=False))
+    recipe, _ = decided(read_recipe(target, overrides, needs_data=False))
     refuse(recipe, gpus)
-    if image_tokens is not None and recipe.objective.images == "none":
-        raise typer.BadParameter("the recipe takes no images (objective.images: none)", param_hint="--image-tokens")
-    base = planned_model(recipe)
+    if image_tokens is not None and recipe.model.images == "none":
+        raise typer.BadParameter("the recipe takes no images (model.images: none)", param_hint="--image-tokens")
+    base = kind_of(recipe).planned_start(recipe)
     asked: dict[str, Any] = {"ranks": gpus, "device": device, "tokens": tokens, "image_tokens": image_tokens}
     made = plans.plan_training(recipe, base=base, **asked)
     fits = limit is None or made.total <= limit

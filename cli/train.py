@@ -1,4 +1,4 @@
-"""`blockdiff train` and `blockdiff rl`: a recipe becomes a run directory."""
+"""`blockdiff train`: a recipe becomes a run directory."""
 
 from __future__ import annotations
 
@@ -24,39 +24,15 @@ def train(
     and curves.png. Several processes: `accelerate launch -m blockdiff train
     ...`.
     """
-    _run(recipe, set_, output, resume, overwrite, is_rl=False)
-
-
-def rl(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe with rl (recipes/README.md).")],
-    set_: options.Overrides = None,
-    output: options.RunDirectory = None,
-    resume: options.Resume = False,
-    overwrite: options.ReplaceRun = False,
-) -> None:
-    """Train a model by rewards for its answers, as a recipe says.
-
-    The rows of data.train need no response, and rl.reward judges the answers.
-    The run directory is that of `blockdiff train`, and so is everything else.
-    """
-    _run(recipe, set_, output, resume, overwrite, is_rl=True)
-
-
-def _run(recipe: Path, set_: list[str] | None, output: str | None, resume: bool, overwrite: bool, is_rl: bool) -> None:
-    """Run a recipe, with a section `rl` or without one, and end as the command does."""
     if output == "":
         raise typer.BadParameter("is empty; name a directory", param_hint="--output")
     if resume and overwrite:
         raise typer.BadParameter("--resume goes on with a run and --overwrite replaces it; give one of them")
-    from blockdiff.errors import RecipeError
     from blockdiff.parallel.signals import Stopped
     from blockdiff.terminal import quiet, say
     from blockdiff.training.trainer import Trainer
 
     trainer = Trainer(recipe, list(set_ or []), output, resume, overwrite=overwrite)
-    if is_rl != (trainer.recipe.rl is not None):
-        said = "has no section rl; `blockdiff train` runs it" if is_rl else "has a section rl; `blockdiff rl` runs it"
-        raise RecipeError(f"{recipe}: {said}")
     quiet()
     try:
         trainer.fit()

@@ -15,7 +15,7 @@ from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Generation, Sampler
-from blockdiff.training.distil import Distil
+from blockdiff.training.kinds.distil import Settled
 from tests.families import small_model
 from tests.ranks import train_plainly
 
@@ -30,19 +30,24 @@ def sampler(seed: int = 3) -> Sampler:
     return Sampler(small_model("diffusion_gemma", seed), generation=GENERATION)
 
 
+def no_rows(step: int) -> list[Batch]:
+    """No rows: the batches are given."""
+    return []
+
+
 def everything(ranks: Ranks, directory: Path) -> None:
     """Five steps of six examples, in micro-batches of two rows."""
-    distil = Distil(sampler(), sampler(seed=4), SEED)
+    distil = Settled(no_rows, sampler(), sampler(seed=4), SEED)
     model = distil.student.model
 
     def batches(step: int) -> list[Batch]:
         order = Order(len(EXAMPLES), 6, seed=1)
-        return distil(
+        return distil.distilled(
             micro_batches(EXAMPLES, order, COLLATOR, step, micro_batch_size=2, rank=ranks.rank, world=ranks.world)
         )
 
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
     _, tensors = train_plainly(objective, batches, ranks, 5e-2)
-    record = distil.read(ranks)
+    record = distil.read(ranks, 1.0)
     assert 0.2 < record["rollout_settled"] < 1 and record["rollout_steps_per_canvas"] > 1
     save_file({name: t.contiguous() for name, t in tensors.items()}, directory / f"{ranks.rank}.safetensors")

@@ -20,7 +20,7 @@ from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import split
 from blockdiff.tensor_pieces import Piece
-from blockdiff.training.heldout import heldout
+from blockdiff.training.kinds.canvas_heldout import heldout
 from tests.mesh_ranks import held, stepped, write_pieces
 from tests.objective.test_images import L, rows
 from tests.oracle import widen_routers

@@ -237,7 +237,7 @@ def write_recipes(directory: Path) -> None:
     base = read_config(directory / "base")
     config = family_of("dflash").for_target(base, 1, 4, 3, 16**0.5, 30.0)
     save(init(config, seed=5), directory / "draft")
-    drafter = {**recipe, "model": {"path": "draft"}, "objective": {"draft_for": "base", "anchors": 3}}
+    drafter = {**recipe, "model": {"path": "draft"}, "objective": {"kind": "drafter", "target": "base", "anchors": 3}}
     drafter |= {"evaluation": {"best": "heldout_draft_loss"}, "generation": {}}
     (directory / "drafter.yaml").write_text(json.dumps(drafter))
     save(init(CONFIGS["minimax_m3"](), seed=3), directory / "m3", tokenizer=tokenizer)
@@ -246,12 +246,13 @@ def write_recipes(directory: Path) -> None:
     reinforced |= {"train": recipe["train"] | {"eval_every": 0}, "optim": recipe["optim"] | {"lr": 2e-3}}
     for name, model, more in (
         ("canvas", "base", {"kl": 0.1, "sft": 0.5}),
-        ("head", "base", {"epochs": 2, "kl": 0.1}),
+        ("head", "base", {"passes": 2, "kl": 0.1}),
         ("m3 head", "m3", {}),
     ):
-        rl = {"policy": name.split()[-1], "reward": "tests.mesh_ranks:checksum", "prompts": 2, "group": 3, **more}
+        policy = {"kind": "policy", "over": "canvas" if name == "canvas" else "next_token", **more}
+        policy |= {"reward": "tests.mesh_ranks:checksum", "prompts_per_round": 2, "answers": 3}
         adapted = {"lora": "none"} if model == "m3" else {"lora": {"rank": 2}}
-        asked = {**reinforced, "model": {"path": model}, "rl": rl, **adapted}
+        asked = {**reinforced, "model": {"path": model}, "objective": policy, **adapted}
         asked |= {} if name == "canvas" else {"generation": {"max_new_tokens": 4}}
         (directory / f"{name}.yaml").write_text(json.dumps(asked))
     in_fp8 = {"path": "base", "quantize": "fp8"}

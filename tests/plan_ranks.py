@@ -15,11 +15,11 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.tensor_pieces import is_spread
 from blockdiff.training.build import make_mesh
-from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import computed_in, read_starting_model, without_weights
+from blockdiff.training.starting_model import computed_in
 from blockdiff.training.step import checkpoint_activations
+from tests.recipes import largest_batch, start, without_weights
 from tests.support.peaks import peak_memories
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
     """The peak of live bytes of a rank's step above what it held before, gradients among them."""
-    base, mesh = read_starting_model(recipe), make_mesh(recipe, ranks)
+    base, mesh = start(recipe), make_mesh(recipe, ranks)
     objective = without_weights(recipe, base)
     model = objective.model.train()
     if recipe.train.activation_checkpointing:
@@ -37,7 +37,7 @@ def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
     checkpoint.draw_weights(model, 0, "float32", CPU)
     draw_adapters(model, 0, CPU, torch.float32)
     module: nn.Module = replicate(objective.train(), mesh)
-    batch = plans.worst_batch(recipe, model, tokens, recipe.train.batch_size * mesh.tensor // ranks.world)
+    batch = largest_batch(recipe, model, tokens, recipe.train.batch_size * mesh.tensor // ranks.world)
 
     def work() -> None:
         losses = module(batch)

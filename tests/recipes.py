@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blockdiff.canvas import Batch
 from blockdiff.errors import RecipeError
+from blockdiff.training.data import Data
+from blockdiff.training.kinds.kind import kind_of
+from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
+from blockdiff.training.starting_model import StartingModel
 
 MINIMAL_TREE = {"model": {"preset": "a"}, "data": {"train": "b"}, "train": {"steps": 1, "batch_size": 1}}
 MINIMAL = """\
@@ -25,6 +31,22 @@ def refusal(path: Path, *overrides: str) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def start(recipe: Recipe) -> StartingModel:
+    return kind_of(recipe).start(recipe)
+
+
+def without_weights(recipe: Recipe, *parts: Any) -> Any:
+    return kind_of(recipe).without_weights(recipe, *parts)
+
+
+def read_data(recipe: Recipe, *parts: Any, **choices: Any) -> Data:
+    return kind_of(recipe).read_data(recipe, *parts, **choices)
+
+
+def largest_batch(recipe: Recipe, model: Any, tokens: int, rows: int, image_tokens: Sequence[int] = ()) -> Batch:
+    return kind_of(recipe).largest_batch(recipe, start(recipe), model, tokens, rows, image_tokens)
 
 
 def write(folder: Path, text: str) -> Path:

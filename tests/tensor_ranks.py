@@ -45,7 +45,7 @@ from blockdiff.parallel.tensor import split_vocabulary, tensor_parallel
 from blockdiff.sampling import Generation, Request, Result, Sampler
 from blockdiff.sampling import engine as engines
 from blockdiff.training.freeze import freeze
-from blockdiff.training.heldout import heldout
+from blockdiff.training.kinds.canvas_heldout import heldout
 from blockdiff.training.samples import sample_prompts
 from tests.expert_ranks import assert_same, error
 from tests.families import CONFIGS, small_model

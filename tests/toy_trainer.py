@@ -1,8 +1,8 @@
-"""`Trainer` with a toy objective, without a recipe file, data or a run directory, and with functions to watch it by."""
+"""A toy kind of run, and a trainer of it without rows or a run directory, with functions to watch it by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,9 +16,39 @@ from blockdiff.metrics import Record
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
+from blockdiff.training.built import Source
+from blockdiff.training.kinds.kind import Kind
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.samples import Sampled
 from blockdiff.training.step import Loss
 from blockdiff.training.trainer import Trainer
+
+
+class Toy(Kind):
+    """The losses of a toy objective; `call` gives what is measured, by name."""
+
+    kind: str = "toy"
+    ar_weight: float = 1.0
+    call: Any = None
+
+    def losses(self) -> dict[str, Loss]:
+        return {"canvas": Loss(Batch.canvas_count), "ar": Loss(Batch.ar_count, self.ar_weight)}
+
+    def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:
+        return self.call("evaluate")
+
+    def sample(self, *parts: Any) -> Sampled:
+        return Sampled(self.call("sample"), [])
+
+
+class Given(Source):
+    """The batches of a function."""
+
+    def __init__(self, batches: Callable[[int], Sequence[Batch]]) -> None:
+        self.batches = batches
+
+    def __call__(self, step: int) -> Sequence[Batch]:
+        return self.batches(step)
 
 
 @dataclass(frozen=True)
@@ -60,30 +90,36 @@ class ToyTrainer(Trainer):
             {
                 "model": {"preset": "tiny"},
                 "data": {"train": "rows.jsonl"},
-                "objective": {"ar_loss": o.ar_weight or "none"},
                 "optim": {"clip": o.clip},
                 "train": {**train, "batch_size": 1, "non_finite": o.non_finite},
                 "evaluation": {"prompts_every": o.sample_every},
             }
         )
-        super().__init__(recipe, output=".")
+        super().__init__(recipe, output=".", kind=Toy(ar_weight=o.ar_weight, call=self.call))
         is_stopping = watch.pop("is_stopping", None)
         self.ranks = ranks if is_stopping is None else replace(ranks, is_stopping=is_stopping)
-        self.options, self.batches, self.lr, self.watch = o, batches, lr, watch
+        self.options, self.watch = o, watch
         self.show = SimpleNamespace(line=lambda _: None, step=lambda step: self.call("on_step"))
+        data: Any = SimpleNamespace(
+            heldout=watch.get("evaluate"), prompts=watch.get("sample"), heldout_batches=lambda *ranks: ()
+        )
         built: Any = SimpleNamespace(
             objective=objective,
-            losses={"canvas": Loss(Batch.canvas_count), "ar": Loss(Batch.ar_count, o.ar_weight)},
+            losses=self.recipe.objective.losses(),
             module=replicate(objective, Mesh(ranks)),
             mesh=Mesh(ranks),
             precision=o.autocast,
             optimiser=optimiser,
+            learning_rate=lr,
             average=None,
-            rollouts=None,
+            source=Given(batches),
+            data=data,
+            base=None,
             step=start,
             steps=o.steps,
         )
         self.begin(built, list(logged or ()))
+        self.sampler: Any = SimpleNamespace(release=lambda: None)
         self.clock._seconds += seconds
 
     def call(self, name: str, default: Any = None) -> Any:
@@ -95,26 +131,9 @@ class ToyTrainer(Trainer):
         with self.ranks.guarded(lambda: self.doing):
             yield
 
-    def fetch(self, step: int) -> Sequence[Batch]:
-        return self.batches(step)
-
-    def learning_rate(self, step: int) -> float:
-        return self.lr(step)
-
     def update(self, gradient: Any) -> None:
         super().update(gradient)
         self.call("after_step")
-
-    def measurements(self) -> dict[str, int]:
-        every = {"heldout": self.options.eval_every, "sample": self.options.sample_every}
-        names = {"heldout": "evaluate", "sample": "sample"}
-        return {kind: every[kind] for kind in every if self.watch.get(names[kind])}
-
-    def evaluate(self, step: int) -> Record:
-        return self.call("evaluate")
-
-    def sample(self, step: int) -> Record:
-        return self.call("sample")
 
     def is_best(self) -> bool:
         return self.call("is_best", False)

@@ -254,7 +254,7 @@ class Encoder:
             return
         if self.reader is None:
             raise DataError(
-                f"{sources[0][0].where}: has an image, and nothing reads it; set objective.images to frozen or "
+                f"{sources[0][0].where}: has an image, and nothing reads it; set model.images to frozen or "
                 "trained, or remove it"
             )
         paths = [self.reader.located(source, row.where) for row, source in sources]

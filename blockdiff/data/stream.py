@@ -34,6 +34,8 @@ class StreamedExamples:
     run waits for, pass through `watch`.
     """
 
+    summary = "read while training goes on"
+
     def __init__(
         self,
         sources: Sequence[Source],

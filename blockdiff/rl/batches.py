@@ -11,6 +11,7 @@ import torch
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, lay_out
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator
+from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.rl.policy import RolloutBatch
 from blockdiff.sampling import Result
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
@@ -126,6 +127,16 @@ def canvas_batch(answers: Sequence[Answer], collator: Collator, steps: int) -> R
             seen_BCKL[b, c, : len(seen)], action_BCKL[b, c, : len(seen)] = torch.tensor([seen, actions])
     is_scored_BCL = (action_BCKL >= 0).any(2)
     return replace(batch, seen_BCKL=seen_BCKL, action_BCKL=action_BCKL, is_scored_BCL=is_scored_BCL)
+
+
+def worst_rollouts(batch: Batch, canvas_length: int, steps: int, is_canvas: bool) -> RolloutBatch:
+    """Answers as long as the rows of a batch, every token of which is an action, of canvases in every step."""
+    L, (rows, tokens) = canvas_length, batch.tokens_BS.shape
+    canvases = max(1, (tokens - 1) // L)
+    start, drawn = max(1, tokens - canvases * L), [[0] * L] * steps
+    answer = Answer(0, [0] * start, [0] * (tokens - start), 0.0, {}, {}, [], [(drawn, drawn, [0] * L)] * canvases)
+    collator = Collator(L, 0, 0, 0, StratifiedTime())
+    return canvas_batch([answer] * rows, collator, steps) if is_canvas else head_batch([answer] * rows, collator)
 
 
 def examples(answers: Sequence[Answer], collator: Collator, number: int, step: int, slots: int) -> Batch:

@@ -1,6 +1,6 @@
 """The policies: the strategies that draw their actions, and the objective, with the log-probability of every action.
 
-- head: next tokens. One encode of prompt and answer gives the log-probability of every token.
+- next_token: the head's draws. One encode of prompt and answer gives the log-probability of every token.
 - canvas: the sampler's trajectory. At each step the tokens of the accepted positions are drawn independently of one
   another from that step's tempered distribution. Which positions are accepted follows from the logits, and the noise
   elsewhere does not depend on the weights. So log p(trajectory) is the sum over steps and accepted positions, and its
@@ -27,7 +27,7 @@ from blockdiff.objective import Losses, Objective
 from blockdiff.sampling.strategies import Composed, EntropyBound, NextToken, as_strategy, next_token_head
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 
-FILTERED = "rl.strategy: top_k, top_p and min_p change the distribution that is scored; leave them out"
+FILTERED = "objective.strategy: top_k, top_p and min_p change the distribution that is scored; leave them out"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Policy:
     its adapters; through: whether the self-conditioning signal's path is differentiated, too.
     """
 
-    kind: Literal["head", "canvas"]
+    kind: Literal["next_token", "canvas"]
     temperatures: Sequence[float]
     clip: tuple[float, float] = (0.2, 0.28)
     kl: float = 0.0
@@ -68,35 +68,35 @@ class CommitsDraw:
 
 
 def rollout_strategy(
-    kind: Literal["head", "canvas"], named: str | None, generation: Generation, denoises: bool
+    kind: Literal["next_token", "canvas"], named: str | None, generation: Generation, denoises: bool
 ) -> Strategy:
     """The strategy that draws rollouts; RecipeError where its draws are not those of a policy of this kind.
 
     named: as a recipe names it. By default the head draws next tokens at temperature 1, and canvases are denoised by
     the model's own rules.
     """
-    if kind == "head":
+    if kind == "next_token":
         strategy = NextToken(1.0) if named is None else as_strategy(named, generation)
         head = next_token_head(strategy)
         if head is None:
             raise RecipeError(
-                f"rl.strategy: {named} denoises canvases, and the policy is the head; take next_token, or "
+                f"objective.strategy: {named} denoises canvases, and the policy is the head; take next_token, or "
                 "verified, whose tokens are the head's"
             )
         if not head.temperature:
             raise RecipeError(
-                "rl.strategy: greedy decoding draws nothing, so nothing can be reinforced; say temperature=1"
+                "objective.strategy: greedy decoding draws nothing, so nothing can be reinforced; say temperature=1"
             )
         if not head.shape(0, 1).is_plain:
             raise RecipeError(FILTERED)
         return strategy
     if not denoises:
-        raise RecipeError("rl.policy: canvas: the model is causal and has no canvases; choose head")
+        raise RecipeError("objective.over: canvas: the model is causal and has no canvases; choose next_token")
     strategy = as_strategy(named, generation)
     acceptance = getattr(strategy, "acceptance", None)
     if not isinstance(strategy, Composed) or not isinstance(acceptance, EntropyBound):
         raise RecipeError(
-            f"rl.strategy: {named}: what it accepts depends on what it draws, so the log-probability of a "
+            f"objective.strategy: {named}: what it accepts depends on what it draws, so the log-probability of a "
             "trajectory is not known; take entropy_bound"
         )
     if not strategy.shape(0, 1).is_plain:
@@ -108,7 +108,7 @@ def policy_of(strategy: Strategy, max_steps: int, clip: tuple[float, float], kl:
     """The policy whose actions a strategy of rollouts draws in at most so many steps a canvas."""
     head = next_token_head(strategy)
     if head is not None:
-        return Policy("head", [head.temperature], clip, kl)
+        return Policy("next_token", [head.temperature], clip, kl)
     assert isinstance(strategy, CommitsDraw) and isinstance(strategy.strategy.acceptance, EntropyBound)
     temperatures = [strategy.shape(step, max_steps).temperature for step in range(max_steps)]
     return Policy("canvas", temperatures, clip, kl, strategy.strategy.acceptance, through)
@@ -197,7 +197,7 @@ class PolicyObjective(Objective):
 
     def actions(self, batch: RolloutBatch, is_measured: bool = True) -> Actions:
         """The log-probabilities of a batch's actions under the weights as they are."""
-        if self.policy.kind == "head":
+        if self.policy.kind == "next_token":
             return self._of_head(batch)
         return self._of_canvases(batch, is_measured)
 

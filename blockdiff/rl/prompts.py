@@ -41,6 +41,11 @@ class Prompts:
         return len(self.rows)
 
     @property
+    def summary(self) -> str:
+        """The rows in words."""
+        return f"{len(self):,} prompts"
+
+    @property
     def has_conversations(self) -> bool:
         """True where the chat template writes some of the prompts."""
         return any(not isinstance(row.question.prompt, str) for row in self.rows)

@@ -83,10 +83,12 @@ def make_rewards(asked: str | Mapping[str, float] | None, given: Reward | None, 
     if given is not None:
         name = getattr(given, "__name__", type(given).__name__)
         if name in functions:
-            raise RecipeError(f"rl.reward: {name} is the name of the function from Python, too; rename one of them")
+            raise RecipeError(
+                f"objective.reward: {name} is the name of the function from Python, too; rename one of them"
+            )
         functions[name], weights[name] = _of_row(name, given), 1.0
     if not functions:
-        raise RecipeError("rl.reward: missing; name a task or module:function, or give reward= from Python")
+        raise RecipeError("objective.reward: missing; name a task or module:function, or give reward= from Python")
     return Rewards(functions, weights)
 
 
@@ -123,11 +125,13 @@ def advantages(rewards: Sequence[float], kind: Literal["centred", "standardised"
 def _of_row(name: str, function: Reward) -> Callable[[Prompt, Result], float]:
     """The function on a copy of a prompt's row; RecipeError where it cannot be called so."""
     if inspect.iscoroutinefunction(function):
-        raise RecipeError(f"rl.reward: {name} is async, and rewards are called, not awaited; make it a plain function")
+        raise RecipeError(
+            f"objective.reward: {name} is async, and rewards are called, not awaited; make it a plain function"
+        )
     try:
         inspect.signature(function).bind({}, None)
     except TypeError as error:
-        raise RecipeError(f"rl.reward: {name} is not a function of a row and a result: {error}") from None
+        raise RecipeError(f"objective.reward: {name} is not a function of a row and a result: {error}") from None
     except ValueError:  # some functions of C have no signature
         pass
     return lambda prompt, result: function(copy.deepcopy(prompt.value), result)
@@ -151,14 +155,14 @@ def _imported(name: str) -> Reward:
     module, _, function = name.partition(":")
     if not module or not function:
         tasks = ", ".join(evals.TASKS)
-        raise RecipeError(f"rl.reward: {name!r} is neither a task ({tasks}) nor module:function")
+        raise RecipeError(f"objective.reward: {name!r} is neither a task ({tasks}) nor module:function")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
         found = getattr(import_module(module), function)
     except Exception as error:  # whatever the module raises when it is imported
-        raise RecipeError(f"rl.reward: {name} cannot be imported ({type(error).__name__}: {error})") from None
+        raise RecipeError(f"objective.reward: {name} cannot be imported ({type(error).__name__}: {error})") from None
     if not callable(found):
-        raise RecipeError(f"rl.reward: {name} is a {type(found).__name__}, not a function of a row and a result")
+        raise RecipeError(f"objective.reward: {name} is a {type(found).__name__}, not a function of a row and a result")
     return found

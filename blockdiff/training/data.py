@@ -16,8 +16,8 @@ from typing import Any
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.files import find
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.collate import Collator, NoCanvases, begin_images, heldout_batches, micro_batches
-from blockdiff.data.dataset import TOTAL, Dataset, Watch, check_conversations, load_dataset
+from blockdiff.data.collate import Collator, begin_images, heldout_batches, micro_batches
+from blockdiff.data.dataset import TOTAL, Dataset, Watch, load_dataset
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder, Order, StreamOrder
 from blockdiff.data.rows import Row
@@ -27,7 +27,6 @@ from blockdiff.data.stream import StreamedExamples
 from blockdiff.errors import DataError
 from blockdiff.models.family import family_of
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.rl.prompts import Prompt, Prompts, read_prompts
 from blockdiff.terminal import counted
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
@@ -70,9 +69,9 @@ class Data:
 
     recipe: Recipe
     encoder: Encoder
-    train: Dataset | StreamedExamples | Prompts
+    train: Any  # `Dataset`, `StreamedExamples`, or the rows of a kind of run that has no examples
     heldout: Dataset | None
-    prompts: list[Row] | Prompts
+    prompts: Any  # of evaluation, a sequence
     collator: Collator
     order: AnyOrder
 
@@ -109,11 +108,6 @@ class Data:
             examples = self.heldout.examples if most is None else self.heldout.examples[:most]
             yield from heldout_batches(examples, self.collator, rows, rank=rank, world=world)
 
-    @property
-    def asked(self) -> list[Prompt]:
-        """The prompts of reinforcement learning, those that are held out at the end."""
-        return [prompt for each in (self.train, self.prompts) if isinstance(each, Prompts) for prompt in each.rows]
-
     def step_examples(self, step: int) -> dict[int, Example]:
         """The examples of an optimiser step by sample id."""
         return {example.sample_id: example for example in (self.indexed[index] for _, index in self.order(step))}
@@ -135,10 +129,8 @@ class Data:
             if line.strip()
         ]
         lines += [f"          {FILL}"] if lines and self.encoder.canvas_length > 1 else []
-        if isinstance(self.train, Prompts):
-            return [f"data      {len(self.train):,} prompts", *lines]
         if not isinstance(self.train, Dataset):
-            return ["data      read while training goes on", *lines]
+            return [f"data      {self.train.summary}", *lines]
         count, batch, pack = len(self.train), self.recipe.train.batch_size, self.recipe.data.pack
         if batch > count:
             times = f"about {batch / count:,.1f} times in every optimiser step"
@@ -204,7 +196,7 @@ def image_reader(recipe: Recipe, base: StartingModel) -> ImageReader | None:
 
     The settings of the image processor lie beside the weights, of a preset beside its tokenizer.
     """
-    if recipe.objective.images == "none":
+    if recipe.model.images == "none":
         return None
     family, where = family_of(base.config), recipe.data.images
     tokens = family.image_tokens(base.config)
@@ -213,13 +205,13 @@ def image_reader(recipe: Recipe, base: StartingModel) -> ImageReader | None:
     return ImageReader(settings, tokens, where.root, where.anywhere, adapt=family.image_processor)
 
 
-def encoder(recipe: Recipe, base: StartingModel, reader: ImageReader | None = None) -> Encoder:
-    """The encoder that makes tokens of rows."""
+def encoder(recipe: Recipe, base: StartingModel, stride: int, reader: ImageReader | None = None) -> Encoder:
+    """The encoder that makes tokens of rows, of which canvases may begin at every `stride`-th of a response."""
     d = recipe.data
     return Encoder(
         base.tokenizer,
         base.eos_id,
-        base.canvas_length if recipe.objective.draft_for is None else 1,  # blocks begin at any token
+        stride,
         None if d.max_length is None else d.max_length.tokens,
         enable_thinking=d.thinking,
         turns=d.turns,
@@ -233,72 +225,62 @@ def encoder(recipe: Recipe, base: StartingModel, reader: ImageReader | None = No
     )
 
 
-def collator(recipe: Recipe, base: StartingModel, reader: ImageReader | None = None) -> Collator:
-    """The collator that makes batches of examples."""
-    o = recipe.objective
-    return Collator(
-        canvas_length=base.canvas_length,
-        pad_id=base.pad_id,
-        eos_id=base.eos_id,
-        seed=recipe.seed,
-        time=o.time,
-        canvases=recipe.canvases if base.denoises else NoCanvases(),
-        are_blocks=o.draft_for is not None,
-        coin_probability=o.coin,
-        scores_ar=o.ar_loss is not None,
-        normalisation=o.normalisation,
-        ar_scope="all" if o.ar_loss is None else o.ar_loss.scope,
-        reader=reader,
-    )
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of a run are read: with which encoder, where tokens are kept, one rank of each node first.
 
-
-def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, watch: Watch | None = None) -> Data:
-    """Read and encode the rows of a recipe, or find them in the cache.
-
-    With several ranks one of each node fills the cache first. Rows that are read pass through `watch`: those that are
-    encoded, the first ones of a stream, prompts. Raises DataError with file and line for what cannot be used.
+    Rows that are read pass through `watch`: those that are encoded, the first ones of a stream, prompts.
     """
-    watch = watch or (lambda rows: rows)
-    reader = image_reader(recipe, base)
-    encode = encoder(recipe, base, reader)
-    cache, d = cache_directory(recipe.data.cache), recipe.data
 
-    def one_first() -> AbstractContextManager[object]:
-        return nullcontext() if ranks is None else ranks.node_first("reading the data")
+    encode: Encoder
+    cache: Path | None
+    first: Callable[[], AbstractContextManager[object]]
+    watch: Watch
 
-    specs = sources(d.train, recipe, "train")
-    train: Dataset | StreamedExamples | Prompts
-    order: AnyOrder
-    if recipe.rl is not None:
-        train = read_prompts(specs, d.chat, d.system, watch)
-        check_conversations(encode, train.has_conversations)
-        order = Order(train.sizes, recipe.rl.prompts, recipe.seed, train.weights)
-    elif d.streaming is not None:
-        train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed, watch)
-        order = StreamOrder(recipe.train.batch_size)
-    else:
-        train = load_dataset(specs, encode, cache=cache, first=one_first(), watch=watch)
-        order = Order(train.sizes, recipe.train.batch_size, recipe.seed, train.weights)
-    heldout = None
-    if d.heldout is not None:
-        specs = sources(d.heldout, recipe, "test")
-        heldout = load_dataset(specs, encode, cache=cache, first=one_first(), watch=watch)
-    if train.has_conversations:
-        # The model learns this format, or is asked in it: the tokenizer saved beside it writes it.
-        if recipe.rl is None or d.template == "verbatim":
+    @classmethod
+    def of(cls, recipe: Recipe, encode: Encoder, ranks: Ranks | None, watch: Watch | None) -> Reading:
+        """How the rows of a recipe are read."""
+
+        def first() -> AbstractContextManager[object]:
+            return nullcontext() if ranks is None else ranks.node_first("reading the data")
+
+        return cls(encode, cache_directory(recipe.data.cache), first, watch or (lambda rows: rows))
+
+    def examples(self, recipe: Recipe) -> tuple[Dataset | StreamedExamples, AnyOrder]:
+        """The rows of `data.train` as examples, and their order."""
+        specs, streaming = sources(recipe.data.train, recipe, "train"), recipe.data.streaming
+        if streaming is not None:
+            streamed = StreamedExamples(specs, self.encode, streaming.shuffle_buffer, recipe.seed, self.watch)
+            return streamed, StreamOrder(recipe.train.batch_size)
+        train = load_dataset(specs, self.encode, cache=self.cache, first=self.first(), watch=self.watch)
+        return train, Order(train.sizes, recipe.train.batch_size, recipe.seed, train.weights)
+
+    def heldout(self, recipe: Recipe) -> Dataset | None:
+        """The rows of `data.heldout` as examples."""
+        if recipe.data.heldout is None:
+            return None
+        specs = sources(recipe.data.heldout, recipe, "test")
+        return load_dataset(specs, self.encode, cache=self.cache, first=self.first(), watch=self.watch)
+
+    def prompts(self, recipe: Recipe) -> list[Row]:
+        """The first rows of `evaluation.prompts`."""
+        specs = sources(recipe.evaluation.prompts or (), recipe, "test")
+        rows = chain.from_iterable(read_rows(spec) for spec in specs)
+        return list(self.watch(islice(rows, recipe.evaluation.prompts_count)))
+
+
+def settle_template(
+    recipe: Recipe, base: StartingModel, encode: Encoder, has_conversations: bool, learns: bool
+) -> None:
+    """Give the tokenizer the template that writes the conversations, where the run `learns` that format or names it.
+
+    Raises DataError for a `data.template` without a conversation.
+    """
+    if has_conversations:
+        if learns or recipe.data.template == "verbatim":
             base.tokenizer.chat_template = encode.template
-    elif d.template != "tokenizer":
+    elif recipe.data.template != "tokenizer":
         raise DataError(
             "data.template: is set, but no row is a conversation; write messages rows, set data.chat: true, or leave "
             "data.template out"
         )
-    prompts: list[Row] | Prompts = []
-    asked, count = recipe.evaluation.prompts, recipe.evaluation.prompts_count
-    if asked is not None:
-        specs = sources(asked, recipe, "test")
-        if recipe.rl is not None:
-            prompts = Prompts(read_prompts(specs, d.chat, d.system, watch).rows[:count])
-        else:
-            rows = chain.from_iterable(read_rows(spec) for spec in specs)
-            prompts = list(watch(islice(rows, count)))
-    return Data(recipe, encode, train, heldout, prompts, collator(recipe, base, reader), order)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint.added import fill
-from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.digests import read_back
 from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find
 from blockdiff.checkpoint.images import drawn_images
@@ -35,11 +34,10 @@ from blockdiff.plots.curves import draw_curves
 from blockdiff.training.checkpoint_content import AVERAGE, steps_saved
 from blockdiff.training.checkpoint_content import MODEL as WEIGHTS
 from blockdiff.training.checkpoint_reader import open_checkpoint, restore_weights
+from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.report import report_line, run_report
 from blockdiff.training.run import CURVES, DATA, RECIPE, REPORT, remove_run
-from blockdiff.training.same_run import objective_record
-from blockdiff.training.starting_model import read_starting_model, without_weights
 
 if TYPE_CHECKING:
     from blockdiff.training.build import Built
@@ -159,12 +157,13 @@ def consolidate(
         raise RunError(f"{saved}: {run} has no {RECIPE}, which says what the weights belong to; keep them together")
     tensors = open_checkpoint(saved)  # before the recipe, whose keys another version may have called otherwise
     recipe = read_recipe(run / RECIPE, needs_data=False)
-    found = read_starting_model(recipe)
+    kind = kind_of(recipe)
+    found = kind.start(recipe)
     weights = tensors.tensors(WEIGHTS)
     typical = family_of(found.config).model_class.typical
     kept = weights[typical if typical in weights else next(iter(weights))].dtype
-    objective = without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
-    model, diffusion = objective.model, DiffusionSettings.of(objective, objective_record(recipe, objective))
+    objective = kind.without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
+    model, diffusion = objective.model, kind.diffusion(objective)
     beside = {"tokenizer": found.tokenizer, "generation": found.generation, "diffusion": diffusion}
 
     def read(name: str, target: torch.dtype | None = None) -> Tensor:

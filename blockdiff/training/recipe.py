@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -17,8 +18,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    FiniteFloat,
     PlainSerializer,
+    SerializeAsAny,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -27,14 +28,14 @@ from pydantic import (
 
 from blockdiff.data.collate import CanvasChoice, RandomCanvases
 from blockdiff.data.sources import Source
-from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeDraw
-from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import RecipeError, RequestError
 from blockdiff.evals import TASKS
 from blockdiff.evals.questions import Task
 from blockdiff.layers.lora import LowRank
+from blockdiff.models.family import Outline
 from blockdiff.sampling.strategies import parse_strategy
 from blockdiff.training import recipe_choices as choices
+from blockdiff.training.kinds import kinds
 from blockdiff.training.recipe_choices import OneOf, Positive, by_class
 from blockdiff.training.recipe_errors import SOURCES, Key, one_line
 from blockdiff.training.schedule import CosineDecay, LearningRateSchedule
@@ -70,6 +71,17 @@ def _kinds(annotation: Any) -> set[Any]:
     return {annotation}
 
 
+def _strategy(text: str) -> str:
+    try:
+        parse_strategy(text)
+    except RequestError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+StrategyText = Annotated[str, AfterValidator(_strategy)]  # NAME:key=value,...
+
+
 class ModelSection(Section):
     """The weights that training starts from: a checkpoint's (`path`) or random ones (`preset`)."""
 
@@ -77,7 +89,9 @@ class ModelSection(Section):
     preset: str | None = None
     tokenizer: str | None = None  # a directory or hub id; null = the one beside the weights
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    quantize: Literal["fp8"] | None = None  # weights that stand still: under adapters, of draft_for
+    quantize: Literal["fp8"] | None = None  # frozen weights: those below adapters, and a drafter's target
+    router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for `path`, trained for `preset`
+    images: Literal["none", "frozen", "trained"] = "none"  # the image side; none: rows have no images
     kernels: Literal["auto", "triton", "torch"] = "auto"
     compile: bool = False
 
@@ -130,26 +144,42 @@ class DataSection(Section):
 
 
 class ObjectiveSection(Section):
-    """The noise and the losses (docs/objective.md, docs/training.md)."""
+    """What trains, and by which losses; the class of each kind of run (`training/kinds`) adds its keys and verbs."""
 
-    schedule: Annotated[Schedule, choices.SCHEDULE] = Linear()
-    time: Annotated[TimeDraw, choices.TIME] = StratifiedTime()
-    corruption: Annotated[choices.AnyCorruption, choices.CORRUPTION] = choices.UniformTokens()
-    weight: Annotated[Weight, choices.WEIGHT] = NoWeight()
-    positions: Literal["all", "corrupted"] = "all"
-    prediction: Literal["posterior", "leave_one_out"] = "posterior"
-    normalisation: Literal["token", "example"] = "token"
-    stop_gradient: bool = False  # into the encoder, from the canvas loss
-    sweep: Literal["auto", True, False] = "auto"  # encode while denoising; auto: where weights are sharded
-    coin: Share = 0.5
-    ar_loss: Annotated[choices.ArLoss | None, choices.AR_LOSS] = choices.ArLoss()
-    distil: Annotated[choices.StepDistillation | None, choices.DISTIL] = None  # states of the sampler, not noise
-    draft_for: str | None = None  # the model that a drafter learns to draft for; the next three are of drafters
-    anchors: Positive = 512  # blocks of an example, at random tokens of its responses
-    loss: Literal["dpace", "decay"] = "dpace"  # how the places of a block are weighted
-    targets: Literal["tokens", "distribution"] = "tokens"  # the row's tokens, or what the target predicts
-    router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
-    images: Literal["none", "frozen", "trained"] = "none"  # the model's image side; none: rows have no images
+    kind: str
+    paths: ClassVar[tuple[str, ...]] = ()  # the keys that name models
+    inherited: ClassVar[tuple[str, ...]] = ()  # the keys in which a recipe follows the training of `model.path`
+
+    @classmethod
+    def suits(cls, outline: Outline) -> bool:
+        """True if it is the kind of a recipe that names none, for a model of this outline."""
+        return False
+
+    @classmethod
+    def complete(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """A recipe's mapping with what follows from the keys of the kind for other sections."""
+        return tree
+
+
+def kind_class(section: Any) -> type[ObjectiveSection]:
+    """The class of the kind that a section names; without a name it is that of canvases until the model is read.
+
+    Raises ValueError for a name that no kind has.
+    """
+    name = section.get("kind", "canvas") if isinstance(section, Mapping) else "canvas"
+    if name not in kinds():
+        if isinstance(name, str) and "." in name:
+            raise ValueError(f"it was given from Python; give it again from Python (got kind {name})")
+        raise ValueError(f"kind should be {', '.join(map(repr, kinds()))} (got {name!r})")
+    found: type[ObjectiveSection] = kinds()[name]
+    return found
+
+
+def _of_kind(value: Any) -> Any:
+    """The keys of a kind, read by its class."""
+    if isinstance(value, ObjectiveSection) or not isinstance(value, Mapping):
+        return value
+    return kind_class(value).model_validate(value)
 
 
 class LoraSection(Section):
@@ -237,14 +267,6 @@ class TrainSection(Section):
         return self
 
 
-def _strategy(text: str) -> str:
-    try:
-        parse_strategy(text)
-    except RequestError as error:
-        raise ValueError(str(error)) from None
-    return text
-
-
 class ParallelSection(Section):
     """The spread of weights over processes (docs/cluster.md), each with rows of its own, except with `tensor`."""
 
@@ -286,7 +308,7 @@ class EvaluationSection(Section):
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32
     task: Annotated[Any, BeforeValidator(_task), PlainSerializer(by_class)] = "exact"  # or a `Task` from Python
-    strategy: Annotated[str, AfterValidator(_strategy)] | None = None  # of the sampling: NAME:key=value,...
+    strategy: StrategyText | None = None  # of the sampling
     best: str | None = None  # the metric by which the best checkpoint is chosen, which is kept and becomes model/
     patience: Positive | None = None  # evaluations without a better `best` before training ends
 
@@ -304,26 +326,6 @@ class GenerationSection(Section):
     temperature: Amount | None = None  # of next-token sampling, 0 = greedy; so are the next two
     top_k: Positive | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-
-
-class RlSection(Section):
-    """Reinforcement learning: who answers, what is rewarded, and how the gradient follows (docs/rl.md)."""
-
-    policy: Literal["head", "canvas"]
-    reward: str | dict[str, FiniteFloat] | None = None  # a task or module:function, or weights of several
-    strategy: Annotated[str, AfterValidator(_strategy)] | None = None  # of the rollouts; null = docs/rl.md
-    group: Annotated[int, Field(ge=2)] = 8  # answers to each prompt
-    prompts: Positive = 16  # of a round of rollouts
-    epochs: Positive = 1  # passes over the answers of a round
-    clip: tuple[Share, Amount] = (0.2, 0.28)  # how far a ratio may go below and above 1
-    kl: Amount = 0.0  # weight of the divergence from the model without its adapters
-    advantage: Literal["centred", "standardised"] = "centred"
-    signal: Literal["held", "through"] = "held"  # the self-conditioning signal's path: left out, or differentiated
-    sft: Amount = 0.0  # weight of the ordinary objective on answers of above-average reward
-
-    def steps(self, batch_size: int) -> int:
-        """The optimiser steps that a round of rollouts is for."""
-        return self.prompts * self.group // batch_size * self.epochs
 
 
 def _from_python(value: Any) -> Any:
@@ -353,8 +355,9 @@ class Recipe(Section):
     output: str | None = None
     model: ModelSection
     data: DataSection
-    objective: ObjectiveSection = ObjectiveSection()
-    rl: RlSection | None = None
+    objective: Annotated[SerializeAsAny[ObjectiveSection], BeforeValidator(_of_kind)] = Field(
+        default_factory=lambda: kind_class({}).model_validate({})
+    )
     lora: Annotated[LoraSection, BeforeValidator(_no_lora)] = LoraSection()
     optim: OptimSection = OptimSection()
     train: TrainSection
@@ -365,30 +368,21 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_round_is_a_step(cls, tree: Any) -> Any:
-        """With `rl`, the batch of a step that does not say its size is the answers of a round."""
-        rl, train = (tree.get(name) for name in ("rl", "train")) if isinstance(tree, dict) else (None, None)
-        if not isinstance(rl, dict) or not isinstance(train, dict) or "batch_size" in train:
+    def _completed(cls, tree: Any) -> Any:
+        """The mapping with what follows from the kind of run for other sections."""
+        section = tree.get("objective") if isinstance(tree, dict) else None
+        if not isinstance(section, Mapping | None) or not isinstance(tree, dict):
             return tree
-        sizes = [rl.get(name, RlSection.model_fields[name].default) for name in ("prompts", "group")]
-        answers = {"batch_size": sizes[0] * sizes[1]} if all(isinstance(size, int) for size in sizes) else {}
-        return tree | {"train": train | answers}
+        try:
+            return kind_class(section or {}).complete(tree)
+        except ValueError:  # the validator of the section says it, with its place
+            return tree
 
     def __init__(self, **sections: Any) -> None:
         try:
             super().__init__(**sections)
         except ValidationError as error:
-            raise RecipeError(one_line(error, KEYS, {}, "Recipe")) from error
-
-    @property
-    def canvases(self) -> CanvasChoice:
-        """The canvases of an example that a step scores: those of `data.canvases`, or a drafter's blocks."""
-        return self.data.canvases if self.objective.draft_for is None else RandomCanvases(self.objective.anchors)
-
-    @property
-    def sweeps(self) -> bool:
-        """True where clean rows are encoded in the calls that denoise their canvases, not in one of their own."""
-        return self.parallel.shard == "full" if self.objective.sweep == "auto" else self.objective.sweep
+            raise RecipeError(one_line(error, keys(), kinds_with(), {}, "Recipe")) from error
 
     def resolved(self) -> str:
         """The recipe as YAML text, defaults filled in and paths located; it reads back as an equal recipe."""
@@ -403,14 +397,35 @@ def _keys_below(section: type[BaseModel], place: Key) -> Iterator[tuple[Key, lis
                 yield from _keys_below(kind, (*place, name))
 
 
-# The keys below each key, and the keys that choose an object.
-KEYS: dict[Key, list[str]] = dict(_keys_below(Recipe, ()))
-CHOICES: dict[Key, OneOf] = {
-    (name, key): choice
-    for name, section in Recipe.model_fields.items()
-    for key, field in getattr(section.annotation, "model_fields", {}).items()
-    for choice in field.metadata
-    if isinstance(choice, OneOf)
-}
-KEYS |= {(*key, word): [*names] for key, choice in CHOICES.items() for word, names in choice.fields.items()}
-KEYS |= {key: [field.name for field in fields(Source)] for key in SOURCES}
+@functools.cache
+def keys() -> dict[Key, list[str]]:
+    """The keys below each key; those of `objective` are the keys of all kinds."""
+    found = dict(_keys_below(Recipe, ()))
+    found[("objective",)] = list(dict.fromkeys(key for kind in kinds().values() for key in kind.model_fields))
+    found |= {(*key, word): [*names] for key, choice in choosing().items() for word, names in choice.fields.items()}
+    return found | {key: [field.name for field in fields(Source)] for key in SOURCES}
+
+
+@functools.cache
+def choosing() -> dict[Key, OneOf]:
+    """The keys that choose an object."""
+    sections = {name: [field.annotation] for name, field in Recipe.model_fields.items()}
+    sections["objective"] = [*kinds().values()]
+    return {
+        (name, key): choice
+        for name, classes in sections.items()
+        for section in classes
+        for key, field in getattr(section, "model_fields", {}).items()
+        for choice in field.metadata
+        if isinstance(choice, OneOf)
+    }
+
+
+@functools.cache
+def kinds_with() -> dict[str, list[str]]:
+    """The kinds that have a key of `objective`, by the key."""
+    found: dict[str, list[str]] = {}
+    for name, kind in kinds().items():
+        for key in kind.model_fields:
+            found.setdefault(key, []).append(name)
+    return found

@@ -168,13 +168,6 @@ class ArLoss:
 
 
 @dataclass(frozen=True)
-class StepDistillation:
-    """Canvases are states that the sampler visits, scored by where a teacher settles (None: the starting model)."""
-
-    teacher: str | None = None
-
-
-@dataclass(frozen=True)
 class Streaming:
     """Rows are read as they are needed; `shuffle_buffer` of them are shuffled among themselves."""
 
@@ -245,11 +238,11 @@ TIME = OneOf({"stratified": StratifiedTime, "uniform": UniformTime, "logit_norma
 CORRUPTION = OneOf({"uniform": UniformTokens, "mask": MaskToken})
 WEIGHT = OneOf({"none": NoWeight, "elbo": ElboWeight})
 AR_LOSS = OneOf({"": ArLoss}, number="", none="none")
+NEXT_TOKENS = OneOf({"": ArLoss}, number="")
 LR_SCHEDULE = OneOf({"cosine": CosineDecay, "linear": LinearDecay, "wsd": StableDecay, "constant": Constant})
 CANVASES = OneOf(
     {"all": AllCanvases, "random": RandomCanvases, "first": FirstCanvases, "last": LastCanvases}, number="random"
 )
-DISTIL = OneOf({"": StepDistillation}, none="none", default=True)
 STREAMING = OneOf({"": Streaming}, none=False, default=True)
 MAX_LENGTH = OneOf({"truncate": Truncate, "drop": Drop, "refuse": Refuse}, number="truncate", none=None)
 

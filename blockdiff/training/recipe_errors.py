@@ -7,29 +7,46 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 from pydantic import ValidationError
 
 Key = tuple[str, ...]
 Place = tuple[str, Path | None]  # where a key stands, and what its paths are relative to (None: they are absolute)
 Origins = dict[Key, Place]  # of the last layer that has a key
-Keys = Mapping[Key, list[str]]  # the keys below each key
+Keys = Mapping[Any, list[str]]  # the keys below each key
 
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names
 OF_UNIONS = re.compile(r"(constrained-|dict\[).*|str")  # pydantic's names for the members of a union
 SWITCH = "; YAML reads a bare on, off, yes or no as true or false"
+# Keys of earlier recipes, and what says the same now.
+_RL = "objective: {kind: policy, over: next_token or canvas, reward: ...} (docs/rl.md)"
+MOVED: dict[Key, str] = {
+    ("rl",): _RL,
+    ("objective", "draft_for"): "objective: {kind: drafter, target: MODEL}",
+    ("objective", "targets"): "objective: {kind: drafter, labels: tokens or distribution}",
+    ("objective", "distil"): "objective: {kind: distil}, with teacher: MODEL for another one",
+    ("objective", "router"): "model.router",
+    ("objective", "images"): "model.images",
+    ("objective", "policy"): "objective.over: next_token or canvas",
+    ("objective", "group"): "objective.answers",
+    ("objective", "prompts"): "objective.prompts_per_round",
+    ("objective", "epochs"): "objective.passes",
+    ("objective", "clip"): "objective.ratio_clip",
+}
 # The keys that take sources of rows.
 SOURCES = (("data", "train"), ("data", "heldout"), ("evaluation", "prompts"))
 
 
-def one_line(error: ValidationError, keys: Keys, origins: Origins, path: str) -> str:
+def one_line(error: ValidationError, keys: Keys, kinds_with: Keys, origins: Origins, path: str, above: Key = ()) -> str:
     """A mistake that pydantic found, in one line; keys that are not known come first, wrong types last.
 
-    keys: those of a recipe; origins: where the given ones stand; path: what says the others.
+    keys: those of a recipe; kinds_with: the kinds of run that have a key of `objective`; origins: where the given ones
+    stand; path: what says the others; above: the section that was read alone.
     """
     first = min(error.errors(), key=lambda each: (each["type"] not in UNKNOWN, each["type"].endswith("_type")))
     kind, value, reason = first["type"], first["input"], first["msg"].removeprefix("Value error, ")
-    words = [word for word in first["loc"] if isinstance(word, str)]
+    words = [*above, *(word for word in first["loc"] if isinstance(word, str))]
     key = tuple(word for at, word in enumerate(words) if at < 2 or not OF_UNIONS.fullmatch(word))
     given_key = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in origins), None)
     is_pair = kind in ("tuple_type", "too_long") or (kind == "missing" and isinstance(first["loc"][-1], int))
@@ -38,6 +55,11 @@ def one_line(error: ValidationError, keys: Keys, origins: Origins, path: str) ->
     number = next((word for word in first["loc"] if isinstance(word, int)), None)
     if number is not None and key[:2] in SOURCES:
         name = f"{'.'.join(key[:2])}: source {number + 1}" + "".join(f": {word}" for word in key[2:])
+    if kind in UNKNOWN and key in MOVED:
+        return f"{origin}: unknown key {name}; write {MOVED[key]}"
+    if kind in UNKNOWN and len(key) == 2 and key[0] == "objective" and key[1] in kinds_with:
+        having = kinds_with[key[1]]
+        return f"{origin}: unknown key {name} of this kind of run; objective.kind: {' or '.join(having)} has it"
     if kind in UNKNOWN:
         return f"{origin}: unknown key {name}; {_nearest(key, keys)}"
     if is_pair:

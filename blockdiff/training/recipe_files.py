@@ -15,7 +15,8 @@ from blockdiff.data.sources import Source
 from blockdiff.data.template import is_template_file
 from blockdiff.errors import RecipeError
 from blockdiff.files import is_hub_id, matching
-from blockdiff.training.recipe import CHOICES, KEYS, Recipe, Section
+from blockdiff.training.kinds import kinds
+from blockdiff.training.recipe import ObjectiveSection, Recipe, Section, choosing, keys, kinds_with
 from blockdiff.training.recipe_choices import OneOf
 from blockdiff.training.recipe_errors import SOURCES, Key, Origins, Place, one_line
 
@@ -26,8 +27,7 @@ ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora":
 TEMPLATE = ("data", "template")  # a file, unless it is the name of a template
 FILE_KEYS: dict[Key, bool] = {
     **dict.fromkeys([*SOURCES, ("data", "images", "root"), TEMPLATE], True),
-    **dict.fromkeys([("model", "path"), ("model", "tokenizer"), ("objective", "draft_for")], False),
-    ("objective", "distil", "", "teacher"): False,
+    **dict.fromkeys([("model", "path"), ("model", "tokenizer")], False),
 }
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 
@@ -35,7 +35,7 @@ AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 def read_recipe(
     source: AnyRecipe,
     overrides: Sequence[str] = (),
-    given: Mapping[str, Mapping[str, Any]] | None = None,
+    given: Mapping[str, Mapping[str, Any] | ObjectiveSection] | None = None,
     needs_data: bool = True,
 ) -> Recipe:
     """Read a recipe on top of those it `extends`, with `key.path=value` overrides (values are YAML) on top.
@@ -64,7 +64,8 @@ def read_recipe(
         _merge(merged, tree, (), (origin, directory), origins)
     if not needs_data:
         _leave_out_given(merged)
-    for key, must_exist in FILE_KEYS.items():
+    of_kinds = {("objective", key): False for kind in kinds().values() for key in kind.paths}
+    for key, must_exist in (FILE_KEYS | of_kinds).items():
         must_exist = must_exist and needs_data
         *above, last = key
         inner: Any = merged
@@ -79,7 +80,7 @@ def read_recipe(
         return Recipe.model_validate(merged)
     except RecipeError as error:  # which knows nothing of the layers
         if isinstance(error.__cause__, ValidationError):
-            raise RecipeError(one_line(error.__cause__, KEYS, origins, _name(source))) from None
+            raise RecipeError(one_line(error.__cause__, keys(), kinds_with(), origins, _name(source))) from None
         raise
 
 
@@ -87,15 +88,20 @@ def settled(
     recipe: AnyRecipe,
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
-    **sections: Mapping[str, Any],
+    **sections: Mapping[str, Any] | ObjectiveSection,
 ) -> Recipe:
     """The recipe of a run, with its directory in it.
 
     sections: what Python gives on top of the recipe and its overrides; a value None gives nothing. Raises RecipeError
     where no directory is named, and as `read_recipe` does.
     """
-    given = {name: {key: value for key, value in keys.items() if value is not None} for name, keys in sections.items()}
-    settled = read_recipe(recipe, overrides, {name: keys for name, keys in given.items() if keys})
+    given = {
+        name: {key: value for key, value in section.items() if value is not None}
+        if isinstance(section, Mapping)
+        else section
+        for name, section in sections.items()
+    }
+    settled = read_recipe(recipe, overrides, {name: section for name, section in given.items() if section})
     where = settled.output if output is None else output
     if where is None or not str(where):
         name = recipe if isinstance(recipe, str | Path) else "recipe"
@@ -110,7 +116,12 @@ def _name(source: AnyRecipe) -> str:
 def _tree(section: Section) -> dict[str, Any]:
     """The keys that were said, whatever the others have by default."""
     said = ((key, value) for key, value in section if key in section.model_fields_set)
-    return {key: _tree(value) if isinstance(value, Section) else value for key, value in said}
+    return {key: _tree(value) if _is_read(value) else value for key, value in said}
+
+
+def _is_read(value: Any) -> bool:
+    """True for a section that recipes have; a kind of run of one's own stays the object that it is."""
+    return isinstance(value, Section) and (not isinstance(value, ObjectiveSection) or type(value) in kinds().values())
 
 
 def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Place, origins: Origins) -> None:
@@ -119,10 +130,10 @@ def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Plac
         place = (*path, key)
         origins[place] = layer
         below = into.get(key)
-        if value is None and path == () and place in KEYS and Recipe.model_fields[key].default is not None:
+        if value is None and path == () and place in keys() and Recipe.model_fields[key].default is not None:
             value = {}  # all its keys are commented out
-        if isinstance(value, Mapping) and place in CHOICES:
-            value, below = _spelt_out(CHOICES[place], value), _spelt_out(CHOICES[place], below)
+        if isinstance(value, Mapping) and place in choosing():
+            value, below = _spelt_out(choosing()[place], value), _spelt_out(choosing()[place], below)
             if isinstance(below, Mapping) and below.keys() != value.keys():
                 below = {}
         if isinstance(value, Mapping) and place not in SOURCES:
@@ -224,7 +235,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         of_run = f", such as {saved}" if saved.is_file() else ""
         raise RecipeError(f"{path}: {reason}{asked}; give the path of a YAML recipe{of_run}") from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys ({', '.join(KEYS[()])}), this file holds none")
+        raise RecipeError(f"{path}: a recipe is a mapping of keys ({', '.join(keys()[()])}), this file holds none")
     return tree
 
 

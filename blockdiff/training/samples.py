@@ -1,30 +1,24 @@
-"""Sampled prompts during training: accuracy, denoising steps per canvas and rewards as the weights are now."""
+"""Sampled prompts during training: accuracy, denoising and steps per canvas as the weights are now."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from blockdiff import evals
+import torch
+
 from blockdiff.data.rows import Row
-from blockdiff.evals.questions import Question, Task, questions_of
+from blockdiff.evals.questions import Question, Task
 from blockdiff.evals.run import evaluate
 from blockdiff.metrics import MetricsLog, Record
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.rl.prompts import Prompts
-from blockdiff.rl.reward import Rewards, failure_lines
-from blockdiff.sampling import Result, Sampler
-from blockdiff.training.progress import Progress
-from blockdiff.training.recipe import Recipe
-from blockdiff.training.rollouts import Rollouts, room_after
+from blockdiff.sampling import Sampler
 from blockdiff.training.step import autocast
 
-if TYPE_CHECKING:
-    from blockdiff.training.build import Built
-
+SPARE = 1.25  # times the memory that a training step takes for a while, since free memory is in pieces
 TEXTS = 8  # answers of an evaluation whose texts are kept
-UNJUDGED = Task("none", is_solved=lambda question, text: False)
 
 
 class Sampled(NamedTuple):
@@ -34,14 +28,18 @@ class Sampled(NamedTuple):
     texts: list[dict[str, Any]]
 
 
-def sample_run(recipe: Recipe, built: Built, sampler: Sampler, ranks: Ranks, show: Progress) -> Sampled:
-    """Answer `evaluation.prompts` of a run: by the rewards of reinforcement learning, else by the task alone."""
-    data, precision = built.data, built.precision
-    if isinstance(data.prompts, Prompts):
-        assert isinstance(built.rollouts, Rollouts)
-        return sample_rewarded(recipe, sampler, data.prompts, built.rollouts.rewards, ranks, precision, show)
-    task = evals.task(recipe.evaluation.task)
-    return sample_prompts(sampler, data.prompts, task, ranks, recipe.seed, precision=precision, encoder=data.encoder)
+@contextmanager
+def room_after(sampler: Sampler, device: torch.device) -> Iterator[None]:
+    """Surrounds sampling, after which the memory of a training step has to be free on a GPU, as it was before."""
+    if device.type != "cuda":  # elsewhere a sampler keeps the memory of its largest call
+        yield
+        return
+    passing = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    yield
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < SPARE * passing:
+        sampler.release()
 
 
 def keep_texts(path: Path, step: int, texts: Sequence[dict[str, Any]]) -> None:
@@ -85,59 +83,3 @@ def sample_prompts(
         "sample_seconds": round(found["seconds"], 3),
     }
     return Sampled(record, found["records"])
-
-
-def judging_task(recipe: Recipe, prompts: Prompts) -> Task:
-    """The task of an evaluation: UNJUDGED in place of `exact`, the default, where a prompt has no response.
-
-    Raises DataError for prompts that the task does not take.
-    """
-    task, questions = evals.task(recipe.evaluation.task), [row.question for row in prompts.rows]
-    if task.name == "exact" and not all(question.reference for question in questions):
-        task = UNJUDGED
-    questions_of(questions, task)
-    return task
-
-
-def sample_rewarded(
-    recipe: Recipe,
-    sampler: Sampler,
-    prompts: Prompts,
-    rewards: Rewards,
-    ranks: Ranks,
-    precision: str | None,
-    show: Progress,
-) -> Sampled:
-    """The figures of `sample_prompts`, and `sample_reward`, the mean reward of the answers.
-
-    They are asked as those of rollouts are, and answered up to the sampler's own limit, as a reward may be for longer
-    answers than a row's response. Without a task that judges there is no `sample_accuracy`.
-    """
-    task = judging_task(recipe, prompts)
-
-    def earned(question: Question, result: Result) -> dict[str, Any]:
-        if result.error is not None:
-            return {"reward": 0.0, "reward_failures": {}}
-        found = rewards(prompts.rows[question.place], result)
-        return {"reward": found.total, "rewards": found.values, "reward_failures": found.failures}
-
-    record, texts = sample_prompts(
-        sampler,
-        [row.question for row in prompts.rows],
-        task,
-        ranks,
-        recipe.seed,
-        precision=precision,
-        max_new_tokens=sampler.generation.max_new_tokens,
-        thinking=recipe.data.thinking,
-        allow_control_tokens=recipe.data.control_tokens == "allow",
-        facts=earned,
-    )
-    for line in failure_lines([text["reward_failures"] for text in texts]):
-        show.line(line)
-    record = {"sample_reward": sum(text["reward"] for text in texts) / len(texts)} | record
-    if task is UNJUDGED:
-        del record["sample_accuracy"]
-        for text in texts:
-            del text["is_solved"]
-    return Sampled(record, texts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,22 +17,17 @@ from blockdiff.checkpoint.opening import model_files
 from blockdiff.checkpoint.tokenizer import load_tokenizer, mismatch, rows_needed
 from blockdiff.data.template import give_template, turn_ends
 from blockdiff.data.tokenise import takes_images
-from blockdiff.diffusion.corruption import Corruption, MaskCorruption
-from blockdiff.draft_objective import BlockMask, DraftObjective
-from blockdiff.errors import BlockdiffError, CheckpointError, RecipeError
+from blockdiff.errors import CheckpointError, RecipeError
 from blockdiff.kernels import Kernels
 from blockdiff.models.adapters import adapt, targets
 from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import quantised_layers, store
-from blockdiff.objective import Objective
-from blockdiff.rl.policy import PolicyObjective, policy_of, rollout_strategy
 from blockdiff.sampling import Generation
-from blockdiff.training.checkpoint_content import require_own_names
 from blockdiff.training.freeze import freeze
-from blockdiff.training.recipe import LoraSection, ObjectiveSection, Recipe
-from blockdiff.training.recipe_checks import refuse_of_causal, refuse_of_drafter
-from blockdiff.training.recipe_choices import MaskToken, UniformTokens
+from blockdiff.training.kinds import kinds
+from blockdiff.training.recipe import LoraSection, Recipe, keys, kinds_with
+from blockdiff.training.recipe_errors import one_line
 
 
 @dataclass(frozen=True)
@@ -68,71 +62,83 @@ class StartingModel:
         return family_of(self.config).outline(self.config).vocab_size
 
 
-def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe with the objective that `model.path` was trained with, in the keys that the recipe leaves out.
+def decided(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe with its kind of run, and with the keys of `objective` that it leaves out and its model has.
 
-    The text says what was taken that is no default, and what the recipe has otherwise; empty: nothing. The order of
-    passes (`sweep`), the parts that train (`router`, `images`), `distil` and `draft_for` are not taken, and nothing is
-    of a model that is not there.
+    Without `objective.kind` the kind follows from the model's config. Keys of `inherited` that the recipe leaves out
+    are those with which `model.path` was trained. The text says what was taken that is no default, and what the recipe
+    has otherwise; empty: nothing. A model that cannot be read decides nothing. Raises RecipeError for a key that the
+    kind does not have.
     """
+    recipe = _with_kind(recipe)
     if recipe.model.path is None:
         return recipe, ""
     try:
         directory = find(recipe.model.path, with_weights=False)
     except CheckpointError:  # `read_starting_model` says what is wrong with it
         return recipe, ""
-    base = DiffusionSettings.from_pretrained(directory).objective
-    own = recipe.objective.model_dump(mode="json", exclude={"sweep", "router", "images", "distil", "draft_for"})
+    base, objective = DiffusionSettings.from_pretrained(directory).objective, recipe.objective
+    own = objective.model_dump(mode="json", include=set(objective.inherited))
+    said = {key: getattr(objective, key) for key in objective.model_fields_set}
     taken: dict[str, Any] = {}
-    for key in base.keys() & own.keys() - recipe.objective.model_fields_set:
+    for key in base.keys() & own.keys() - objective.model_fields_set:
         with suppress(ValidationError):  # of a part that was given from Python
-            taken[key] = getattr(ObjectiveSection.model_validate({key: base[key]}), key)
+            taken[key] = getattr(type(objective).model_validate({**said, key: base[key]}), key)
     unlike = [key for key in own if key in base and own[key] != base[key]]
     as_base = [f"{key} {base[key]} (default {own[key]})" for key in unlike if key in taken]
     otherwise = [f"{key} {own[key]} (there {base[key]})" for key in unlike if key not in taken]
-    said = [f"as model.path was trained: {', '.join(as_base)}"] * bool(as_base)
-    said += [f"not as model.path was trained: {', '.join(otherwise)}"] * bool(otherwise)
-    recipe = recipe.model_copy(update={"objective": recipe.objective.model_copy(update=taken)})
-    return recipe, "; ".join(said)
+    lines = [f"as model.path was trained: {', '.join(as_base)}"] * bool(as_base)
+    lines += [f"not as model.path was trained: {', '.join(otherwise)}"] * bool(otherwise)
+    return recipe.model_copy(update={"objective": objective.model_copy(update=taken)}), "; ".join(lines)
 
 
-def read_starting_model(recipe: Recipe) -> StartingModel:
-    """Read the config, tokenizer and settings of the model that a recipe starts from, and no weights."""
+def _with_kind(recipe: Recipe) -> Recipe:
+    """The recipe with the kind of run that its model has by default, where it names none."""
+    objective, m = recipe.objective, recipe.model
+    if "kind" in objective.model_fields_set or type(objective) not in kinds().values():
+        return recipe
+    try:
+        config = starting_config(recipe)
+    except CheckpointError:
+        return recipe
+    outline = family_of(config).outline(config)
+    name = next((name for name, kind in kinds().items() if kind.suits(outline)), objective.kind)
+    said = {key: getattr(objective, key) for key in objective.model_fields_set}
+    try:
+        found = kinds()[name].model_validate({"kind": name, **said})
+    except ValidationError as error:
+        what = f"{m.path or m.preset}, for which objective.kind is {name}"
+        raise RecipeError(one_line(error, keys(), kinds_with(), {}, what, ("objective",))) from None
+    return recipe.model_copy(update={"objective": found})
+
+
+def starting_config(recipe: Recipe) -> Any:
+    """The config of the model that a recipe starts from."""
+    m = recipe.model
+    return checkpoint.preset_config(str(m.preset)) if m.path is None else checkpoint.read_config(m.path)
+
+
+def read_starting_model(recipe: Recipe, config: Any, settings_from: str | None = None) -> StartingModel:
+    """Read the tokenizer and the settings of a model with this config, and no weights.
+
+    settings_from: the model whose tokenizer and settings it has (None: its own).
+    """
     m, generation = recipe.model, None
-    if recipe.objective.draft_for is not None:
-        return _read_drafter(recipe)
+    if settings_from is not None:
+        files = model_files(settings_from, with_weights=False)
+        tokenizer = files.tokenizer() if m.tokenizer is None else load_tokenizer(m.tokenizer)
+        return _with_tokens(recipe, config, files.generation(), tokenizer, checkpoint.read_config(files.weights))
     if m.path is not None:
-        config = checkpoint.read_config(m.path)
-        if family_of(config).outline(config).is_drafter:
-            raise RecipeError(f"model.path: {m.path} is a drafter; say for which model, objective.draft_for")
         tokenizer = load_tokenizer(m.tokenizer or find(m.path, with_weights=False))
         generation = Generation.from_pretrained(m.path)
     elif m.tokenizer is not None:
         tokenizer = load_tokenizer(m.tokenizer)
-        config = checkpoint.fitted(checkpoint.preset_config(str(m.preset)), tokenizer)
+        config = checkpoint.fitted(config, tokenizer)
     else:
         raise RecipeError(
             f"model.tokenizer: missing; the preset {m.preset} has random weights and no tokenizer, name one"
         )
-    base = _with_tokens(recipe, config, generation, tokenizer)
-    if not base.denoises:
-        refuse_of_causal(recipe)
-    return base
-
-
-def _read_drafter(recipe: Recipe) -> StartingModel:
-    """The same for a drafter, whose tokens and settings are those of its target."""
-    m = recipe.model
-    config = checkpoint.preset_config(str(m.preset)) if m.path is None else checkpoint.read_config(m.path)
-    if family_of(config).outline(config).mask is None:
-        raise RecipeError(
-            f"objective.draft_for: {m.path or m.preset} is no drafter; `blockdiff init --drafter-for` makes one"
-        )
-    refuse_of_drafter(recipe)
-    files = model_files(str(recipe.objective.draft_for), with_weights=False)
-    tokenizer = files.tokenizer() if m.tokenizer is None else load_tokenizer(m.tokenizer)
-    target = checkpoint.read_config(files.weights)
-    return _with_tokens(recipe, config, files.generation(), tokenizer, target)
+    return _with_tokens(recipe, config, generation, tokenizer)
 
 
 def _with_tokens(
@@ -160,94 +166,52 @@ def _with_tokens(
     return base
 
 
-def planned_model(recipe: Recipe) -> StartingModel:
-    """`read_starting_model` for a plan: where a released model is not to be had, its shape from a preset.
+def released_shape(recipe: Recipe, settings_from: str | None = None) -> StartingModel | None:
+    """The starting model for a plan by presets of its shape, without a tokenizer; None if a model has no preset.
 
-    One warning says so. There is no tokenizer then; where the recipe needs one, CheckpointError is raised as it was.
+    One warning says so.
     """
-    try:
-        return read_starting_model(recipe)
-    except CheckpointError:
-        named = [name for name in (recipe.model.path, recipe.objective.draft_for) if name is not None]
-        presets = {name: checkpoint.released_preset(name) for name in named}
-        is_spelt = any(isinstance(token, str) for token in recipe.lora.tokens)
-        if None in presets.values() or is_spelt or not isinstance(recipe.objective.corruption, UniformTokens):
-            raise
+    named = [name for name in (recipe.model.path, settings_from) if name is not None]
+    presets = {name: checkpoint.released_preset(name) for name in named}
+    if None in presets.values():
+        return None
     for name, preset in presets.items():
         warnings.warn(f"{name} is not to be had here; it is planned by its shape, the preset {preset}", stacklevel=2)
     shapes = {name: checkpoint.preset_config(str(preset)) for name, preset in presets.items()}
     config = shapes.get(str(recipe.model.path)) or checkpoint.preset_config(str(recipe.model.preset))
-    target = shapes.get(str(recipe.objective.draft_for))
+    target = shapes.get(str(settings_from))
     generation = checkpoint.default_generation(target or config)
     eos_id = next(iter(generation.eos_ids), 0)  # a causal preset names none
-    base = StartingModel(config, None, generation, eos_id, generation.pad_id or 0, target)
-    if not base.denoises:
-        refuse_of_causal(recipe)
-    return base
+    return StartingModel(config, None, generation, eos_id, generation.pad_id or 0, target)
 
 
-def without_weights(
+def empty_model(
     recipe: Recipe, base: StartingModel, kernels: str | Kernels | None = None, dtype: torch.dtype | None = None
-) -> Any:
-    """The objective over a model that has its adapters and is frozen as the recipe says; no weight has memory yet.
+) -> BlockDiffusionModel:
+    """The model that trains, without memory: with its image side if the recipe has images, in fp8 below adapters.
 
     kernels: replace the recipe's; dtype: of the weights (None: they get it when they are filled).
     """
+    family = family_of(base.config)
+    for mesh in recipe.parallel.names:
+        family.require(meshes=mesh)
     model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
-    if base.target_config is not None:
-        return _draft_objective(model, recipe, base, dtype)
-    corruption = make_corruption(recipe, base)
-    if recipe.objective.images != "none":
+    if recipe.model.images != "none":
         model.image_side = checkpoint.empty_image_side(base.config)
-        if not takes_images(family_of(base.config).image_tokens(base.config), base.tokenizer):
+        if not takes_images(family.image_tokens(base.config), base.tokenizer):
             raise RecipeError(
-                "objective.images: the model takes no images, because its vocabulary has no token for them; leave it "
+                "model.images: the model takes no images, because its vocabulary has no token for them; leave it "
                 "out, or give a model or preset whose image tokens the tokenizer has"
             )
-    store(model, quantised_layers(model, recipe.model.quantize))
-    if dtype is not None:
-        model.to(dtype)
-    kind: Any = recipe.given.objective or Objective
-    if recipe.rl is not None:
-        rl = recipe.rl
-        strategy = rollout_strategy(rl.policy, rl.strategy, base.generation, base.denoises)
-        policy = policy_of(strategy, base.generation.max_steps, rl.clip, rl.kl, through=rl.signal == "through")
-        kind = partial(PolicyObjective, policy=policy)
-    objective = kind(
-        model,
-        recipe.objective.schedule,
-        corruption,
-        seed=recipe.seed,
-        weight=recipe.objective.weight,
-        prediction=recipe.objective.prediction,
-        positions=recipe.objective.positions,
-        stop_gradient=recipe.objective.stop_gradient,
-        sweep=recipe.sweeps,
-    )
-    require_own_names(objective)
-    choose_trained(model, recipe, base.tokenizer)
-    return objective
-
-
-def _draft_objective(model: BlockDiffusionModel, recipe: Recipe, base: StartingModel, dtype: torch.dtype | None) -> Any:
-    """The objective of a drafter, without weights, as `without_weights` makes it; its target has none either."""
-    target = checkpoint.empty(base.target_config, kernels=model.kernels)
-    store(target, quantised_layers(target, recipe.model.quantize))
-    if dtype is not None:
-        model.to(dtype)
-        target.to(computed_in(recipe) or dtype)
-    try:
-        objective = DraftObjective(model, target, recipe.objective.loss, recipe.objective.targets)
-    except BlockdiffError as error:
-        raise RecipeError(f"objective.draft_for: {error}") from None
-    choose_trained(model, recipe, base.tokenizer)
-    return objective
+    if recipe.lora.trains:
+        store(model, quantised_layers(model, recipe.model.quantize))
+    return model if dtype is None else model.to(dtype)
 
 
 def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> None:
     """Give a model without weights its adapters, and freeze what does not train."""
     if model.image_side is not None:
-        model.image_side.requires_grad_(recipe.objective.images == "trained")
+        model.image_side.requires_grad_(recipe.model.images == "trained")
     if recipe.lora.trains:
         put_adapters(model, recipe.lora, tokenizer)
     freeze(model, recipe.optim.freeze, trains_routers(recipe))
@@ -269,33 +233,14 @@ def put_adapters(model: BlockDiffusionModel, lora: LoraSection, tokenizer: Any) 
         raise RecipeError(f"lora: {error}") from None
 
 
-def make_corruption(recipe: Recipe, base: StartingModel) -> Corruption:
-    """The corruption of canvases with this tokenizer's tokens, or the one that the recipe was given from Python.
-
-    Raises CheckpointError where the family supports neither it nor the rest of the objective.
-    """
-    if base.mask_id is not None:
-        return BlockMask(base.mask_id)
-    corruption: Any = recipe.objective.corruption
-    if isinstance(corruption, UniformTokens | MaskToken):
-        reserved = (base.eos_id, base.pad_id, getattr(base.tokenizer, "bos_token_id", None))
-        corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
-    noise = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
-    family = family_of(base.config)
-    family.require(predictions=recipe.objective.prediction, corruptions=noise)
-    for mesh in recipe.parallel.names:
-        family.require(meshes=mesh)
-    return corruption
-
-
 def trains_routers(recipe: Recipe) -> bool:
     """True where the routers train: by default only from scratch, where they have learnt nothing yet.
 
     Adapters train alone, whatever this says.
     """
-    if recipe.objective.router == "auto":
+    if recipe.model.router == "auto":
         return recipe.model.path is None
-    return recipe.objective.router == "trained"
+    return recipe.model.router == "trained"
 
 
 def computed_in(recipe: Recipe) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""`train` and `reinforce`: a run in one call; `Trainer` is the class that they make and run."""
+"""`train`: a run in one call; `Trainer` is the class that it makes and runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import Weight
-from blockdiff.errors import RecipeError
 from blockdiff.objective import Objective
 from blockdiff.rl.reward import Reward
 from blockdiff.training.callbacks import Callback
+from blockdiff.training.kinds.kind import Kind
 from blockdiff.training.recipe_files import AnyRecipe
 from blockdiff.training.run import Run
 from blockdiff.training.trainer import Trainer
@@ -31,6 +31,8 @@ def train(
     weight: Weight | None = None,
     objective: Callable[..., Objective] | None = None,
     optimiser: Callable[..., torch.optim.Optimizer] | None = None,
+    reward: Reward | None = None,
+    kind: Kind | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train what a recipe says and return the run: `Trainer(...).fit()`, with every guarantee of the command.
@@ -51,29 +53,7 @@ def train(
         weight=weight,
         objective=objective,
         optimiser=optimiser,
+        reward=reward,
+        kind=kind,
         callbacks=callbacks,
     ).fit()
-
-
-def reinforce(
-    recipe: AnyRecipe,
-    overrides: Sequence[str] = (),
-    output: str | Path | None = None,
-    resume: bool = False,
-    *,
-    reward: Reward | None = None,
-    overwrite: bool = False,
-    optimiser: Callable[..., torch.optim.Optimizer] | None = None,
-    callbacks: Sequence[Callback] = (),
-) -> Run:
-    """Reinforce what earns rewards, as the section `rl` of a recipe says, and return the run.
-
-    reward: called with a row, as its file has it, and the `Result`; it is added to those that the recipe names. The
-    others are as in `blockdiff.train`. Raises what `Trainer.fit` raises.
-    """
-    trainer = Trainer(
-        recipe, overrides, output, resume, reward=reward, overwrite=overwrite, optimiser=optimiser, callbacks=callbacks
-    )
-    if trainer.recipe.rl is None:
-        raise RecipeError("rl: missing; say at least which policy is reinforced, `rl: {policy: head}`")
-    return trainer.fit()

@@ -21,7 +21,6 @@ from blockdiff.data.dataset import Dataset
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import Weight
-from blockdiff.draft_objective import DraftObjective
 from blockdiff.errors import RESUME, DataError, RunError
 from blockdiff.metrics import FILE_NAME, METRICS, SAMPLES, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
@@ -31,21 +30,19 @@ from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.sampling import Sampler
 from blockdiff.terminal import counted
 from blockdiff.training import export
-from blockdiff.training.build import Built, build
+from blockdiff.training.build import build
+from blockdiff.training.built import Built
 from blockdiff.training.callbacks import Callback, checked
 from blockdiff.training.checkpoint_writer import CheckpointWriter
-from blockdiff.training.data import Ahead
-from blockdiff.training.heldout import heldout, heldout_drafts
+from blockdiff.training.kinds.kind import Kind, kind_of
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe_checks import refuse, without_effect
-from blockdiff.training.recipe_choices import described
 from blockdiff.training.recipe_files import AnyRecipe, settled
 from blockdiff.training.report import Clock, epochs_in_words, memory_gib
-from blockdiff.training.rollouts import Rollouts
 from blockdiff.training.run import Run, best_saved, best_step, evaluations_since_best, hold_run, prune
-from blockdiff.training.samples import keep_texts, sample_run
-from blockdiff.training.starting_model import with_objective_of_base
+from blockdiff.training.samples import keep_texts
+from blockdiff.training.starting_model import decided
 from blockdiff.training.step import Counts, Gradient, SkippedSteps, UnscoredSteps, backpropagate, seeded
 from blockdiff.training.trackers import Trackers
 
@@ -55,9 +52,10 @@ class Trainer:
 
     schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
     `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
-    such as a class of torch.optim or a `functools.partial` of one. reward: as `blockdiff.reinforce` has it. All of
-    these, and a subclass of `Trainer`, are recorded by name and values, and resuming asks for the same. callbacks:
-    called while the run goes on. The other arguments are those of `blockdiff.train`.
+    such as a class of torch.optim or a `functools.partial` of one. reward: of a policy, called with a row, as its file
+    has it, and the `Result`; it is added to those that the recipe names. kind: a kind of run of one's own, in place of
+    the recipe's `objective`. All of these, and a subclass of `Trainer`, are recorded by name and values, and resuming
+    asks for the same. callbacks: called while the run goes on. The other arguments are those of `blockdiff.train`.
     """
 
     # While `fit()` runs, a trainer has:
@@ -86,6 +84,7 @@ class Trainer:
         objective: Callable[..., Objective] | None = None,
         optimiser: Callable[..., torch.optim.Optimizer] | None = None,
         reward: Callable[..., float] | None = None,
+        kind: Kind | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         trainer = None if type(self) is Trainer else type(self)
@@ -93,7 +92,7 @@ class Trainer:
             recipe,
             overrides,
             output,
-            objective={"schedule": schedule, "corruption": corruption, "weight": weight},
+            objective=kind or {"schedule": schedule, "corruption": corruption, "weight": weight},
             given={"objective": objective, "optimiser": optimiser, "trainer": trainer, "reward": reward},
         )
         self.directory = Path(str(self.recipe.output))
@@ -129,15 +128,7 @@ class Trainer:
 
     def fetch(self, step: int) -> Sequence[Batch]:
         """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none."""
-        if isinstance(self.built.rollouts, Rollouts):
-            return self.built.rollouts(step)
-        batches = self.ahead(step)
-        return batches if self.built.rollouts is None else self.built.rollouts(batches)
-
-    def make_batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of an optimiser step, made in a thread while the step before it runs."""
-        rows = self.recipe.train.micro_batch_size
-        return self.built.data.batches(step, self.ranks.row_rank, self.ranks.row_world, rows)
+        return self.built.source(step)
 
     def next_batches(self) -> tuple[Sequence[Batch], Counts]:
         """The micro-batches of the next optimiser step, and the counts over those of all ranks.
@@ -154,34 +145,16 @@ class Trainer:
             refusal = str(error)
         except Interrupted:  # in the middle of rollouts, on all ranks
             self.stop()
-        is_stopping, is_refused = self.ranks.any(self.may_stop and self.ranks.is_stopping() > 0, refusal is not None)
+        may_stop = self.built.source.may_stop(self.step)
+        is_stopping, is_refused = self.ranks.any(may_stop and self.ranks.is_stopping() > 0, refusal is not None)
         if is_stopping:
             self.stop()
         if is_refused:
             self.refuse_data(refusal)
         counts = Counts.over_ranks(batches, self.built.losses, self.ranks)
-        if line := self.unscored.note(self.step + 1, self.why_unscored(counts)):
+        if line := self.unscored.note(self.step + 1, kind_of(self.recipe).why_unscored(counts)):
             self.show.line(f"note      {line}")
         return batches, counts
-
-    def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
-        """Why an optimiser step teaches nothing, and what to do about it; None if it teaches."""
-        if self.recipe.rl is not None:  # a round of equal rewards teaches nothing, and the next one may
-            return None
-        if self.recipe.objective.distil is not None and not counts.of_losses["canvas"]:
-            return (
-                "no canvas is scored: the teacher has settled on none within its denoising steps",
-                "raise max_denoising_steps or confidence_threshold in the teacher's generation_config.json, "
-                "or choose a teacher that was trained longer",
-            )
-        if any(counts.of_losses.values()):
-            return None
-        return "nothing is scored", "see in `blockdiff inspect RECIPE` what is scored of each row"
-
-    @property
-    def may_stop(self) -> bool:
-        """True where the run can be resumed after this step: not within a round of rollouts."""
-        return self.recipe.rl is None or self.step % self.recipe.rl.steps(self.recipe.train.batch_size) == 0
 
     def backpropagate(self, batches: Sequence[Batch], counts: Counts) -> Gradient:
         """Fill the gradients of the parameters that train with those of the global batch."""
@@ -211,10 +184,7 @@ class Trainer:
         rates = {**self.clock.read(), "memory_gib": memory_gib(self.ranks.device)}
         record: Record = {"step": self.step, "kind": "train", **gradient.losses}
         record |= {"grad_norm": gradient.norm, "lr": self.learning_rate(self.step)}
-        if self.built.rollouts is not None:
-            record |= self.built.rollouts.read(self.ranks)
-        if self.recipe.rl is not None:
-            record["update_seconds"] = self.clock.since_reading - record.get("rollout_seconds", 0.0)
+        record |= self.built.source.read(self.ranks, self.clock.since_reading)
         if steps_per_epoch := self.steps_per_epoch():
             record["epoch"] = round(self.step / steps_per_epoch, 4)
         self.record({**record, "skipped": len(self.skipped.steps), **rates})
@@ -280,11 +250,8 @@ class Trainer:
     def evaluate(self, step: int) -> Record:
         """The held-out losses and accuracies."""
         batches = self.built.data.heldout_batches(self.ranks.row_rank, self.ranks.row_world)
-        objective: Any = self.built.objective
         with self.averaged():
-            if isinstance(objective, DraftObjective):
-                return heldout_drafts(objective, batches, self.ranks, self.built.precision)
-            return heldout(objective, batches, self.ranks, self.built.precision)
+            return kind_of(self.recipe).evaluate(self.built.objective, batches, self.ranks, self.built.precision)
 
     def sample(self, step: int) -> Record:
         """The figures of the sampled prompts; some of their texts go to samples.jsonl."""
@@ -294,7 +261,7 @@ class Trainer:
             self.sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.diffusion, strategy)
             self.sampler.settings = replace(self.sampler.settings, image_reader=self.built.data.encoder.reader)
         with self.averaged():
-            sampled = sample_run(self.recipe, self.built, self.sampler, self.ranks, self.show)
+            sampled = kind_of(self.recipe).sample(self.recipe, self.built, self.sampler, self.ranks, self.show)
         if self.step == self.built.step:  # no optimiser step has run here, so nobody knows what memory one takes
             self.sampler.release()
         if self.ranks.is_main:
@@ -345,7 +312,7 @@ class Trainer:
     def save(self, step: int) -> None:
         """Write a checkpoint; with `train.save_async` only begin to write it."""
         b = self.built
-        counts = None if b.rollouts is None else b.rollouts.counts(self.ranks)
+        counts = b.source.counts(self.ranks)
         self.saver.start(step, b.objective, b.optimiser, b.facts, b.average, counts)
 
     def completed(self, step: int) -> None:
@@ -402,7 +369,7 @@ class Trainer:
             with ranks.guarded(lambda: self.doing), catching as signals:
                 self.ranks = replace(ranks, is_stopping=signals.is_stopping, ranks_per_row=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
-                self.recipe, said = with_objective_of_base(self.recipe)
+                self.recipe, said = decided(self.recipe)
                 if said:
                     self.show.line(f"objective {said}")
                 refuse(self.recipe, ranks.world)
@@ -452,21 +419,14 @@ class Trainer:
         self.skipped = SkippedSteps(self.recipe.train.non_finite, self.ranks.agree(skipped))
         seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)
         self.clock = Clock(self.ranks.device, seconds)
-        self.ahead = Ahead(self.make_batches, self.steps, is_pinned=self.ranks.device.type == "cuda")
 
     def in_words(self) -> str:
         """The run that is about to begin, in words."""
-        t, canvases = self.recipe.train, described(self.recipe.canvases)
-        if isinstance(canvases, dict):  # {last: 2}
-            canvases = " ".join(str(word) for item in canvases.items() for word in item)
-        epochs = self.steps_per_epoch()
+        t, epochs = self.recipe.train, self.steps_per_epoch()
         length = "" if epochs is None else f", {epochs_in_words(self.steps / epochs)}"
         saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
-        scored = f"{canvases} canvas{'es' * (canvases != 1)}" if self.built.base.denoises else "next tokens"
-        steps, examples = counted(self.steps, "optimiser step"), counted(t.batch_size, "example")
-        if self.recipe.rl is not None:
-            return f"{steps} of {counted(t.batch_size, 'answer')}, {saved}"
-        return f"{steps} of {examples}, {scored} of each{length}, {saved}"
+        steps, each = counted(self.steps, "optimiser step"), kind_of(self.recipe).in_words(self.recipe)
+        return f"{steps} of {each}{length}, {saved}"
 
     def steps_per_epoch(self) -> float | None:
         """Optimiser steps that see every example once; None where the data are a stream."""

@@ -49,8 +49,8 @@ def test_a_tiny_model_goes_from_its_preset_to_a_merged_export(tmp_path, monkeypa
     # its tokenizer has no token for images
     (tmp_path / "red.png").write_bytes(png())
     assert "the model takes no images" in refusal("sample", tmp_path / "base", "--image", tmp_path / "red.png", *asked)
-    of_images = "train", tmp_path / "recipe.yaml", "--set", "objective.images=frozen", "--output", tmp_path / "images"
-    assert "objective.images: the model takes no images" in refusal(*of_images)
+    of_images = "train", tmp_path / "recipe.yaml", "--set", "model.images=frozen", "--output", tmp_path / "images"
+    assert "model.images: the model takes no images" in refusal(*of_images)
 
     locked, mkdir = tmp_path / "locked", os.mkdir
 

@@ -81,7 +81,7 @@ def test_training_says_what_trains_and_what_the_data_are(workshop: Path, tmp_pat
     text = works(
         "train", workshop / "recipe.yaml", "--set", f"data.train={tmp_path / 'rows.jsonl'}",
         "--set", "train.steps=1",
-        "--set", "data.max_length=30", "--set", "objective.router=frozen", "--output", tmp_path / "run",
+        "--set", "data.max_length=30", "--set", "model.router=frozen", "--output", tmp_path / "run",
     )  # fmt: skip
     assert "3 rows (1 dropped, 2 truncated: 16 tokens cut)" in text
     assert "dropped: 1 row has no room for a canvas within the 30 tokens of data.max_length, rows.jsonl:3 the" in text
@@ -199,7 +199,7 @@ def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("setting", ["optim.freeze=['layers.*.mlp.*']", "objective.router=frozen", "lora.rank=2"])
+@pytest.mark.parametrize("setting", ["optim.freeze=['layers.*.mlp.*']", "model.router=frozen", "lora.rank=2"])
 def test_inspect_and_train_name_and_count_the_same_parts(workshop: Path, tmp_path: Path, setting: str) -> None:
     def table(text: str) -> str:
         return re.search(r"part +tensors.*total [^\n]*\n", text, re.DOTALL)[0]  # type: ignore[index]

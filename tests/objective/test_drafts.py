@@ -20,7 +20,7 @@ from blockdiff.kernels import IN_TORCH
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.drafted import with_features
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training.heldout import heldout_drafts
+from blockdiff.training.kinds.drafter_heldout import heldout_drafts
 from tests.closeness import require_close
 from tests.drafters import drafter_for, drafter_values, hub_weights
 from tests.families import small_model

@@ -17,11 +17,12 @@ from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import make_corruption, read_starting_model
+from blockdiff.training.starting_model import empty_model
 from tests.expert_ranks import error
 from tests.families import CONFIGS
 from tests.forked import run_ranks
 from tests.mesh_ranks import SCENARIOS, all_meshes, cases, read_whole, train_runs, trained, write_recipes
+from tests.recipes import start
 
 CPU = torch.device("cpu")
 # What every tensor of several ranks may differ by from one process's, as a share of its norm.
@@ -148,8 +149,8 @@ def test_a_mesh_says_what_each_process_holds():
 def test_a_mesh_that_a_family_does_not_have_is_refused_also_beside_one_that_it_has(tmp_path, changes):
     write_recipes(tmp_path)
     recipe = read_recipe(tmp_path / "all.yaml", changes)
-    base = read_starting_model(recipe)
+    base = start(recipe)
     llama = replace(base, config=CONFIGS["llama tied, denoising"]())
     with pytest.raises(CheckpointError, match=r"llama .*experts \(meshes: replicate, shard, tensor\)"):
-        make_corruption(recipe, llama)
-    make_corruption(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "parallel.tensor=2"]), llama)
+        empty_model(recipe, llama)
+    empty_model(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "parallel.tensor=2"]), llama)

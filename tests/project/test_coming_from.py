@@ -10,11 +10,14 @@ from typing import Any
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
 
+from blockdiff.training.recipe import kinds_with
 from blockdiff.training.recipe_files import read_recipe
 from tests.documents import ROOT, Python, blocks, code_of, table_rows
+from tests.recipes import MINIMAL_TREE
 
 DOCUMENT = ROOT / "docs" / "coming-from.md"
-KEY = re.compile(r"(seed|output|(model|lora|parallel|data|objective|rl|optim|train|evaluation|generation)\.\w+)=")
+KEY = re.compile(r"(seed|output|(model|lora|parallel|data|objective|optim|train|evaluation|generation)\.\w+)=")
+REQUIRED = {"drafter": {"target": "a"}, "policy": {"over": "next_token"}, "distil": {}}
 
 
 def test_every_line_runs_or_says_why_there_is_none(quickstart: Path) -> None:
@@ -26,8 +29,13 @@ def test_every_line_runs_or_says_why_there_is_none(quickstart: Path) -> None:
         if not code:
             assert here == "—" and len(why) > 10, f"{DOCUMENT.name}:{line}: neither code nor a reason"
         elif KEY.match(code[0]):
-            policy = ["rl.policy=head"] if code[0].startswith("rl.") else []  # every section rl has to say it
-            read_recipe("recipes/quickstart.yaml", [*policy, *code])
+            key = code[0].partition("=")[0].removeprefix("objective.")
+            having = kinds_with().get(key, []) if code[0].startswith("objective.") else []
+            if not having or "canvas" in having:
+                read_recipe("recipes/quickstart.yaml", code)
+            else:
+                objective = {"kind": having[0]} | REQUIRED[having[0]]
+                read_recipe(MINIMAL_TREE | {"objective": objective}, code, needs_data=False)
         else:
             pieces += [Python(DOCUMENT, line, each) for each in code]
     for piece in sorted(pieces, key=lambda piece: piece.line):

@@ -50,7 +50,8 @@ LIGHT = {name for name, number in IMPORT_ORDER.items() if number < 6} - {"data",
 LIGHT_TRAINING = (
     *("training", "training.freeze", "training.muon", "training.optimiser", "training.schedule"),
     *("training.step", "training.report"),
-    *("training.heldout", "training.checkpoint_content", "training.checkpoint_reader", "training.checkpoint_writer"),
+    *("training.kinds", "training.kinds.canvas_heldout", "training.kinds.drafter_heldout"),
+    *("training.checkpoint_content", "training.checkpoint_reader", "training.checkpoint_writer"),
 )
 LIGHT_DATA = (
     *("data", "data.assistant_spans", "data.control_tokens", "data.messages", "data.rows", "data.strict_json"),

@@ -106,7 +106,7 @@ def test_the_expected_gradient_of_the_head_is_the_exact_one(model, temperature):
     batch = head_batch(
         [answer(n, y, advantage=a) for n, (y, a) in enumerate(zip(ANSWERS, weighed, strict=True))], COLLATOR
     )
-    objective = objective_of(model, Policy("head", [temperature]))
+    objective = objective_of(model, Policy("next_token", [temperature]))
     assert largest_error(gradient(model, objective(batch)["policy"]), exact) < 1e-8
     one_by_one = [objective(head_batch([answer(n, y, advantage=a)], COLLATOR))["policy"]
                   for n, (y, a) in enumerate(zip(ANSWERS, weighed, strict=True))]  # fmt: skip
@@ -126,7 +126,7 @@ def test_centred_advantages_of_groups_of_two_give_the_exact_gradient(model):
     batch = head_batch(
         [answer(n, y, advantage=a) for n, (y, a) in enumerate(zip(ANSWERS, weighed, strict=True))], COLLATOR
     )
-    found = gradient(model, objective_of(model, Policy("head", [1.0]))(batch)["policy"])
+    found = gradient(model, objective_of(model, Policy("next_token", [1.0]))(batch)["policy"])
     assert largest_error(found, exact) < 1e-8
 
 
@@ -247,7 +247,7 @@ def test_log_probabilities_of_the_head_are_the_scores(model):
     sampler = Sampler(model, generation=Generation(max_new_tokens=4, eos_ids=(END,)), strategy=NextToken(1.0))
     results = sampler.generate([Request(n, tokens=PROMPT, seed=n, scores=True) for n in range(6)])
     batch = head_batch([answer(n, result.tokens) for n, result in enumerate(results)], COLLATOR)
-    log_p_N, row_N = objective_of(model, Policy("head", [1.0])).actions(batch)
+    log_p_N, row_N = objective_of(model, Policy("next_token", [1.0])).actions(batch)
     assert log_p_N.tolist() == pytest.approx([p for result in results for p in result.logprobs], abs=1e-12)
     assert row_N.tolist() == [n for n, result in enumerate(results) for _ in result.tokens]
     assert len({len(result.tokens) for result in results}) > 1  # so that there is padding
@@ -259,7 +259,7 @@ def test_log_probabilities_of_the_head_are_the_scores(model):
 def test_ratios_are_clipped_where_that_makes_the_loss_no_smaller_and_are_one_at_first(model):
     answers = [answer(n, y, advantage=a) for n, (y, a) in enumerate([([1, 2], 1.0), ([2, 1], -2.0)])]
     batch = head_batch(answers, COLLATOR)
-    objective = objective_of(model, Policy("head", [1.0], clip=(0.2, 0.28)))
+    objective = objective_of(model, Policy("next_token", [1.0], clip=(0.2, 0.28)))
     assert float(objective(batch)["policy"]) == pytest.approx(-(2 * 1.0 + 2 * -2.0), abs=1e-12)
     log_p_N = objective.actions(batch).log_p_N.detach()
     ratio_N = torch.tensor([1.5, 0.5, 1.5, 0.5], dtype=torch.float64)
@@ -273,7 +273,7 @@ def test_the_reference_is_the_model_without_its_adapters():
     adapted = small_model("diffusion_gemma", seed=3)
     answers = [answer(0, [4, 9, 1]), answer(1, [7, 2])]
     batch = head_batch(answers, Collator(8, 0, 1, 3, StratifiedTime()))
-    plain = objective_of(adapted, Policy("head", [0.8])).actions(batch).log_p_N.detach()
+    plain = objective_of(adapted, Policy("next_token", [0.8])).actions(batch).log_p_N.detach()
     parts = {"attention": LowRank(2, 4), "experts": LowRank(2, 4)}
     adapt(adapted, targets(adapted, parts))
     draw_adapters(adapted, 4, torch.device("cpu"), torch.float64)
@@ -282,7 +282,7 @@ def test_the_reference_is_the_model_without_its_adapters():
             for name, x in module.named_parameters(recurse=False):
                 if name.endswith("lora_B"):
                     x.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
-    objective = objective_of(adapted, Policy("head", [0.8], kl=0.5))
+    objective = objective_of(adapted, Policy("next_token", [0.8], kl=0.5))
     log_p = objective.actions(batch).log_p_N.detach()
     assert float((log_p - plain).abs().max()) > 1e-2
     expected = ((plain - log_p).exp() - (plain - log_p) - 1).sum()
@@ -301,7 +301,7 @@ def test_the_expected_gradient_of_the_divergence_is_the_exact_one_whichever_weig
                 x.normal_(0, 2.0, generator=torch.Generator().manual_seed(1))
     log_p_V = torch.stack([head_log_p(adapted, [token], 1.0) for token in range(V)])
     exact = gradient(adapted, (log_p_V.exp() * (log_p_V - reference_V)).sum())
-    objective = objective_of(adapted, Policy("head", [1.0], kl=1.0))
+    objective = objective_of(adapted, Policy("next_token", [1.0], kl=1.0))
     for old in ([0.2, 0.5, 0.3], log_p_V.detach().exp().tolist()):
         losses = []
         for token, p in enumerate(old):

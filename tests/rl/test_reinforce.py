@@ -32,12 +32,12 @@ from blockdiff.rl.reward import advantages, make_rewards
 from blockdiff.sampling import Generation, Result
 from blockdiff.sampling import sampler as sampler_module
 from blockdiff.training.export import consolidate
+from blockdiff.training.kinds.rollouts import Rollouts
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse
-from blockdiff.training.rollouts import Rollouts
 from blockdiff.training.step import sample_ids
-from tests.commands import refusal, works
 from tests.commands import run as command
+from tests.commands import works
 from tests.little_model import LITTLE, save_preset
 from tests.training.test_refuse import recipe
 
@@ -69,7 +69,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "model": {"path": str(folder / "base")},
         "lora": "none",
         "data": {"train": rows},
-        "rl": {"policy": "head", "prompts": 2, "group": 3},
+        "objective": {"kind": "policy", "over": "next_token", "prompts_per_round": 2, "answers": 3},
         "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 1},
         "train": {"steps": 4, "batch_size": 6, "log_every": 1, "save_every": 4},
     }
@@ -83,14 +83,21 @@ def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bo
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("policy", ["head", "canvas"])
+@pytest.mark.parametrize("policy", ["next_token", "canvas"])
 def test_a_resumed_run_has_the_same_rollouts_and_weights(inputs, tmp_path, policy):
     """Two optimiser steps, each twice, to a round, with every part of the loss."""
-    changes = [f"rl.policy={policy}", "rl.epochs=2", "train.batch_size=3", "rl.sft=0.5", "rl.kl=0.1", "lora={rank: 2}"]
-    changes += ["train.steps=8", "rl.advantage=standardised"]
-    whole = blockdiff.reinforce(inputs, changes, tmp_path / "whole", reward=ones)
-    blockdiff.reinforce(inputs, [*changes, "train.steps=4"], tmp_path / "run", reward=ones)
-    again = blockdiff.reinforce(inputs, changes, tmp_path / "run", resume=True, reward=ones)
+    changes = [
+        f"objective.over={policy}",
+        "objective.passes=2",
+        "train.batch_size=3",
+        "objective.sft=0.5",
+        "objective.kl=0.1",
+        "lora={rank: 2}",
+    ]
+    changes += ["train.steps=8", "objective.advantage=standardised"]
+    whole = blockdiff.train(inputs, changes, tmp_path / "whole", reward=ones)
+    blockdiff.train(inputs, [*changes, "train.steps=4"], tmp_path / "run", reward=ones)
+    again = blockdiff.train(inputs, changes, tmp_path / "run", resume=True, reward=ones)
     assert is_equal(weights(whole, 8), weights(again, 8))
     assert not is_equal(weights(whole, 4), weights(whole, 8))
     records, others = reproducible(whole.records), reproducible(again.records)
@@ -103,7 +110,7 @@ def test_a_resumed_run_has_the_same_rollouts_and_weights(inputs, tmp_path, polic
 
 
 @pytest.mark.portable
-@pytest.mark.parametrize("policy", ["head", "canvas"])
+@pytest.mark.parametrize("policy", ["next_token", "canvas"])
 def test_micro_batches_change_nothing_and_a_reward_is_learnt(inputs, tmp_path, policy, monkeypatch):
     """Plain gradient descent on the number of ones; the last rounds have more than the first ones.
 
@@ -112,10 +119,16 @@ def test_micro_batches_change_nothing_and_a_reward_is_learnt(inputs, tmp_path, p
     engines = list[sampler_module.Engine]()
     make = sampler_module.Engine
     monkeypatch.setattr(sampler_module, "Engine", lambda *a, **k: engines.append(make(*a, **k)) or engines[-1])
-    changes = [f"rl.policy={policy}", "rl.prompts=4", "rl.group=8", "train.batch_size=32", "optim.lr=0.03"]
+    changes = [
+        f"objective.over={policy}",
+        "objective.prompts_per_round=4",
+        "objective.answers=8",
+        "train.batch_size=32",
+        "optim.lr=0.03",
+    ]
     changes += ["train.save_every=2", "train.keep=9"]
     runs = [
-        blockdiff.reinforce(inputs, [*changes, *more], tmp_path / str(n), reward=ones)
+        blockdiff.train(inputs, [*changes, *more], tmp_path / str(n), reward=ones)
         for n, more in enumerate((["train.steps=8"], ["train.steps=2", "train.micro_batch_size=5"]))
     ]
     assert len(engines) == 4  # two of each run
@@ -126,7 +139,7 @@ def test_micro_batches_change_nothing_and_a_reward_is_learnt(inputs, tmp_path, p
 
 
 def test_equal_rewards_leave_the_weights_unchanged_to_the_bit_and_are_said(inputs, tmp_path, capsys):
-    run = blockdiff.reinforce(inputs, ["train.steps=2", "train.save_every=2"], tmp_path / "run", reward=nothing)
+    run = blockdiff.train(inputs, ["train.steps=2", "train.save_every=2"], tmp_path / "run", reward=nothing)
     base = checkpoint.load(inputs["model"]["path"], dtype="float32").state_dict()
     assert is_equal({name.removeprefix("model."): x for name, x in weights(run, 2).items()}, dict(base))
     assert [record["groups_without_spread"] for record in run.records] == [1.0, 1.0]
@@ -143,10 +156,8 @@ def test_a_round_shares_no_prefix_with_the_one_before_though_no_weight_has_chang
         shared.append(result.cached_tokens)
         return 0.5
 
-    changes = ["rl.prompts=1", "rl.group=2", "train.batch_size=2", "train.steps=3"]
-    blockdiff.reinforce(
-        {**inputs, "data": {"train": [{"prompt": "1" * 150}]}}, changes, tmp_path / "run", reward=reward
-    )
+    changes = ["objective.prompts_per_round=1", "objective.answers=2", "train.batch_size=2", "train.steps=3"]
+    blockdiff.train({**inputs, "data": {"train": [{"prompt": "1" * 150}]}}, changes, tmp_path / "run", reward=reward)
     assert [sorted(shared[first : first + 2]) for first in (0, 2, 4)] == [[0, 128]] * 3
 
 
@@ -165,14 +176,14 @@ class Watch(blockdiff.Callback):
             time.sleep(self.takes)
 
 
-@pytest.mark.parametrize("policy", ["head", "canvas"])
+@pytest.mark.parametrize("policy", ["next_token", "canvas"])
 def test_a_record_of_a_resumed_run_covers_the_rounds_before_its_checkpoint(inputs, tmp_path, policy):
     """The only record is that of step 4, and the run is lost after the checkpoint of step 2."""
-    changes = ["train.log_every=4", "train.save_every=2", "train.keep=9", f"rl.policy={policy}"]
-    whole = blockdiff.reinforce(inputs, changes, tmp_path / "whole", reward=ones)
+    changes = ["train.log_every=4", "train.save_every=2", "train.keep=9", f"objective.over={policy}"]
+    whole = blockdiff.train(inputs, changes, tmp_path / "whole", reward=ones)
     with pytest.raises(KeyboardInterrupt):
-        blockdiff.reinforce(inputs, changes, tmp_path / "run", reward=ones, callbacks=[Watch(lost_in=3)])
-    again = blockdiff.reinforce(inputs, changes, tmp_path / "run", resume=True, reward=ones)
+        blockdiff.train(inputs, changes, tmp_path / "run", reward=ones, callbacks=[Watch(lost_in=3)])
+    again = blockdiff.train(inputs, changes, tmp_path / "run", resume=True, reward=ones)
     [record] = reproducible(whole.records)
     assert reproducible(again.records) == [record] and record["step"] == 4
     exported = consolidate(again.directory / "checkpoints" / "step-4", tmp_path / "exported")
@@ -182,7 +193,7 @@ def test_a_record_of_a_resumed_run_covers_the_rounds_before_its_checkpoint(input
 def test_the_time_of_updates_is_without_that_of_evaluations(inputs, tmp_path):
     changes = ["train.log_every=2", "train.steps=2", "train.save_every=0", "evaluation.prompts_every=1"]
     asked = inputs | {"evaluation": {"prompts": inputs["data"]["train"][:1]}}
-    run = blockdiff.reinforce(asked, changes, tmp_path / "run", reward=ones, callbacks=[Watch(takes=0.3)])
+    run = blockdiff.train(asked, changes, tmp_path / "run", reward=ones, callbacks=[Watch(takes=0.3)])
     [record] = [record for record in run.records if record["kind"] == "train"]
     assert 0 < record["update_seconds"] + record["rollout_seconds"] < record["seconds"] + 1e-2
 
@@ -190,15 +201,16 @@ def test_the_time_of_updates_is_without_that_of_evaluations(inputs, tmp_path):
 def rollouts_that_saw(**measured: float) -> Rollouts:
     """Rollouts between two rounds, whose objective has measured this."""
     rollouts = Rollouts.__new__(Rollouts)
-    rollouts.ranks, rollouts.rl, rollouts._counted = ALONE, SimpleNamespace(kl=0.1), defaultdict(float)
+    rollouts.ranks, rollouts.shape, rollouts._counted = ALONE, SimpleNamespace(has_kl=True), defaultdict(float)
     rollouts.objective = SimpleNamespace(measured=defaultdict(float, measured))
     return rollouts
 
 
 def test_what_was_not_measured_is_not_recorded():
     """Means over no action, figures of no round, and sums of a step that was skipped because it was not finite."""
-    assert rollouts_that_saw().read(ALONE) == {}
-    assert rollouts_that_saw(actions=4, surprise=float("nan"), kl=2.0).read(ALONE) == {"ratio_clipped": 0, "kl": 0.5}
+    assert rollouts_that_saw().read(ALONE, 2.0) == {"update_seconds": 2.0}
+    seen = rollouts_that_saw(actions=4, surprise=float("nan"), kl=2.0).read(ALONE, 2.0)
+    assert seen == {"ratio_clipped": 0, "kl": 0.5, "update_seconds": 2.0}
 
 
 def test_every_update_has_noise_levels_of_its_own_and_all_ranks_refuse_together(inputs, tmp_path, monkeypatch):
@@ -210,12 +222,12 @@ def test_every_update_has_noise_levels_of_its_own_and_all_ranks_refuse_together(
         return made(self, answers, number, step)
 
     monkeypatch.setattr(Rollouts, "_batches", batches)
-    changes = ["train.batch_size=3", "train.save_every=0", "rl.sft=1"]
-    blockdiff.reinforce(inputs, changes, tmp_path / "run", reward=ones)
+    changes = ["train.batch_size=3", "train.save_every=0", "objective.sft=1"]
+    blockdiff.train(inputs, changes, tmp_path / "run", reward=ones)
     assert steps == [1, 2, 3, 4]
     monkeypatch.setattr(Ranks, "gather_rows", lambda self, mine: [mine, ("rows:9: the prompt cannot be answered", [])])
     with pytest.raises(DataError, match="rows:9: the prompt cannot be answered"):
-        blockdiff.reinforce(inputs, changes, tmp_path / "other", reward=ones)
+        blockdiff.train(inputs, changes, tmp_path / "other", reward=ones)
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -241,13 +253,13 @@ def test_another_template_of_prompts_is_another_run(inputs, tmp_path):
     for name, text in {"one": "{{ messages[-1]['content'] }}", "other": "{{ messages[-1]['content'] }}1"}.items():
         (tmp_path / f"{name}.jinja").write_text(text)
     changes = ["train.steps=1", "train.save_every=1", f"data.template={tmp_path / 'one.jinja'}"]
-    run = blockdiff.reinforce(asked, changes, tmp_path / "run", reward=ones)
+    run = blockdiff.train(asked, changes, tmp_path / "run", reward=ones)
     assert (run.directory / "model" / "chat_template.jinja").read_text() == "{{ messages[-1]['content'] }}"
     changes = ["train.steps=2", "train.save_every=1", f"data.template={tmp_path / 'other.jinja'}"]
     with pytest.raises(RunError, match=r"other training rows \(data.train\), or rows that become tokens in another"):
-        blockdiff.reinforce(asked, changes, tmp_path / "run", resume=True, reward=ones)
+        blockdiff.train(asked, changes, tmp_path / "run", resume=True, reward=ones)
     with pytest.raises(DataError, match=r"data.template: is set, but no row is a conversation"):
-        blockdiff.reinforce(inputs, changes, tmp_path / "other", reward=ones)
+        blockdiff.train(inputs, changes, tmp_path / "other", reward=ones)
 
 
 def test_prompts_are_known_by_what_they_ask_and_how_they_are_mixed():
@@ -279,7 +291,7 @@ def failing(kind: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("kind", ["raises", "nan", "huge", "late", "exits"])
 def test_a_reward_that_fails_is_0_and_counted(inputs, tmp_path, monkeypatch, capsys, kind):
     monkeypatch.setattr(rewards_module, "TEMPLATE_SECONDS", 0.05)
-    run = blockdiff.reinforce(inputs, ["train.steps=1", "train.save_every=1"], tmp_path / "run", reward=failing(kind))
+    run = blockdiff.train(inputs, ["train.steps=1", "train.save_every=1"], tmp_path / "run", reward=failing(kind))
     [record] = run.records
     assert record["reward_failures"] == 3 and record["reward"] == 0.5
     told = {"raises": "ZeroDivisionError", "nan": "no finite number", "late": "TimeoutError", "exits": "SystemExit"}
@@ -298,7 +310,7 @@ def test_rewards_compute_in_their_own_precision_and_without_gradients(inputs, tm
 
     changes = ["train.autocast=bfloat16", "train.steps=1", "train.save_every=0", "evaluation.prompts_every=1"]
     recipe = inputs | {"evaluation": {"prompts": inputs["data"]["train"][:1]}}
-    run = blockdiff.reinforce(recipe, changes, tmp_path / "run", reward=product)
+    run = blockdiff.train(recipe, changes, tmp_path / "run", reward=product)
     assert set(found) == {(torch.float32, False)} and len(found) > 6
     assert [record["reward_failures"] for record in run.records if record["kind"] == "train"] == [0]
 
@@ -355,7 +367,7 @@ def test_prompts_without_responses_are_evaluated_by_the_reward(inputs, tmp_path,
     rows = [{"prompt": row["prompt"], "digit": row["digit"]} for row in ROWS[:4]]
     changes = ["train.steps=2", "train.save_every=1", "evaluation.prompts_every=1", "evaluation.best=sample_reward"]
     recipe = inputs | {"evaluation": {"prompts": rows, "prompts_count": 3}}
-    run = blockdiff.reinforce(recipe, [*changes, "rl.policy=canvas"], tmp_path / "run", reward=ones)
+    run = blockdiff.train(recipe, [*changes, "objective.over=canvas"], tmp_path / "run", reward=ones)
     measured = [record for record in run.records if record["kind"] == "sample"]
     assert [record["step"] for record in measured] == [0, 1, 2]
     texts = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
@@ -367,7 +379,7 @@ def test_prompts_without_responses_are_evaluated_by_the_reward(inputs, tmp_path,
     judged = [row | {"response": "1"} for row in rows[:3]] + [{"prompt": rows[3]["prompt"], "response": "1"}]
     recipe = inputs | {"evaluation": {"prompts": judged, "prompts_count": 4}}
     capsys.readouterr()
-    run = blockdiff.reinforce(recipe, ["train.steps=1", "train.save_every=0"], tmp_path / "judged", reward=ones)
+    run = blockdiff.train(recipe, ["train.steps=1", "train.save_every=0"], tmp_path / "judged", reward=ones)
     assert run.records[-1]["sample_accuracy"] == 0
     assert "1 of 4 rewards failed and count 0: ones: KeyError: 'digit'" in capsys.readouterr().out
 
@@ -383,7 +395,7 @@ def test_prompts_without_responses_are_evaluated_by_the_reward(inputs, tmp_path,
 )
 def test_prompts_that_cannot_be_answered_are_refused_before_the_run(inputs, tmp_path, rows, changes, said):
     with pytest.raises(DataError, match=said):
-        blockdiff.reinforce(inputs | {"data": {"train": {"rows": rows}}}, changes, tmp_path / "run", reward=ones)
+        blockdiff.train(inputs | {"data": {"train": {"rows": rows}}}, changes, tmp_path / "run", reward=ones)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -396,8 +408,14 @@ def test_sources_are_mixed_by_their_weights(inputs, tmp_path):
         seen.append(row["prompt"])
         return 0.0
 
-    changes = ["rl.prompts=8", "rl.group=2", "train.batch_size=16", "train.steps=3", "train.save_every=0"]
-    blockdiff.reinforce(inputs | {"data": {"train": sources}}, changes, tmp_path / "run", reward=reward)
+    changes = [
+        "objective.prompts_per_round=8",
+        "objective.answers=2",
+        "train.batch_size=16",
+        "train.steps=3",
+        "train.save_every=0",
+    ]
+    blockdiff.train(inputs | {"data": {"train": sources}}, changes, tmp_path / "run", reward=reward)
     first = {row["prompt"] for row in ROWS[:2]}
     assert len(seen) == 48 and 28 <= sum(prompt in first for prompt in seen) <= 44
 
@@ -422,7 +440,8 @@ def test_advantages_sum_to_zero_and_have_the_mean_of_the_others_as_their_baselin
     assert advantages([0.1] * 3, "standardised") == [0.0] * 3
 
 
-RL = {"rl": {"policy": "canvas", "reward": "sudoku"}, "model": {"path": "a", "preset": None}, "lora": {}}
+POLICY = {"kind": "policy", "over": "canvas", "reward": "sudoku"}
+RL = {"objective": POLICY, "model": {"path": "a", "preset": None}, "lora": {}}
 
 
 @pytest.mark.parametrize(
@@ -431,16 +450,25 @@ RL = {"rl": {"policy": "canvas", "reward": "sudoku"}, "model": {"path": "a", "pr
         ({"model": {}}, "random weights earn no rewards"),
         ({"train": {"steps": 4, "batch_size": 7}}, "train.batch_size: 7 does not divide the 128 answers"),
         ({"train": {"steps": None, "epochs": 1, "batch_size": 128}}, "train.epochs: rounds of rollouts have no end"),
-        ({"rl": {"policy": "head"}}, "rl.reward: missing"),
-        ({"rl": {"policy": "head", "reward": {"sudoku": float("nan")}}}, "rl.reward.sudoku: input should be a finite"),
-        ({"objective": {"corruption": "mask"}}, "its draws are known for objective.corruption: uniform"),
-        ({"objective": {"prediction": "leave_one_out"}}, "its draws are known for objective.prediction: posterior"),
-        ({"objective": {"images": "frozen"}}, "objective.images: goes without reinforcement learning"),
-        ({"lora": {"rank": 4, "dropout": 0.1}}, "the policy that is scored would not be the one that drew"),
-        ({"rl": RL["rl"] | {"kl": 0.1}}, "the reference is the model without its adapters"),
-        ({"rl": RL["rl"] | {"signal": "through"}, "parallel": {"shard": "full"}}, "logits of all tokens on one device"),
+        ({"objective": {"kind": "policy", "over": "next_token"}}, "objective.reward: missing"),
         (
-            {"rl": RL["rl"] | {"epochs": 2}, "train": {"steps": 3, "batch_size": 128}},
+            {"objective": POLICY | {"reward": {"sudoku": float("nan")}}},
+            "objective.reward.sudoku: input should be a finite",
+        ),
+        ({"objective": POLICY | {"corruption": "mask"}}, "its draws are known for objective.corruption: uniform"),
+        (
+            {"objective": POLICY | {"prediction": "leave_one_out"}},
+            "its draws are known for objective.prediction: posterior",
+        ),
+        ({"model": {"path": "a", "preset": None, "images": "frozen"}}, "model.images: rows with images are not rolled"),
+        ({"lora": {"rank": 4, "dropout": 0.1}}, "the policy that is scored would not be the one that drew"),
+        ({"objective": POLICY | {"kl": 0.1}}, "the reference is the model without its adapters"),
+        (
+            {"objective": POLICY | {"signal": "through"}, "parallel": {"shard": "full"}},
+            "logits of all tokens on one device",
+        ),
+        (
+            {"objective": POLICY | {"passes": 2}, "train": {"steps": 3, "batch_size": 128}},
             "train.steps: 3 is within a round",
         ),
         ({"data": {"train": "a", "max_length": 8}}, "data.max_length: is of rows with responses"),
@@ -454,7 +482,7 @@ def test_a_recipe_that_cannot_be_reinforced_is_refused(sections, said):
 
 def test_a_step_is_a_round_where_the_recipe_does_not_say_its_batch():
     sections = {"model": {"path": "a"}, "data": {"train": "a"}, "train": {"steps": 4}}
-    assert Recipe(**sections, rl={"policy": "head", "prompts": 3}).train.batch_size == 24
+    assert Recipe(**sections, objective=POLICY | {"prompts_per_round": 3}).train.batch_size == 24
     with pytest.raises(RecipeError, match=r"train.batch_size: missing"):
         Recipe(**sections)
 
@@ -462,9 +490,9 @@ def test_a_step_is_a_round_where_the_recipe_does_not_say_its_batch():
 @pytest.mark.parametrize(
     ("policy", "strategy", "said"),
     [
-        ("head", "next_token:temperature=0", "greedy decoding draws nothing"),
-        ("head", "next_token:temperature=1,top_k=3", "top_k, top_p and min_p change the distribution"),
-        ("head", "entropy_bound", "denoises canvases, and the policy is the head"),
+        ("next_token", "next_token:temperature=0", "greedy decoding draws nothing"),
+        ("next_token", "next_token:temperature=1,top_k=3", "top_k, top_p and min_p change the distribution"),
+        ("next_token", "entropy_bound", "denoises canvases, and the policy is the head"),
         ("canvas", "confident", "what it accepts depends on what it draws"),
         ("canvas", "quota", "what it accepts depends on what it draws"),
         ("canvas", "next_token", "what it accepts depends on what it draws"),
@@ -473,7 +501,9 @@ def test_a_step_is_a_round_where_the_recipe_does_not_say_its_batch():
 )
 def test_a_strategy_whose_draws_are_not_the_policy_s_is_refused(inputs, tmp_path, policy, strategy, said):
     with pytest.raises(RecipeError, match=said):
-        blockdiff.reinforce(inputs, [f"rl.policy={policy}", f"rl.strategy={strategy}"], tmp_path / "run", reward=ones)
+        blockdiff.train(
+            inputs, [f"objective.over={policy}", f"objective.strategy={strategy}"], tmp_path / "run", reward=ones
+        )
 
 
 def test_verified_canvases_draw_the_head_s_answers(inputs, tmp_path, monkeypatch):
@@ -488,25 +518,22 @@ def test_verified_canvases_draw_the_head_s_answers(inputs, tmp_path, monkeypatch
 
     monkeypatch.setattr(Rollouts, "_answers", kept)
     for strategy in ("next_token:temperature=1", "verified:temperature=1"):
-        changes = [f"rl.strategy={json.dumps(strategy)}", "train.steps=1", "train.save_every=1"]
-        run = blockdiff.reinforce(inputs, changes, tmp_path / strategy[:4], reward=ones)
+        changes = [f"objective.strategy={json.dumps(strategy)}", "train.steps=1", "train.save_every=1"]
+        run = blockdiff.train(inputs, changes, tmp_path / strategy[:4], reward=ones)
     assert drawn[0] == drawn[1] and len(drawn[0]) == 6
     assert 0 <= run.records[0]["agreement"] < 1
 
 
-def test_the_commands_name_each_other(inputs, tmp_path):
-    rows, run, rl, plain = (tmp_path / name for name in ("rows.jsonl", "run", "rl.yaml", "plain.yaml"))
+def test_train_and_inspect_run_a_policy(inputs, tmp_path):
+    rows, run, rl = (tmp_path / name for name in ("rows.jsonl", "run", "rl.yaml"))
     rows.write_text("".join(json.dumps(row) + "\n" for row in inputs["data"]["train"]))
-    asked = inputs | {"data": {"train": str(rows)}, "rl": inputs["rl"] | {"reward": "sudoku"}}
-    for path, keys in {rl: asked.keys(), plain: asked.keys() - {"rl"}}.items():
-        path.write_text(json.dumps({key: asked[key] for key in keys}))
-    assert "has a section rl; `blockdiff rl` runs it" in refusal("train", rl, "-o", run)
-    assert "has no section rl; `blockdiff train` runs it" in refusal("rl", plain, "-o", run)
-    wrong = command("rl", rl, "-o", run, "--set", "rl.reward=nope")
-    assert "rl.reward: 'nope' is neither a task" in wrong.stderr
+    asked = inputs | {"data": {"train": str(rows)}, "objective": inputs["objective"] | {"reward": "sudoku"}}
+    rl.write_text(json.dumps(asked))
+    wrong = command("train", rl, "-o", run, "--set", "objective.reward=nope")
+    assert "objective.reward: 'nope' is neither a task" in wrong.stderr
     assert "model  " not in wrong.stdout  # no weights are read
     said = works("inspect", rl, "--step", 2)
     assert "round 2: 2 prompts with 3 answers each" in said and said.count("prompt    ") == 2
-    one_step = "--set", "train.steps=1", "--set", "train.save_every=1", "--set", "rl.signal=through"
-    assert "rl.signal has no effect: it needs rl.policy: canvas" in works("rl", rl, "-o", run, *one_step)
+    one_step = "--set", "train.steps=1", "--set", "train.save_every=1", "--set", "objective.signal=through"
+    assert "objective.signal has no effect: it needs objective.over: canvas" in works("train", rl, "-o", run, *one_step)
     assert (run / "model" / "config.json").exists()

@@ -19,10 +19,10 @@ from blockdiff.images import ImageInput, PlacedImage
 from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.data import Ahead
 from blockdiff.training.plan.live_bytes import LiveBytes
-from blockdiff.training.plan.training import kernels_for, worst_batch
+from blockdiff.training.plan.training import kernels_for
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import read_starting_model, without_weights
 from tests.little_model import LITTLE, save_preset
+from tests.recipes import largest_batch, start, without_weights
 
 pytestmark = pytest.mark.quick
 
@@ -99,8 +99,8 @@ def test_the_host_waits_in_no_layer_of_a_training_step_and_in_one_place_outside(
             "train": {"steps": 1, "batch_size": 3},
         }
     )
-    objective = without_weights(recipe, read_starting_model(recipe), kernels_for("cuda"))
-    batch = worst_batch(recipe, objective.model, 60, 3)
+    objective = without_weights(recipe, start(recipe), kernels_for("cuda"))
+    batch = largest_batch(recipe, objective.model, 60, 3)
     batch = replace(batch, host=batch.map(lambda x: x.as_subclass(OfHost)))
     for module in ("canvas", "objective"):
         monkeypatch.setattr(f"blockdiff.{module}.sent", lambda x, device: x.as_subclass(Tensor))

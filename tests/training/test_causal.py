@@ -174,8 +174,9 @@ def test_the_loss_is_the_mean_over_next_tokens_packed_or_not():
     "change", ["objective.ar_loss=none", "objective.coin=0.2", "data.canvases=all", "objective.positions=corrupted"]
 )
 def test_what_is_of_canvases_is_refused(change: str, tmp_path: Path):
+    from blockdiff.training.recipe_checks import refuse
     from blockdiff.training.recipe_files import read_recipe
-    from blockdiff.training.starting_model import read_starting_model
+    from blockdiff.training.starting_model import decided
 
     save_preset(tmp_path / "causal.json", LITTLE)
     command("data", "sudoku", "--split", "train=8", "--output", tmp_path / "puzzles")
@@ -186,7 +187,7 @@ def test_what_is_of_canvases_is_refused(change: str, tmp_path: Path):
         f"data: {{train: {tmp_path}/puzzles/train.jsonl}}\ntrain: {{steps: 1, batch_size: 1}}\n"
     )
     with pytest.raises(RecipeError, match=change.partition("=")[0]):
-        read_starting_model(read_recipe(tmp_path / "recipe.yaml", [change]))
+        refuse(decided(read_recipe(tmp_path / "recipe.yaml", [change]))[0])
 
 
 @pytest.mark.quick

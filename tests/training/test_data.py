@@ -12,10 +12,11 @@ import pytest
 from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.template import packaged_template
 from blockdiff.errors import DataError
-from blockdiff.training.data import cache_directory, read_data
+from blockdiff.training.data import cache_directory
 from blockdiff.training.recipe import DataSection, Recipe
 from blockdiff.training.recipe_files import read_recipe
 from tests.chat_tokenizer import chat_tokenizer
+from tests.recipes import read_data
 
 pytestmark = pytest.mark.quick
 

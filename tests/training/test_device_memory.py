@@ -15,8 +15,8 @@ from blockdiff.training.plan import fitting
 from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import read_starting_model, without_weights
 from tests.little_model import LITTLE, save_preset
+from tests.recipes import largest_batch, start, without_weights
 
 ROWS = [{"prompt": "12", "response": str(number) * 7} for number in range(1, 10)]
 
@@ -56,9 +56,9 @@ def test_a_training_that_cannot_fit_is_refused_before_weights_are_drawn(tree, tm
 @pytest.mark.parametrize("override", ["seed=0", "data.canvases=all", "train.activation_checkpointing=true"])
 def test_what_is_taken_to_be_plenty_is_more_than_a_step_holds(tree, override):
     recipe = read_recipe(tree, [override])
-    base = read_starting_model(recipe)
+    base = start(recipe)
     objective = without_weights(recipe, base, "torch")
-    batch = plans.worst_batch(recipe, objective.model, 30, 8)
+    batch = largest_batch(recipe, objective.model, 30, 8)
     plan = plans.plan_training(recipe, device="cpu", batch=batch, base=base)
     assert fitting.step_bound(objective, 8, 30) > 2 * (plan.total - kept(recipe))
 

@@ -27,11 +27,11 @@ from blockdiff.sampling import Generation, Recorder, Request, Sampler
 from blockdiff.sampling.trace import Trace
 from blockdiff.seeding import Stream, words
 from blockdiff.training import step
-from blockdiff.training.distil import Distil
+from blockdiff.training.kinds.distil import Settled
 from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.step import UnscoredSteps
 from tests.closeness import relative_error
-from tests.distil_ranks import COLLATOR, EXAMPLES, GENERATION, SEED, L, everything, sampler
+from tests.distil_ranks import COLLATOR, EXAMPLES, GENERATION, SEED, L, everything, no_rows, sampler
 from tests.forked import run_ranks
 from tests.little_model import LITTLE, save_preset
 from tests.training.test_refuse import recipe
@@ -52,7 +52,7 @@ def traced(sampler: Sampler, batch: Batch, place: tuple[int, int]) -> Trace:
 def test_states_are_those_that_the_sampler_visits_and_targets_those_on_which_the_teacher_settles():
     student, teacher = sampler(), sampler(seed=4)
     batch = COLLATOR(EXAMPLES, epoch=1, step=1, slots=range(9), total_slots=9)
-    [made] = Distil(student, teacher, SEED)([batch])
+    [made] = Settled(no_rows, student, teacher, SEED).distilled([batch])
     model, settled, steps, loss = student.model, 0, set(), torch.zeros((), dtype=torch.float64)
     for place in map(tuple, (batch.length_BC > 0).nonzero().tolist()):
         of_student, of_teacher = traced(student, batch, place), traced(teacher, batch, place)
@@ -79,8 +79,8 @@ def test_states_are_those_that_the_sampler_visits_and_targets_those_on_which_the
 
 def test_canvases_of_a_packed_row_are_rolled_out_after_their_own_document():
     rows = COLLATOR.rows(EXAMPLES[:3], epoch=1, step=1, slots=range(3), total_slots=3)
-    distil = Distil(sampler(), sampler(seed=4), SEED)
-    [alone, packed] = distil([COLLATOR.lay_out(rows), COLLATOR.lay_out([joined(rows)])])
+    distil = Settled(no_rows, sampler(), sampler(seed=4), SEED)
+    [alone, packed] = distil.distilled([COLLATOR.lay_out(rows), COLLATOR.lay_out([joined(rows)])])
     is_there = alone.length_BC > 0
     assert torch.equal(alone.canvas_BCL[is_there], packed.canvas_BCL[0])
     assert torch.equal(alone.visited.tokens_BCL[is_there], packed.visited.tokens_BCL[0])
@@ -112,7 +112,7 @@ def inputs(tmp_path_factory):
         "model": {"path": str(folder / "base")},
         "lora": "none",
         "data": {"train": make_splits(4, {"train": 24}, seed=0)["train"], "cache": str(folder / "cache")},
-        "objective": {"distil": True},
+        "objective": {"kind": "distil"},
         "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 1},
         "train": {"steps": 4, "batch_size": 6, "micro_batch_size": 4, "log_every": 1, "save_every": 2},
     }
@@ -156,7 +156,7 @@ def test_a_run_whose_teacher_settles_on_nothing_says_so_at_once_and_ends(inputs,
     shutil.copytree(inputs["model"]["path"], teacher)
     settings = json.loads((teacher / "generation_config.json").read_text())
     (teacher / "generation_config.json").write_text(json.dumps(settings | {"confidence_threshold": 1e-9}))
-    asked = inputs | {"objective": {"distil": {"teacher": str(teacher)}}}
+    asked = inputs | {"objective": {"kind": "distil", "teacher": str(teacher)}}
     monkeypatch.setattr(step, "MOST_UNSCORED", 2)
     with pytest.raises(RunError, match=r"step 2: no canvas is scored: .* 2 steps in a row.* raise max_denoising_steps"):
         blockdiff.train(asked, ["train.steps=4"], tmp_path / "run")
@@ -175,7 +175,7 @@ def test_steps_in_which_nothing_is_scored_end_a_run_of_any_objective_when_there_
         unscored.note(40, nothing)
 
 
-DISTIL = {"objective": {"distil": {}}, "model": {"path": "a", "preset": None}, "lora": {}}
+DISTIL = {"objective": {"kind": "distil"}, "model": {"path": "a", "preset": None}, "lora": {}}
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ DISTIL = {"objective": {"distil": {}}, "model": {"path": "a", "preset": None}, "
     [
         ({"model": {}}, "random weights settle on nothing"),
         ({"parallel": {"shard": "full"}}, "must hold the whole model"),
-        ({"objective": {"distil": {}, "images": "frozen"}}, "rows with images are not rolled out"),
-        ({"objective": {"distil": {}, "weight": "elbo"}}, r"objective\.weight needs a noise level, .* write none"),
-        ({"objective": {"distil": {}, "prediction": "leave_one_out"}}, r"objective\.prediction .*write posterior"),
+        ({"model": {"path": "a", "preset": None, "images": "frozen"}}, "rows with images are not rolled out"),
+        ({"objective": {"kind": "distil", "weight": "elbo"}}, "unknown key objective.weight of this kind of run"),
+        ({"objective": {"kind": "distil", "prediction": "posterior"}}, "objective.kind: canvas or policy has it"),
     ],
 )
 def test_a_recipe_that_cannot_be_distilled_is_refused(sections, said):
@@ -198,11 +198,11 @@ def test_a_teacher_must_have_the_same_tokens(inputs, tmp_path):
     checkpoint.save(
         checkpoint.init(inputs["model"]["path"] + ".json", seed=3), other, tokenizer=character_tokenizer("abc")
     )
-    with pytest.raises(RecipeError, match=r"objective\.distil\.teacher: .*has other tokens"):
-        blockdiff.train(inputs, [f"objective.distil.teacher={other}"], tmp_path / "run")
+    with pytest.raises(RecipeError, match=r"objective\.teacher: .*has other tokens"):
+        blockdiff.train(inputs, [f"objective.teacher={other}"], tmp_path / "run")
 
 
 def test_a_canvas_with_nothing_before_it_is_refused():
     batch = COLLATOR([replace(EXAMPLES[0], responses=[(0, 13)])], epoch=1, step=1, slots=[0], total_slots=1)
-    with pytest.raises(DataError, match=r"objective\.distil: .*the prompt is empty"):
-        Distil(sampler(), sampler(), SEED)([batch])
+    with pytest.raises(DataError, match=r"data\.train: .*the prompt is empty"):
+        Settled(no_rows, sampler(), sampler(), SEED).distilled([batch])

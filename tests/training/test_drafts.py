@@ -50,7 +50,7 @@ def recipe(here: Path, **train: Any) -> dict[str, Any]:
         "seed": 1,
         "model": {"path": str(here / "draft"), "kernels": "torch"},
         "data": {"train": str(here / "train.jsonl"), "heldout": str(here / "test.jsonl"), "cache": "off", "pack": 160},
-        "objective": {"draft_for": str(here / "target"), "anchors": 20},
+        "objective": {"kind": "drafter", "target": str(here / "target"), "anchors": 20},
         "optim": {"name": "muon", "lr": 1e-2, "warmup_steps": 1, "ema": 0.9, "schedule": "constant"},
         "train": {"steps": 4, "batch_size": 6, "micro_batch_size": 1, "log_every": 1, "eval_every": 2, **train},
         "evaluation": {"best": "heldout_accepted_length"},
@@ -96,7 +96,7 @@ def test_a_drafter_learns_and_its_run_is_resumed_to_the_bit(here, tmp_path, caps
     assert config["architectures"] == ["DFlashDraftModel"] and config["dflash_config"]["mask_token_id"] == 28
 
 
-@pytest.mark.parametrize("change", ["model.quantize=fp8", "objective.targets=distribution", "objective.loss=decay"])
+@pytest.mark.parametrize("change", ["model.quantize=fp8", "objective.labels=distribution", "objective.loss=decay"])
 def test_each_choice_of_the_objective_trains(here, tmp_path, change):
     found = blockdiff.train(recipe(here), ["train.steps=1", change], tmp_path / "run")
     assert found.records[-1]["step"] == 1
@@ -106,10 +106,10 @@ def test_a_target_may_be_the_run_of_an_adapter(here, tmp_path):
     little = {name: section for name, section in recipe(here).items() if name not in ("objective", "evaluation")}
     little |= {"model": {"path": str(here / "target"), "kernels": "torch"}, "lora": {"rank": 2}}
     tuned = blockdiff.train(little, ["train.steps=2", "optim.ema=none"], tmp_path / "tuned").directory
-    adapted = ["train.steps=1", f"objective.draft_for={tuned}"]
+    adapted = ["train.steps=1", f"objective.target={tuned}"]
     drafter = blockdiff.train(recipe(here), adapted, tmp_path / "run").directory
     blockdiff.train(recipe(here), [*adapted, "train.steps=2"], drafter, resume=True)
-    with pytest.raises(RunError, match=r"objective\.draft_for"):
+    with pytest.raises(RunError, match=r"objective\.target"):
         blockdiff.train(recipe(here), ["train.steps=3"], drafter, resume=True)
     asked = ("sample", tuned, "--prompts", here / "test.jsonl", "--max-new-tokens", 6, "--device", "cpu", "--output")
     assert run(*asked, tmp_path / "alone").exit_code == 0
@@ -135,11 +135,14 @@ def test_a_plan_counts_the_target_and_all_blocks(here):
             {"objective": {}, "lora": "none", "evaluation": {}},
             r"model.path: .*draft is a drafter; say for which model, objective",
         ),
-        ({"objective": {"draft_for": "TARGET", "coin": 0.1}}, "objective.coin: a drafter learns without it"),
+        (
+            {"objective": {"kind": "drafter", "target": "TARGET", "coin": 0.1}},
+            "unknown key objective.coin of this kind of run; objective.kind: canvas or",
+        ),
         ({"lora": {"rank": 2}}, "lora: a drafter trains whole"),
         (
             {"model": {"path": "TARGET"}, "lora": "none"},
-            "objective.draft_for: .*is no drafter; `blockdiff init --drafter-for`",
+            "objective.kind: .*is no drafter; `blockdiff init --drafter-for`",
         ),
         ({"evaluation": {"prompts": "TEST"}}, "evaluation.prompts: a drafter learns without it"),
     ],

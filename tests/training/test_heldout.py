@@ -23,7 +23,7 @@ from blockdiff.errors import RunError
 from blockdiff.objective import Evaluation, Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
-from blockdiff.training.heldout import heldout
+from blockdiff.training.kinds.canvas_heldout import heldout
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick

@@ -17,7 +17,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from typer.testing import CliRunner
 
 import blockdiff
-from blockdiff.cli.inspect_recipe import shown
+from blockdiff.cli.inspect_recipe import image_text
 from blockdiff.cli.main import app
 from blockdiff.data.chat import ExampleImage
 from blockdiff.data.images import ImageReader
@@ -48,9 +48,8 @@ def recipe(base: Path, output: Path, images: str = "trained", **sections: dict) 
     data = {"train": str(base / "rows.jsonl"), "heldout": str(base / "rows.jsonl"), "cache": "off"}
     train = {"steps": 1, "batch_size": 3, "log_every": 1, "eval_every": 1}
     return {
-        "model": {"path": str(base / "model")},
+        "model": {"path": str(base / "model"), "images": images},
         "lora": "none",
-        "objective": {"images": images},
         "data": data | sections.get("data", {}),
         "train": train | sections.get("train", {}),
         "optim": {"lr": 1e-2},
@@ -72,7 +71,7 @@ def test_training_on_images_from_files_to_held_out_losses_packed_or_not(base, tm
     assert (written / "processor_config.json").is_file()
     report = json.loads((runs[0].directory / "data.json").read_text())
     assert report["train"]["sources"][0]["images"] == 12
-    with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, .* set objective.images to frozen or trained"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, .* set model.images to frozen or trained"):
         blockdiff.train(recipe(base, tmp_path / "none", images="none"))
 
 
@@ -81,6 +80,7 @@ def test_sampled_prompts_of_a_run_from_a_preset_see_their_images(base, tmp_path)
     wanted = recipe(base, tmp_path / "run")
     del wanted["lora"]
     wanted["model"] = {"preset": str(tmp_path / "tokenizer" / "config.json"), "tokenizer": str(tmp_path / "tokenizer")}
+    wanted["model"]["images"] = "trained"
     wanted["evaluation"] = {"prompts": str(base / "rows.jsonl"), "prompts_count": 2}
     wanted["generation"] = {"max_steps": 1}
     run = blockdiff.train(wanted)
@@ -113,7 +113,7 @@ def test_inspect_shows_the_images_of_a_row_beside_it(base, tmp_path):
     assert "3.png, 16 x 16, 4 tokens" in said
     reader = ImageReader(base / "model", (0, 1, 2))
     Image.fromarray(np.array([[[255, 0, 0]], [[0, 0, 255]]], dtype=np.uint8)).save(base / "two.png")
-    text = shown(reader, 2, ExampleImage("two.png", 2, 1, b""), f"{base}/rows.jsonl:1", is_terminal=True)
+    text = image_text(reader, 2, ExampleImage("two.png", 2, 1, b""), f"{base}/rows.jsonl:1", is_terminal=True)
     assert text.plain.endswith("1 x 2, 1 tokens\n  ▀") and str(text.spans[-1].style) == "#ff0000 on #0000ff"
 
 
@@ -128,8 +128,8 @@ def test_adapters_of_the_image_side_train_alone(base, tmp_path):
 @pytest.mark.parametrize(
     ("images", "sections", "message"),
     [
-        ("none", {"lora": {"parts": {"images": 2}}}, "lora.parts: images adapts the image side; set objective.images"),
-        ("trained", {"lora": 2}, "objective.images: trained: with lora only adapters train; choose frozen"),
+        ("none", {"lora": {"parts": {"images": 2}}}, "lora.parts: images adapts the image side; set model.images"),
+        ("trained", {"lora": 2}, "model.images: trained: with lora only adapters train; choose frozen"),
     ],
 )
 def test_recipes_whose_image_side_cannot_work_are_refused_in_one_line(images, sections, message, base, tmp_path):
@@ -142,6 +142,6 @@ def test_images_are_refused_for_a_preset_whose_vocabulary_has_none(base, tmp_pat
     (tmp_path / "text.json").write_text(json.dumps(config))
     wanted = recipe(base, tmp_path / "run")
     del wanted["lora"]
-    wanted["model"] = {"preset": str(tmp_path / "text.json"), "tokenizer": str(base / "model")}
-    with pytest.raises(RecipeError, match=r"objective.images: the model takes no images"):
+    wanted["model"] = {"preset": str(tmp_path / "text.json"), "tokenizer": str(base / "model"), "images": "trained"}
+    with pytest.raises(RecipeError, match=r"model.images: the model takes no images"):
         blockdiff.train(wanted)

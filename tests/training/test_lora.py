@@ -24,7 +24,7 @@ from blockdiff.training import same_run
 from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe_choices import ArLoss
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import with_objective_of_base
+from blockdiff.training.starting_model import decided
 from tests.commands import works
 from tests.little_model import LITTLE, save_preset
 from tests.recipes import Square
@@ -175,7 +175,7 @@ def test_training_goes_on_with_the_objective_of_its_base_and_says_what_differs(i
     assert (resolved["ar_loss"], resolved["coin"], resolved["schedule"]) == ("none", 0.75, "linear")
     resumed = blockdiff.train(recipe, output=run.directory, resume=True)
     assert resumed.records[-1]["step"] == 4 and not any(record.get("ar_loss") for record in resumed.records)
-    other, _ = with_objective_of_base(read_recipe(recipe, ["objective.ar_loss=0.5"]))
+    other, _ = decided(read_recipe(recipe, ["objective.ar_loss=0.5"]))
     assert other.objective.ar_loss == ArLoss(0.5)  # the recipe decides
 
 
@@ -228,7 +228,7 @@ def test_an_exported_adapter_names_the_model_it_is_asked_to(trained, inputs, tmp
         (["lora.tokens=[nonsense]"], "'nonsense' is no token of the tokenizer"),
         (["lora.tokens=['1','1']"], "names a token twice"),
         (["lora.alpha={norms: 3}"], "norms is no part with a rank"),
-        (["objective.router=trained"], "only adapters train"),
+        (["model.router=trained"], "only adapters train"),
         ([f"lora.parts={NO_RANKS}", "lora.tokens=[]"], "nothing would be adapted"),
         (["lora.rnk=3"], "did you mean"),
         (

@@ -19,7 +19,6 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.objective import Objective
 from blockdiff.recipes.sudoku import alphabet, make_splits
-from blockdiff.training.data import read_data
 from blockdiff.training.optimiser import matrix_count, trainable
 from blockdiff.training.plan import fitting
 from blockdiff.training.plan import training as plans
@@ -28,10 +27,10 @@ from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.plan.step_bytes import Step, keep_one_of_each
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import read_starting_model, without_weights
 from blockdiff.training.step import autocast
 from tests.commands import run
 from tests.little_model import LITTLE, save_preset
+from tests.recipes import largest_batch, read_data, start, without_weights
 from tests.seeing import png
 from tests.support.peaks import peak_memories
 
@@ -71,7 +70,7 @@ def recipe_of(folder: Any, *overrides: str, rows: Any = None) -> Recipe:
 
 def held(recipe: Recipe, kernels: str = "auto", steps: int = 1, batch: Batch | None = None) -> int:
     """The peak of live bytes, gradients among them, of a step that really runs: the largest of some."""
-    base = read_starting_model(recipe)
+    base = start(recipe)
     objective = without_weights(recipe, base, kernels)
     model = objective.model
     if recipe.train.activation_checkpointing:
@@ -82,7 +81,7 @@ def held(recipe: Recipe, kernels: str = "auto", steps: int = 1, batch: Batch | N
     share = recipe.train.batch_size
     rows = recipe.train.micro_batch_size or share
     images = [] if model.image_side is None else [IMAGE]
-    batch = batch or plans.worst_batch(recipe, model, recipe.data.pack or 64, rows, images)
+    batch = batch or largest_batch(recipe, model, recipe.data.pack or 64, rows, images)
 
     def work() -> None:
         for _ in range(min(2, share // rows)):
@@ -107,8 +106,8 @@ def step_of(made: plans.TrainingPlan) -> int:
         ("data.canvases=3", "data.pack=96", "train.micro_batch_size=2"),
         (FROM_BASE, LORA),
         (FROM_BASE, LORA, "train.activation_checkpointing=true"),
-        ("objective.images=trained",),
-        (FROM_BASE, LORA, "objective.images=frozen"),
+        ("model.images=trained",),
+        (FROM_BASE, LORA, "model.images=frozen"),
         ("objective.prediction=leave_one_out", "objective.stop_gradient=true"),
     ],
 )
@@ -121,7 +120,7 @@ def test_a_plan_holds_what_a_traced_step_holds(folder, overrides):
 @pytest.mark.parametrize("count", [1, 2], ids=["an image", "two images"])
 @pytest.mark.parametrize(
     "overrides",
-    [("objective.images=trained",), (FROM_BASE, "lora={parts: {images: 4}}", "objective.images=frozen")],
+    [("model.images=trained",), (FROM_BASE, "lora={parts: {images: 4}}", "model.images=frozen")],
     ids=["trained", "lora"],
 )
 def test_a_plan_takes_images_to_be_as_large_as_they_are_cut(folder, overrides, count):
@@ -130,7 +129,7 @@ def test_a_plan_takes_images_to_be_as_large_as_they_are_cut(folder, overrides, c
     images = [png(f"rgb({n}, 0, 0)", *sizes[n % 3]) for n in range(12)]
     rows = [{"prompt": "1", "response": "2" * 40, "images": images[n::6][:count]} for n in range(6)]
     recipe = recipe_of(folder, *overrides, "data.max_length=200", "data.cache=off", rows=rows)
-    data = read_data(recipe, read_starting_model(recipe))
+    data = read_data(recipe, start(recipe))
     longest = int(max(data.train.lengths))
     made = plans.plan_training(recipe, device="cpu", tokens=longest, image_tokens=None if count == 1 else 140)
     assert 0.9 < step_of(made) / held(recipe, batch=data.batches(1)[0]) < 1.3
@@ -148,8 +147,8 @@ def test_a_plan_counts_what_autocast_makes_of_a_model_that_is_not_sharded(folder
 def test_a_plan_for_triton_holds_what_its_kernels_hold(folder):
     """Run in the interpreter, on the CPU: the same code allocates the same tensors."""
     recipe = recipe_of(folder, FROM_BASE, LORA, "data.canvases=1", "train.batch_size=1", "data.pack=20")
-    objective = without_weights(recipe, read_starting_model(recipe), plans.kernels_for("cuda"), torch.float32)
-    batch = plans.worst_batch(recipe, objective.model.train(), 20, 1)
+    objective = without_weights(recipe, start(recipe), plans.kernels_for("cuda"), torch.float32)
+    batch = largest_batch(recipe, objective.model.train(), 20, 1)
     counted = Step(objective, keep_one_of_each(objective.model), {}, has_gradients=False).run(batch, None)
     thresholds = gc.get_threshold()
     gc.set_threshold(50)  # the interpreter leaves copies of tensors in cycles, which go when garbage is looked for
@@ -167,7 +166,7 @@ def test_a_plan_counts_what_does_not_change_with_the_step(folder):
     assert made.parts["weights"] == 4 * made.numbers and made.parts["gradients"] == 4 * numbers
     assert made.parts["average"] == 4 * numbers and made.parts["optimiser"] == 2 * numbers
     muon = plans.plan_training(recipe_of(folder, "optim.name=muon"), device="cpu")
-    weights = trainable(without_weights(recipe, read_starting_model(recipe), plans.kernels_for("cpu"), torch.float32))
+    weights = trainable(without_weights(recipe, start(recipe), plans.kernels_for("cpu"), torch.float32))
     vectors = sum(x.numel() for name, x in weights.items() if not matrix_count(name, x))
     assert muon.parts["optimiser"] == 4 * numbers + 4 * vectors  # a moment of matrices, two of the rest
     lora = plans.plan_training(recipe_of(folder, FROM_BASE, LORA, "model.dtype=bfloat16"), device="cpu")
@@ -183,7 +182,7 @@ def test_half_a_share_of_rows_needs_half_the_activations(folder):
 
 
 def test_what_does_not_fit_gets_the_change_that_makes_it_fit(folder):
-    recipe, base = recipe_of(folder), read_starting_model(recipe_of(folder))
+    recipe, base = recipe_of(folder), start(recipe_of(folder))
     made = plans.plan_training(recipe, device="cpu", base=base)
     found = fitting.what_fits(recipe, made.total * 2 // 3, base, ranks=1, device="cpu", tokens=None)
     assert found is not None and found[0][0] == "train.activation_checkpointing=true"
@@ -193,7 +192,7 @@ def test_what_does_not_fit_gets_the_change_that_makes_it_fit(folder):
 @pytest.mark.parametrize(("left", "named"), [(992, []), (988, ["train.activation_checkpointing=true"])])
 def test_a_change_that_hardly_helps_is_not_named(folder, monkeypatch, left, named):
     """Of 1,000 bytes some are left with activation checkpointing, and 500 with one row at a time."""
-    recipe, base = recipe_of(folder), read_starting_model(recipe_of(folder))
+    recipe, base = recipe_of(folder), start(recipe_of(folder))
     made = plans.plan_training(recipe, device="cpu", base=base)
 
     def plan(tried, **_):

@@ -16,10 +16,10 @@ from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.fitting import what_fits
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import read_starting_model, without_weights
 from tests.forked import run_ranks
 from tests.little_model import LITTLE, save_preset
 from tests.plan_ranks import traced
+from tests.recipes import start, without_weights
 
 SHARDED, TOKENS = "parallel={shard: full}", 40
 LORA = "lora={parts: {attention: 4, mlp: 4, experts: 4}}"
@@ -69,13 +69,13 @@ def test_a_rank_holds_its_part_of_the_weights_in_fp8_and_of_their_scales(tree: d
         return plans.plan_training(recipe, ranks=2, device="cpu").parts["weights"]
 
     recipe = read_recipe(tree, [LORA, in_fp8, "train.activation_checkpointing=true", "data.canvases=1"])
-    model = without_weights(recipe, read_starting_model(recipe), "torch").model
+    model = without_weights(recipe, start(recipe), "torch").model
     experts = [x for held in stored_layers(model).values() if isinstance(held, Experts) for x in held.buffers()]
     of_experts = weights("{experts: 2}")
     assert experts and weights("{}") - of_experts == sum(x.nbytes for x in experts) // 2
     assert weights("{tensor: 2}") < of_experts
     limit = plans.plan_training(read_recipe(recipe, ["parallel={experts: 2}"]), ranks=2, device="cpu").total
-    found = what_fits(recipe, limit, read_starting_model(recipe), ranks=2, device="cpu", tokens=None)
+    found = what_fits(recipe, limit, start(recipe), ranks=2, device="cpu", tokens=None)
     assert found is not None and not [change for change in found[0] if change.startswith("parallel.shard")]
 
 
@@ -85,7 +85,7 @@ def test_what_does_not_fit_on_a_rank_is_sharded_where_that_helps(tree: dict[str,
     sharded = plans.plan_training(read_recipe(tree, [SHARDED]), ranks=2, device="cpu")
     limit = (whole.total + sharded.total) // 2
     assert plans.breaking(whole, limit) in ("activations", "optimiser", "vocabulary chunk")
-    base = read_starting_model(recipe)
+    base = start(recipe)
     found = what_fits(recipe, limit, base, ranks=2, device="cpu", tokens=None)
     assert found is not None and found[1].total <= limit
     kept = sum(n for name, n in whole.parts.items() if name in ("weights", "gradients", "optimiser"))

@@ -15,7 +15,8 @@ from blockdiff import evals
 from blockdiff.data.collate import AllCanvases, RandomCanvases
 from blockdiff.errors import RecipeError
 from blockdiff.evals.questions import Task
-from blockdiff.training.recipe import KEYS, Recipe, RlSection
+from blockdiff.training.kinds import kinds
+from blockdiff.training.recipe import Recipe, keys
 from blockdiff.training.recipe_choices import ArLoss
 from blockdiff.training.recipe_errors import paths
 from blockdiff.training.recipe_files import FILE_KEYS, read_recipe
@@ -37,7 +38,7 @@ def test_defaults_are_those_of_the_reference_recipe(recipes: Path) -> None:
     assert (recipe.optim.weight_decay, recipe.optim.clip, recipe.optim.schedule) == (1e-4, 1.0, CosineDecay(0.1))
     assert (recipe.objective.coin, recipe.objective.ar_loss) == (0.5, ArLoss(1.0, "all"))
     assert recipe.data.canvases == RandomCanvases(1)
-    assert recipe.objective.router == "auto"
+    assert recipe.model.router == "auto"
 
 
 def test_overrides_are_yaml_values_applied_in_order(recipes: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_resolved_recipe_reads_back_equal_from_anywhere(recipes: Path, tmp_pat
     (tmp_path / "run" / "recipe.yaml").write_text(recipe.resolved())
     assert read_recipe(tmp_path / "run" / "recipe.yaml") == recipe
     assert recipe.model.path == "org/name"  # a hub id is left alone
-    assert list(yaml.safe_load(recipe.resolved())) == KEYS[()]
+    assert list(yaml.safe_load(recipe.resolved())) == keys()[()]
 
 
 def test_sources_columns_patterns_and_hub_ids_are_understood(recipes: Path) -> None:
@@ -242,7 +243,7 @@ def test_a_missing_key_is_named(recipes: Path) -> None:
 
 
 def test_every_known_path_is_a_field() -> None:
-    known = paths(KEYS)
+    known = paths(keys())
     assert len(known) == len(set(known))
     assert {".".join(key[:2]) for key in FILE_KEYS} <= set(known)
 
@@ -262,20 +263,25 @@ def test_every_known_path_is_a_field() -> None:
 def test_passes_are_the_recipes_choice_or_one_sweep_where_weights_are_gathered(
     sweep: Any, mesh: Any, sweeps: bool
 ) -> None:
-    assert Recipe.model_validate({**MINIMAL_TREE, "objective": {"sweep": sweep}, "parallel": mesh}).sweeps is sweeps
+    recipe = Recipe.model_validate({**MINIMAL_TREE, "objective": {"sweep": sweep}, "parallel": mesh})
+    assert recipe.objective.sweeps(recipe) is sweeps
 
 
 def test_the_table_of_keys_is_complete_and_its_defaults_true() -> None:
     text = (Path(__file__).parents[2] / "recipes" / "README.md").read_text(encoding="utf-8")
-    known = paths(KEYS)
+    known = paths(keys())
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "| `" in line[:3]]
     table = {row[0].strip("`"): row[1].strip("`") for row in rows if row[0].strip("`") in [*known, "extends"]}
     assert set(table) == {*known, "extends"}
     recipe = Recipe.model_validate(MINIMAL_TREE)
-    written = recipe.model_dump(mode="json") | {"rl": RlSection(policy="head").model_dump(mode="json")}
+    written = recipe.model_dump(mode="json")
+    required = {"drafter": {"target": "a"}, "policy": {"over": "canvas"}}
+    for name, kind in reversed(kinds().items()):  # the defaults of canvases last
+        written["objective"] |= kind.model_validate(required.get(name, {})).model_dump(mode="json")
+    written["objective"] |= recipe.objective.model_dump(mode="json")
     for path, said in table.items():
         section, _, key = path.partition(".")
-        if path == "extends" or key in ("preset", "train", "steps", "batch_size", "policy"):
+        if path == "extends" or key in ("preset", "train", "steps", "batch_size", "kind", "target", "over", "teacher"):
             continue
         value = written[section][key] if key else written[section]
         if value is None:

@@ -38,20 +38,24 @@ HELD = {"train": "a.jsonl", "heldout": "b.jsonl"}
         ({"evaluation": {"best": "sample_accuracy"}, "data": HELD}, "measured on evaluation.prompts"),
         (
             {"evaluation": {"best": "heldout_ar_loss"}, "data": HELD, "objective": {"ar_loss": "none"}},
-            "not measured with objective.ar_loss: none",
+            r"heldout_ar_loss is not measured by this run \(canvas\)",
         ),
         (
             {"evaluation": {"best": "heldout_canvas_loss", "patience": 1}, "data": HELD},
             "measured at the end only; set train.eval_every",
         ),
         (
-            {"evaluation": {"best": "heldout_canvas_loss"}, "data": HELD, "objective": {"draft_for": "a"}},
-            "is not measured; of a drafter there are heldout_accepted_length",
+            {
+                "evaluation": {"best": "heldout_canvas_loss"},
+                "data": HELD,
+                "objective": {"kind": "drafter", "target": "a"},
+            },
+            r"is not measured by this run \(drafter\); there are heldout_accepted_length",
         ),
-        ({"evaluation": {"best": "heldout_draft_loss"}, "data": HELD}, "is not measured; it is a drafter's"),
+        ({"evaluation": {"best": "heldout_draft_loss"}, "data": HELD}, r"is not measured by this run \(canvas\)"),
         (
             {"evaluation": {"best": "sample_reward", "prompts": "a"}},
-            "sample_reward is not measured; it is of reinforcement learning",
+            r"sample_reward is not measured by this run \(canvas\)",
         ),
         ({"train": {"steps": None, "epochs": 2}, "data": {"streaming": True}}, "not counted beforehand"),
         ({"train": {"trackers": ["tensorbord"]}}, "no tracker is called 'tensorbord'"),
@@ -83,19 +87,24 @@ def test_keys_that_need_those_of_another_section_are_named() -> None:
         train={"keep_every": 7, "save_every": 5, "eval_every": 3, "steps": 30},
         evaluation={"prompts_every": 4, "strategy": "confident"},
         optim={"momentum": 0.9, "eps": 1e-6},
-        objective={"anchors": 9},
         given={"optimiser": torch.optim.SGD},
     )
     keys = [line.split()[0] for line in without_effect(changed, 30)]
     assert keys == [
-        *("optim.momentum", "optim.eps", "objective.anchors", "train.eval_every", "train.keep_every"),
+        *("optim.momentum", "optim.eps", "train.eval_every", "train.keep_every"),
         *("evaluation.prompts_every", "evaluation.strategy"),
     ]
-    drafted = recipe(objective={"draft_for": "a", "anchors": 9})
+    drafted = recipe(objective={"kind": "drafter", "target": "a", "anchors": 9})
     assert without_effect(drafted, 9) == []
-    for epochs, said in ((1, ["data.canvases", "rl.clip"]), (2, ["data.canvases"])):
-        rl = {"policy": "head", "reward": "sudoku", "clip": [0.1, 0.1], "epochs": epochs}
-        reinforced = recipe(rl=rl, data={"canvases": "all"}, train={"batch_size": 128})
+    for passes, said in ((1, ["data.canvases", "objective.ratio_clip"]), (2, ["data.canvases"])):
+        policy = {
+            "kind": "policy",
+            "over": "next_token",
+            "reward": "sudoku",
+            "ratio_clip": [0.1, 0.1],
+            "passes": passes,
+        }
+        reinforced = recipe(objective=policy, data={"canvases": "all"}, train={"batch_size": 128})
         assert [line.split()[0] for line in without_effect(reinforced, 9)] == said
     for lora, said in (
         ({"tokens": ["a"]}, ["lora.alpha", "lora.dropout"]),

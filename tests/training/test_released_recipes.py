@@ -19,11 +19,11 @@ from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
 from blockdiff.recipes.sudoku import alphabet
-from blockdiff.training.plan import training as plans
+from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import planned_model, read_starting_model, without_weights
 from blockdiff.training.step import checkpoint_activations
+from tests.recipes import largest_batch, start, without_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "recipes" / "README.md").read_text()
@@ -92,7 +92,7 @@ def test_what_needs_more_than_a_released_shape_is_not_planned_without_the_networ
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     recipe = read_recipe(ROOT / "recipes" / "diffusiongemma_26b_lora.yaml", [change], needs_data=False)
     with pytest.raises(CheckpointError, match="the Hub"):
-        planned_model(recipe)
+        kind_of(recipe).planned_start(recipe)
 
 
 def test_a_checkpointed_lora_step_at_the_released_shapes_reaches_every_adapter(tmp_path: Path) -> None:
@@ -101,11 +101,11 @@ def test_a_checkpointed_lora_step_at_the_released_shapes_reaches_every_adapter(t
     path = ROOT / "recipes" / "diffusiongemma_26b_lora_experts.yaml"
     recipe = read_recipe(path, [f"model.path={shape(tmp_path / 'two', **two)}"], needs_data=False)
     with pytest.warns(UserWarning, match="model.tokenizer: the tokenizer has 9 tokens, the model 262,144"):
-        base = read_starting_model(recipe)
+        base = start(recipe)
     objective = without_weights(recipe, base, "torch", torch.bfloat16)
     model = objective.model.train()
     checkpoint_activations(model)
-    batch = plans.worst_batch(recipe, model, 1024, 1)
+    batch = largest_batch(recipe, model, 1024, 1)
     counted = LiveBytes()
     counted.fill(objective)
     with counted:

@@ -25,7 +25,7 @@ from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.sampling import Generation, Sampler
-from blockdiff.training.heldout import heldout
+from blockdiff.training.kinds.canvas_heldout import heldout
 from blockdiff.training.samples import sample_prompts
 from tests.oracle import TWO_LAYERS, tiny_config
 from tests.scripted_sampler import ScriptedSampler

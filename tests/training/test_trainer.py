@@ -410,7 +410,7 @@ def test_a_model_that_does_not_fit_is_refused_before_its_data_are_read(inputs, t
 def test_what_a_family_does_not_support_is_refused_before_its_data_are_read(inputs, tmp_path, monkeypatch):
     able = replace(FAMILY.capabilities, predictions=("posterior",), corruptions=("uniform",))
     limited = replace(FAMILY, capabilities=able)
-    monkeypatch.setattr("blockdiff.training.starting_model.family_of", lambda config: limited)
+    monkeypatch.setattr("blockdiff.training.kinds.canvas.family_of", lambda config: limited)
     recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
     with pytest.raises(BlockdiffError, match=r"diffusion_gemma .*leave_one_out"):
         blockdiff.train(recipe, ("objective.prediction=leave_one_out",), tmp_path / "run")

@@ -8,33 +8,28 @@ training fit.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
+from blockdiff.canvas import Batch
 from blockdiff.checkpoint.files import DTYPES
-from blockdiff.data.collate import Collator
-from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.errors import BlockdiffError, RecipeError
-from blockdiff.images import PlacedImage
 from blockdiff.kernels import IN_C, Kernels
 from blockdiff.memory import size
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.rl.batches import ROWS, Answer, canvas_batch, head_batch
-from blockdiff.rl.policy import RolloutBatch
 from blockdiff.terminal import counted
 from blockdiff.training.data import image_reader
+from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.muon import AT_ONCE
 from blockdiff.training.optimiser import matrix_count, trainable
 from blockdiff.training.plan.live_bytes import CHUNK
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes, sharding_ranks
 from blockdiff.training.plan.step_bytes import GATHERED, LATE, Step, keep_one_of_each
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
+from blockdiff.training.starting_model import StartingModel, computed_in
 from blockdiff.training.step import checkpoint_activations
 
 MOST_ROWS = 64  # of a micro-batch that is run on shapes; more take as many times as much
@@ -90,10 +85,11 @@ def plan_training(
     """
     if ranks % recipe.parallel.tensor:
         raise RecipeError(f"parallel.tensor: {recipe.parallel.tensor} does not divide the {ranks} processes of --gpus")
-    base = read_starting_model(recipe) if base is None else base
+    kind = kind_of(recipe)
+    base = kind.start(recipe) if base is None else base
     stored, computed = weight_dtypes(recipe, base)
     is_sharded = recipe.parallel.shard == "full"
-    objective = without_weights(recipe, base, kernels_for(device), computed)
+    objective = kind.without_weights(recipe, base, kernels_for(device), computed)
     weights = [*objective.parameters(), *objective.buffers()]
     numbers, trains = (sum(x.numel() for x in some) for some in (weights, [x for x in weights if x.requires_grad]))
     objective = cut_to_rank(objective, recipe)
@@ -103,9 +99,7 @@ def plan_training(
     if batch is None:
         few, longest = min(rows, MOST_ROWS), _longest(recipe, tokens)
         images = _image_sizes(recipe, base, model, longest, image_tokens)
-        batch, times = worst_batch(recipe, model, longest, few, images), rows / few
-        if recipe.rl is not None:
-            batch = worst_rollouts(recipe, base, batch)
+        batch, times = kind.largest_batch(recipe, base, model, longest, few, images), rows / few
     if ranks > 1 and not is_sharded and share > rows:  # DDP's buckets, beside what earlier micro-batches left
         static["buckets"] = static.get("gradients", 0)
     orthogonalised = _orthogonalised(objective, recipe, ranks)
@@ -123,34 +117,13 @@ def plan_training(
     moving = {"activations": int(times * max(0, peak - sum(others.values())))} | others
     if orthogonalised > sum(moving.values()):
         moving = {"orthogonalised": orthogonalised}
-    if recipe.rl is not None:  # pages are given back before the step
-        pages = rollout_bytes(recipe, base, batch.tokens_BS.shape[1], computed)
-        moving = {"pages of rollouts": pages} if pages > sum(moving.values()) else moving
+    between = kind.between_steps(recipe, base, batch.tokens_BS.shape[1], computed)
+    moving = between if sum(between.values()) > sum(moving.values()) else moving
     host = static if recipe.parallel.offload else {}
     parts = ({} if recipe.parallel.offload else static) | moving
     of_images = 0 if batch.images is None else int(batch.images.row_N.bincount().max())
     sizes = batch.tokens_BS.shape[1], batch.start_BC.shape[1], of_images, round(times * batch.tokens_BS.shape[0])
     return TrainingPlan(parts, host, *sizes, numbers, trains)
-
-
-def worst_rollouts(recipe: Recipe, base: StartingModel, batch: Batch) -> RolloutBatch:
-    """Answers as long as the rows of a batch, every token of which is an action, of canvases in every step."""
-    assert recipe.rl is not None
-    L, steps = base.canvas_length, base.generation.max_steps
-    (rows, tokens), is_canvas = batch.tokens_BS.shape, recipe.rl.policy == "canvas"
-    canvases = max(1, (tokens - 1) // L)
-    start, drawn = max(1, tokens - canvases * L), [[0] * L] * steps
-    answer = Answer(0, [0] * start, [0] * (tokens - start), 0.0, {}, {}, [], [(drawn, drawn, [0] * L)] * canvases)
-    collator = Collator(L, 0, 0, 0, StratifiedTime())
-    made = canvas_batch([answer] * rows, collator, steps) if is_canvas else head_batch([answer] * rows, collator)
-    return replace(made, examples=batch) if recipe.rl.sft else made
-
-
-def rollout_bytes(recipe: Recipe, base: StartingModel, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the pages of as many rollouts as are drawn together, each of so many tokens."""
-    assert recipe.rl is not None
-    rows = min(ROWS, recipe.rl.prompts * recipe.rl.group)
-    return rows * tokens * family_of(base.config).outline(base.config).cached_per_token * dtype.itemsize
 
 
 def micro_batch_rows(recipe: Recipe, ranks: int) -> int:
@@ -197,10 +170,8 @@ def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
 def _longest(recipe: Recipe, tokens: int | None) -> int:
     """Tokens of the longest row; RecipeError where nothing says it."""
     length = tokens or recipe.data.pack or getattr(recipe.data.max_length, "tokens", None)
-    if length is None and recipe.rl is not None:
-        raise RecipeError("rl: how long a prompt and its answer are together is not known; say --tokens")
     if length is None:
-        raise RecipeError("data.max_length: missing, and so the longest row is not known; set it, or say --tokens")
+        raise RecipeError(kind_of(recipe).length_from)
     return int(length)
 
 
@@ -236,29 +207,3 @@ def kernels_for(device: str) -> Kernels:
     if device == "cpu" or importlib.util.find_spec("triton") is None:
         return IN_C
     return Kernels("shapes")
-
-
-def worst_batch(
-    recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: int, image_sizes: Sequence[int] = ()
-) -> Batch:
-    """Rows of so many tokens: a prompt of one canvas, then the canvases that the recipe's choice runs.
-
-    image_sizes: the tokens of each image of a row; they stand at its beginning. Several images are not all equally
-    large, so that the smaller ones are filled up, and the tower has to tell what is filling.
-    """
-    L = model.canvas_length
-    images = [list[PlacedImage]() for _ in range(rows)]
-    for number, width in enumerate(image_sizes):
-        assert model.image_side is not None
-        large, small = (model.image_side.blank(n) for n in (width, max(1, width - 1)))
-        for row, of_row in enumerate(images):
-            image = replace(small if row or number else large, digest=b"%d %d" % (row, number))
-            of_row.append(PlacedImage(image, sum(image_sizes[:number])))
-    if not model.denoises:
-        return lay_out([CleanRow([0] * tokens, [], images=of_row) for of_row in images], L, pad_id=0)
-    stride = L if recipe.objective.draft_for is None else 1  # blocks of a drafter begin anywhere
-    count = max(1, (tokens - 1) // stride)
-    chosen: Sequence[int] = recipe.canvases.choose([count], 0, [0], [0])[0]
-    start = max(1, tokens - count * stride)
-    canvases = [Canvas([0] * L, start + place * stride, t=0.5, coin=True, address=(0, 0, place)) for place in chosen]
-    return lay_out([CleanRow([0] * tokens, canvases, images=of_row) for of_row in images], L, pad_id=0)

@@ -1,7 +1,7 @@
 """Rollouts: answers that the engine draws with the weights as they are, their rewards, and the batches made of them.
 
-A round is `rl.prompts` prompts with `rl.group` answers each. Its answers are the batches of one optimiser step, or of
-several, `rl.epochs` times over. Every answer has a seed of its own, which follows from the round, the prompt's place
+A round is some prompts with several answers each. Its answers are the batches of one optimiser step, or of several, in
+one or more passes. Every answer has a seed of its own, which follows from the round, the prompt's place
 and the draw, so a round follows from weights and recipe alone.
 """
 
@@ -10,61 +10,82 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch
 
-from blockdiff.checkpoint.diffusion import DiffusionSettings
-from blockdiff.data.collate import Collator
-from blockdiff.data.order import AnyOrder
 from blockdiff.errors import DataError, RequestError, RunError
 from blockdiff.metrics import Record
-from blockdiff.objective import Objective, evaluating
+from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.turns import measuring
 from blockdiff.rl.batches import ROWS, Answer, Recorder, canvas_batch, examples, head_batch
-from blockdiff.rl.policy import PolicyObjective, RolloutBatch, rollout_strategy
-from blockdiff.rl.prompts import Prompt, Prompts
-from blockdiff.rl.reward import Rewards, advantages, failure_lines, make_rewards
+from blockdiff.rl.policy import PolicyObjective, RolloutBatch
+from blockdiff.rl.prompts import Prompt
+from blockdiff.rl.reward import Rewards, advantages, failure_lines
 from blockdiff.sampling import Request, Sampler
 from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.trace import CommittedCanvas
 from blockdiff.seeding import Stream, words
+from blockdiff.training.built import Source
 from blockdiff.training.data import Data
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.starting_model import StartingModel
+from blockdiff.training.samples import room_after
 from blockdiff.training.step import autocast
 
-SPARE = 1.25  # times the memory that a training step takes for a while, since free memory is in pieces
 SEEN = ("actions", "clipped", "surprise", "kl", "positions", "reaccepted")  # in the objective's `measured`
 
 
-class Rollouts:
+@dataclass(frozen=True)
+class Round:
+    """The shape of a round: its prompts, the answers to each, the passes over them, and what is made of them.
+
+    over: whose draws are the actions; batch_size: answers of an optimiser step; has_kl, has_examples: whether the
+    divergence from the reference, and the ordinary objective, are learnt, too; asks_head: whether a trained head says
+    its likeliest tokens beside those of canvases.
+    """
+
+    over: Literal["next_token", "canvas"]
+    prompts: int
+    answers: int
+    passes: int
+    advantage: Literal["centred", "standardised"]
+    batch_size: int
+    has_kl: bool
+    has_examples: bool
+    asks_head: bool
+
+    @property
+    def steps(self) -> int:
+        """The optimiser steps that a round is for."""
+        return self.prompts * self.answers // self.batch_size * self.passes
+
+
+class Rollouts(Source):
     """The batches of every optimiser step, from 1 on: `rollouts(step)`, asked for one step after the other.
 
     sampler: of the weights, which change in place between rounds: it keeps what it has captured; rewards: of the
-    answers. What else decides a round is the recipe's.
+    answers.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        prompts: Prompts,
-        order: AnyOrder,
+        shape: Round,
+        data: Data,
         objective: PolicyObjective,
         sampler: Sampler,
         rewards: Rewards,
-        collator: Collator,
         ranks: Ranks,
         precision: str | None,
         show: Progress,
     ) -> None:
-        assert recipe.rl is not None
-        self.recipe, self.rl, self.prompts, self.order, self.objective = recipe, recipe.rl, prompts, order, objective
-        self.sampler, self.rewards, self.collator = sampler, rewards, collator
+        self.recipe, self.shape, self.objective = recipe, shape, objective
+        self.prompts, self.order, self.collator = data.train, data.order, data.collator
+        self.sampler, self.rewards = sampler, rewards
         self.ranks, self.precision, self.show = ranks, precision, show
         self._round = 0
         self._had_spread = True  # whether rewards of a group differed in the round before
@@ -76,14 +97,18 @@ class Rollouts:
 
         Raises DataError for a prompt that cannot be answered, and Interrupted when a rank is to stop meanwhile.
         """
-        number, within = divmod(step - 1, self.rl.steps(self.recipe.train.batch_size))
+        number, within = divmod(step - 1, self.shape.steps)
         if number + 1 != self._round:
             if within:
                 raise RunError(f"step {step} is within a round of rollouts, which begins anew where a run is resumed")
             self._begin(number + 1, step)
         return self._updates[within % len(self._updates)]
 
-    def read(self, ranks: Ranks) -> Record:
+    def may_stop(self, step: int) -> bool:
+        """False within a round."""
+        return step % self.shape.steps == 0
+
+    def read(self, ranks: Ranks, seconds: float) -> Record:
         """The metrics of all rounds and updates since the last call, over all ranks.
 
         Left out are means of nothing, and sums that are not finite, because of a step that was skipped.
@@ -91,7 +116,7 @@ class Rollouts:
         seen, counted, record = self._seen(ranks), self._counted, Record()
         self.objective.measured.clear()
         if actions := seen["actions"]:
-            names = {"ratio_clipped": "clipped", "entropy": "surprise"} | ({"kl": "kl"} if self.rl.kl else {})
+            names = {"ratio_clipped": "clipped", "entropy": "surprise"} | ({"kl": "kl"} if self.shape.has_kl else {})
             record |= {key: seen[name] / actions for key, name in names.items() if math.isfinite(seen[name])}
         if seen["positions"]:
             record["acceptance_changed"] = seen["reaccepted"] / seen["positions"]
@@ -112,7 +137,7 @@ class Rollouts:
         if counted["drafted"]:
             record["agreement"] = counted["stood"] / counted["drafted"]
         counted.clear()
-        return record
+        return record | {"update_seconds": seconds - record.get("rollout_seconds", 0.0)}
 
     def counts(self, ranks: Ranks) -> dict[str, float]:
         """The counts since the last reading, over all ranks, for a checkpoint; seconds are none of them."""
@@ -135,7 +160,7 @@ class Rollouts:
 
     def _begin(self, number: int, step: int) -> None:
         """Draw the answers of a round, and lay out the batches of its optimiser steps."""
-        began, group, size = time.perf_counter(), self.rl.group, self.recipe.train.batch_size
+        began, group, size = time.perf_counter(), self.shape.answers, self.shape.batch_size
         self.sampler.forget()  # where no weight has changed since, a resumed run has nothing encoded, either
         answers, spread = self._answers(number), False
         if not self._round:  # no optimiser step has run here, so nobody knows what memory one takes
@@ -143,7 +168,7 @@ class Rollouts:
         for first in range(0, len(answers), group):
             of_group = answers[first : first + group]
             for answer, advantage in zip(
-                of_group, advantages([each.reward for each in of_group], self.rl.advantage), strict=True
+                of_group, advantages([each.reward for each in of_group], self.shape.advantage), strict=True
             ):
                 answer.advantage = advantage
             is_even = all(answer.advantage == 0 for answer in of_group)
@@ -152,7 +177,7 @@ class Rollouts:
         if self._had_spread and not spread:
             self.show.line(
                 f"note      step {step}: the answers to each prompt have equal rewards, which teach nothing; if that "
-                "goes on, give rewards that tell answers apart, or raise rl.group"
+                "goes on, give rewards that tell answers apart, or raise objective.answers"
             )
         self._had_spread = spread
         self._count(answers)
@@ -161,7 +186,7 @@ class Rollouts:
         self._updates = [
             self._batches(answers[first : first + size], number, step + update) for update, first in enumerate(starts)
         ]
-        if len(self._updates) * self.rl.epochs > 1:
+        if len(self._updates) * self.shape.passes > 1:
             self._updates = [[self._with_old(batch) for batch in update] for update in self._updates]
         self._round = number
 
@@ -170,16 +195,16 @@ class Rollouts:
 
         A rank draws the answers of whole groups, which share the pages of their prompt.
         """
-        rl, ranks, model, sampler = self.rl, self.ranks, self.objective.model, self.sampler
+        shape, ranks, model, sampler = self.shape, self.ranks, self.objective.model, self.sampler
         rows = [self.prompts.rows[index] for _, index in self.order(number)]
         groups = range(ranks.row_rank, len(rows), ranks.row_world)
-        places = [slot * rl.group + draw for slot in groups for draw in range(rl.group)]
-        requests = [self._request(number, place, rows[place // rl.group]) for place in places]
+        places = [slot * shape.answers + draw for slot in groups for draw in range(shape.answers)]
+        requests = [self._request(number, place, rows[place // shape.answers]) for place in places]
         drawn, recorder, began, total = list[Answer](), Recorder(), time.perf_counter(), 0
         refusal: str | None = None
         precise, room = autocast(ranks.device, self.precision), room_after(sampler, ranks.device)
         with evaluating(model), precise, room, measuring(model, ranks, "the rollouts") as look:
-            prompt_of = {slot: self._prompt_tokens(requests[n * rl.group]) for n, slot in enumerate(groups)}
+            prompt_of = {slot: self._prompt_tokens(requests[n * shape.answers]) for n, slot in enumerate(groups)}
 
             def on_canvas(canvas: CommittedCanvas) -> None:
                 recorder.canvas(canvas)
@@ -190,14 +215,14 @@ class Rollouts:
                 requests, batch_size=ROWS, on_canvas=on_canvas, on_step=recorder.step if is_watched else None
             )
             for count, (n, result) in enumerate(stream, start=1):
-                slot, row = places[n] // rl.group, rows[places[n] // rl.group]
+                slot, row = places[n] // shape.answers, rows[places[n] // shape.answers]
                 if result.error is not None:
                     refusal = f"{row.question.where}: the prompt cannot be answered: {result.error}"
                     continue
                 tokens = list(result.tokens)  # before somebody else's function has the result
                 earned = self.rewards(row, result)
                 parts = earned.total, earned.values, earned.failures, list(result.steps)
-                canvases = recorder.take(places[n]) if rl.policy == "canvas" else []
+                canvases = recorder.take(places[n]) if shape.over == "canvas" else []
                 agreed, is_cut = recorder.agreed(places[n], result), result.finish_reason == "length"
                 drawn.append(Answer(places[n], prompt_of[slot], tokens, *parts, canvases, agreed, is_cut))
                 total += len(tokens)
@@ -219,8 +244,8 @@ class Rollouts:
 
     def _request(self, number: int, place: int, row: Prompt) -> Request:
         """The request of one draw, with the seed of its address; beside canvases a trained head says its likeliest."""
-        data, is_foretold = self.recipe.data, self.rl.policy == "canvas" and self.recipe.objective.ar_loss is not None
-        high, low = words(self.recipe.seed, Stream.ROLLOUT, (number, *divmod(place, self.rl.group)), 2).tolist()
+        data, is_foretold = self.recipe.data, self.shape.asks_head
+        high, low = words(self.recipe.seed, Stream.ROLLOUT, (number, *divmod(place, self.shape.answers)), 2).tolist()
         asked = row.question.request(data.thinking, allow_control_tokens=data.control_tokens == "allow")
         return replace(asked, id=place, seed=(high << 32) | low, scores=is_foretold, top_logprobs=int(is_foretold))
 
@@ -235,14 +260,14 @@ class Rollouts:
             counted["reward"] += answer.reward
             counted["reward squared"] += answer.reward**2
             counted["tokens"] += len(answer.tokens)
-            counted["canvases"] += len(answer.steps) * (self.rl.policy == "canvas")
+            counted["canvases"] += len(answer.steps) * (self.shape.over == "canvas")
             counted["steps"] += sum(answer.steps)
             counted["drafted"] += answer.agreed[0]
             counted["stood"] += answer.agreed[1]
             for name, value in answer.rewards.items():
                 counted[f"reward {name}"] += value
             counted["failures"] += len(answer.failures)
-        counted["groups"] += len(answers) / self.rl.group
+        counted["groups"] += len(answers) / self.shape.answers
         for line in failure_lines([answer.failures for answer in answers]):
             self.show.line(line)
 
@@ -255,7 +280,7 @@ class Rollouts:
         together, and the ranks' micro-batches of one turn have equally many steps.
         """
         ranks = self.ranks
-        kept = [answer for answer in answers if answer.advantage or self.rl.kl]
+        kept = [answer for answer in answers if answer.advantage or self.shape.has_kl]
         kept.sort(key=lambda answer: -answer.size)
         rows = self.recipe.train.micro_batch_size or max(1, -(-len(kept) // ranks.row_world))
         turn = rows * ranks.row_world
@@ -264,9 +289,9 @@ class Rollouts:
         for part in parts:
             own = part[ranks.row_rank :: ranks.row_world]
             batch = head_batch(own, self.collator)
-            if self.rl.policy == "canvas":
+            if self.shape.over == "canvas":
                 batch = canvas_batch(own, self.collator, max((answer.most_steps for answer in part), default=1))
-            if self.rl.sft:
+            if self.shape.has_examples:
                 batch = replace(batch, examples=examples(own, self.collator, number, step, len(answers)))
             batches.append(batch)
         batches[0] = replace(batches[0], answers=torch.tensor(len(answers) / ranks.row_world, dtype=torch.float64))
@@ -277,41 +302,3 @@ class Rollouts:
         with torch.no_grad(), autocast(self.ranks.device, self.precision):
             log_p_N = self.objective.actions(batch.to(self.ranks.device), is_measured=False).log_p_N
         return replace(batch, old_N=log_p_N.cpu())
-
-
-@contextmanager
-def room_after(sampler: Sampler, device: torch.device) -> Iterator[None]:
-    """Surrounds sampling, after which the memory of a training step has to be free on a GPU, as it was before."""
-    if device.type != "cuda":  # elsewhere a sampler keeps the memory of its largest call
-        yield
-        return
-    passing = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    yield
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    if free < SPARE * passing:
-        sampler.release()
-
-
-def make_rollouts(
-    recipe: Recipe,
-    base: StartingModel,
-    data: Data,
-    objective: Objective,
-    diffusion: DiffusionSettings,
-    ranks: Ranks,
-    precision: str | None,
-    show: Progress,
-) -> Rollouts | None:
-    """The rollouts that a recipe asks for (None: it asks for none)."""
-    if recipe.rl is None:
-        return None
-    assert isinstance(objective, PolicyObjective) and isinstance(data.train, Prompts)
-    strategy = rollout_strategy(recipe.rl.policy, recipe.rl.strategy, base.generation, base.denoises)
-    rewards = make_rewards(recipe.rl.reward, recipe.given.reward, data.asked)
-    sampler = Sampler(objective.model, base.tokenizer, base.generation, diffusion, strategy)
-    if recipe.rl.policy == "head" and recipe.objective.ar_loss is None:
-        show.line("note      rl.policy: head: the model was trained with ar_loss: none, so its head has learnt nothing")
-    made = Rollouts(recipe, data.train, data.order, objective, sampler, rewards, data.collator, ranks, precision, show)
-    made.check(data.asked)
-    return made

@@ -9,9 +9,9 @@ stay as they are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,17 +25,22 @@ from blockdiff.errors import DataError, RecipeError, RequestError
 from blockdiff.metrics import Record
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
+from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import PAGE_TOKENS
 from blockdiff.models.stored import quantised_layers, store
-from blockdiff.objective import evaluating
+from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Engine, Generation, Request, Sampler
 from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.trace import CommittedCanvas
 from blockdiff.seeding import Stream, to_uniform, words
+from blockdiff.training.built import Built, Source
+from blockdiff.training.data import Data
+from blockdiff.training.kinds.canvas import Denoising
+from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
-from blockdiff.training.step import autocast
+from blockdiff.training.step import Counts, autocast
 
 ROWS = 64  # canvases that are rolled out together
 COUNTED = ("canvases", "steps", "settled")
@@ -62,18 +67,30 @@ class Rollout:
             self.state = tokens_L.clone(), signal_LD.clone()
 
 
-class Distil:
-    """Makes the batches of a step distillation of those of the data: `distil(batches)`, for all of an optimiser step.
+class Settled(Source):
+    """The batches of a run's `rows` with states that a student visited, and the canvases on which a teacher settled.
 
     student: a sampler of the model that trains; teacher: one of weights that stand still. precision: what autocast
     computes in. Draws are addressed by `seed` and a canvas's address.
     """
 
-    def __init__(self, student: Sampler, teacher: Sampler, seed: int, precision: str | None = None) -> None:
-        self.student, self.teacher, self.seed, self.precision = student, teacher, seed, precision
+    def __init__(
+        self,
+        rows: Callable[[int], Sequence[Batch]],
+        student: Sampler,
+        teacher: Sampler,
+        seed: int,
+        precision: str | None = None,
+    ) -> None:
+        self.rows, self.student, self.teacher = rows, student, teacher
+        self.seed, self.precision = seed, precision
         self._counted: defaultdict[str, float] = defaultdict(float)
 
-    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
+    def __call__(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of an optimiser step."""
+        return self.distilled(self.rows(step))
+
+    def distilled(self, batches: Sequence[Batch]) -> list[Batch]:
         """The batches with states and settled canvases; canvases that did not settle are not scored.
 
         Raises DataError for a canvas that nothing stands before.
@@ -89,7 +106,7 @@ class Distil:
         self._counted["settled"] += sum(each.settled_L is not None for each in rollouts)
         return [self._distilled(batch, of_batch) for batch, of_batch in zip(batches, by_place, strict=True)]
 
-    def read(self, ranks: Ranks) -> Record:
+    def read(self, ranks: Ranks, seconds: float) -> Record:
         """The student's steps per canvas of all ranks since the last call, and the share of canvases with a target."""
         count, steps, settled = self.counts(ranks).values()
         self._counted.clear()
@@ -127,7 +144,7 @@ class Distil:
             try:
                 [answer] = prepare_sequences(request, settings, device=model.device)
             except RequestError as error:
-                raise DataError(f"objective.distil: a canvas of data.train cannot be rolled out: {error}") from None
+                raise DataError(f"data.train: a canvas cannot be rolled out: {error}") from None
             answer.on_inputs = rollout.visit if is_visited else None
             answers.append(answer)
         if not answers:
@@ -175,33 +192,70 @@ class Distil:
         return replace(batch, canvas_BCL=canvas_BCL, is_scored_BCL=is_scored_BCL, visited=visited)
 
 
-def make_distil(
-    recipe: Recipe, base: StartingModel, model: Any, diffusion: DiffusionSettings, precision: str | None
-) -> Distil | None:
-    """The step distillation that a recipe asks for; RecipeError for a teacher of other tokens or canvases."""
-    asked = recipe.objective.distil
-    if asked is None:
-        return None
-    directory = find(asked.teacher or str(recipe.model.path))
-    if asked.teacher is not None:
-        theirs = checkpoint.read_config(directory)
-        if load_tokenizer(directory).get_vocab() != base.tokenizer.get_vocab():
+class Distil(Denoising):
+    """Canvases are states that the sampler visits, scored by the tokens on which a teacher settles."""
+
+    kind: str = "distil"
+    teacher: str | None = None  # a checkpoint; null = the model that training starts from
+
+    paths: ClassVar[tuple[str, ...]] = ("teacher",)
+
+    def refuse(self, recipe: Recipe) -> None:
+        """Refuse random weights, a split model and images."""
+        super().refuse(recipe)
+        if recipe.model.path is None:
             raise RecipeError(
-                f"objective.distil.teacher: {asked.teacher} has other tokens than the model; name another"
+                "objective.kind: distil: random weights settle on nothing; name a trained model with model.path"
             )
-        if (length := family_of(theirs).outline(theirs).canvas_length) != base.canvas_length:
+        if recipe.parallel.names != ("replicate",):
             raise RecipeError(
-                f"objective.distil.teacher: {asked.teacher} has canvases of {length} tokens, and the model of "
-                f"{base.canvas_length}; name another"
+                "objective.kind: distil: every process samples at its own pace, so it must hold the whole model; leave "
+                "parallel.shard, parallel.experts and parallel.tensor out"
             )
-    if asked.teacher is None and recipe.lora.trains:
-        frozen = below_adapters(model, recipe, base)
-    else:
-        frozen = checkpoint.load(directory, recipe.model.dtype, model.device, recipe.model.kernels)
-    # Without tokenizers nobody decodes the canvases.
-    generation = replace(Generation.from_pretrained(directory), eos_ids=base.generation.eos_ids)
-    teacher = Sampler(frozen, None, generation, DiffusionSettings.from_pretrained(directory))
-    return Distil(Sampler(model, None, base.generation, diffusion), teacher, recipe.seed, precision)
+        if recipe.model.images != "none":
+            raise RecipeError("objective.kind: distil: rows with images are not rolled out; leave model.images out")
+
+    def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
+        """The objective of canvases, which takes visited states in place of noise."""
+        return Objective(model, **self.parts(recipe, base))
+
+    def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
+        """A step teaches something if a canvas has settled."""
+        if counts.of_losses["canvas"]:
+            return None
+        return (
+            "no canvas is scored: the teacher has settled on none within its denoising steps",
+            "raise max_denoising_steps or confidence_threshold in the teacher's generation_config.json, "
+            "or choose a teacher that was trained longer",
+        )
+
+    def source(self, recipe: Recipe, built: Built, ranks: Ranks, show: Progress) -> Source:
+        """The rows' batches, rolled out; RecipeError for a teacher of other tokens or canvases."""
+        directory, base = find(self.teacher or str(recipe.model.path)), built.base
+        if self.teacher is not None:
+            theirs = checkpoint.read_config(directory)
+            if load_tokenizer(directory).get_vocab() != base.tokenizer.get_vocab():
+                raise RecipeError(f"objective.teacher: {self.teacher} has other tokens than the model; name another")
+            if (length := family_of(theirs).outline(theirs).canvas_length) != base.canvas_length:
+                raise RecipeError(
+                    f"objective.teacher: {self.teacher} has canvases of {length} tokens, and the model of "
+                    f"{base.canvas_length}; name another"
+                )
+        if self.teacher is None and recipe.lora.trains:
+            frozen = below_adapters(built.model, recipe, base)
+        else:
+            frozen = checkpoint.load(directory, recipe.model.dtype, built.model.device, recipe.model.kernels)
+        # Without tokenizers nobody decodes the canvases.
+        generation = replace(Generation.from_pretrained(directory), eos_ids=base.generation.eos_ids)
+        teacher = Sampler(frozen, None, generation, DiffusionSettings.from_pretrained(directory))
+        student = Sampler(built.model, None, base.generation, built.diffusion)
+        rows = super().source(recipe, built, ranks, show)
+        return Settled(rows, student, teacher, recipe.seed, built.precision)
+
+    def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
+        """The teacher by its content, too."""
+        teacher = self.teacher or str(recipe.model.path)
+        return super().facts(recipe, base, data, digest_of) | {"objective.teacher": digest_of(teacher)}
 
 
 def below_adapters(model: Any, recipe: Recipe, base: StartingModel) -> Any:
@@ -210,3 +264,6 @@ def below_adapters(model: Any, recipe: Recipe, base: StartingModel) -> Any:
     store(frozen, quantised_layers(frozen, recipe.model.quantize))
     frozen.load_state_dict({name: x for name, x in model.state_dict().items() if not is_adapter(name)}, assign=True)
     return frozen.eval()
+
+
+KIND = Distil

@@ -1,4 +1,4 @@
-"""The held-out losses and accuracies: over all held-out examples and by noise level, or of a drafter's blocks by place.
+"""The held-out losses and accuracies of canvases and next tokens: over all held-out examples and by noise level.
 
 The draws of held-out batches are addressed by example and never change, so two evaluations differ by the weights only.
 """
@@ -6,23 +6,20 @@ The draws of held-out batches are addressed by example and never change, so two 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockdiff.canvas import PADDING_ROW, Batch, lay_out
+from blockdiff.canvas import Batch
 from blockdiff.errors import RunError
 from blockdiff.metrics import Record
-from blockdiff.objective import complete, evaluating
+from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.signals import Interrupted
 from blockdiff.parallel.turns import measuring
 from blockdiff.training.step import autocast
 
 if TYPE_CHECKING:
-    from blockdiff.draft_objective import DraftObjective
     from blockdiff.objective import Evaluation, Objective
 
 GROUPS = ("kept", "corrupted")  # of positions, by is_corrupted as an index
@@ -140,56 +137,3 @@ def _of_groups(prefix: str, sums: Tensor) -> dict[str, float]:
     """Means of [groups, 1 + measures], corrupted first."""
     kept, corrupted = (_means(f"{prefix}{group}_", each, MEASURES) for group, each in zip(GROUPS, sums, strict=True))
     return corrupted | kept
-
-
-def heldout_drafts(
-    objective: DraftObjective, batches: Iterable[Batch], ranks: Ranks, precision: str | None = None
-) -> Record:
-    """Means over the batches of all ranks; a mean of nothing is left out.
-
-    - `heldout_draft_loss`: cross-entropy of the row's tokens at all places of blocks, in nats.
-    - `heldout_draft_accuracy`, `heldout_places`: the share of them whose likeliest token is the row's, of all places
-      and of each from the first on.
-    - `heldout_accepted_length`: tokens that a round would add, from the anchors with a whole block after them: the ones
-      before the first that is wrong, and one more.
-
-    The ranks run every batch together, one without a batch one of padding. Raises RunError where the loss is not
-    finite, and Interrupted between batches when a rank is to stop.
-    """
-    L = objective.model.canvas_length
-    sums = torch.zeros(3, L + 1, dtype=torch.float64, device=ranks.device)  # right, scored by place; the rest
-    mine = list(batches)
-    padding = lay_out([PADDING_ROW], L, pad_id=0)
-    for batch, _ in zip_longest(mine, range(max(ranks.gather(len(mine)))), fillvalue=padding):
-        if ranks.any(ranks.is_stopping() > 0)[0]:
-            raise Interrupted
-        assert isinstance(batch, Batch)
-        batch = complete(batch.to(ranks.device))
-        with autocast(ranks.device, precision):
-            found = objective.evaluate(batch)
-        sums += _sums_of_blocks(batch, found.loss_BCL, found.is_correct_BCL)
-    right, scored, (loss, length, blocks, *_) = ranks.sum_of_rows(sums.flatten()).view_as(sums).tolist()
-    if not torch.tensor(loss).isfinite():
-        raise RunError(
-            "the held-out draft loss is not finite: the weights are broken or a held-out row breaks them; "
-            "resume from an earlier checkpoint with a lower optim.lr, or look at the rows of data.heldout"
-        )
-    record: Record = {}
-    if count := sum(scored):
-        record |= {"heldout_draft_loss": loss / count, "heldout_draft_accuracy": sum(right) / count}
-        pairs = zip(right[1:L], scored[1:L], strict=True)
-        record["heldout_places"] = [hits / max(1, places) for hits, places in pairs]
-    if blocks:
-        record["heldout_accepted_length"] = length / blocks
-    return record
-
-
-def _sums_of_blocks(batch: Batch, loss_BCL: Tensor, is_correct_BCL: Tensor) -> Tensor:
-    """Float64 [3, 1 + L]: the places that are right and that are scored, by place; loss, accepted tokens and blocks."""
-    is_scored_BCL = batch.is_scored_BCL
-    is_whole_BC = is_scored_BCL[..., 1:].all(-1) & (batch.length_BC > 0)
-    accepted_BC = 1 + is_correct_BCL[..., 1:].long().cumprod(-1).sum(-1)
-    sums = torch.zeros(3, loss_BCL.shape[-1] + 1, dtype=torch.float64, device=loss_BCL.device)
-    sums[0, :-1], sums[1, :-1] = is_correct_BCL.sum((0, 1)), is_scored_BCL.sum((0, 1))
-    sums[2, 0], sums[2, 1], sums[2, 2] = loss_BCL.double().sum(), accepted_BC[is_whole_BC].sum(), is_whole_BC.sum()
-    return sums

@@ -1,0 +1,195 @@
+"""Canvases: a model learns to denoise canvases, and beside them next tokens (docs/objective.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import methodcaller
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+
+from blockdiff.canvas import Batch
+from blockdiff.data.collate import Collator
+from blockdiff.data.images import ImageReader
+from blockdiff.diffusion.corruption import Corruption, MaskCorruption
+from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeDraw
+from blockdiff.diffusion.weight import NoWeight, Weight
+from blockdiff.errors import RecipeError
+from blockdiff.metrics import METRICS, Record
+from blockdiff.models.family import Outline, family_of
+from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.objective import Objective
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.training import recipe_choices as choices
+from blockdiff.training.data import Data
+from blockdiff.training.kinds.canvas_heldout import heldout
+from blockdiff.training.kinds.kind import Drawn, Kind
+from blockdiff.training.kinds.next_token import NextToken
+from blockdiff.training.recipe import Recipe, Share
+from blockdiff.training.recipe_choices import MaskToken, UniformTokens, described
+from blockdiff.training.starting_model import StartingModel
+from blockdiff.training.step import Loss
+
+PARTS = ("canvas", "response", "weighted", "corrupted", "kept")
+OF_CANVASES = tuple(key for key in METRICS if key.startswith(tuple(f"heldout_{part}_" for part in PARTS)))
+
+
+class Denoising(Kind):
+    """The keys and verbs of everything that denoises canvases."""
+
+    normalisation: Literal["token", "example"] = "token"
+    ar_loss: Annotated[choices.ArLoss | None, choices.AR_LOSS] = choices.ArLoss()
+    schedule: Annotated[Schedule, choices.SCHEDULE] = Linear()
+    time: Annotated[TimeDraw, choices.TIME] = StratifiedTime()
+    corruption: Annotated[choices.AnyCorruption, choices.CORRUPTION] = UniformTokens()
+    positions: Literal["all", "corrupted"] = "all"
+    stop_gradient: bool = False  # into the encoder, from the canvas loss
+    sweep: Literal["auto", True, False] = "auto"  # encode while denoising; auto: if weights are sharded
+    coin: Share = 0.5
+
+    inherited: ClassVar[tuple[str, ...]] = (
+        *("normalisation", "ar_loss", "schedule", "time", "corruption", "positions", "stop_gradient", "coin"),
+    )
+
+    metrics: ClassVar[tuple[str, ...]] = (*OF_CANVASES, *NextToken.metrics)
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The losses and accuracies of canvases and, if they are learnt, of next tokens."""
+        return self.metrics if self.ar_loss is not None else OF_CANVASES
+
+    def refuse(self, recipe: Recipe) -> None:
+        """Refuse a noise schedule that is none."""
+        refuse_schedule(self.schedule)
+
+    def require(self, recipe: Recipe, outline: Outline) -> None:
+        """Refuse a drafter, and a model without canvases."""
+        if outline.is_drafter:
+            raise RecipeError(
+                f"model.path: {recipe.model.path} is a drafter; say for which model, "
+                "objective: {kind: drafter, target: MODEL}"
+            )
+        if not outline.denoises:
+            raise RecipeError(
+                f"objective.kind: {self.kind} is of canvases, and the model is causal; choose next_token, or give the "
+                "model canvases (`blockdiff init --from`)"
+            )
+
+    def needs_tokenizer(self, recipe: Recipe) -> bool:
+        """True if tokens are named, also for a mask token."""
+        return super().needs_tokenizer(recipe) or not isinstance(self.corruption, UniformTokens)
+
+    def sweeps(self, recipe: Recipe) -> bool:
+        """True if clean rows are encoded in the calls that denoise their canvases, not in one of their own."""
+        return recipe.parallel.shard == "full" if self.sweep == "auto" else self.sweep
+
+    def noise(self, base: StartingModel) -> Corruption:
+        """The corruption of canvases with this tokenizer's tokens, or the one that the recipe was given from Python.
+
+        Raises CheckpointError if the family does not support it.
+        """
+        corruption: Any = self.corruption
+        if isinstance(corruption, UniformTokens | MaskToken):
+            reserved = (base.eos_id, base.pad_id, getattr(base.tokenizer, "bos_token_id", None))
+            corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
+        name = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
+        family_of(base.config).require(corruptions=name)
+        found: Corruption = corruption
+        return found
+
+    def parts(self, recipe: Recipe, base: StartingModel) -> dict[str, Any]:
+        """The arguments of an objective beside its model."""
+        return {
+            "schedule": self.schedule,
+            "corruption": self.noise(base),
+            "seed": recipe.seed,
+            "positions": self.positions,
+            "stop_gradient": self.stop_gradient,
+            "sweep": self.sweeps(recipe),
+        }
+
+    def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
+        """The collator of rows with canvases; of a causal model, whose answers a policy learns, of next tokens."""
+        return Collator(
+            canvas_length=base.canvas_length,
+            pad_id=base.pad_id,
+            eos_id=base.eos_id,
+            seed=recipe.seed,
+            time=self.time,
+            canvases=recipe.data.canvases,
+            coin_probability=self.coin,
+            scores_ar=self.ar_loss is not None,
+            normalisation=self.normalisation,
+            ar_scope="all" if self.ar_loss is None else self.ar_loss.scope,
+            reader=reader,
+        )
+
+    def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
+        """A batch with its noise."""
+        alpha_BC = self.schedule.alpha(batch.t_BC)
+        return Drawn(batch, *self.noise(base).corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed))
+
+    def losses(self) -> dict[str, Loss]:
+        """The canvas loss and the next-token loss."""
+        ar_weight = 0.0 if self.ar_loss is None else self.ar_loss.weight
+        return {"canvas": Loss(methodcaller("canvas_count")), "ar": Loss(methodcaller("ar_count"), ar_weight)}
+
+    def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:
+        """The held-out losses and accuracies, as `heldout` describes them."""
+        return heldout(objective, batches, ranks, precision)
+
+    def record(self, objective: Any) -> dict[str, Any]:
+        """The keys, and schedule and weight as the objective has them; the order of its passes is no part of it."""
+        record: dict[str, Any] = self.model_dump(mode="json", exclude={"sweep"})
+        live = [key for key in ("schedule", "weight") if key in record and hasattr(objective, key)]
+        return record | {key: described(getattr(objective, key)) for key in live}
+
+    def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
+        """The order of passes, too, by which sums are rounded."""
+        return super().facts(recipe, base, data, digest_of) | {"objective.sweep": self.sweeps(recipe)}
+
+
+def refuse_schedule(schedule: Schedule) -> None:
+    """Raise RecipeError for a noise schedule that keeps other shares of tokens than one can."""
+    t = torch.linspace(0, 1, 129, dtype=torch.float64)
+    alpha, noise, name = schedule.alpha(t), schedule.noise(t), type(schedule).__name__
+    wrong = None
+    if not all(isinstance(each, torch.Tensor) and each.shape == t.shape for each in (alpha, noise)):
+        wrong = "alpha(t) and noise(t) must be tensors of the shape of t"
+    elif not ((alpha > -1e-6) & (alpha < 1 + 1e-6)).all():
+        wrong = f"alpha(t) is from {alpha.min():.3g} to {alpha.max():.3g}, and a probability is from 0 to 1"
+    elif (rising := alpha.diff() > 1e-6).any():
+        wrong = f"alpha(t) rises after t = {t[:-1][rising][0]:.3g}, and more noise must not keep more tokens"
+    elif not torch.allclose(noise, 1 - alpha, atol=1e-4):
+        wrong = "noise(t) must be 1 - alpha(t)"
+    if wrong:
+        raise RecipeError(f"objective.schedule: {name}: {wrong}; change it (docs/extending.md)")
+
+
+class Canvas(Denoising):
+    """The noise and the losses of canvases."""
+
+    kind: str = "canvas"
+    weight: Annotated[Weight, choices.WEIGHT] = NoWeight()
+    prediction: Literal["posterior", "leave_one_out"] = "posterior"
+
+    inherited: ClassVar[tuple[str, ...]] = (*Denoising.inherited, "weight", "prediction")
+    given: ClassVar[tuple[str, ...]] = ("objective",)
+
+    @classmethod
+    def suits(cls, outline: Outline) -> bool:
+        """True for models that denoise."""
+        return outline.denoises
+
+    def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
+        """The objective, or the one from Python."""
+        make: Any = recipe.given.objective or Objective
+        return make(model, **self.parts(recipe, base))
+
+    def parts(self, recipe: Recipe, base: StartingModel) -> dict[str, Any]:
+        """The arguments of an objective beside its model."""
+        family_of(base.config).require(predictions=self.prediction)
+        return super().parts(recipe, base) | {"weight": self.weight, "prediction": self.prediction}
+
+
+KIND = Canvas

@@ -1,0 +1,293 @@
+"""`Kind`: what a run trains, on which batches and by which losses.
+
+A kind is its keys, the fields of its class, and verbs. A run calls them in this order:
+
+- `refuse`, `without_effect`: what no schema says of a recipe
+- `start`, `without_weights`, `load_others`: the model that training starts from, and the objective over it
+- `read_data`, `source`: rows, and the batches of every optimiser step
+- `losses`, `why_unscored`: what is divided by what, and with which weight it counts
+- `evaluate`, `sample`: what is measured meanwhile
+- `record`, `facts`: what the model remembers of its training, and what a resumed run must share
+- `largest_batch`, `between_steps`: what a plan of the memory runs
+
+The defaults are those of a run over rows with responses. `make`, `losses`, `collator` and `evaluate` have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from pydantic import field_serializer
+from torch import Tensor
+
+from blockdiff import evals
+from blockdiff.canvas import Batch
+from blockdiff.checkpoint.diffusion import DiffusionSettings
+from blockdiff.data.collate import CanvasChoice, Collator
+from blockdiff.data.images import ImageReader
+from blockdiff.data.order import AnyOrder
+from blockdiff.errors import CheckpointError
+from blockdiff.evals.questions import questions_of
+from blockdiff.files import json_digest
+from blockdiff.kernels import Kernels
+from blockdiff.metrics import Record
+from blockdiff.models.family import Outline, family_of
+from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.parallel.mesh import Mesh
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.sampling import Sampler
+from blockdiff.terminal import counted
+from blockdiff.training.built import Built, Rows, Source
+from blockdiff.training.checkpoint_content import require_own_names
+from blockdiff.training.data import Data, Reading, encoder, image_reader, settle_template
+from blockdiff.training.kinds import kinds
+from blockdiff.training.plan.largest import worst_batch
+from blockdiff.training.progress import Progress
+from blockdiff.training.recipe import ObjectiveSection, Recipe, Section
+from blockdiff.training.recipe_choices import described
+from blockdiff.training.samples import Sampled, sample_prompts
+from blockdiff.training.starting_model import (
+    StartingModel,
+    choose_trained,
+    empty_model,
+    read_starting_model,
+    released_shape,
+    starting_config,
+)
+from blockdiff.training.step import Counts, Loss
+
+# Keys that do nothing unless something is there: section, its name, keys, whether it is there, and what it is.
+Needs = tuple[Section, str, tuple[str, ...], bool, str]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A batch as the model sees it: with noise in its canvases, which are called `word`."""
+
+    batch: Batch
+    noisy_BCL: Tensor
+    is_corrupted_BCL: Tensor
+    word: str = "canvas"
+
+
+class Kind(ObjectiveSection):
+    """A kind of run. The keys of its objective are the fields of its class."""
+
+    given: ClassVar[tuple[str, ...]] = ()  # the parts from Python that it takes, of `objective` and `reward`
+    metrics: ClassVar[tuple[str, ...]] = ()  # the held-out and sampled metrics of this kind that not every kind has
+    trains_whole: ClassVar[bool] = False  # without adapters; `model.quantize` is of a model beside it
+    learns_template: ClassVar[bool] = True  # its rows are written by the template that the trained model is asked in
+    # What is missing when a plan does not know the longest row.
+    length_from: ClassVar[str] = "data.max_length: missing, so the longest row is not known; set it, or say --tokens"
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Those of `metrics` that a run with these keys has."""
+        return self.metrics
+
+    @field_serializer("kind")
+    def _name(self, kind: str) -> str:
+        """The name of a kind of this folder; one from Python is recorded by its class."""
+        return kind if type(self) in kinds().values() else f"{type(self).__module__}.{type(self).__qualname__}"
+
+    @property
+    def settings_from(self) -> str | None:
+        """The model whose tokenizer and settings the run has; None: the model that trains."""
+        return None
+
+    # -- before anything is loaded ---------------------------------------------------------------------------------
+
+    def refuse(self, recipe: Recipe) -> None:
+        """Raise RecipeError for what the recipe asks for beside this kind and it does not go with."""
+
+    def without_effect(self, recipe: Recipe) -> list[Needs]:
+        """Keys that do nothing unless something is there."""
+        return []
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    def start(self, recipe: Recipe) -> StartingModel:
+        """Read the config, tokenizer and settings of the model that training starts from."""
+        config = starting_config(recipe)
+        self.require(recipe, family_of(config).outline(config))
+        return read_starting_model(recipe, config, self.settings_from)
+
+    def planned_start(self, recipe: Recipe) -> StartingModel:
+        """`start` for a plan: a released model that is not to be had has its shape from a preset, and no tokenizer."""
+        try:
+            return self.start(recipe)
+        except CheckpointError:
+            base = None if self.needs_tokenizer(recipe) else released_shape(recipe, self.settings_from)
+            if base is None:
+                raise
+        self.require(recipe, family_of(base.config).outline(base.config))
+        return base
+
+    def require(self, recipe: Recipe, outline: Outline) -> None:
+        """Raise RecipeError for a model that this kind does not train."""
+
+    def needs_tokenizer(self, recipe: Recipe) -> bool:
+        """True if the objective cannot be made without the model's tokenizer."""
+        return any(isinstance(token, str) for token in recipe.lora.tokens)
+
+    def without_weights(
+        self,
+        recipe: Recipe,
+        base: StartingModel,
+        kernels: str | Kernels | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """The objective over a model that has its adapters and is frozen as the recipe says; no weight has memory yet.
+
+        kernels: replace the recipe's; dtype: of the weights (None: they get it when they are filled).
+        """
+        model = empty_model(recipe, base, kernels, dtype)
+        objective = self.make(recipe, base, model, dtype)
+        require_own_names(objective)
+        choose_trained(model, recipe, base.tokenizer)
+        return objective
+
+    def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
+        """The module whose forward returns the sums of the losses of a batch by name, over a model without weights."""
+        raise NotImplementedError
+
+    def load_others(self, recipe: Recipe, objective: Any, mesh: Mesh) -> list[tuple[str, str, BlockDiffusionModel]]:
+        """Load the models beside the one that trains; returns each with a word for it and its name."""
+        return []
+
+    # -- the data --------------------------------------------------------------------------------------------------
+
+    def read_data(
+        self, recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, watch: Callable[..., Any] | None = None
+    ) -> Data:
+        """Read and encode the rows of a recipe, or find them in the cache.
+
+        With several ranks one of each node fills the cache first. Rows that are read pass through `watch`. Raises
+        DataError with file and line for what cannot be used.
+        """
+        reader = image_reader(recipe, base)
+        reading = Reading.of(recipe, encoder(recipe, base, self.stride(base), reader), ranks, watch)
+        train, order = self.read_rows(recipe, reading)
+        heldout = reading.heldout(recipe)
+        settle_template(recipe, base, reading.encode, train.has_conversations, self.learns_template)
+        prompts = [] if recipe.evaluation.prompts is None else self.read_prompts(recipe, reading)
+        collator = self.collator(recipe, base, reader)
+        return Data(recipe, reading.encode, train, heldout, prompts, collator, order)
+
+    def read_rows(self, recipe: Recipe, reading: Reading) -> tuple[Any, AnyOrder]:
+        """The rows that a run trains on, and their order."""
+        return reading.examples(recipe)
+
+    def read_prompts(self, recipe: Recipe, reading: Reading) -> Any:
+        """The rows of `evaluation.prompts`; DataError for one that is no question of `evaluation.task`."""
+        rows = reading.prompts(recipe)
+        questions_of(rows, evals.task(recipe.evaluation.task), reading.encode)
+        return rows
+
+    def check_data(self, recipe: Recipe, data: Data) -> None:
+        """Raise RecipeError or DataError for rows that the run cannot use, before weights are read."""
+
+    def stride(self, base: StartingModel) -> int:
+        """The number of tokens of a response from one place where a canvas may begin to the next."""
+        return base.canvas_length
+
+    def canvases(self, recipe: Recipe) -> CanvasChoice | None:
+        """The canvases of an example that an optimiser step scores; None if examples have none."""
+        return recipe.data.canvases
+
+    def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
+        """The collator that makes batches of examples."""
+        raise NotImplementedError
+
+    def source(self, recipe: Recipe, built: Built, ranks: Ranks, show: Progress) -> Source:
+        """Where the batches of optimiser steps come from; of `built` all is there but the source."""
+        return Rows(built.data, ranks, recipe.train.micro_batch_size)
+
+    def in_words(self, recipe: Recipe) -> str:
+        """What an optimiser step is made of, in words."""
+        canvases = self.canvases(recipe)
+        named = "next tokens" if canvases is None else described(canvases)
+        if isinstance(named, dict):  # {last: 2}
+            named = " ".join(str(word) for item in named.items() for word in item)
+        scored = named if canvases is None else f"{named} canvas{'es' * (named != 1)}"
+        return f"{counted(recipe.train.batch_size, 'example')}, {scored} of each"
+
+    def show_step(self, recipe: Recipe, data: Data, step: int, rows: int) -> tuple[dict[str, Any], list[str]] | None:
+        """The sizes and lines of an optimiser step that has no batch before it runs; None if it has one."""
+        return None
+
+    def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
+        """A batch with its noise, for a person to look at."""
+        return Drawn(batch, batch.canvas_BCL, torch.zeros_like(batch.is_scored_BCL))
+
+    # -- the losses ------------------------------------------------------------------------------------------------
+
+    def losses(self) -> dict[str, Loss]:
+        """The losses by name, as the objective returns their sums, each with what divides it and its weight."""
+        raise NotImplementedError
+
+    def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
+        """Why an optimiser step of these counts teaches nothing, and what to do about it; None if it teaches."""
+        if any(counts.of_losses.values()):
+            return None
+        return "nothing is scored", "see in `blockdiff inspect RECIPE` what is scored of each row"
+
+    # -- what is measured ------------------------------------------------------------------------------------------
+
+    def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:
+        """The held-out losses and accuracies."""
+        raise NotImplementedError
+
+    def sample(self, recipe: Recipe, built: Built, sampler: Sampler, ranks: Ranks, show: Progress) -> Sampled:
+        """The figures of the sampled prompts, and the records of their answers."""
+        data, task = built.data, evals.task(recipe.evaluation.task)
+        return sample_prompts(
+            sampler, data.prompts, task, ranks, recipe.seed, precision=built.precision, encoder=data.encoder
+        )
+
+    # -- what is remembered ----------------------------------------------------------------------------------------
+
+    def record(self, objective: Any) -> dict[str, Any]:
+        """The parts of the objective, by recipe key, for the trained model and the checkpoints of the run."""
+        return self.model_dump(mode="json")
+
+    def diffusion(self, objective: Any) -> DiffusionSettings:
+        """What sampling has to know of the objective."""
+        return DiffusionSettings.of(objective, self.record(objective))
+
+    def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
+        """Values that a resumed run must share with the run that was saved, by recipe key; None: left out.
+
+        digest_of: digests the weights of a model by its name.
+        """
+        return {
+            "data.train": data.train.fingerprint,
+            "evaluation.prompts": json_digest([asdict(replace(row, where="")) for row in data.prompts]),
+        }
+
+    # -- the memory of a run ---------------------------------------------------------------------------------------
+
+    def largest_batch(
+        self,
+        recipe: Recipe,
+        base: StartingModel,
+        model: BlockDiffusionModel,
+        tokens: int,
+        rows: int,
+        image_tokens: Sequence[int],
+    ) -> Batch:
+        """The largest micro-batch of `rows` rows of `tokens` tokens, with images of so many tokens in each."""
+        return worst_batch(model, tokens, rows, self.canvases(recipe), self.stride(base), image_tokens)
+
+    def between_steps(self, recipe: Recipe, base: StartingModel, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+        """Bytes on the device that are there between optimiser steps alone, by what they hold."""
+        return {}
+
+
+def kind_of(recipe: Recipe) -> Kind:
+    """The kind of run of a recipe."""
+    assert isinstance(recipe.objective, Kind), "every kind is found or given as one"
+    return recipe.objective
