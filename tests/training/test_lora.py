@@ -260,7 +260,7 @@ def test_a_base_in_fp8_stands_still_under_its_adapters(inputs, tmp_path):
     recipe = {**inputs, "model": {**inputs["model"], "quantize": "fp8", "dtype": "auto"}}
     run = blockdiff.train(recipe, output=tmp_path / "run")
     losses = [record["loss"] for record in run.records if record["kind"] == "train"]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] - 0.1  # batches differ by 0.02
     assert blockdiff.train(recipe, output=tmp_path / "run", resume=True, overrides=("train.steps=5",)).records
     with pytest.raises(RunError, match=r"model\.quantize"):
         blockdiff.train(inputs, output=tmp_path / "run", resume=True, overrides=("train.steps=6", "model.dtype=auto"))
