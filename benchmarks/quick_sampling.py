@@ -201,7 +201,7 @@ def same_bits(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
         with running(engine, rows, prompt, {}):
             for _ in range(SAME_STEPS):
                 engine.step()
-            part = engine._batch._step.state.part(slice(0, rows))  # type: ignore[union-attr]
+            part = engine._proposer._step.state.part(slice(0, rows))  # type: ignore[attr-defined]
             named = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
             return {name: x.clone() for name, x in named.items() if name != "offset_B"}
 

@@ -28,8 +28,8 @@ from blockdiff.models.pages import Pages
 from blockdiff.sampling.canvas_control import grouped
 from blockdiff.sampling.control import compile_control
 from blockdiff.sampling.predict import PredictInputs, predict
+from blockdiff.sampling.prepare import sampling_settings
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.settings import sampling_settings
 from blockdiff.sampling.step import CanvasStep, StepCall
 from blockdiff.sampling.strategy import captured_shape
 from tests.support.launches import KINDS, Operations, small_config

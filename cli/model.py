@@ -143,14 +143,8 @@ class SamplingOptions:
             return None
         from blockdiff.checkpoint import read_config
         from blockdiff.models.family import family_of
-        from blockdiff.sampling.strategies import (
-            NextToken,
-            Speculative,
-            Verified,
-            adjusted,
-            as_strategy,
-            next_token_head,
-        )
+        from blockdiff.sampling.rounds import NextTokenRound, VerifiedRound, round_of
+        from blockdiff.sampling.strategies import adjusted, as_strategy, next_token_head
 
         config = read_config(model.files.weights)
         try:
@@ -159,9 +153,9 @@ class SamplingOptions:
             chosen = adjusted(chosen, self.temperature, top_p=self.top_p)
         except RequestError as error:
             raise typer.BadParameter(str(error)) from None
-        if is_drafter and not isinstance(chosen, Speculative | NextToken):
+        if is_drafter and round_of(chosen) is not NextTokenRound:
             raise typer.BadParameter("a drafter drafts for --strategy speculative alone", param_hint="--draft-model")
-        if model.draft_model is not None and not is_drafter and not isinstance(chosen, Verified):
+        if model.draft_model is not None and not is_drafter and round_of(chosen) is not VerifiedRound:
             raise typer.BadParameter("a draft model drafts for --strategy verified alone", param_hint="--draft-model")
         head = next_token_head(chosen)
         if self.top_p is not None and head is not None and not head.temperature:

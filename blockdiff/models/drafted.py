@@ -86,6 +86,11 @@ class Drafted(BlockDiffusionModel):
         return self.drafter
 
     @property
+    def encoder(self) -> BlockDiffusionModel:
+        """The target."""
+        return self.target
+
+    @property
     def canvas_kinds(self) -> dict[str, str]:
         """The names of the drafter's kinds of layers, and what they are called here."""
         return {name: _of("drafter", name) for name in self.drafter.kinds}

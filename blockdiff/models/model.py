@@ -141,6 +141,11 @@ class BlockDiffusionModel(nn.Module):
         return self
 
     @property
+    def encoder(self) -> BlockDiffusionModel:
+        """The model whose hidden states of clean tokens `encode` returns: this one, or the target of a drafter."""
+        return self
+
+    @property
     def canvas_kinds(self) -> dict[str, str]:
         """The names of the denoiser's kinds of layers, and what they are called among the kinds of this model."""
         return {name: name for name in self.kinds}

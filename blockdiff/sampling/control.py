@@ -278,7 +278,7 @@ def _start(request: Request, settings: SamplingSettings, max_tokens: int) -> lis
     """The tokens of the draft over whole canvases, with eos (noise, where there is none) after its end."""
     if request.draft is None:
         return []
-    if settings.is_next_token:
+    if not settings.denoises:
         raise RequestError("a draft is where denoising starts, and next_token denoises nothing; leave it out")
     start = request.spelt(request.draft, require_tokenizer("a draft", settings), "the draft")
     eos_ids = settings.generation.eos_ids

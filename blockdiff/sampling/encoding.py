@@ -10,7 +10,6 @@ from torch import Tensor
 
 from blockdiff.checkpoint import with_image_side
 from blockdiff.errors import CheckpointError
-from blockdiff.models.drafted import Drafted
 from blockdiff.sampling.scores import next_token_logprobs
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class CapturedEncode:
         """True for a call of drafts to be verified that have equally many tokens."""
         counts = {count for _, count in chunks}
         fits = len(counts) == 1 and max(counts) <= self.longest and len(chunks) <= self.most
-        return fits and all(each.proposal is not None and each.may_capture for each, _ in chunks)
+        return fits and all(each.round.proposal is not None and each.may_capture for each, _ in chunks)
 
     def __call__(self, rows: abc.Sequence[PagedRow], tokens_BT: Tensor) -> Tensor:
         """Hidden states [B, T, D] of the tokens, which are written into the rows' pages; see `Pages.encode`."""
@@ -67,15 +66,14 @@ class Encoding:
     captured: the call that verifies drafts where it can be captured (None: it cannot).
     """
 
-    def __init__(self, model: BlockDiffusionModel, pages: Pages):
-        self.model, self.pages, self.tokens = model, pages, 0
+    def __init__(self, pages: Pages):
+        self.pages, self.tokens = pages, 0
         self.captured: CapturedEncode | None = None
 
     def encode(self, chunks: abc.Sequence[Chunk]) -> list[Sequence]:
         """Encode chunks, and score the tokens of sequences that ask for scores.
 
-        Returns the sequences of which what was encoded waits for `accept`, because a draft is to be verified or the
-        next token to be drawn.
+        Returns the sequences whose encoded tokens the head has to read before any of them is accepted.
         """
         waiting = list["Sequence"]()
         for call in self._batches(self._with_features(chunks)):
@@ -89,27 +87,13 @@ class Encoding:
             hidden_BTD = self.pages.encode(rows, tokens_BT, counts, images=images, call=captured)
             self.tokens += width * (len(call) + (0 if captured is None else captured.graphs.padding(len(call))))
             for (sequence, count), hidden_TD in zip(call, hidden_BTD, strict=True):
-                sequence.hidden_TD, is_draft = hidden_TD[:count], sequence.proposal is not None
-                sequence.calls["verify" if is_draft and sequence.has_drafts else "encode"] += 1
-                if is_draft or (sequence.is_next_token and not sequence.num_uncomputed):
+                sequence.hidden_TD = hidden_TD[:count]
+                sequence.calls[sequence.round.forward] += 1
+                if sequence.round.awaits_head(sequence):
                     waiting.append(sequence)
                 else:
-                    self.accept(sequence, sequence.num_computed)
+                    accept(sequence, sequence.num_computed, self.pages)
         return waiting
-
-    def accept(self, sequence: Sequence, end: int) -> None:
-        """Let the encoded tokens before column `end` stand that are in token_ids, and drop those after them."""
-        row, hidden_TD, sequence.hidden_TD = sequence.paged, sequence.hidden_TD, None
-        assert row is not None and hidden_TD is not None
-        start, end = row.accepted, min(end, len(sequence.token_ids))
-        if row.length > end:
-            self.pages.truncate(row, end)
-        self.pages.accept(row)
-        hidden_TD = hidden_TD[: end - start]
-        if sequence.is_scored:
-            self.score(sequence, start, hidden_TD)
-        elif sequence.has_head and len(hidden_TD):
-            sequence.last_hidden_D = hidden_TD[-1]
 
     def _with_features(self, chunks: abc.Sequence[Chunk]) -> abc.Sequence[Chunk]:
         """The chunks that can be encoded, once the features of all their images are made, in one call.
@@ -120,7 +104,7 @@ class Encoding:
         if not images:
             return chunks
         try:
-            with_image_side(self.model.target if isinstance(self.model, Drafted) else self.model)
+            with_image_side(self.pages.model.encoder)
         except CheckpointError as error:
             for sequence in [sequence for sequence, _ in chunks if sequence.images]:
                 sequence.error = str(error)
@@ -139,26 +123,50 @@ class Encoding:
         if call:
             yield call
 
-    def score(self, sequence: Sequence, start: int, hidden_TD: Tensor) -> None:
-        """Score the tokens of a sequence that the columns from `start` on, and the one before them, predict.
 
-        A sequence that is encoded again keeps its scores and goes on after them.
-        """
-        end, before_D = start + len(hidden_TD), sequence.last_hidden_D
-        if len(hidden_TD):
-            sequence.last_hidden_D = hidden_TD[-1]
-        scored = sequence.logprobs = sequence.logprobs or []
-        first = max(sequence.first_scored + len(scored), start)
-        prompt = len(sequence.prompt_tokens)
-        tokens = sequence.prompt_tokens[first : end + 1]
-        tokens += sequence.tokens[max(0, first - prompt) : max(0, end + 1 - prompt)]
-        if tokens:
-            before_D = before_D if first == start else hidden_TD[first - start - 1]
-            assert before_D is not None
-            tokens_T = torch.tensor(tokens, device=hidden_TD.device)
-            after_TD = hidden_TD[first - start :]
-            logprobs_T, _ = next_token_logprobs(self.model, before_D, after_TD, tokens_T)
-            scored += logprobs_T.tolist()
-            if count := sequence.request.top_logprobs:
-                before_TD = torch.cat([before_D[None], after_TD[: len(tokens) - 1]])
-                sequence.top_logprobs += self.model.vocabulary.likeliest(before_TD, count)
+def accept(sequence: Sequence, end: int, pages: Pages) -> None:
+    """Let the encoded tokens before column `end` stand that are in token_ids, and drop those after them."""
+    row, hidden_TD, sequence.hidden_TD = sequence.paged, sequence.hidden_TD, None
+    assert row is not None and hidden_TD is not None
+    start, end = row.accepted, min(end, len(sequence.token_ids))
+    if row.length > end:
+        pages.truncate(row, end)
+    pages.accept(row)
+    hidden_TD = hidden_TD[: end - start]
+    if sequence.is_scored:
+        _score(sequence, start, hidden_TD, pages.model)
+    elif sequence.round.head is not None and len(hidden_TD):
+        sequence.last_hidden_D = hidden_TD[-1]
+
+
+def score_end(sequence: Sequence, model: BlockDiffusionModel) -> None:
+    """Score the last token of a response behind whose other tokens nothing is left to encode."""
+    is_ended = sequence.finish_reason is not None and sequence.error is None
+    if is_ended and sequence.is_scored and not sequence.num_uncomputed:
+        assert sequence.last_hidden_D is not None
+        _score(sequence, sequence.num_computed, sequence.last_hidden_D[None, :][:0], model)
+
+
+def _score(sequence: Sequence, start: int, hidden_TD: Tensor, model: BlockDiffusionModel) -> None:
+    """Score the tokens of a sequence that the columns from `start` on, and the one before them, predict.
+
+    A sequence that is encoded again keeps its scores and goes on after them.
+    """
+    end, before_D = start + len(hidden_TD), sequence.last_hidden_D
+    if len(hidden_TD):
+        sequence.last_hidden_D = hidden_TD[-1]
+    scored = sequence.logprobs = sequence.logprobs or []
+    first = max(sequence.first_scored + len(scored), start)
+    prompt = len(sequence.prompt_tokens)
+    tokens = sequence.prompt_tokens[first : end + 1]
+    tokens += sequence.tokens[max(0, first - prompt) : max(0, end + 1 - prompt)]
+    if tokens:
+        before_D = before_D if first == start else hidden_TD[first - start - 1]
+        assert before_D is not None
+        tokens_T = torch.tensor(tokens, device=hidden_TD.device)
+        after_TD = hidden_TD[first - start :]
+        logprobs_T, _ = next_token_logprobs(model, before_D, after_TD, tokens_T)
+        scored += logprobs_T.tolist()
+        if count := sequence.request.top_logprobs:
+            before_TD = torch.cat([before_D[None], after_TD[: len(tokens) - 1]])
+            sequence.top_logprobs += model.vocabulary.likeliest(before_TD, count)

@@ -1,8 +1,8 @@
 """The engine: many requests at once, each with its own seed, settings and prefix, a denoising step at a time.
 
-One step encodes committed canvases and chunks of prompts, and denoises every running canvas once. `Scheduler` chooses
-the sequences that run, `Encoding` encodes, `CanvasBatch` denoises and has the tensors of running canvases, `BlockBatch`
-has the rows whose next tokens are drawn or drafted, `Commits` extends responses, and prefixes lie in `Pages`.
+One step encodes chunks of prompts and whatever rounds have proposed or committed, lets the rounds settle what was
+encoded, and lets every running sequence's round propose (`rounds`). `Scheduler` chooses the sequences that run,
+`Encoding` encodes, and prefixes are in `Pages`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,20 @@ from blockdiff import memory
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import BlockdiffError, EngineError, RequestError
-from blockdiff.models.drafted import Drafted, Drafter
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.batch import CanvasBatch
-from blockdiff.sampling.blocks import BlockBatch
-from blockdiff.sampling.commits import Commits
-from blockdiff.sampling.drafts import CanvasDraft
 from blockdiff.sampling.encoding import CapturedEncode, Encoding
 from blockdiff.sampling.graphs import BrokenCapture, Graphs, row_counts, step_capture, warn_of_no_graphs
 from blockdiff.sampling.one_caller import OneCaller, one_caller
-from blockdiff.sampling.prepare import prepare_sequences
+from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.request import Request, Result, require_seed
+from blockdiff.sampling.rounds import proposer_for, round_of
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
-from blockdiff.sampling.sequence import NOT_FINITE, RunningCanvas, Sequence
-from blockdiff.sampling.settings import SamplingSettings, sampling_settings
-from blockdiff.sampling.strategies import Verified
+from blockdiff.sampling.sequence import NOT_FINITE, Sequence
+from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
-from blockdiff.sampling.verification import round_control, verify
+from blockdiff.sampling.verification import verify
 from blockdiff.sampling.warm_up import WarmUp
 
 if TYPE_CHECKING:
@@ -115,8 +110,8 @@ class Engine(OneCaller):
             self.pages,
             max_waiting,
             chunk_tokens,
+            round_of(self.settings.strategy).answer_chunk(self.settings, chunk_tokens),
             self.settings.round_length,
-            self.settings.is_next_token,
         )
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
@@ -124,8 +119,7 @@ class Engine(OneCaller):
         self._buckets, self._capture = buckets, None if graphs is False else step_capture(model.denoiser)
         if graphs and self._capture is None:
             raise ValueError(UNCAPTURED)
-        self._encoding = Encoding(model, self.pages)
-        self._commits = Commits(self._encoding, self.settings)
+        self._encoding = Encoding(self.pages)
         self._make_buffers()
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
@@ -137,17 +131,11 @@ class Engine(OneCaller):
         rows, model, settings = self.most_rows, self.model, self.settings
         graphs = self._graphs = Graphs(self._capture, self._buckets or row_counts(rows))
         graphs.follow(self.pages.weight_addresses)
-        target = model.target if isinstance(model, Drafted) else model
         self._encoding.captured = None
-        if graphs.captures and step_capture(target) is not None:
+        if graphs.captures and step_capture(model.encoder) is not None:
             self._encoding.captured = CapturedEncode(self.pages, rows, settings.round_length, graphs)
-        self._batch: CanvasBatch | BlockBatch
-        if settings.is_next_token:
-            drafter = model.denoiser if isinstance(model.denoiser, Drafter) else None
-            self._batch = BlockBatch(drafter, self.pages, rows, graphs)
-        else:
-            self._batch = CanvasBatch(model.denoiser, settings, self.pages, rows, graphs)
-        self._calls = WarmUp(self.pages, self._batch, settings, self._scheduler, self._encoding.captured)
+        self._proposer = proposer_for(model, settings, self.pages, rows, graphs)
+        self._calls = WarmUp(self.pages, self._proposer, settings, self._scheduler, self._encoding.captured)
 
     # -- requests in, events out -------------------------------------------------------------------------------
 
@@ -248,11 +236,11 @@ class Engine(OneCaller):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Denoise in new buffers; the canvases that run are drawn again, with the same numbers."""
+        """Go on in new buffers; the canvases that run are drawn again, with the same numbers."""
         self._scheduler.preempt_all()
-        denoised = self._batch.denoised
+        denoised = self._proposer.denoised
         self._make_buffers()
-        self._batch.denoised = denoised
+        self._proposer.denoised = denoised
 
     @one_caller
     @torch.no_grad()
@@ -285,7 +273,7 @@ class Engine(OneCaller):
         BlockdiffError where the device has no memory for the calls of `most_rows` rows, or for no page beside them.
         """
         self._has_room = True
-        self._batch.step([], self._now)  # steps that follow read the pages where they lie then
+        self._proposer.propose([], self._now)  # steps that follow read the pages where they lie then
         if not self._unfinished:  # requests under way are left alone
             self._calls.measure()
         has_room = self.pages.grow(tokens, rows, self._scheduler.most_added(run))
@@ -330,7 +318,7 @@ class Engine(OneCaller):
     @property
     def denoised_canvases(self) -> int:
         """The number of canvases that the model has denoised so far, padding included."""
-        return self._batch.denoised
+        return self._proposer.denoised
 
     @property
     def encoded_tokens(self) -> int:
@@ -340,86 +328,52 @@ class Engine(OneCaller):
     @one_caller
     @torch.no_grad()
     def step(self) -> bool:
-        """Encode what the scheduler chooses and denoise every running canvas once; False when nothing is left to do."""
+        """Let every admitted sequence go on by an encode, a proposal or both; False when nothing is left to do."""
         self._scheduler.admit()
         self._graphs.follow(self.pages.weight_addresses)
         self._encode(self._scheduler.chunks())
         while chunks := self._scheduler.chunks(of_running=True):  # verified canvases that end with the head's own token
             self._encode(chunks)
         self._scheduler.give_way()
-        self._denoise()
+        self._propose(self._scheduler.start_running())
         return self._unfinished > 0
 
     def _encode(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """Encode chunks of sequences; sequences that have ended leave when nothing of them is left to encode."""
+        """Encode chunks of sequences, and let go of those that have ended when nothing of them is left to encode."""
         try:
-            waiting = self._encoding.encode(chunks)
+            encoded = self._encoding.encode(chunks)
         except BrokenCapture as error:
             self._leave_graphs(error)
             return
-        self._verify(waiting)
+        if encoded:
+            self._settle(encoded)
         for each in [each for each in self._scheduler.admitted if each.is_over]:
             self._leave(each)
 
-    def _verify(self, sequences: list[Sequence]) -> None:
-        """Verify the drafts of sequences, which were encoded, and commit what stands of them."""
-        found = verify(self.model, self.settings, sequences) if sequences else []
+    def _settle(self, sequences: list[Sequence]) -> None:
+        """Let the head read what was encoded of sequences, and their rounds commit what it accepts."""
+        found = verify(self.model, self.settings, sequences)
         for sequence, verification in zip(sequences, found, strict=True):
             if verification is None:
-                rounds = sequence.draft.rounds if isinstance(sequence.draft, CanvasDraft) else len(sequence.steps)
-                sequence.error = f"{NOT_FINITE} (canvas {len(sequence.steps) + 1}, verification {rounds + 1})"
+                number, count = len(sequence.steps) + 1, sequence.round.verifications(sequence) + 1
+                sequence.error = f"{NOT_FINITE} (canvas {number}, verification {count})"
                 continue
             if sequence.is_watched and verification.draft:
                 sequence.events.append((sequence, verification))
-            self._commits.settle(sequence, verification)
+            sequence.round.settle(sequence, verification, self.pages, self.settings)
 
-    def _denoise(self) -> None:
-        """Denoise every canvas of the running sequences once, and commit the canvases that are finished."""
-        running = self._scheduler.start_running()
-        for sequence in running:
-            if sequence.canvas is None and not sequence.is_next_token:
-                sequence.canvas = self._next_canvas(sequence)
+    def _propose(self, running: list[Sequence]) -> None:
+        """Let running sequences propose: canvases are denoised once, and finished where their rounds say how."""
         try:
-            finished, records = self._batch.step(running, self._now)
+            finished = self._proposer.propose(running, self._now)
         except BrokenCapture as error:
             self._leave_graphs(error)
             return
         self._now += 1
-        for sequence, record in records:
-            sequence.events.append((sequence, record))
         for canvas in finished:
-            self._finish(canvas)
-
-    def _next_canvas(self, sequence: Sequence) -> RunningCanvas:
-        """The next canvas of a sequence."""
-        number, control = len(sequence.steps), sequence.control
-        own = None if control is None else control.begin(sequence.seed)
-        first_step = 0 if control is None else control.first_step
-        if isinstance(sequence.strategy, Verified) and isinstance(draft := sequence.draft, CanvasDraft):
-            own = round_control(draft, own, self.settings, self.model.device)
-            first_step = draft.rounds * sequence.strategy.steps
-        return RunningCanvas(sequence, number, self._now - first_step, own, first_step)
-
-    def _finish(self, canvas: RunningCanvas) -> None:
-        """Commit a finished canvas, or leave it to the next encode where it is a draft to be verified."""
-        sequence, tokens = canvas.sequence, canvas.final or []
-        if not canvas.is_finite:
-            sequence.error = f"{NOT_FINITE} (canvas {canvas.number + 1}, step {canvas.first_step + canvas.steps})"
-            self._leave(sequence)
-            return
-        if outside := [token for token in tokens if not 0 <= token < self.settings.vocab_size]:
-            given = f"token {outside[0]} in final_BL, which is none of the model's {self.settings.vocab_size}"
-            named = f"strategy {type(sequence.strategy).__name__}"
-            sequence.error = f"{named}: decide() gave {given}; change it (docs/extending.md)"
-            self._leave(sequence)
-            return
-        sequence.canvas = None
-        if isinstance(draft := sequence.draft, CanvasDraft):  # the next encode verifies it
-            sequence.propose(draft.proposal(tokens, canvas.steps, canvas.first_step + canvas.steps - 1))
-            return
-        self._commits.commit(sequence, tokens, canvas.steps)
-        if sequence.is_over:
-            self._leave(sequence)
+            canvas.round.finish(canvas, self.pages, self.settings)
+            if canvas.sequence.is_over:
+                self._leave(canvas.sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Give a sequence's place and pages back; the last draw of a request to leave makes its result an event."""

@@ -1,26 +1,127 @@
-"""From a request to the sequences that answer it: what a model's settings make of its fields, and what they refuse."""
+"""The settings by which a model answers, and the sequences that answer a request, or the refusal of either."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from blockdiff.errors import RequestError
+from blockdiff.checkpoint.diffusion import DiffusionSettings
+from blockdiff.checkpoint.files import DIFFUSION
+from blockdiff.checkpoint.generation import Generation, special_tokens
+from blockdiff.checkpoint.tokenizer import mismatch
+from blockdiff.data.images import PROCESSORS, ImageReader
+from blockdiff.data.tokenise import takes_images
+from blockdiff.errors import CheckpointError, RequestError
+from blockdiff.models.family import family_of
 from blockdiff.sampling.control import compile_control
-from blockdiff.sampling.drafts import BlockDraft, CanvasDraft, Draft
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.response import opens_reasoning
+from blockdiff.sampling.rounds import require_fitting, round_of
 from blockdiff.sampling.sequence import Sequence
-from blockdiff.sampling.strategies import Speculative, Verified, as_strategy, next_token_head
-from blockdiff.sampling.strategy import require_shapes
+from blockdiff.sampling.settings import SamplingSettings
+from blockdiff.sampling.strategies import as_strategy, next_token_head
+from blockdiff.sampling.strategy import Strategy, require_shapes
 from blockdiff.seeding import child_seed
 
 if TYPE_CHECKING:
-    from blockdiff.sampling.settings import SamplingSettings
-    from blockdiff.sampling.strategy import Strategy
+    from transformers import PreTrainedTokenizerBase
+
+    from blockdiff.models.model import BlockDiffusionModel
+
+A_DRAFTER = "is a drafter; give it with --draft-model (draft_model=...) beside the model that it drafts for"
+
+
+def sampling_settings(
+    model: BlockDiffusionModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    generation: Generation | None = None,
+    diffusion: DiffusionSettings | None = None,
+    strategy: Strategy | str | None = None,
+) -> SamplingSettings:
+    """The settings of a model, of which those that are given replace its own.
+
+    `tokenizer` may be None when every request brings its tokens. `generation` defaults to generation_config.json and
+    `diffusion` to blockdiff.json, both beside the weights that the model was loaded from, else to transformers'
+    settings and to a denoiser of uniform noise. Where the generation settings name no eos, the model's config does,
+    else the tokenizer; with none, every response runs to its full length. `strategy` (text may name one,
+    docs/sampling.md) defaults to the released model's rules with the numbers of the generation settings; a causal model
+    is sampled token by token, and a `Drafted` one verified. Noise and prediction are those of what drafts canvases.
+    """
+    if not hasattr(model, "vocab_size"):
+        raise RequestError(f"model: {model!r:.60} is none; give what blockdiff.load(path) returns")
+    if getattr(model, "target_layers", ()):
+        raise RequestError(f"the model {A_DRAFTER}")
+    origin, drafter = _origin(model), _drafter(model)
+    generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
+    denoises = getattr(model, "denoises", True)
+    block = drafter.canvas_length if drafter is not None and drafter.target_layers else None
+    if drafter is not None and strategy is None:
+        strategy = "verified" if block is None else "speculative"
+    strategy = as_strategy(strategy, generation, denoises)
+    way = round_of(strategy)
+    if not denoises and way.denoises:
+        raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")
+    if diffusion is None:
+        diffusion = _diffusion(origin)
+        if drafter is not None and block is None:
+            diffusion = replace(_diffusion(_origin(drafter)), objective=diffusion.objective)
+    if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
+        raise CheckpointError(
+            f"{DIFFUSION}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"
+        )
+    doubt = None if tokenizer is None else mismatch(tokenizer, model.vocab_size)
+    if doubt is not None:
+        warnings.warn(doubt, stacklevel=3)
+    config = getattr(model, "config", None)
+    configs = [config] if drafter is None else [config, drafter.config]
+    special = special_tokens(config, generation, tokenizer)
+    settings = SamplingSettings(
+        tokenizer,
+        replace(generation, eos_ids=special.eos_ids, pad_id=special.pad_id),
+        diffusion,
+        strategy,
+        canvas_length=model.canvas_length if way.denoises else 1,
+        vocab_size=model.vocab_size,
+        denoises=way.denoises,
+        positions=None if config is None else min(family_of(each).outline(each).positions for each in configs),
+        is_drafted=drafter is not None,
+        block=block,
+        image_reader=None if drafter is not None and block is None else _image_reader(model, tokenizer),
+    )
+    require_fitting(strategy, settings)
+    return settings
+
+
+def _drafter(model: BlockDiffusionModel) -> BlockDiffusionModel | None:
+    """The model that drafts for a target; None if the model does all by itself."""
+    denoiser = getattr(model, "denoiser", model)
+    return None if denoiser is model else denoiser
+
+
+def _diffusion(origin: Path | None) -> DiffusionSettings:
+    """The settings of diffusion beside a checkpoint; without one, those of uniform noise."""
+    return DiffusionSettings.from_pretrained(origin) if origin else DiffusionSettings()
+
+
+def _image_reader(model: BlockDiffusionModel, tokenizer: PreTrainedTokenizerBase | None) -> ImageReader | None:
+    """The reader of images for a model that takes them; the files that it carries say how they are cut."""
+    config, carried = getattr(model, "config", None), getattr(model, "carried", None)
+    tokens = None if config is None else family_of(config).image_tokens(config)
+    if tokens is None or not takes_images(tokens, tokenizer):
+        return None
+    files = [] if carried is None else carried.side_files
+    found = [file for file in files if file.name in PROCESSORS] or files
+    return ImageReader(found[0].parent if found else {}, tokens, adapt=family_of(config).image_processor)
+
+
+def _origin(model: BlockDiffusionModel) -> Path | None:
+    """The directory of the checkpoint that a model came from, if files were carried from one."""
+    carried = getattr(model, "carried", None)
+    return next((file.parent for file in carried.side_files), None) if carried is not None else None
 
 
 def prepare_sequences(
@@ -35,14 +136,10 @@ def prepare_sequences(
     strategy = settings.strategy
     if request.strategy is not None:
         strategy = as_strategy(request.strategy, settings.generation)
-        settings.require_fitting(strategy)
-    is_verified = isinstance(strategy, Verified)
+        require_fitting(strategy, settings)
+    way = round_of(strategy)
     max_tokens = settings.max_tokens(request.max_new_tokens or settings.generation.max_new_tokens)
-    max_steps = request.max_steps or settings.generation.max_steps
-    if settings.is_next_token:
-        max_steps = 1
-    elif isinstance(strategy, Verified):
-        max_steps = strategy.steps  # of a round
+    max_steps = way.steps(strategy, request.max_steps or settings.generation.max_steps)
     require_shapes(strategy, max_steps)
     if request.stop and settings.tokenizer is None:
         raise RequestError("stop has texts, which need a tokenizer, and there is none")
@@ -70,11 +167,12 @@ def prepare_sequences(
         tokens,
         strategy,
         max_tokens,
-        max_steps * settings.canvas_length if is_verified else max_steps,  # each round adds a token at least
+        max_steps * way.rounds(settings),
+        way.of(strategy, settings),
         images,
         control=control,
-        draft=_new_draft(strategy, settings),
     )
+    is_verified = way.denoises and first.round.head is not None
     if (first.is_scored or is_verified) and settings.diffusion.objective.get("ar_loss", "not said") in ("none", None):
         vain = "its next-token predictions, which verify drafts, know" if is_verified else "its scores say"
         warnings.warn(
@@ -87,22 +185,11 @@ def prepare_sequences(
     return first.draws
 
 
-def _new_draft(strategy: Strategy, settings: SamplingSettings) -> Draft | None:
-    """The draft of a response before its first round; None where nothing is drafted."""
-    if not settings.is_next_token:
-        return CanvasDraft() if isinstance(strategy, Verified) else None
-    most = settings.block or 1
-    block = strategy.block if isinstance(strategy, Speculative) else 1  # next tokens are drafted by nobody
-    return BlockDraft(min(block or most, most) - 1, follows=block is None)
-
-
 def another_draw(first: Sequence, draw: int) -> None:
     """Add another answer to the draws of `first`, before it has begun, with a seed that follows from its own."""
-    own = replace(
-        first, draw=draw, seed=child_seed(first.seed, draw), tokens=[], steps=[], top_logprobs=[], token_ids=[]
-    )
+    seed, round = child_seed(first.seed, draw), replace(first.round)
+    own = replace(first, draw=draw, seed=seed, round=round, tokens=[], steps=[], top_logprobs=[], token_ids=[])
     own.control = None if first.control is None else first.control.copy()
-    own.draft = None if first.draft is None else replace(first.draft)
     first.draws.append(own)
 
 

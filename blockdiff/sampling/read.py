@@ -19,6 +19,7 @@ from blockdiff.sampling.canvas_control import FREE
 from blockdiff.sampling.control import require_tokenizer
 from blockdiff.sampling.prepare import another_draw, prepare_sequences
 from blockdiff.sampling.request import MOST_DRAWS, MOST_STEPS, Request
+from blockdiff.sampling.rounds import CanvasRound
 from blockdiff.sampling.sequence import Sequence
 from blockdiff.sampling.template import Hole, parse_template
 
@@ -88,7 +89,7 @@ class RunningRead:
         for name, value, most in (("steps", steps, MOST_STEPS), ("draws", draws, MOST_DRAWS)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise RequestError(f"{name} must be an integer from 1 to {most:,}, got {value!r:.80}")
-        if settings.is_next_token:
+        if not settings.denoises:
             raise RequestError("a read takes a model that denoises, and this one predicts next tokens")
         request.check()
         if request.control_in_words or request.thinking or request.scores or request.best_of > 1:
@@ -98,7 +99,7 @@ class RunningRead:
         holes, filled = _holes(template, choices, request, require_tokenizer("a read", settings))
         asked = replace(request, template=filled, max_steps=steps, max_new_tokens=settings.canvas_length)
         [first] = prepare_sequences(asked, settings, seed, model.device)
-        if first.draft is not None:
+        if first.round.head is not None:
             raise RequestError(
                 "a read looks at a canvas that is denoised, not at verified tokens; take another strategy"
             )
@@ -119,7 +120,8 @@ class RunningRead:
         for n in range(1, draws):
             another_draw(first, n)
         for n, sequence in enumerate(first.draws):
-            sequence.on_last_hidden = reading._reader(n)
+            assert isinstance(sequence.round, CanvasRound)
+            sequence.round.on_last_hidden = reading._reader(n)
         reading.sequences = first.draws
         return reading
 

@@ -19,11 +19,10 @@ from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.family import family_of
 from blockdiff.models.pages import PAGE_TOKENS, Pages
 from blockdiff.sampling.engine import UNCAPTURED, Engine, Event
-from blockdiff.sampling.prepare import prepare_sequences
+from blockdiff.sampling.prepare import A_DRAFTER, prepare_sequences, sampling_settings
 from blockdiff.sampling.read import Choices, Read, RunningRead
 from blockdiff.sampling.request import Prompt, Request, Result, as_request, require_seed
 from blockdiff.sampling.sequence import Sequence
-from blockdiff.sampling.settings import A_DRAFTER, sampling_settings
 from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, Verification

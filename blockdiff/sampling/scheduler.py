@@ -26,17 +26,17 @@ class Scheduler:
     At most `max_rows` sequences run. Up to as many more are encoded meanwhile, in groups, so that another one can take
     the place of a sequence that ends in the same step.
 
-    chunk_tokens: a prompt is encoded in chunks that end at multiples of it; canvas_length: the `round_length` of the
-    settings; is_next_token: whether responses grow by next tokens and not by canvases; tokens_per_step: the tokens that
-    a step encodes and denoises: prompts wait where canvases and commits leave no room, but one chunk is encoded in
-    every step; preemptions: the number of sequences sent back to the queue so far.
+    chunk_tokens: a prompt is encoded in chunks that end at multiples of it, and a response in chunks of `answer_chunk`;
+    round_length: that of the settings; tokens_per_step: the tokens that a step encodes and denoises: prompts wait where
+    canvases and commits leave no room, but one chunk is encoded in every step; preemptions: the number of sequences
+    sent back to the queue so far.
     """
 
     pages: Pages
     max_waiting: int
     chunk_tokens: int
-    canvas_length: int
-    is_next_token: bool = False
+    answer_chunk: int
+    round_length: int
     waiting: deque[Sequence] = field(default_factory=deque)
     admitted: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
@@ -49,11 +49,10 @@ class Scheduler:
 
         tokens_per_step: at least those of a canvas (None: twice the canvases of so many rows).
         """
-        least = self.chunk_tokens if self.is_next_token else 0
-        self.tokens_per_step = tokens_per_step or max(2 * max_rows * self.canvas_length, least)
-        if self.tokens_per_step < self.canvas_length:
-            raise ValueError(f"tokens_per_step {tokens_per_step} is less than the {self.canvas_length} of a canvas")
-        self.max_rows = min(max_rows, self.tokens_per_step // self.canvas_length)
+        self.tokens_per_step = tokens_per_step or max(2 * max_rows * self.round_length, self.answer_chunk)
+        if self.tokens_per_step < self.round_length:
+            raise ValueError(f"tokens_per_step {tokens_per_step} is less than the {self.round_length} of a canvas")
+        self.max_rows = min(max_rows, self.tokens_per_step // self.round_length)
 
     def add(self, *sequences: Sequence) -> None:
         """Let sequences wait to be admitted, all or none; raises Full where the queue has no room for them."""
@@ -72,7 +71,7 @@ class Scheduler:
             first = self._next()
             first.paged, shared = self.pages.open(), first.shared_tokens
             self._reuse(first)
-            tokens = first.num_tokens_until_commit(self.canvas_length)
+            tokens = first.num_tokens_until_commit(self.round_length)
             if self.admitted and not self.pages.has_room(first.paged, tokens):
                 self._release(first)
                 first.shared_tokens = shared  # it finds them again
@@ -97,14 +96,14 @@ class Scheduler:
         free = self.max_rows - len(running)
         for sequence in running:
             poorer = sum(without[owner] for owner in without if rows[owner] + 1 < rows[sequence.owner])
-            if poorer > free and sequence.canvas is None and sequence.proposal is None:
+            if poorer > free and sequence.round.is_between:
                 self._preempt(sequence)
                 rows[sequence.owner] -= 1
                 free += 1
 
     def most_added(self, run: int) -> int:
         """The most tokens of a sequence that go into one call, where its longest run of images has so many."""
-        return max(self.chunk_tokens, self.canvas_length) + run
+        return max(self.chunk_tokens, self.round_length) + run
 
     def leave(self, sequence: Sequence) -> None:
         """Take away a sequence's place in the queue, or among the admitted, with its pages."""
@@ -126,11 +125,11 @@ class Scheduler:
         of_running: whether only sequences that were running in the step before are asked for.
         """
         candidates = [each for each in self.running if each.paged is not None] if of_running else self.admitted
-        unencoded = [each for each in candidates if each.num_uncomputed > 0 and not each.is_ready]
+        unencoded = [each for each in candidates if each.round.to_encode(each) > 0]
         if not unencoded:
             return []
         unencoded.sort(key=lambda each: each.is_prompting)  # stable: both groups stay in the order of their admission
-        room = self.tokens_per_step - len(self.running) * self.canvas_length
+        room = self.tokens_per_step - len(self.running) * self.round_length
         chosen: list[tuple[Sequence, int]] = []
         pages: set[tuple[int, ...]] = set()  # encoded in this step; each is its tokens and all tokens before them
         for sequence in unencoded:
@@ -148,10 +147,10 @@ class Scheduler:
 
     def start_running(self) -> list[Sequence]:
         """Choose the running sequences among those with nothing left to encode; those that were running come first."""
-        running = [each for each in self.running if each.paged is not None and each.is_ready]
+        running = [each for each in self.running if each.paged is not None and not each.round.to_encode(each)]
         if len(running) < self.max_rows:
             still_running = set(map(id, running))
-            ready = [each for each in self.admitted if each.is_ready and id(each) not in still_running]
+            ready = [each for each in self.admitted if not each.round.to_encode(each) and id(each) not in still_running]
             rows = Counter(each.owner for each in running)
             if any(rows):  # by turns: those whose owners have few rows come first
                 ready.sort(key=lambda each: rows[each.owner])
@@ -165,7 +164,7 @@ class Scheduler:
         end = (
             sequence.first_scored + len(sequence.logprobs or ()) - 1 if sequence.is_scored else len(sequence.token_ids)
         )
-        if sequence.has_head:  # the encode of the last token predicts the next
+        if sequence.round.head is not None:  # the encode of the last token predicts the next
             end = min(end, len(sequence.token_ids) - 1)
         before = sequence.num_computed
         found = self.pages.reuse(sequence.paged, sequence.identities[:end])
@@ -195,18 +194,16 @@ class Scheduler:
         return end
 
     def _chunk(self, sequence: Sequence) -> int:
-        """The number of tokens of a sequence that go into one call: up to the next multiple of a chunk, or one canvas.
+        """The number of tokens of a sequence that go into one call: up to the next multiple of a chunk, or a proposal.
 
         A chunk that would end within a run of placeholders ends with it.
         """
         at, prompt = sequence.num_computed, len(sequence.prompt_tokens)
         if at < prompt:
             return run_end(sequence.images, min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt)) - at
-        if sequence.proposal is not None:
+        if sequence.round.proposal is not None:
             return len(sequence.token_ids) - at
-        # next tokens that are encoded again, after a preemption, need not go one by one
-        size = self.chunk_tokens if self.is_next_token else self.canvas_length
-        end = prompt + ((at - prompt) // size + 1) * size
+        end = prompt + ((at - prompt) // self.answer_chunk + 1) * self.answer_chunk
         return min(end, len(sequence.token_ids)) - at
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
@@ -231,5 +228,5 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         if sequence.paged is not None:
             self.pages.release(sequence.paged)
-        sequence.paged = sequence.canvas = sequence.hidden_TD = None
-        sequence.retract()
+        sequence.paged = sequence.hidden_TD = None
+        sequence.round.preempt(sequence)

@@ -1,26 +1,27 @@
-"""One answer to a request, on its way from the prompt's tokens to the result."""
+"""One answer to a request, on its way from the prompt's tokens to the result, and the contract of how it grows."""
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
 from collections import Counter, abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from blockdiff.images import PlacedImage, images_between, runs_of
 from blockdiff.models.page_keys import identities
-from blockdiff.sampling.drafts import BlockDraft, CanvasDraft, Draft, Proposal
 from blockdiff.sampling.request import Forwards, PromptScores, Result
 from blockdiff.sampling.response import parse
-from blockdiff.sampling.strategies import next_token_head
+from blockdiff.sampling.trace import CommittedCanvas
 
 if TYPE_CHECKING:
-    from blockdiff.models.pages import PagedRow
-    from blockdiff.sampling.canvas_control import CanvasControl
+    from torch import Tensor
+
+    from blockdiff.models.pages import PagedRow, Pages
     from blockdiff.sampling.control import Control
     from blockdiff.sampling.request import Request
     from blockdiff.sampling.settings import SamplingSettings
+    from blockdiff.sampling.strategies import NextToken
     from blockdiff.sampling.strategy import Strategy
     from blockdiff.sampling.trace import Verification
 
@@ -28,26 +29,102 @@ STOP_SPARE = 8  # special tokens that may stand within a text that ends a respon
 NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtype may help"
 
 
-@dataclass(eq=False)
-class RunningCanvas:
-    """The canvas of a sequence that is being denoised.
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens at the end of a sequence's token_ids that are to be verified; there may be none.
 
-    number: its place in the response; step_offset: the number of the engine's step minus that of the canvas's, which
-    begins with `first_step`: 0, or later where it starts from given tokens; control: what may stand in it; index: its
-    place in the buffers of the batch (None: it has none yet); has_begun: whether a step has denoised it; final: its
-    tokens (None: it is not finished), after so many `steps`; is_finite: False where its logits were not finite.
+    given: the number of first ones that are accepted already; steps: the denoising steps, or passes of a drafter, that
+    made them; last_step: the number of the last of these.
     """
 
-    sequence: Sequence
-    number: int
-    step_offset: int
-    control: CanvasControl | None = None
-    first_step: int = 0
-    index: int | None = None
-    has_begun: bool = False
-    final: list[int] | None = None
-    is_finite: bool = True
+    tokens: list[int] = field(default_factory=list)
+    given: int = 0
     steps: int = 0
+    last_step: int = 0
+
+
+@dataclass(eq=False)
+class Round(ABC):
+    """The way in which one answer grows, with its state.
+
+    head: the next-token sampling that decides every token (None: nothing is verified); proposal: the tokens at the end
+    of token_ids that the next call encodes and the head verifies (None: there is no proposal); places: those of
+    `Result`, of all answers to the request together.
+
+    As class attributes: denoises: whether canvases are denoised; leads: the number of accepted tokens that are encoded
+    together with a proposal.
+    """
+
+    head: NextToken | None = None
+    proposal: Proposal | None = None
+    places: list[tuple[int, int]] = field(default_factory=list)
+    denoises: ClassVar[bool] = True
+    leads: ClassVar[int] = 0
+
+    # -- asked of the class: what a request, an engine and its scheduler need ----------------------------------
+
+    @classmethod
+    @abstractmethod
+    def of(cls, strategy: Strategy, settings: SamplingSettings) -> Self:
+        """The round of an answer that has not begun."""
+
+    @classmethod
+    def steps(cls, strategy: Strategy, max_steps: int) -> int:
+        """The most denoising steps of one round, if a canvas may have `max_steps`."""
+        return max_steps
+
+    @classmethod
+    def rounds(cls, settings: SamplingSettings) -> int:
+        """The most rounds of one canvas."""
+        return 1
+
+    @classmethod
+    def answer_chunk(cls, settings: SamplingSettings, chunk_tokens: int) -> int:
+        """The number of tokens of a response, such as one that was preempted, that one call encodes."""
+        return settings.canvas_length
+
+    # -- asked of an answer ------------------------------------------------------------------------------------
+
+    def to_encode(self, sequence: Sequence) -> int:
+        """The number of tokens at the end of token_ids that are to be encoded before the next proposal."""
+        return sequence.num_uncomputed
+
+    @property
+    def is_between(self) -> bool:
+        """True if a preemption now would lose no proposal, finished or not."""
+        return self.proposal is None
+
+    def awaits_head(self, sequence: Sequence) -> bool:
+        """True if the tokens that were just encoded are not accepted before the head has read them."""
+        return self.proposal is not None
+
+    @property
+    def forward(self) -> str:
+        """The name in `Forwards` of the next call that encodes."""
+        return "encode" if self.proposal is None else "verify"
+
+    def propose(self, sequence: Sequence, proposal: Proposal) -> None:
+        """Put a proposal behind the tokens until it is settled."""
+        sequence.token_ids += proposal.tokens
+        self.proposal = proposal
+
+    def retract(self, sequence: Sequence) -> Proposal:
+        """Take the proposal away from the end of token_ids, and return it, empty if there is none."""
+        proposal, self.proposal = self.proposal or Proposal(), None
+        del sequence.token_ids[len(sequence.token_ids) - len(proposal.tokens) :]
+        return proposal
+
+    @abstractmethod
+    def settle(self, sequence: Sequence, verification: Verification, pages: Pages, settings: SamplingSettings) -> None:
+        """Commit what the head has accepted of the proposal, which was encoded, and drop the rest."""
+
+    def verifications(self, sequence: Sequence) -> int:
+        """The number of verifications so far, of the canvas if the way has canvases."""
+        return len(sequence.steps)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Drop what the pages of a sequence have held and its tokens do not: the proposal, finished or not."""
+        self.retract(sequence)
 
 
 @dataclass(eq=False)
@@ -56,28 +133,24 @@ class Sequence:
 
     What is asked: prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it;
     seed: that of its draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas;
-    images: those of the prompt; draw: the number of this answer among the request's `best_of`; on_last_hidden: called
-    with the hidden states [L, D] of the last step of a canvas; on_inputs: called with the number of every step of a
-    canvas, the tokens that it saw [L] and the self-conditioning signal [L, D].
+    round: the way in which it grows, with the state of that; images: those of the prompt; draw: the number of this
+    answer among the request's `best_of`.
 
     What all answers to the request share: draws: all of them, this one included; calls: their model calls so far, by
-    the names of `Forwards`; places: those of `Result`.
+    the names of `Forwards`.
 
     The response so far: `tokens`, with the `steps` of each canvas, the `logprobs` and `top_logprobs` of those that are
-    scored, and a `finish_reason` or an `error` at its end. control: what may stand in it, and the state of that; draft:
-    of its next tokens, where they are verified (None: canvases are committed as they are).
+    scored, and a `finish_reason` or an `error` at its end. control: what may stand in it, and the state of that.
 
     The rest is the engine's. owner: who asked, if others are to get their turns beside it ("": in the order of
-    arrival); token_ids: the prompt and the committed canvases, which the next canvas must see; proposal: the tokens at
-    the end of token_ids that are to be verified (None: there is no proposal); paged: the pages with the keys and values
-    of those that are encoded (None while the sequence is not admitted); hidden_TD: the hidden states of
-    the encoded tokens that are not accepted yet, because a draft among them is to be verified or the next token to be
-    drawn (None: all are accepted); last_hidden_D: that of the last accepted token, from which the next one is scored,
-    drawn or verified; num_preempted: the number of token_ids that were encoded when it was preempted; shared_tokens:
-    the number of token_ids that others had encoded; canvas: the one that is denoised, if any; is_watched: whether its
-    steps are recorded; recorded: the canvas and the step that were recorded last; may_capture: whether its steps may be
-    captured; events: the caller's list, which gets pairs of the sequence and an event; is_done: whether it has left the
-    engine.
+    arrival); token_ids: the prompt and the committed tokens, which the next ones must see, with the round's proposal at
+    the end; paged: the pages with the keys and values of those that are encoded (None while the sequence is not
+    admitted); hidden_TD: the hidden states of the encoded tokens that are not accepted yet, because the head has to
+    read them (None: all are accepted); last_hidden_D: that of the last accepted token, from which the next one is
+    scored, drawn or verified; num_preempted: the number of token_ids that were encoded when it was preempted;
+    shared_tokens: the number of token_ids that others had encoded; is_watched: whether its steps are recorded;
+    may_capture: whether its steps may be captured; events: the caller's list, which gets pairs of the sequence and an
+    event; is_done: whether it has left the engine.
     """
 
     request: Request
@@ -87,14 +160,12 @@ class Sequence:
     strategy: Strategy
     max_tokens: int
     max_steps: int
+    round: Round
     images: abc.Sequence[PlacedImage] = ()
     draw: int = 0
-    on_last_hidden: abc.Callable[[Tensor], object] | None = None
-    on_inputs: abc.Callable[[int, Tensor, Tensor], object] | None = None
 
     draws: list[Sequence] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
-    places: list[tuple[int, int]] = field(default_factory=list)
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -103,19 +174,15 @@ class Sequence:
     finish_reason: str | None = None
     error: str | None = None
     control: Control | None = None
-    draft: Draft | None = None
 
     owner: str = ""
     token_ids: list[int] = field(default_factory=list)
-    proposal: Proposal | None = None
     paged: PagedRow | None = None
     hidden_TD: Tensor | None = None
     last_hidden_D: Tensor | None = None
     num_preempted: int = 0
     shared_tokens: int = 0
-    canvas: RunningCanvas | None = None
     is_watched: bool = False
-    recorded: tuple[int, int] = (-1, -1)
     may_capture: bool = True
     events: list[tuple[Sequence, Any]] = field(default_factory=list)
     is_done: bool = False
@@ -169,63 +236,22 @@ class Sequence:
         return self.num_computed < len(self.prompt_tokens)
 
     @property
-    def is_ready(self) -> bool:
-        """True where a canvas can be denoised behind all tokens, or a block be drafted behind the last one."""
-        if not self.is_next_token:
-            return self.num_uncomputed == 0
-        return bool(self.tokens) and self.num_uncomputed == 1 and self.proposal is None
-
-    @property
-    def has_head(self) -> bool:
-        """True where next tokens are drawn or verified, for which the last token's hidden state is needed."""
-        return next_token_head(self.strategy) is not None
-
-    @property
-    def is_next_token(self) -> bool:
-        """True where the next token is drawn as soon as all tokens are encoded."""
-        return isinstance(self.draft, BlockDraft)
-
-    @property
-    def has_drafts(self) -> bool:
-        """True where tokens are drafted, which the head verifies, and not drawn one by one."""
-        return isinstance(self.draft, CanvasDraft) or (self.draft is not None and self.draft.most > 0)
-
-    @property
     def is_over(self) -> bool:
         """True where nothing is left to do for it: it has failed, or it has ended and all its tokens are encoded."""
         return self.error is not None or (self.finish_reason is not None and not self.num_uncomputed)
-
-    def count_places(self, verification: Verification, kept: int) -> None:
-        """Count the drafted tokens of a block by their places, and those that stand; none behind the response's end.
-
-        kept: the tokens of the block that were added to the response.
-        """
-        for place in range(len(verification.draft) if self.finish_reason is None else kept)[: len(verification.draft)]:
-            drafted, stood = self.places[place] if place < len(self.places) else (0, 0)
-            self.places[place : place + 1] = [(drafted + 1, stood + (place < verification.accepted))]
-
-    def propose(self, proposal: Proposal) -> None:
-        """Put drafted tokens behind the tokens, until they are verified."""
-        self.token_ids += proposal.tokens
-        self.proposal = proposal
-
-    def retract(self) -> Proposal:
-        """Take the proposal away from the end of the token_ids, and return it, empty where there is none."""
-        proposal, self.proposal = self.proposal or Proposal(), None
-        del self.token_ids[len(self.token_ids) - len(proposal.tokens) :]
-        return proposal
 
     def num_tokens_until_commit(self, canvas_length: int) -> int:
         """The number of tokens that need room in pages until the next canvas is committed."""
         return self.num_uncomputed + canvas_length
 
-    def commit(self, tokens: list[int], steps: int, eos_ids: abc.Collection[int]) -> int:
-        """Add any number of tokens to the response, up to the first eos or its last place, which end it.
+    def commit(self, tokens: list[int], steps: int, settings: SamplingSettings) -> int:
+        """Add tokens to the response, up to the first that ends it, and make that an event; returns their number.
 
-        steps: the denoising steps that made them. Returns the number of tokens added.
+        A response ends with an eos, with a stop text or at its last place. steps: the denoising steps that made the
+        tokens. They join the token_ids if the next ones, or scores, need them.
         """
-        fresh = tokens[: self.max_tokens - len(self.tokens)]
-        end = next((place + 1 for place, token in enumerate(fresh) if token in eos_ids), None)
+        number, fresh = len(self.steps), tokens[: self.max_tokens - len(self.tokens)]
+        end = next((place + 1 for place, token in enumerate(fresh) if token in settings.generation.eos_ids), None)
         self.tokens += fresh[:end]
         is_full = len(self.tokens) == self.max_tokens
         self.finish_reason = "eos" if end is not None else "length" if is_full else None
@@ -233,7 +259,28 @@ class Sequence:
         if self.control is not None:
             self.control.take(fresh[:end])
             self.error = self.control.obstacle
-        return len(fresh[:end])
+        kept = len(fresh[:end])
+        kept -= self._stop(kept, settings.text)
+        if self.error is not None:
+            return kept
+        committed = CommittedCanvas.undecoded(
+            functools.partial(_text, settings, self.tokens, len(self.tokens)),
+            id=self.id,
+            canvas=number,
+            prompt=self.prompt,
+            tokens=tokens,
+            kept=kept,
+            steps=steps,
+            finish_reason=self.finish_reason,
+            max_steps=self.max_steps,
+            control=self.request.control_in_words,
+        )
+        self.events.append((self, committed))
+        if self.finish_reason is None:
+            self.token_ids += tokens
+        elif self.is_scored:  # the last token predicts nothing
+            self.token_ids += tokens[: kept - 1]
+        return kept
 
     def would_end(self, tokens: list[int], settings: SamplingSettings) -> bool:
         """True where the response would end in the next tokens, with eos or a stop text."""
@@ -256,7 +303,7 @@ class Sequence:
         text = text_of(tokens)
         return any(each in text for each in self.request.stop)
 
-    def stop(self, fresh: int, text_of: abc.Callable[[list[int]], str]) -> int:
+    def _stop(self, fresh: int, text_of: abc.Callable[[list[int]], str]) -> int:
         """End the response at the first of its stop texts; returns how many of its last `fresh` tokens that cuts off.
 
         A response ends with the token that completes the text.
@@ -294,7 +341,12 @@ class Sequence:
             prompt_scores=prompt_scores,
             draw=None if self.request.best_of == 1 else self.draw,
             forwards=Forwards(**self.calls),
-            places=[*self.places],
+            places=[*self.round.places],
             prompt_tokens=len(self.prompt_tokens),
             cached_tokens=min(self.shared_tokens, len(self.prompt_tokens)),
         )
+
+
+def _text(settings: SamplingSettings, tokens: list[int], count: int) -> str:
+    """The text of the first tokens of a response."""
+    return settings.text(tokens[:count])

@@ -17,13 +17,13 @@ from blockdiff.kernels.vocabulary import Stats
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.canvas_control import CanvasControl
 from blockdiff.sampling.predict import PredictInputs, predict
-from blockdiff.sampling.sequence import RunningCanvas
-from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, decide_groups
 from blockdiff.seeding import Stream, signed, to_integers, to_uniform, uniform, words
 
 if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel
+    from blockdiff.sampling.rounds.canvases import RunningCanvas
+    from blockdiff.sampling.settings import SamplingSettings
 
 # One call of the generator covers this many steps: most canvases stop before they need a second one.
 STEPS_AHEAD = 8

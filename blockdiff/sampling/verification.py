@@ -12,16 +12,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import abc
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockdiff.sampling.canvas_control import FREE, CanvasControl, grouped
-from blockdiff.sampling.drafts import CanvasDraft, Proposal
+from blockdiff.sampling.canvas_control import CanvasControl, grouped
 from blockdiff.sampling.predict import PredictInputs, predict
-from blockdiff.sampling.strategies import NextToken, next_token_head
+from blockdiff.sampling.sequence import Proposal
+from blockdiff.sampling.strategies import NextToken
 from blockdiff.sampling.strategy import Shape
 from blockdiff.sampling.trace import Verification
 from blockdiff.seeding import Stream, signed, uniform
@@ -30,24 +29,6 @@ if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.sampling.sequence import Sequence
     from blockdiff.sampling.settings import SamplingSettings
-
-
-def round_control(
-    draft: CanvasDraft, own: CanvasControl | None, settings: SamplingSettings, device: torch.device
-) -> CanvasControl | None:
-    """The control of the canvas of a draft's next round: the request's own, with the tokens that stand pinned.
-
-    The rest of the last draft is what the canvas starts from. Under mask noise it is masks, because tokens that a
-    canvas starts from would never change.
-    """
-    length = settings.canvas_length
-    if not draft.tokens:
-        return own
-    tokens_L = torch.tensor(draft.tokens + [FREE] * (length - len(draft.tokens)), device=device)
-    own = own or CanvasControl(torch.full_like(tokens_L, FREE)[None])
-    is_verified_L = torch.arange(length, device=device) < draft.num_verified
-    pinned_BL, start_BL = tokens_L.where(is_verified_L, own.pinned_BL), tokens_L[None]
-    return replace(own, pinned_BL=pinned_BL, start_BL=start_BL if settings.diffusion.mask_id is None else None)
 
 
 def verify(
@@ -63,7 +44,7 @@ def verify(
     hidden, shapes, places = list[Tensor](), list[Shape](), list[range]()
     controls = list[CanvasControl | None]()
     for sequence in sequences:
-        head, proposal = next_token_head(sequence.strategy), sequence.proposal or Proposal()
+        head, proposal = sequence.round.head, sequence.round.proposal or Proposal()
         hidden_TD = sequence.hidden_TD
         assert head is not None and hidden_TD is not None
         length, given = len(proposal.tokens), proposal.given
@@ -100,7 +81,7 @@ def _shape(head: NextToken) -> Shape:
 
 def _draws(sequences: abc.Sequence[Sequence], places: abc.Sequence[range], device: torch.device) -> Tensor:
     """The numbers [N, 1] by which the tokens in these places of each response are drawn; zeros where no head draws."""
-    heads = [next_token_head(sequence.strategy) for sequence in sequences]
+    heads = [sequence.round.head for sequence in sequences]
     if not any(head is not None and head.temperature for head in heads):
         return torch.zeros(sum(map(len, places)), 1, device=device)
     pairs = zip(sequences, places, strict=True)
@@ -125,7 +106,7 @@ def _compared(sequence: Sequence, found: abc.Sequence[abc.Sequence[int]]) -> Ver
 
     found: of each place the likeliest token, the one that is drawn, and whether the logits are finite.
     """
-    head, proposal = next_token_head(sequence.strategy), sequence.proposal or Proposal()
+    head, proposal = sequence.round.head, sequence.round.proposal or Proposal()
     assert head is not None
     tokens, given = proposal.tokens, proposal.given
     own, fresh = [drawn if head.temperature else likeliest for likeliest, drawn, _ in found], tokens[given:]

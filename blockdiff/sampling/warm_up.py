@@ -15,18 +15,16 @@ from torch import Tensor
 from blockdiff import memory
 from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.models.family import family_of
-from blockdiff.sampling.drafts import Proposal
 from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.sequence import RunningCanvas, Sequence
+from blockdiff.sampling.sequence import Proposal, Sequence
 from blockdiff.sampling.strategies import adjusted
 from blockdiff.sampling.verification import verify
 
 if TYPE_CHECKING:
     from blockdiff.models.pages import Pages
-    from blockdiff.sampling.batch import CanvasBatch
-    from blockdiff.sampling.blocks import BlockBatch
     from blockdiff.sampling.encoding import CapturedEncode
+    from blockdiff.sampling.rounds import Proposer
     from blockdiff.sampling.scheduler import Scheduler
     from blockdiff.sampling.settings import SamplingSettings
 
@@ -43,7 +41,7 @@ class WarmUp:
     """
 
     pages: Pages
-    batch: CanvasBatch | BlockBatch
+    proposer: Proposer
     settings: SamplingSettings
     scheduler: Scheduler
     captured: CapturedEncode | None
@@ -80,15 +78,16 @@ class WarmUp:
 
         The second time the step is captured, where that can be done. asked: fields of their requests.
         """
-        before, sequences = self.batch.denoised, self._sequences(rows, **asked)
+        before, sequences = self.proposer.denoised, self._sequences(rows, **asked)
         for step in range(times):
-            self.batch.step(sequences, step)
-            if self.captured is not None and (proposal := sequences[0].proposal) is not None:
-                count = len(proposal.tokens) + sequences[0].is_next_token  # a block begins with a token that stands
+            self.proposer.propose(sequences, step)
+            round = sequences[0].round
+            if self.captured is not None and round.proposal is not None:
+                count = round.leads + len(round.proposal.tokens)
                 row = self.pages.stand_in(sequences[0].num_computed, count)
                 self.captured([row] * rows, torch.zeros(rows, count, dtype=torch.int64))
-        self.batch.step([], times)
-        self.batch.denoised = before
+        self.proposer.propose([], times)
+        self.proposer.denoised = before
 
     def filtered(self) -> None:
         """Denoise and verify a row of which tokens are drawn with top_p, unless the strategy has no filters."""
@@ -107,11 +106,11 @@ class WarmUp:
     def verify(self, rows: int | None = None, **asked: Any) -> None:
         """Verify a draft of so many rows (None: of as many as there may be), where drafts are verified."""
         sequences = self._sequences(rows or self.scheduler.max_rows, **asked)
-        if all(each.proposal is not None for each in sequences):
+        if all(each.round.proposal is not None for each in sequences):
             verify(self.pages.model, self.settings, sequences)
 
     def _sequences(self, rows: int, **asked: Any) -> list[Sequence]:
-        """Answers to the same request, with a canvas that is about to be denoised each."""
+        """Answers to the same request, each of which is about to propose."""
         length = self.settings.round_length
         prompt = [0] * max(1, min(PREFIX_TOKENS, self._positions() - length))
         found = list[Sequence]()
@@ -119,10 +118,9 @@ class WarmUp:
             request = Request(number, tokens=prompt, seed=0, max_new_tokens=length, **asked)
             [sequence] = prepare_sequences(request, self.settings, device=self.pages.model.device)
             sequence.paged = self.pages.stand_in(len(prompt), 0)
-            control = None if sequence.control is None else sequence.control.begin(sequence.seed)
-            sequence.canvas, sequence.last_hidden_D = RunningCanvas(sequence, 0, 0, control), self._hidden(1)[0]
-            if sequence.draft is not None:
-                sequence.propose(Proposal([0] * length, steps=1))
+            sequence.last_hidden_D = self._hidden(1)[0]
+            if sequence.round.head is not None:  # which may have to read a proposal of the most tokens
+                sequence.round.propose(sequence, Proposal([0] * length, steps=1))
                 sequence.hidden_TD = self._hidden(length)
             found.append(sequence)
         return found

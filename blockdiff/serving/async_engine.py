@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from blockdiff.errors import Closed, EngineError, Full, RequestError, TimedOut
 from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS
 from blockdiff.sampling.engine import Event
-from blockdiff.sampling.prepare import prepare_sequences
+from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.read import Choices, Read, RunningRead
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.sequence import Sequence
-from blockdiff.sampling.settings import SamplingSettings, sampling_settings
+from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.serving.engine_thread import BASE, Accepted, EngineThread, Stream
 from blockdiff.serving.preparing import Kind, Preparing, characters, kind_of
 

@@ -165,7 +165,7 @@ def test_replayed_steps_that_differ_are_noticed(monkeypatch):
         Figures(torch.device("cpu"), "tiny", 300, 5)
     )  # of which a step encodes 160, and a page keeps 128
     assert same_bits(engine, 5, 300)["short"] == ""
-    step, engine_step = engine._batch._step, engine.step
+    step, engine_step = engine._proposer._step, engine.step
 
     def other_step() -> bool:
         goes_on = engine_step()

@@ -77,13 +77,12 @@ def _settings(each: Sequence) -> tuple[int, int, str, int, float]:
 
 def _answer(model: BlockDiffusionModel, settings: SamplingSettings, batch: list[Sequence]) -> None:
     """Fill in the responses of a batch: canvas after canvas, until an eos or the last canvas."""
-    eos_ids = settings.generation.eos_ids
     prefix = _encode_prompts(model, settings, batch)
     for number in range(batch[0].max_tokens // model.canvas_length):
         canvas_BL, steps = _denoise(model, settings, prefix, batch, number)
         for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
             if each.error is None:
-                each.commit(tokens, count, eos_ids)
+                each.commit(tokens, count, settings)
         unfinished = [row for row, each in enumerate(batch) if each.finish_reason is None and not each.error]
         if not unfinished:
             return

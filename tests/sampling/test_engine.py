@@ -13,12 +13,11 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, Full, RequestError
 from blockdiff.models.page_buffers import StepBuffers
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.batch import CanvasBatch
 from blockdiff.sampling.engine import Engine
-from blockdiff.sampling.prepare import prepare_sequences
+from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.request import Forwards, Request, Result
+from blockdiff.sampling.rounds.batch import CanvasBatch
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.settings import sampling_settings
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from tests.families import small_model
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
@@ -316,7 +315,7 @@ def test_who_stops_listening_leaves_no_pages_behind(model):
 
 def test_a_call_while_another_thread_is_in_one_is_refused_and_nothing_is_lost(model, monkeypatch):
     requests, inside, go_on = requests_of(3), threading.Event(), threading.Event()
-    engine, step = Engine(model, None, LIVELY), CanvasBatch.step
+    engine, step = Engine(model, None, LIVELY), CanvasBatch.propose
     for request in requests[:2]:
         engine.submit(request)
 
@@ -325,7 +324,7 @@ def test_a_call_while_another_thread_is_in_one_is_refused_and_nothing_is_lost(mo
         assert go_on.wait(60)
         return step(batch, *given)
 
-    monkeypatch.setattr(CanvasBatch, "step", slow)
+    monkeypatch.setattr(CanvasBatch, "propose", slow)
     thread = threading.Thread(target=engine.step)
     thread.start()
     assert inside.wait(60)
@@ -367,7 +366,7 @@ def test_strategies_of_requests_that_are_gone_are_forgotten(model):
     for n in range(8):
         engine.submit(Request(n, tokens=[20], strategy=f"entropy_bound:t_max={0.8 + n / 100}"))
     finished(engine)
-    assert len(engine._batch._shapes) <= 4
+    assert len(engine._proposer._shapes) <= 4
 
 
 def ended(engine: Engine, requests: list[Request]) -> dict[str | int, Result]:

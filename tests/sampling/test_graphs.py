@@ -274,7 +274,7 @@ def test_top_p_is_captured_where_a_kernel_finds_its_tokens(recorder):
     top_p = Shape(1.0, top_p=0.9)
     for kernels, is_taken in ((model.kernels, True), (model.kernels.replaced(token_stats="torch"), False)):
         model.kernels = kernels
-        batch = Engine(model, None, LIVELY, page_tokens=8, graphs=True)._batch
+        batch = Engine(model, None, LIVELY, page_tokens=8, graphs=True)._proposer
         assert batch.can_capture(top_p) is is_taken and batch.can_capture(Shape(1.0, 20, min_p=0.1))
 
 
@@ -431,12 +431,12 @@ def both_ways(model: Any, kind: str, checked: Callable[..., Any] = lambda run: r
     options |= dict(tokenizer=character_tokenizer("abcd"), generation=replace(LIVELY, eos_ids=(1,), pad_id=0))
     engine = Engine(model, **options)
     replays = []
-    capture = engine._batch.graphs._captured
-    engine._batch.graphs._captured = lambda *how: replays.append(capture(*how)) or replays[-1]
+    capture = engine._proposer.graphs._captured
+    engine._proposer.graphs._captured = lambda *how: replays.append(capture(*how)) or replays[-1]
     called = Engine(model, **options)
-    called._batch.graphs._is_refused = True  # padded as what is captured: other shapes may round otherwise
+    called._proposer.graphs._is_refused = True  # padded as what is captured: other shapes may round otherwise
     for each in (called, engine):
-        each._batch.graphs.run = checked(each._batch.graphs.run)
+        each._proposer.graphs.run = checked(each._proposer.graphs.run)
         for request in requests_of(7, 500, **ON_A_GPU[kind]):  # up to four pages, and so block tables of several widths
             each.submit(request)
             each.step()

@@ -190,7 +190,7 @@ def test_a_call_that_breaks_off_within_a_step_leaves_no_engine_and_one_that_stop
     assert not engine.unfinished and not engine.events()
     other = sampler.stream(requests_of(3), batch_size=1)
     next(other)
-    monkeypatch.setattr(engine._batch, "step", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._proposer, "propose", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sampler.generate(requests_of(3), batch_size=1)
     assert sampler._engine is None

@@ -113,7 +113,7 @@ def test_a_result_has_its_reasoning_apart():
     sampler = Sampler(model, TOKENIZER, Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,)))
     said = TOKENIZER(f"{OPENED}6 * 7{CLOSED}42", add_special_tokens=False)["input_ids"]
     [asked] = prepare_sequences(Request("a", messages=CHAT, thinking=True), sampler.settings)
-    asked.commit([*said, 1], 3, (1,))
+    asked.commit([*said, 1], 3, sampler.settings)
     result = asked.result(sampler.settings)
     assert (result.reasoning, result.text, result.tokens) == ("6 * 7", "42", [*said, 1])
     assert result.to_record()["reasoning"] == "6 * 7"

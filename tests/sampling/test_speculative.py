@@ -333,13 +333,13 @@ def test_blocks_follow_what_stood_lately(model):
 
     [follows] = prepare_sequences(requests(1)[0], drafting)
     [fixed] = prepare_sequences(requests(1, strategy="speculative:block=4")[0], drafting)
-    assert follows.draft.reach == 4 and fixed.draft.reach == 3
+    assert follows.round.reach == 4 and fixed.round.reach == 3
     for accepted, reach in ((0, 1), (1, 1), (1, 2), (2, 2), (4, 3), (4, 4)):
         for each in (follows, fixed):
-            each.draft.note(Verification(0, 0, 0, [6] * 4, 0, accepted, 7))
-        assert follows.draft.reach == reach and fixed.draft.reach == 3
-    follows.draft.note(Verification(0, 0, 0, [], 0, 0, 7))
-    assert follows.draft.reach == 4
+            each.round.note(Verification(0, 0, 0, [6] * 4, 0, accepted, 7))
+        assert follows.round.reach == reach and fixed.round.reach == 3
+    follows.round.note(Verification(0, 0, 0, [], 0, 0, 7))
+    assert follows.round.reach == 4
 
 
 def test_what_a_drafter_cannot_draft_is_refused(target, model):

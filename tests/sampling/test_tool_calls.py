@@ -11,9 +11,8 @@ from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import check_row
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.sampling import Generation, Request
-from blockdiff.sampling.prepare import prepare_sequences
+from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.response import ResponseParser, parse
-from blockdiff.sampling.settings import sampling_settings
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -62,7 +61,7 @@ def test_a_call_that_training_teaches_is_read_back_and_stands_apart(tokenizer):
     tokenizer.chat_template = encoder.template
     settings = sampling_settings(model, tokenizer, Generation(max_steps=1, max_new_tokens=320, eos_ids=(1,)))
     [answer] = prepare_sequences(Request("a", messages=[asked]), settings)
-    answer.commit([*response, 1], 3, (1,))
+    answer.commit([*response, 1], 3, settings)
     result = answer.result(settings)
     assert (result.tool_calls, result.text) == ([wanted, wanted], "so: ")
     assert result.to_record()["tool_calls"] == [wanted, wanted]

@@ -11,9 +11,8 @@ from typing import Any
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling.engine import Engine
-from blockdiff.sampling.prepare import prepare_sequences
+from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.request import Request, Result
-from blockdiff.sampling.settings import sampling_settings
 from tests.oracles.lockstep import generate_in_lockstep
 
 STRATEGIES = (None, None, "quota", "confident:threshold=0.1", "entropy_bound:top_k=20")

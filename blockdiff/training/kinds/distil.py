@@ -32,6 +32,7 @@ from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Engine, Generation, Request, Sampler
 from blockdiff.sampling.prepare import prepare_sequences
+from blockdiff.sampling.rounds import CanvasRound
 from blockdiff.sampling.trace import CommittedCanvas
 from blockdiff.seeding import Stream, to_uniform, words
 from blockdiff.training.built import Built, Source
@@ -145,7 +146,8 @@ class Settled(Source):
                 [answer] = prepare_sequences(request, settings, device=model.device)
             except RequestError as error:
                 raise DataError(f"data.train: a canvas cannot be rolled out: {error}") from None
-            answer.on_inputs = rollout.visit if is_visited else None
+            assert isinstance(answer.round, CanvasRound)
+            answer.round.on_inputs = rollout.visit if is_visited else None
             answers.append(answer)
         if not answers:
             return

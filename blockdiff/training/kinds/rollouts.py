@@ -210,7 +210,7 @@ class Rollouts(Source):
                 recorder.canvas(canvas)
                 look()
 
-            is_watched = not sampler.settings.is_next_token
+            is_watched = sampler.settings.denoises
             stream = sampler.stream(
                 requests, batch_size=ROWS, on_canvas=on_canvas, on_step=recorder.step if is_watched else None
             )

@@ -7,7 +7,7 @@ device's. Tensors: B canvases, L positions.
 from __future__ import annotations
 
 from collections import abc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from blockdiff.sampling.canvas_control import CanvasControl, grouped
 from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
 from blockdiff.sampling.step import STEPS_AHEAD, CanvasState, CanvasStep, StepCall
 from blockdiff.sampling.strategy import Decision, Shape, Strategy, captured_shape, group_canvases
-from blockdiff.sampling.trace import Step, step_records
+from blockdiff.sampling.trace import step_records
 
 if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.models.pages import Pages
-    from blockdiff.sampling.sequence import RunningCanvas, Sequence
+    from blockdiff.sampling.rounds.canvases import CanvasRound, RunningCanvas
+    from blockdiff.sampling.sequence import Sequence
     from blockdiff.sampling.settings import SamplingSettings
 
 
@@ -41,10 +42,10 @@ class CanvasBatch:
         max_rows: int,
         graphs: Graphs,
     ):
+        model = model.denoiser
         self.model, self.settings, self.pages, self.graphs = model, settings, pages, graphs
-        self.sequences: list[Sequence] = []  # in the order of their places, with their canvases
-        self.canvases: list[RunningCanvas] = []
-        self._running: list[RunningCanvas | None] = []  # the canvases in the order in which they were given
+        self.canvases: list[RunningCanvas] = []  # in the order of their places
+        self._running: list[RunningCanvas] = []  # in the order in which they were given
         self.denoised = 0  # canvases that the model has run, padding included
         most = max_rows + graphs.padding(max_rows)
         self._step = CanvasStep(model, settings, pages, most, keeps=not graphs.captures)
@@ -62,11 +63,10 @@ class CanvasBatch:
 
     # -- the canvases and their places -------------------------------------------------------------------------
 
-    def _arrange(self, running: abc.Sequence[Sequence]) -> None:
-        """Make these sequences the batch; canvases without an index begin now."""
-        self._running = [row.canvas for row in running]
-        self.sequences, step, device = self._placed(running), self._step, self.model.device
-        self.canvases = canvases = [row.canvas for row in self.sequences if row.canvas is not None]
+    def _arrange(self, running: list[RunningCanvas]) -> None:
+        """Make these canvases the batch; those without an index begin now."""
+        self._running, step, device = running, self._step, self.model.device
+        self.canvases = canvases = self._placed(running)
         moved = [(n, canvas.index) for n, canvas in enumerate(canvases) if canvas.index not in (None, n)]
         fresh = [n for n, canvas in enumerate(canvases) if canvas.index is None]
         if moved:
@@ -86,8 +86,8 @@ class CanvasBatch:
         step.write_given(step.start_BL, [None if c is None else c.start_BL for c in starting])
         self._canvas_controls = grouped(controls)
         self._captured = None
-        if self.sequences:
-            rows = [row.paged for row in self.sequences if row.paged is not None]
+        if canvases:
+            rows = [canvas.sequence.paged for canvas in canvases if canvas.sequence.paged is not None]
             prefixes = step.prefixes.load(rows + [self.pages.empty] * self.graphs.padding(len(rows)))
             if (shape := self._shape_to_capture()) is not None:
                 self._captured = shape, self._prepared(shape, prefixes)
@@ -95,31 +95,33 @@ class CanvasBatch:
             used = {key[1] for key in self.graphs.keys}
             step.may_stop = {each: stops for each, stops in step.may_stop.items() if each in used}
 
-    def _placed(self, running: abc.Sequence[Sequence]) -> list[Sequence]:
-        """The running sequences in the order of their places."""
-        new = [row for row in running if row not in self.sequences]
-        places: list[Sequence | None] = [row if row in running else None for row in self.sequences]
-        for n, row in enumerate(places):
-            if row is None and new:
+    def _placed(self, running: abc.Sequence[RunningCanvas]) -> list[RunningCanvas]:
+        """The running canvases in the order of their places."""
+        of_round = {canvas.round: canvas for canvas in running}
+        places = [of_round.pop(before.round, None) for before in self.canvases]
+        new = [canvas for canvas in running if canvas.round in of_round]
+        for n, canvas in enumerate(places):
+            if canvas is None and new:
                 places[n] = new.pop(0)
         while None in places:
             last = places.pop()
             if last is not None:
                 places[places.index(None)] = last
-        return [row for row in places if row is not None] + new
+        return [canvas for canvas in places if canvas is not None] + new
 
     def _shape_to_capture(self) -> Shape | None:
         """The shape that all canvases draw from, at whatever temperatures; None if their step cannot be captured."""
-        strategies = {row.strategy for row in self.sequences}
-        is_looked_at = any(row.is_watched or row.on_last_hidden or row.on_inputs for row in self.sequences)
-        if not self.graphs.captures or len(strategies) > 1 or is_looked_at:
+        rows = [canvas.sequence for canvas in self.canvases]
+        strategies = {row.strategy for row in rows}
+        is_observed = any(canvas.sequence.is_watched or canvas.round.is_observed for canvas in self.canvases)
+        if not self.graphs.captures or len(strategies) > 1 or is_observed:
             return None
-        if not all(row.may_capture for row in self.sequences):
+        if not all(row.may_capture for row in rows):
             return None
         if not all(each.rows is None for each in self._canvas_controls):
             return None
         [strategy] = strategies
-        shapes = {captured_shape(strategy, steps) for steps in {row.max_steps for row in self.sequences}}
+        shapes = {captured_shape(strategy, steps) for steps in {row.max_steps for row in rows}}
         shape = shapes.pop()
         return None if shapes or shape is None or not self.can_capture(shape) else shape
 
@@ -130,57 +132,58 @@ class CanvasBatch:
         """
         after = slice(len(self.canvases), None)  # strategies divide by the number of steps
         self._step.pinned_BL[after], self._step.state.steps_B[after] = 0, 1
-        rows, key = len(self.sequences) + self.graphs.padding(len(self.sequences)), None
+        rows, key = len(self.canvases) + self.graphs.padding(len(self.canvases)), None
         for control in self._canvas_controls:
             most, key = len(self._step.pinned_BL), control.key
             self._canvas_controls = [control.in_buffers(self._control_buffers, most, rows)]
-        return rows, (self.sequences[0].strategy,), shape, prefixes, key
+        return rows, (self.canvases[0].sequence.strategy,), shape, prefixes, key
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def step(
-        self, running: abc.Sequence[Sequence], now: int
-    ) -> tuple[list[RunningCanvas], list[tuple[Sequence, Step]]]:
-        """Denoise the canvas of every running sequence once.
+    def propose(self, rows: abc.Sequence[Sequence], now: int) -> list[RunningCanvas]:
+        """Denoise the canvas of every row once, and return those that are finished with it.
 
-        Returns the canvases that this finishes, and the records of watched sequences. now: the number of the engine's
-        step. A step of no sequence lets go of those before; pages may have moved before the one after it.
+        Records of watched sequences become events. now: the number of the engine's step. Without rows it lets go of
+        those before; pages may have moved before the next call.
         """
-        if has_changed := [row.canvas for row in running] != self._running:
+        rounds = cast("list[CanvasRound]", [row.round for row in rows])
+        each = zip(rounds, rows, strict=True)
+        running = [its.running(row, now, self.settings, self.model.device) for its, row in each]
+        if has_changed := running != self._running:
             self._arrange(running)
         if not self.canvases:
-            return [], []
+            return []
         steps, step = [now - canvas.step_offset for canvas in self.canvases], self._step
         due = step.state.draw_on(steps, self.settings)
         if places := range(len(steps)) if has_changed else due:
             temperatures = torch.tensor([self._temperatures(n, steps[n]) for n in places], device=self.model.device)
             step.temperature_BT[torch.tensor(places, device=self.model.device)] = temperatures
         step.now.fill_(now)
-        call, records, hidden_BLD = self._call(steps), list[tuple["Sequence", Step]](), None
+        call, hidden_BLD = self._call(steps), None
         if self._captured is not None:
             self.graphs.run(self._captured[1], lambda: step(call))
         else:
-            callbacks = [canvas.sequence.on_inputs for canvas in self.canvases]
+            callbacks = [canvas.round.on_inputs for canvas in self.canvases]
             signal_BLD = step.state.soft_BLD[: len(steps)]
             signal_BLD = signal_BLD.clone() if any(callbacks) else signal_BLD  # the step writes over it
             inputs, stats, decision = step(call)
             for n, on_inputs in enumerate(callbacks):
                 if on_inputs is not None:
                     on_inputs(steps[n], inputs.tokens_BL[n], signal_BLD[n])
-            records = self._records(steps, inputs.tokens_BL, stats, decision)
+            self._record(steps, inputs.tokens_BL, stats, decision)
             hidden_BLD = inputs.hidden_BLD
         self.denoised += call.padded
-        for row in self.sequences:
-            row.calls["denoise"] += 1
+        for canvas in self.canvases:
+            canvas.sequence.calls["denoise"] += 1
         self._report.send(len(steps))
         # where no canvas can end the host need not wait for the device; else it waits here, once
         is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))
         may_end = is_last or step.may_stop[call.strategies]
         finished = self._finished(self._report.read(len(steps)) if may_end else None, steps)
         for canvas in finished:
-            if canvas.sequence.on_last_hidden is not None and hidden_BLD is not None and canvas.index is not None:
-                canvas.sequence.on_last_hidden(hidden_BLD[canvas.index])
-        return finished, records
+            if canvas.round.on_last_hidden is not None and hidden_BLD is not None and canvas.index is not None:
+                canvas.round.on_last_hidden(hidden_BLD[canvas.index])
+        return finished
 
     def _call(self, steps: abc.Sequence[int]) -> StepCall:
         """The call of a step; steps: the step that each canvas is at."""
@@ -226,15 +229,15 @@ class CanvasBatch:
                 finished.append(canvas)
         return finished
 
-    def _records(
-        self, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision
-    ) -> list[tuple[Sequence, Step]]:
-        """The records of the watched sequences; a step that is repeated after a preemption is recorded once."""
+    def _record(self, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision) -> None:
+        """Make the step an event of each watched sequence; one that a preemption repeats is recorded once."""
         watched = {}
         for place, (canvas, step) in enumerate(zip(self.canvases, steps, strict=True)):
             sequence, number = canvas.sequence, canvas.number
-            if sequence.is_watched and (number, step) > sequence.recorded:
-                sequence.recorded = number, step
+            if sequence.is_watched and (number, step) > canvas.round.recorded:
+                canvas.round.recorded = number, step
                 watched[place] = sequence.id, number, step, self._shape(place, step).temperature
         records = step_records(watched, tokens_BL, stats, decision, self._step.pinned_BL[: len(tokens_BL)])
-        return list(zip([self.canvases[place].sequence for place in watched], records, strict=True))
+        for place, record in zip(watched, records, strict=True):
+            sequence = self.canvases[place].sequence
+            sequence.events.append((sequence, record))

@@ -1,0 +1,88 @@
+"""Rounds: the ways in which answers grow, a class each, which holds the state of one answer.
+
+`CanvasRound` proposes a canvas over denoising steps and commits it as it is. `VerifiedRound` proposes a canvas over the
+few steps of a round. The next call encodes it, the head accepts its tokens up to the first that it draws otherwise, and
+the next round starts from the rest; the canvas is committed once all of it is accepted. `NextTokenRound` proposes the
+tokens of a drafter's pass, or none. The next call encodes them behind the last token of the response, and the accepted
+ones are committed with the head's own next one.
+
+All rows of an engine propose in one call, `Proposer.propose`: canvases of both sorts in a `CanvasBatch`, next tokens in
+a `BlockBatch`. The head reads all rows of a call together, too (`verification.py`). What else differs between the ways
+is asked of the round: when a sequence is ready for the next proposal, what it keeps when it is preempted, how many
+tokens a call encodes, and how it looks to the calls that warm an engine up. The table below says which round a request
+has. The rows of an engine have canvases all, verified or not, or next tokens all.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import TYPE_CHECKING, Protocol
+
+from blockdiff.errors import RequestError
+from blockdiff.sampling.rounds.batch import CanvasBatch
+from blockdiff.sampling.rounds.canvases import CanvasRound, RunningCanvas
+from blockdiff.sampling.rounds.next_tokens import BlockBatch, NextTokenRound
+from blockdiff.sampling.rounds.verified import VerifiedRound
+from blockdiff.sampling.strategies import NextToken, Speculative, Verified
+
+if TYPE_CHECKING:
+    from blockdiff.models.model import BlockDiffusionModel
+    from blockdiff.models.pages import Pages
+    from blockdiff.sampling.graphs import Graphs
+    from blockdiff.sampling.sequence import Round, Sequence
+    from blockdiff.sampling.settings import SamplingSettings
+    from blockdiff.sampling.strategy import Strategy
+
+__all__ = ["CanvasRound", "NextTokenRound", "Proposer", "VerifiedRound", "proposer_for", "require_fitting", "round_of"]
+
+# A strategy of any other class denoises canvases.
+ROUNDS: dict[type[Strategy], type[Round]] = {
+    NextToken: NextTokenRound,
+    Speculative: NextTokenRound,
+    Verified: VerifiedRound,
+}
+
+
+def round_of(strategy: Strategy) -> type[Round]:
+    """The way in which responses grow under a strategy."""
+    return next((its for kind, its in ROUNDS.items() if isinstance(strategy, kind)), CanvasRound)
+
+
+class Proposer(Protocol):
+    """The buffers of an engine in which all its rows propose at once.
+
+    denoised: the number of canvases, or of blocks of a drafter, that were run, padding included.
+    """
+
+    denoised: int
+
+    def propose(self, rows: abc.Sequence[Sequence], now: int) -> list[RunningCanvas]:
+        """Advance the proposal of every row by one step, and return the canvases that are finished with it.
+
+        now: the number of the engine's step. Without rows it lets go of those before.
+        """
+
+
+def proposer_for(
+    model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, max_rows: int, graphs: Graphs
+) -> Proposer:
+    """The buffers for at most `max_rows` rows of an engine, whose steps `graphs` captures if they can be."""
+    return (CanvasBatch if settings.denoises else BlockBatch)(model, settings, pages, max_rows, graphs)
+
+
+def require_fitting(strategy: Strategy, settings: SamplingSettings) -> None:
+    """Raise RequestError for a strategy that a model, or the drafter beside it, cannot answer by."""
+    way = round_of(strategy)
+    if isinstance(strategy, Speculative) and settings.block is None:
+        raise RequestError(
+            "the strategy speculative needs a drafter; give one (--draft-model), or the strategy next_token"
+        )
+    if settings.block is not None and way.denoises:
+        raise RequestError("a drafter drafts next tokens; give the strategy speculative or next_token, or none")
+    if settings.is_drafted and settings.block is None and way is not VerifiedRound:
+        raise RequestError("a draft model drafts for verified canvases alone; give the strategy verified, or none")
+    if way.denoises != settings.denoises:
+        raise RequestError(
+            "some strategies denoise canvases and next_token does not, so not both can answer the requests of one "
+            "sampler; use two"
+        )
