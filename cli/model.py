@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from blockdiff.cli import options
 from blockdiff.errors import RequestError
+from blockdiff.request_options import OPTIONS, RequestOptions
 
 if TYPE_CHECKING:
     from blockdiff.checkpoint.generation import Generation
@@ -185,7 +186,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
         if not is_dataclass(kind):
             parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
             continue
-        groups[parameter.name], hints_of_group = kind, get_type_hints(kind, include_extras=True)
+        groups[parameter.name], hints_of_group = kind, _hints(kind)
         parameters += [
             parameter.replace(name=name, annotation=hints_of_group[name], default=of_field, kind=parameter.KEYWORD_ONLY)
             for name, of_field in _defaults(kind).items()
@@ -200,6 +201,18 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _hints(group: Any) -> dict[str, Any]:
+    """The type of each field of a group with its option; of `RequestOptions` what the table there says."""
+    hints = get_type_hints(group, include_extras=True)
+    if group is not RequestOptions:
+        return hints
+    return {
+        name: Annotated[options.given_type(name, hints[name]), options.of_request(name)] for name in _defaults(group)
+    }
+
+
 def _defaults(group: Any) -> dict[str, Any]:
-    """The default of each field of a group; that of a parameter without one where it has none."""
-    return {each.name: inspect.Parameter.empty if each.default is MISSING else each.default for each in fields(group)}
+    """The default of each field of a group that is an option; that of a parameter without one where it has none."""
+    own = [each for each in fields(group) if group is not RequestOptions or OPTIONS[each.name].help]
+    of_parameters = {MISSING: inspect.Parameter.empty, (): None}  # several texts are None for typer if there are none
+    return {each.name: of_parameters.get(each.default, each.default) for each in own}

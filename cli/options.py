@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
@@ -13,10 +13,10 @@ import typer
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.files import matching
+from blockdiff.request_options import OPTIONS, PROMPTS, SAMPLING, RequestOptions
 
 # The groups of options in `--help`.
-PROMPTS, ROWS, SAMPLING, CONTROL = "Prompts", "Rows", "Sampling", "Control"
-OUTPUT, DEVICE = "Output", "Model and device"
+ROWS, OUTPUT, DEVICE = "Rows", "Output", "Model and device"
 MAX_SEED = 2**64 - 1
 STREAM = Path("-")  # standard input, or standard output
 
@@ -70,6 +70,29 @@ def flag(group: str | None, name: str, help: str) -> Any:
     return option(group, "", help, name)
 
 
+def of_request(name: str) -> Any:
+    """The option for a field of a request, by what `blockdiff.request_options` says of it."""
+    its = OPTIONS[name]
+    return option(its.group, its.metavar, its.help, f"--{name.replace('_', '-')}", min=its.least, max=its.most)
+
+
+def given_type(name: str, kind: Any) -> Any:
+    """The type in which the command gets a field of a request of this type: a file, several texts, or the field's."""
+    its = OPTIONS[name]
+    return Path | None if its.is_file else list[str] | None if its.rule.kind is Sequence else kind
+
+
+def request_fields(given: RequestOptions) -> dict[str, Any]:
+    """The fields that options of the command stand for, with the contents of files."""
+    values = {name: getattr(given, name) for name, its in OPTIONS.items() if its.help}
+    for name, value in values.items():
+        if OPTIONS[name].is_file:
+            values[name] = read_text(value)
+        elif OPTIONS[name].rule.kind is Sequence:
+            values[name] = tuple(value or ())
+    return values
+
+
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")]
 RunDirectory = Annotated[str | None, option(None, "DIR", "The run directory.", "--output", "-o")]
 Resume = Annotated[bool, flag(None, "--resume", "Go on from the last checkpoint.")]
@@ -93,15 +116,8 @@ Images = Annotated[
         PROMPTS, "FILE", "An image, put where the prompt says <image>, else before its text (repeatable).", "--image"
     ),
 ]
-Thinking = Annotated[bool, flag(PROMPTS, "--thinking", "Ask for reasoning, which is kept apart from the answer.")]
-AllowControlTokens = Annotated[
-    bool,
-    flag(
-        PROMPTS,
-        "--allow-control-tokens",
-        "Read a control token such as <turn|> in a prompt as a token, not as text.",
-    ),
-]
+Thinking = Annotated[bool, of_request("thinking")]
+AllowControlTokens = Annotated[bool, of_request("allow_control_tokens")]
 Columns = Annotated[str | None, option(ROWS, "ROLE=COLUMN,...", "Names of the columns, such as prompt=question.")]
 Subset = Annotated[str | None, option(ROWS, "NAME", "Configuration of a hub data set.")]
 Split = Annotated[str, option(ROWS, "NAME", "Split of a hub data set or of a directory.")]
@@ -130,21 +146,7 @@ Temperature = Annotated[
 TopP = Annotated[
     float | None, option(SAMPLING, "P", "Draw only from the likeliest tokens whose probabilities add up to P.")
 ]
-BestOf = Annotated[
-    int,
-    option(SAMPLING, "N", "Draw N answers and give the one with the highest mean log-probability.", min=1, max=1024),
-]
-
-Template = Annotated[
-    str | None, option(CONTROL, "TEXT", "Form of the answer: <?N> is a hole of N tokens, <?? stands for <? itself.")
-]
-Regex = Annotated[str | None, option(CONTROL, "REGEX", "A regular expression that the whole answer matches.")]
-JsonSchema = Annotated[Path | None, option(CONTROL, "FILE", "A JSON schema that the answer satisfies; - reads stdin.")]
-Draft = Annotated[str | None, option(CONTROL, "TEXT", "An answer to start from; a share --noise of it is redone.")]
-Noise = Annotated[float | None, option(CONTROL, "T", "Share of the draft that is noise at first (0.5).", min=0, max=1)]
-Banned = Annotated[list[str] | None, option(CONTROL, "TEXT", "A text that must not occur (repeatable).")]
-RepetitionPenalty = Annotated[float, option(CONTROL, "X", "Above 1, tokens that were there before become less likely.")]
-Stop = Annotated[list[str] | None, option(CONTROL, "TEXT", "A text that ends the answer (repeatable).")]
+BestOf = Annotated[int, of_request("best_of")]
 
 Overwrite = Annotated[bool, flag(OUTPUT, "--overwrite", "Replace files that are there already.")]
 AsJson = Annotated[bool, flag(OUTPUT, "--json", "Print one JSON object in place of the lines.")]

@@ -20,6 +20,7 @@ from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
 from blockdiff.cli.requests import asked_requests, check_fields, drawn, with_options
 from blockdiff.cli.tally import AnsweredSoFar, Tally
 from blockdiff.errors import RequestError
+from blockdiff.request_options import RequestOptions
 from blockdiff.terminal import say
 
 if TYPE_CHECKING:
@@ -49,23 +50,11 @@ def sample(
     ] = None,
     image: options.Images = None,
     system: options.System = None,
-    thinking: options.Thinking = False,
-    allow_control_tokens: options.AllowControlTokens = False,
     answers_per_prompt: Annotated[
         int, options.option(options.SAMPLING, "N", "Answers to each prompt.", "-n", min=1)
     ] = 1,
-    best_of: options.BestOf = 1,
-    scores: Annotated[
-        bool, options.flag(options.SAMPLING, "--scores", "Give the log-probability of every token.")
-    ] = False,
-    template: options.Template = None,
-    regex: options.Regex = None,
-    json_schema: options.JsonSchema = None,
-    banned: options.Banned = None,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    draft: options.Draft = None,
-    noise: options.Noise = None,
-    stop: options.Stop = None,
+    *,
+    asked: RequestOptions,
     output: Annotated[
         Path | None, options.option(options.OUTPUT, "FILE", "JSONL to write; - is stdout.", "--output", "-o")
     ] = None,
@@ -83,7 +72,6 @@ def sample(
     ] = None,
     batch_size: options.BatchSize = 32,
     tensor_parallel: options.TensorParallel = 1,
-    *,
     opened: ModelOptions,
     sampling: SamplingOptions,
 ) -> None:
@@ -99,15 +87,15 @@ def sample(
     gives_lines = prompts is not None or output is not None or as_rows
     if output == options.STREAM:
         output = None
-    if answers_per_prompt > 1 and best_of > 1:
+    if answers_per_prompt > 1 and asked.best_of > 1:
         raise typer.BadParameter("it gives all answers, and --best-of one of them; leave one out", param_hint="-n")
-    if scores and as_rows:
+    if asked.scores and as_rows:
         raise typer.BadParameter(
             "a row to train on has no scores; leave --as-rows or --scores out", param_hint="--scores"
         )
-    if prompts == json_schema == options.STREAM:
+    if prompts == asked.json_schema == options.STREAM:
         raise typer.BadParameter("stdin is read for --prompts already", param_hint="--json-schema")
-    if tensor_parallel > 1 and options.STREAM in (prompts, json_schema):
+    if tensor_parallel > 1 and options.STREAM in (prompts, asked.json_schema):
         raise typer.BadParameter("its processes cannot share stdin; name a file", param_hint="--tensor-parallel")
     model = opened.place
     mesh = together.join(tensor_parallel, opened.device, model)
@@ -115,10 +103,7 @@ def sample(
     from blockdiff.sampling import Recorder, Request
     from blockdiff.terminal import quiet
 
-    fields: dict[str, Any] = dict(template=template, regex=regex, json_schema=options.read_text(json_schema))
-    fields |= dict(draft=draft, noise=noise, banned=tuple(banned or ()), stop=tuple(stop or ()))
-    fields |= dict(repetition_penalty=repetition_penalty, thinking=thinking, scores=scores, best_of=best_of)
-    fields |= dict(allow_control_tokens=allow_control_tokens)
+    fields = options.request_fields(asked)
     check_fields(fields, is_raw=prompt is not None)
     read = asked_requests(prompt, chat, prompts, image or ())
     wanted = list(drawn(with_options(read, fields, system), answers_per_prompt, sampling.seed))
@@ -155,7 +140,7 @@ def sample(
         ids = [entry.id for entry in entries if isinstance(entry, Request)]
         recorder = Recorder(ids if trace.suffix == ".jsonl" else ids[:DRAWN])
     if stream:
-        view = Watcher(sampler.tokenizer, several=gives_lines or max(answers_per_prompt, best_of) > 1)
+        view = Watcher(sampler.tokenizer, several=gives_lines or max(answers_per_prompt, asked.best_of) > 1)
     results = sampler.stream(
         [entries[place] for place in mine],
         **numbers,

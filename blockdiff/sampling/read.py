@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
+from blockdiff.request_options import MOST_DRAWS, MOST_STEPS
 from blockdiff.sampling.canvas_control import FREE
 from blockdiff.sampling.control import require_tokenizer
 from blockdiff.sampling.prepare import another_draw, prepare_sequences
-from blockdiff.sampling.request import MOST_DRAWS, MOST_STEPS, Request
+from blockdiff.sampling.request import Request
 from blockdiff.sampling.rounds import CanvasRound
 from blockdiff.sampling.sequence import Sequence
 from blockdiff.sampling.template import Hole, parse_template

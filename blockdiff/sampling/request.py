@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from blockdiff.data.image_parts import images_in
 from blockdiff.data.messages import BadRow, ImageSource, image_source
@@ -12,6 +12,7 @@ from blockdiff.data.tokenise import Prompt as PromptTokens
 from blockdiff.data.tokenise import chat_prompt, conversation, raw_prompt, text_tokens, token_prompt
 from blockdiff.errors import DataError, RequestError
 from blockdiff.field_rules import Rule, broken_rule
+from blockdiff.request_options import OPTIONS, RequestOptions, is_integer, is_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,56 +24,17 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 SCORES = ("logprobs", "top_logprobs", "score", "draw")
 FORMS = ("regex", "json_schema", "template")  # of a whole response
-MOST_STEPS = 1_000_000  # of a canvas
-MOST_PENALTY = 1000.0
-MOST_TOP = 20  # likeliest tokens beside each token of an answer
-MOST_DRAWS = 1024  # answers to one request, of which the best is given
-
-
-def _is_list(value: object) -> bool:
-    return not isinstance(value, str | bytes)
-
-
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _integer(least: int, most: int) -> Rule:
-    return Rule(int, f"an integer from {least} to {most:,}", lambda value: least <= value <= most)
-
-
 # What each field of a `Request` must be for itself; `Request._contradiction` says what does not go together.
 RULES = {
     "prompt": Rule(str, "text"),
-    "tokens": Rule(Sequence, "a list of token ids", _is_list),
-    "images": Rule(Sequence, "a list", _is_list),
-    "seed": Rule(int, "an integer from 0 to 2**64 - 1", lambda value: 0 <= value < 2**64),
-    **dict.fromkeys(("thinking", "scores", "scores_prompt", "allow_control_tokens"), Rule(bool, "true or false")),
-    "template_options": Rule(Mapping, "an object of variables"),
-    "top_logprobs": _integer(0, MOST_TOP),
-    "best_of": _integer(1, MOST_DRAWS),
-    "stop": Rule(Sequence, "a list of texts", _is_list, lambda each: isinstance(each, str) and each != ""),
-    "max_new_tokens": Rule(int, "an integer of at least 1", lambda value: value >= 1),
-    "max_steps": _integer(1, MOST_STEPS),
-    **dict.fromkeys(("template", "regex", "draft"), Rule(str, "text")),
-    "json_schema": Rule((str, Mapping), "an object or its JSON"),
-    "banned": Rule(
-        Sequence,
-        "a list of texts and token ids",
-        _is_list,
-        lambda each: _is_integer(each) or (isinstance(each, str) and each != ""),
-    ),
-    "repetition_penalty": Rule(
-        (int, float),
-        f"a number from {1 / MOST_PENALTY} to {MOST_PENALTY:g}",
-        lambda value: 1 / MOST_PENALTY <= value <= MOST_PENALTY,
-    ),
-    "noise": Rule((int, float), "a number in [0, 1]", lambda value: 0 <= value <= 1),
+    "tokens": Rule(Sequence, "a list of token ids", is_list),
+    "images": Rule(Sequence, "a list", is_list),
+    **{name: option.rule for name, option in OPTIONS.items()},
 }
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(RequestOptions):
     """One prompt, given in exactly one of three ways.
 
     `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the prompt's
@@ -101,30 +63,20 @@ class Request:
     messages: Sequence[Message] | None = None
     tokens: Sequence[int] | None = None
     images: Sequence[Any] = ()
-    seed: int | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
-    thinking: bool = False
-    template_options: Mapping[str, Any] | None = None
-    scores: bool = False
-    top_logprobs: int = 0
-    scores_prompt: bool = False
-    best_of: int = 1
-    stop: Sequence[str] = ()
-    max_new_tokens: int | None = None
-    max_steps: int | None = None
     strategy: Strategy | str | None = None
-    template: str | None = None
-    regex: str | None = None
-    json_schema: str | Mapping[str, Any] | None = None
-    banned: Sequence[str | int] = ()
-    repetition_penalty: float = 1.0
-    draft: str | None = None
-    noise: float | None = None
-    allow_control_tokens: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str | int):
             raise RequestError(f"the id of a request must be text or an integer, got {self.id!r:.80}")
+
+    def __repr__(self) -> str:
+        """The id, and the fields that are not at their defaults."""
+        asked = {
+            each.name: getattr(self, each.name) for each in sorted(fields(self), key=lambda each: bool(each.kw_only))
+        }
+        given = [f"{name}={value!r}" for name, value in asked.items() if value is not getattr(Request, name, ...)]
+        return f"Request({', '.join(given)})"
 
     @property
     def form(self) -> str | None:
@@ -142,7 +94,7 @@ class Request:
         if self.json_schema is not None:
             words.append(f"JSON schema {self.json_schema}")
         if self.banned:
-            words.append(f"none of {', '.join(map(repr, sorted(self.banned, key=_is_integer)))}")
+            words.append(f"none of {', '.join(map(repr, sorted(self.banned, key=is_integer)))}")
         if self.repetition_penalty != 1.0:
             words.append(f"repetition penalty {self.repetition_penalty:g}")
         if self.draft is not None:
@@ -224,7 +176,7 @@ class Request:
         if not prompt.tokens:
             raise RequestError("the prompt is empty")
         for token in prompt.tokens:
-            if not _is_integer(token) or not 0 <= token < vocab_size:
+            if not is_integer(token) or not 0 <= token < vocab_size:
                 raise RequestError(f"token {token!r} is not one of the model's {vocab_size} ids")
         return prompt
 
@@ -354,7 +306,7 @@ def as_request(prompt: Prompt, place: int) -> Request:
 
 def require_seed(seed: object) -> None:
     """Raise RequestError for a seed that is not a whole number of 64 bits."""
-    if not _is_integer(seed) or not RULES["seed"].is_met(seed):
+    if not is_integer(seed) or not RULES["seed"].is_met(seed):
         raise RequestError(f"seed must be {RULES['seed'].words}, got {seed!r:.80}")
 
 

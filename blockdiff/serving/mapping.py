@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.request import FORMS
+from blockdiff.request_options import SERVED
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import adjusted, as_strategy, next_token_head
 from blockdiff.sampling.strategy import Strategy
@@ -25,18 +25,15 @@ def common_fields(
     check_size("steps", body.steps or 1, limits.steps)
     if max_tokens is not None and limits.max_tokens is not None:
         check_size("max_tokens", max_tokens, limits.max_tokens)
-    for name in (*FORMS, "draft", "stop", "banned"):
-        check_size(f"the characters of {name}", _characters(getattr(body, name)), limits.form_characters)
+    options = {name: getattr(body, served) for name, served in SERVED.items()}
+    for name, value in (*options.items(), ("stop", body.stop)):
+        check_size(f"the characters of {name}", _characters(value), limits.form_characters)
     if body.n > 1 and body.best_of > 1:
         raise RequestError("n and best_of: best_of draws several answers and gives one of them; give one of the two")
-    return dict(
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()} | dict(
         stop=body.stops,
         max_new_tokens=max_tokens or (limits.max_tokens and min(limits.max_tokens, settings.generation.max_new_tokens)),
-        max_steps=body.steps,
         strategy=strategy_of(body, settings),
-        best_of=body.best_of,
-        **{name: getattr(body, name) for name in (*FORMS, "draft", "noise", "repetition_penalty")},
-        banned=tuple(body.banned),
     )
 
 
@@ -67,4 +64,6 @@ def check_size(name: str, value: int, most: int) -> None:
 
 
 def _characters(value: Any) -> int:
-    return 0 if value is None else len(value if isinstance(value, str) else json.dumps(value))
+    if not isinstance(value, str | list | dict):
+        return 0
+    return len(value if isinstance(value, str) else json.dumps(value))

@@ -5,11 +5,13 @@ Every field is honoured, passed because it changes no answer, or refused by name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from annotated_types import MaxLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+
+from blockdiff.request_options import OPTIONS, SERVED, RequestOptions
 
 # Fields that change no answer.
 INERT = {"user", "store", "metadata", "service_tier", "safety_identifier"}
@@ -66,8 +68,26 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # which hides the lengths of chunks: changes no answer
 
 
-class GenerationBody(Body):
-    """The fields that chats and completions share."""
+def _served(name: str, kind: Any) -> tuple[Any, Any]:
+    """The field of a body for an option of a request: its type in JSON, its default and its least value."""
+    default = getattr(RequestOptions, name)
+    if OPTIONS[name].rule.kind is Sequence:
+        return Annotated[Items[get_args(kind)[0]], MaxLen(MOST_TEXTS)], []  # type: ignore[misc]
+    if OPTIONS[name].is_file:
+        kind = dict[str, Any] | None
+    return kind, Field(default, ge=OPTIONS[name].least)
+
+
+# The fields of `RequestOptions` that the server takes, under their names there.
+ServedOptions: Any = create_model(
+    "ServedOptions",
+    __base__=Body,
+    **{served: _served(name, get_type_hints(RequestOptions)[name]) for name, served in SERVED.items()},  # type: ignore[call-overload]
+)
+
+
+class GenerationBody(ServedOptions):
+    """The fields that chats and completions share; those of requests come with `ServedOptions`."""
 
     model: Short | None = None
     seed: int | None = None
@@ -84,16 +104,7 @@ class GenerationBody(Body):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     stream_frames: bool = False
-    regex: str | None = None
-    json_schema: dict[str, Any] | None = None
-    template: str | None = None
-    draft: str | None = None
-    noise: float | None = None
     strategy: Short | None = None
-    steps: int | None = Field(None, ge=1)
-    best_of: int = Field(1, ge=1)
-    banned: Annotated[Items[str | int], MaxLen(MOST_TEXTS)] = []
-    repetition_penalty: float = 1.0
 
     @model_validator(mode="before")
     @classmethod
@@ -156,11 +167,11 @@ class ChatRequest(GenerationBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: Annotated[Items[dict[str, Any]], MaxLen(MOST_TEXTS)] = []
+    tools: Annotated[Items[dict[str, Any]], MaxLen(MOST_TEXTS)] = Field([])
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: Short | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
     add_generation_prompt: bool = True
     continue_final_message: bool | None = None
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from blockdiff import checkpoint
 from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
+from blockdiff.request_options import OPTIONS, RequestOptions
 from blockdiff.sampling import Request, Sampler
 from tests.chat_tokenizer import chat_tokenizer
 from tests.commands import refusal, works
@@ -60,6 +61,35 @@ def test_n_answers_are_those_among_which_best_of_chooses(model: Path) -> None:
     denoised = best.pop("forwards")["denoise"]
     assert denoised == sum(line.pop("forwards")["denoise"] for line in lines[:3])
     assert best == max(lines[:3], key=lambda line: line["score"])
+
+
+# Of each option of a request that the command has, words and what they ask for.
+GIVEN: dict[str, tuple[list[str], Any]] = {
+    "thinking": (["--thinking"], True),
+    "allow_control_tokens": (["--allow-control-tokens"], True),
+    "best_of": (["--best-of", "2"], 2),
+    "scores": (["--scores"], True),
+    "template": (["--template", "a<?2>"], "a<?2>"),
+    "regex": (["--regex", "a{3}"], "a{3}"),
+    "json_schema": (["--json-schema", "-"], '{"type": "null"}'),
+    "banned": (["--banned", "a", "--banned", "b"], ("a", "b")),
+    "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
+    "draft": (["--draft", "ab"], "ab"),
+    "noise": (["--draft", "ab", "--noise", "0.25"], 0.25),
+    "stop": (["--stop", "a"], ("a",)),
+}
+
+
+def test_each_option_of_a_request_arrives_in_it_alone(model: Path, asked: list[Request]) -> None:
+    assert {*GIVEN} == {name for name, option in OPTIONS.items() if option.help}
+    defaults = RequestOptions()
+    for name, (words, value) in GIVEN.items():
+        asked.clear()
+        piped(GIVEN["json_schema"][1], "sample", model, "--chat", "Hi", *words, *QUICK)
+        [request] = asked
+        others = [other for other in OPTIONS if other not in (name, "draft")]
+        assert getattr(request, name) == value, name
+        assert all(getattr(request, other) == getattr(defaults, other) for other in others), name
 
 
 def test_one_prompt_gives_its_texts_or_with_an_output_json_lines(model: Path) -> None:

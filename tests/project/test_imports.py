@@ -27,6 +27,7 @@ IMPORT_ORDER = {
     "tensor_pieces": 0,
     "field_rules": 0,
     "rank_json": 0,
+    "request_options": 0,
     "kernels": 1,
     "diffusion": 1,
     "data": 2,

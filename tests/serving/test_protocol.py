@@ -10,8 +10,11 @@ from pathlib import Path
 import openai
 import pytest
 
+from blockdiff.request_options import SERVED
 from blockdiff.sampling import Request, Sampler
 from blockdiff.sampling.scores import score
+from blockdiff.serving.limits import Limits
+from blockdiff.serving.mapping import common_fields
 from blockdiff.serving.protocol import INERT, NEUTRAL, ChatRequest, CompletionRequest
 from tests.asking import answering, chat_tokenizer, served
 
@@ -45,6 +48,17 @@ def joined(chunks, index=0):
     """The content of an answer's deltas."""
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices if choice.index == index]
     return "".join(delta.content or "" for delta in deltas)
+
+
+def test_each_option_of_a_request_that_a_body_has_is_passed_on_alone(chatty):
+    given = dict(template="a<?2>", regex="a", json_schema={"type": "null"}, banned=["a", 3], draft="ab")
+    given |= dict(max_steps=3, best_of=2, repetition_penalty=1.5, noise=0.25)
+    assert given.keys() == SERVED.keys()
+    for kind, prompt in ((ChatRequest, {"messages": USER}), (CompletionRequest, {"prompt": "a"})):
+        unasked = common_fields(kind(**prompt), chatty.settings, Limits(), None)
+        for name, value in given.items():
+            fields = common_fields(kind(**prompt, **{SERVED[name]: value}), chatty.settings, Limits(), None)
+            assert fields == unasked | {name: tuple(value) if isinstance(value, list) else value}
 
 
 def test_a_chat_is_what_the_sampler_answers_whole_or_as_a_stream(chatty):

@@ -1,0 +1,145 @@
+"""The options of a request, each said once: its name, type, default and rule, its help, and who may set it.
+
+`blockdiff.sampling.Request` has these fields, and so has a line of a prompts file. `blockdiff sample` makes its options
+of them, and the server the fields of its bodies. Here is no torch, pydantic or typer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeGuard
+
+from blockdiff.field_rules import Rule
+
+PROMPTS, SAMPLING, CONTROL = "Prompts", "Sampling", "Control"  # groups of options in `--help`
+MOST_STEPS = 1_000_000  # of a canvas
+MOST_PENALTY = 1000.0
+MOST_TOP = 20  # likeliest tokens beside each token of an answer
+MOST_DRAWS = 1024  # answers to one request, of which the best is given
+
+
+@dataclass(frozen=True)
+class Option:
+    """The rule of an option, and its surfaces.
+
+    help, group, metavar: of the command's option (no help: it has none, or declares it itself); is_file: whether the
+    command's option names a file with the value. served: its name in a body of the server (None: it has none, or
+    another field stands for it). least, most: of a number, for surfaces that check it before there is a request.
+    """
+
+    rule: Rule
+    help: str = ""
+    group: str = CONTROL
+    metavar: str = ""
+    is_file: bool = False
+    served: str | None = None
+    least: int | None = None
+    most: int | None = None
+
+
+def option(default: Any, rule: Rule, *surfaces: Any, **more: Any) -> Any:
+    """A field with its `Option`."""
+    return field(default=default, metadata={"option": Option(rule, *surfaces, **more)})
+
+
+def is_list(value: object) -> bool:
+    """True for a sequence that is no text."""
+    return not isinstance(value, str | bytes)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """True for an integer that is no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _integer(least: int, most: int) -> Rule:
+    return Rule(int, f"an integer from {least} to {most:,}", lambda value: least <= value <= most)
+
+
+def _number(least: float, most: float, words: str) -> Rule:
+    return Rule((int, float), words, lambda value: least <= value <= most)
+
+
+FLAG, TEXT = Rule(bool, "true or false"), Rule(str, "text")
+SEED = Rule(int, "an integer from 0 to 2**64 - 1", lambda value: 0 <= value < 2**64)
+TEXTS = Rule(Sequence, "a list of texts", is_list, _is_text)
+TEXTS_OR_IDS = Rule(Sequence, "a list of texts and token ids", is_list, lambda each: is_integer(each) or _is_text(each))
+PENALTY = _number(1 / MOST_PENALTY, MOST_PENALTY, f"a number from {1 / MOST_PENALTY} to {MOST_PENALTY:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """The options of a request, with the defaults that ask for nothing; docs/control.md says what the controls do."""
+
+    seed: int | None = option(None, SEED)
+    thinking: bool = option(False, FLAG, "Ask for reasoning, which is kept apart from the answer.", PROMPTS)
+    allow_control_tokens: bool = option(
+        False, FLAG, "Read a control token such as <turn|> in a prompt as a token, not as text.", PROMPTS
+    )
+    template_options: Mapping[str, Any] | None = option(None, Rule(Mapping, "an object of variables"))
+    max_new_tokens: int | None = option(None, Rule(int, "an integer of at least 1", lambda value: value >= 1))
+    max_steps: int | None = option(None, _integer(1, MOST_STEPS), served="steps", least=1)
+    best_of: int = option(
+        1,
+        _integer(1, MOST_DRAWS),
+        "Draw N answers and give the one with the highest mean log-probability.",
+        SAMPLING,
+        "N",
+        served="best_of",
+        least=1,
+        most=MOST_DRAWS,
+    )
+    scores: bool = option(False, FLAG, "Give the log-probability of every token.", SAMPLING)
+    top_logprobs: int = option(0, _integer(0, MOST_TOP))
+    scores_prompt: bool = option(False, FLAG)
+    template: str | None = option(
+        None,
+        TEXT,
+        "Form of the answer: <?N> is a hole of N tokens, <?? stands for <? itself.",
+        metavar="TEXT",
+        served="template",
+    )
+    regex: str | None = option(
+        None, TEXT, "A regular expression that the whole answer matches.", metavar="REGEX", served="regex"
+    )
+    json_schema: str | Mapping[str, Any] | None = option(
+        None,
+        Rule((str, Mapping), "an object or its JSON"),
+        "A JSON schema that the answer satisfies; - reads stdin.",
+        metavar="FILE",
+        is_file=True,
+        served="json_schema",
+    )
+    banned: Sequence[str | int] = option(
+        (), TEXTS_OR_IDS, "A text that must not occur (repeatable).", metavar="TEXT", served="banned"
+    )
+    repetition_penalty: float = option(
+        1.0,
+        PENALTY,
+        "Above 1, tokens that were there before become less likely.",
+        metavar="X",
+        served="repetition_penalty",
+    )
+    draft: str | None = option(
+        None, TEXT, "An answer to start from; a share --noise of it is redone.", metavar="TEXT", served="draft"
+    )
+    noise: float | None = option(
+        None,
+        _number(0, 1, "a number in [0, 1]"),
+        "Share of the draft that is noise at first (0.5).",
+        metavar="T",
+        served="noise",
+        least=0,
+        most=1,
+    )
+    stop: Sequence[str] = option((), TEXTS, "A text that ends the answer (repeatable).", metavar="TEXT")
+
+
+OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(RequestOptions)}
+# By the name of a field, that of the server's bodies.
+SERVED = {name: its.served for name, its in OPTIONS.items() if its.served is not None}
