@@ -39,7 +39,7 @@ class Source:
         return {}
 
     def counts(self, ranks: Ranks) -> dict[str, float] | None:
-        """What `read` adds up, over all ranks, for a checkpoint; None if it adds up nothing."""
+        """The sums behind `read`, over all ranks, for a checkpoint; None if there are none."""
         return None
 
     def count_on(self, counts: Mapping[str, float], ranks: Ranks) -> None:

@@ -227,7 +227,7 @@ def encoder(recipe: Recipe, base: StartingModel, stride: int, reader: ImageReade
 
 @dataclass(frozen=True)
 class Reading:
-    """How the rows of a run are read: with which encoder, where tokens are kept, one rank of each node first.
+    """The way rows of a run are read: the encoder, the directory of kept tokens, one rank of each node first.
 
     Rows that are read pass through `watch`: those that are encoded, the first ones of a stream, prompts.
     """
@@ -239,7 +239,7 @@ class Reading:
 
     @classmethod
     def of(cls, recipe: Recipe, encode: Encoder, ranks: Ranks | None, watch: Watch | None) -> Reading:
-        """How the rows of a recipe are read."""
+        """The way the rows of a recipe are read."""
 
         def first() -> AbstractContextManager[object]:
             return nullcontext() if ranks is None else ranks.node_first("reading the data")

@@ -144,7 +144,7 @@ class DataSection(Section):
 
 
 class ObjectiveSection(Section):
-    """What trains, and by which losses; the class of each kind of run (`training/kinds`) adds its keys and verbs."""
+    """The trained thing and its losses; the class of each kind of run (`training/kinds`) adds its keys and verbs."""
 
     kind: str
     paths: ClassVar[tuple[str, ...]] = ()  # the keys that name models

@@ -116,7 +116,7 @@ class Drafter(Kind):
         return {"draft": Loss(methodcaller("canvas_count"))}
 
     def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:
-        """What `heldout_drafts` describes."""
+        """The figures of held-out blocks, as `heldout_drafts` describes them."""
         return heldout_drafts(objective, batches, ranks, precision)
 
     def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:

@@ -207,7 +207,7 @@ class Kind(ObjectiveSection):
         return Rows(built.data, ranks, recipe.train.micro_batch_size)
 
     def in_words(self, recipe: Recipe) -> str:
-        """What an optimiser step is made of, in words."""
+        """Describe the content of an optimiser step."""
         canvases = self.canvases(recipe)
         named = "next tokens" if canvases is None else described(canvases)
         if isinstance(named, dict):  # {last: 2}
@@ -255,7 +255,7 @@ class Kind(ObjectiveSection):
         return self.model_dump(mode="json")
 
     def diffusion(self, objective: Any) -> DiffusionSettings:
-        """What sampling has to know of the objective."""
+        """The settings of the objective that sampling follows."""
         return DiffusionSettings.of(objective, self.record(objective))
 
     def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
