@@ -85,7 +85,7 @@ class Linear(HasWeights, nn.Linear):
             x = F.dropout(x, low_rank.dropout)
         A, B = (self.lora_A, self.lora_B) if self.split is None else self.split.low_rank(self.lora_A, self.lora_B)
         narrowed = F.linear(x, A.to(x.dtype))
-        return out.addmm_(narrowed.to(out.dtype), (B * low_rank.scale).to(out.dtype).t())
+        return out.addmm_(narrowed.to(out.dtype), B.to(out.dtype).t(), alpha=low_rank.scale)
 
 
 def gated_product(gate: Linear, up: Linear, x: Tensor, activation: str, kernels: Kernels) -> Tensor:

@@ -133,6 +133,26 @@ def test_a_gradient_that_is_not_asked_for_is_not_made():
         assert not ours.rms_norms(x, (w,), EPS)[0].requires_grad
 
 
+def test_frozen_weights_get_no_gradient_and_inputs_the_same_to_the_bit(monkeypatch):
+    partial, made = ours._partial, []
+    monkeypatch.setattr(ours, "_partial", lambda *sizes: made.append(sizes) or partial(*sizes))
+    found = {}
+    for trains in (True, False):
+        x, y = (draw(2, 5, 3, 24, seed=n).to(DEVICE).requires_grad_() for n in (0, 1))
+        w, v = (weight(24, n).to(DEVICE).requires_grad_(trains) for n in (2, 3))
+        cos, sin = (draw(2, 5, 24, seed=n).to(DEVICE) for n in (3, 4))
+        outs = [
+            *ours.rms_norms(x, (w, None, v), EPS),
+            ours.add_rms_norm(x, y, w, EPS),
+            ours.norm_rope(y, v, cos, sin, EPS),
+        ]
+        sum(((n + 1) * out.sin()).sum() for n, out in enumerate(outs)).backward()
+        assert (w.grad is not None) == (v.grad is not None) == trains
+        found[trains] = x.grad, y.grad
+    assert len(made) == 4  # two weights of rms_norms, and one of each other op, where they train
+    assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
+
+
 def test_a_norm_whose_output_is_not_used_gets_a_zero_gradient():
     x, a, b = (t.to(DEVICE).requires_grad_() for t in (draw(4, 8, seed=0), weight(8, 1), weight(8, 2)))
     ours.rms_norms(x, (a, b), EPS)[0].sum().backward()

@@ -65,7 +65,7 @@ def rms_norms_forward(x, weights, outs, N, eps, D: tl.constexpr, ROWS: tl.conste
 def rms_norms_backward(
     x, weights, grads, grad_x, partials, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """grad_x, and the partial sums of the gradients of the weights."""
+    """grad_x, and the partial sums of the gradients of the weights that train (partials: None for the others)."""
     program = tl.program_id(0)
     sums = ()
     for _i in tl.static_range(len(grads)):
@@ -81,15 +81,17 @@ def rms_norms_backward(
             grad = _load(grads[i], at, is_there)
             if weights[i] is None:
                 grad_normed += grad
-                new_sums += (sums[i],)
             else:
                 grad_normed += grad * _weight(weights[i], D, COLUMNS)
+            if partials[i] is None:
+                new_sums += (sums[i],)
+            else:
                 new_sums += (sums[i] + tl.sum(grad * normed, 0),)
         sums = new_sums
         along = tl.sum(grad_normed * normed, 1)[:, None] / D
         tl.store(grad_x + at, (grad_normed - normed * along) * rstd, mask=is_there)
     for i in tl.static_range(len(grads)):
-        if weights[i] is not None:
+        if partials[i] is not None:
             _store_partial(partials[i], program, sums[i], D, D, COLUMNS)
 
 
@@ -111,7 +113,7 @@ def add_rms_norm_backward(
     y, w, scalar, step, grad_out, grad_x, grad_y, partial, N, eps,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_x, grad_y, and the partial sums of the gradient of w; scalars get no gradient."""
+    """grad_x, grad_y, and the partial sums of the gradient of w (None: it is frozen); scalars get no gradient."""
     program = tl.program_id(0)
     weight = _weight(w, D, COLUMNS)
     sums = tl.zeros([COLUMNS], tl.float32)
@@ -124,11 +126,13 @@ def add_rms_norm_backward(
         if scalar is not None:
             grad *= _scalar_of(scalar, step, row, N)
         tl.store(grad_x + at, grad, mask=is_there)
-        sums += tl.sum(grad * normed, 0)
+        if partial is not None:
+            sums += tl.sum(grad * normed, 0)
         grad *= weight
         along = tl.sum(grad * normed, 1)[:, None] / D
         tl.store(grad_y + at, (grad - normed * along) * rstd, mask=is_there)
-    _store_partial(partial, program, sums, D, D, COLUMNS)
+    if partial is not None:
+        _store_partial(partial, program, sums, D, D, COLUMNS)
 
 
 # norm_rope: rows are heads, whose two halves are read as two tiles.
@@ -171,7 +175,7 @@ def norm_rope_backward(
     x, w, cos, sin, grad_out, grad_x, partial, N, eps,
     HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_x, and the partial sums of the gradient of w."""
+    """grad_x, and the partial sums of the gradient of w (None: it is frozen)."""
     HALF: tl.constexpr = D // 2
     program = tl.program_id(0)
     weight1, weight2 = _weight(w, HALF, COLUMNS), _weight(w + HALF, HALF, COLUMNS)
@@ -188,15 +192,17 @@ def norm_rope_backward(
         sin1, sin2 = _load_halves(sin, token_at, is_there, D)
         grad1 = turned1 * cos1 + turned2 * sin2
         grad2 = turned2 * cos2 + turned1 * sin1
-        sum1 += tl.sum(grad1 * first, 0)
-        sum2 += tl.sum(grad2 * second, 0)
+        if partial is not None:
+            sum1 += tl.sum(grad1 * first, 0)
+            sum2 += tl.sum(grad2 * second, 0)
         grad1 *= weight1
         grad2 *= weight2
         along = tl.sum(grad1 * first + grad2 * second, 1)[:, None] / D
         tl.store(grad_x + at, (grad1 - first * along) * rstd, mask=is_there)
         tl.store(grad_x + at + HALF, (grad2 - second * along) * rstd, mask=is_there)
-    _store_partial(partial, program, sum1, D, HALF, COLUMNS)
-    _store_partial(partial + HALF, program, sum2, D, HALF, COLUMNS)
+    if partial is not None:
+        _store_partial(partial, program, sum1, D, HALF, COLUMNS)
+        _store_partial(partial + HALF, program, sum2, D, HALF, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -54,6 +54,11 @@ def _backward_grid(rows: Tensor, tile: Tile) -> tuple[int]:
     return (max(1, min(tile.grid(rows.shape[0])[0], PROGRAMS)),)
 
 
+def _weight_gradient(weight: Tensor, is_needed: bool) -> Tensor:
+    """Room for the gradient of a weight, without elements if that is frozen."""
+    return empty(weight) if is_needed else empty(weight, 0)
+
+
 def _partial(rows: Tensor, grid: tuple[int]) -> Tensor:
     """A row for the sum of each program."""
     return empty(rows, *grid, rows.shape[-1], dtype=torch.float32)
@@ -73,14 +78,17 @@ def _rms_norms(
 
 @registered("rms_norms_backward")
 def _rms_norms_backward(
-    x: Tensor, w0: Tensor | None, w1: Tensor | None, w2: Tensor | None, grads: Sequence[Tensor], eps: float
-) -> Iterator[list[Tensor]]:
+    x: Tensor, w0: Tensor | None, w1: Tensor | None, w2: Tensor | None, grads: Sequence[Tensor], needs: Sequence[bool],
+    eps: float,
+) -> Iterator[list[Tensor]]:  # fmt: skip
+    """The gradient of x, and of the weights that need one."""
     weights = (w0, w1, w2)[: len(grads)]
-    grad_x, *grad_weights = (empty(t) for t in (x, *weights) if t is not None)
+    trained = [w if needed else None for w, needed in zip(weights, needs, strict=False)]
+    grad_x, *grad_weights = (empty(t) for t in (x, *trained) if t is not None)
     yield [grad_x, *grad_weights]
     rows, tile = _flat(x), elementwise(x.shape[-1])
     grid = _backward_grid(rows, tile)
-    partials = tuple(None if w is None else _partial(rows, grid) for w in weights)
+    partials = tuple(None if w is None else _partial(rows, grid) for w in trained)
     arguments = rows, weights, tuple(_flat(grad) for grad in grads), grad_x, partials, rows.shape[0], eps
     launch(kernels.rms_norms_backward, grid, *arguments, D=x.shape[-1], **tile.options)
     for grad, partial in zip(grad_weights, (p for p in partials if p is not None), strict=True):
@@ -105,16 +113,18 @@ def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, scalar: Tensor | None, e
 
 @registered("add_rms_norm_backward")
 def _add_rms_norm_backward(
-    y: Tensor, weight: Tensor, scalar: Tensor | None, grad: Tensor, x_dtype: torch.dtype, eps: float
+    y: Tensor, weight: Tensor, scalar: Tensor | None, grad: Tensor, needs_weight: bool, x_dtype: torch.dtype, eps: float
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    grad_x, grad_y, grad_weight = empty(y, dtype=x_dtype), empty(y), empty(weight)
+    """Gradients of x, y and the weight, which has no elements unless it is needed."""
+    grad_x, grad_y, grad_weight = empty(y, dtype=x_dtype), empty(y), _weight_gradient(weight, needs_weight)
     yield grad_x, grad_y, grad_weight
     rows, tile = _flat(y), elementwise(y.shape[-1])
     grid = _backward_grid(rows, tile)
-    partial = _partial(rows, grid)
+    partial = _partial(rows, grid) if needs_weight else None
     arguments = rows, weight, *_row_scalars(scalar, y), _flat(grad), grad_x, grad_y, partial, rows.shape[0], eps
     launch(kernels.add_rms_norm_backward, grid, *arguments, D=y.shape[-1], **tile.options)
-    grad_weight.copy_(partial.sum(0))
+    if partial is not None:
+        grad_weight.copy_(partial.sum(0))
 
 
 @registered("norm_rope")
@@ -129,17 +139,19 @@ def _norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor,
 
 @registered("norm_rope_backward")
 def _norm_rope_backward(
-    x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, grad: Tensor, eps: float
+    x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, grad: Tensor, needs_weight: bool, eps: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    grad_x, grad_weight = empty(x_BThd), empty(weight)
+    """Gradients of x and of the weight, which has no elements unless it is needed."""
+    grad_x, grad_weight = empty(x_BThd), _weight_gradient(weight, needs_weight)
     yield grad_x, grad_weight
     rows, (h, d) = _flat(x_BThd), x_BThd.shape[-2:]
     tile = elementwise(d // 2)
     grid = _backward_grid(rows, tile)
-    partial = _partial(rows, grid)
+    partial = _partial(rows, grid) if needs_weight else None
     tensors = rows, weight, cos_BTd.contiguous(), sin_BTd.contiguous(), _flat(grad), grad_x, partial
     launch(kernels.norm_rope_backward, grid, *tensors, rows.shape[0], eps, HEADS=h, D=d, **tile.options)
-    grad_weight.copy_(partial.sum(0))
+    if partial is not None:
+        grad_weight.copy_(partial.sum(0))
 
 
 @registered("residual_norms")
@@ -165,8 +177,9 @@ def _save_rms_norms(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _rms_norms_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    grad_x, *sums = _rms_norms_backward(x, *weights, list(grads), ctx.eps)
-    return grad_x, *(None if w is None else sums.pop(0) for w in weights), None, None
+    needs = [w is not None and ctx.needs_input_grad[n] for n, w in enumerate(weights, 1)]
+    grad_x, *sums = _rms_norms_backward(x, *weights, list(grads), needs, ctx.eps)
+    return grad_x, *(sums.pop(0) if needed else None for needed in needs), None, None
 
 
 def _save_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -176,7 +189,9 @@ def _save_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _add_rms_norm_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *_add_rms_norm_backward(*ctx.saved_tensors, grad, ctx.x_dtype, ctx.eps), None, None
+    needs_weight = ctx.needs_input_grad[2]
+    *of_inputs, of_weight = _add_rms_norm_backward(*ctx.saved_tensors, grad, needs_weight, ctx.x_dtype, ctx.eps)
+    return *of_inputs, of_weight if needs_weight else None, None, None
 
 
 def _save_norm_rope(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -185,7 +200,8 @@ def _save_norm_rope(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _norm_rope_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *_norm_rope_backward(*ctx.saved_tensors, grad, ctx.eps), None, None, None
+    grad_x, grad_weight = _norm_rope_backward(*ctx.saved_tensors, grad, ctx.needs_input_grad[1], ctx.eps)
+    return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
 
 
 _rms_norms.register_autograd(_rms_norms_gradients, setup_context=_save_rms_norms)
