@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -112,13 +112,14 @@ class ToyTrainer(Trainer):
             optimiser=optimiser,
             learning_rate=lr,
             average=None,
+            averaged=nullcontext,
             source=Given(batches),
             data=data,
             base=None,
             step=start,
             steps=o.steps,
         )
-        self.begin(built, list(logged or ()))
+        self._begin(built, list(logged or ()))
         self.sampler: Any = SimpleNamespace(release=lambda: None)
         self.clock._seconds += seconds
 
@@ -127,7 +128,7 @@ class ToyTrainer(Trainer):
         return default if function is None else function(self.step)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         with self.ranks.guarded(lambda: self.doing):
             yield
 
@@ -135,10 +136,10 @@ class ToyTrainer(Trainer):
         super().update(gradient)
         self.call("after_step")
 
-    def is_best(self) -> bool:
+    def _is_best(self) -> bool:
         return self.call("is_best", False)
 
-    def should_stop(self) -> bool:
+    def _should_stop(self) -> bool:
         return self.call("should_stop", False)
 
     def record(self, record: Record) -> None:
@@ -146,20 +147,20 @@ class ToyTrainer(Trainer):
             self.records.append(record)
             self.watch["log"](record)
 
-    def ensure_saved(self, is_waiting: bool = False) -> None:
+    def _ensure_saved(self, is_waiting: bool = False) -> None:
         if self.watch.get("save"):
-            super().ensure_saved(is_waiting)
+            super()._ensure_saved(is_waiting)
 
     def save(self, step: int) -> None:
         self.call("save")
 
-    def prune(self) -> None:
+    def _prune(self) -> None:
         pass
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         pass
 
-    def steps_per_epoch(self) -> float | None:
+    def _steps_per_epoch(self) -> float | None:
         return self.options.steps_per_epoch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,3 +81,7 @@ class Built:
     facts: dict[str, Any]  # what must be the same for the run to be resumed
     steps: int  # the length of the run
     step: int  # the optimiser step of the checkpoint that was restored, 0 = none was
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that are evaluated and exported: their average if there is one."""
+        return nullcontext() if self.average is None else self.average.applied()

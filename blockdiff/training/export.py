@@ -37,7 +37,7 @@ from blockdiff.training.checkpoint_reader import open_checkpoint, restore_weight
 from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.report import report_line, run_report
-from blockdiff.training.run import CURVES, DATA, RECIPE, REPORT, remove_run
+from blockdiff.training.run import CURVES, DATA, RECIPE, REPORT, best_saved, remove_run
 
 if TYPE_CHECKING:
     from blockdiff.training.build import Built
@@ -66,7 +66,7 @@ def write_model(trainer: Trainer) -> str:
     all of them call this, and rank 0 writes.
     """
     built, directory = trainer.built, trainer.directory
-    found, which = trainer.best_saved(), "the last weights"
+    found, which = best_saved(directory, trainer.records, trainer.recipe.evaluation.best), "the last weights"
     if built.mesh.is_split:
         found = trainer.ranks.agree(found)
     if found is not None:
@@ -78,7 +78,7 @@ def write_model(trainer: Trainer) -> str:
         which += " (averaged)"
     base, beside = built.base, {"tokenizer": built.base.tokenizer, "diffusion": built.diffusion, "overwrite": True}
     name = _exported(trainer.recipe)
-    with trainer.averaged(), _refused(trainer):
+    with built.averaged(), _refused(trainer):
         if name == ADAPTER:
             checkpoint.save_adapter(
                 built.model, directory / name, trainer.recipe.model.path, generation=base.generation, **beside
@@ -110,7 +110,6 @@ def write_results(trainer: Trainer, which: str) -> None:
     which: what `write_model` wrote. Raises RunError where it is not what is there.
     """
     directory, recipe, data = trainer.directory, trainer.recipe, trainer.built.data
-    trainer.prune()  # a kill in the last save may have left what it was about to remove
     draw_curves(directory / FILE_NAME, directory / CURVES, title=directory.name)
     report = run_report(
         trainer.records,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -106,10 +106,10 @@ class Trainer:
         Raises Stopped when a signal asked for an end and the step is saved; RunError, DataError or RecipeError, in one
         line, for what cannot go on.
         """
-        with self.running():
-            is_over = self.between_steps(made=self.kinds_logged())
+        with self._running():
+            is_over = self._between_steps(made=self._kinds_logged())
             while not is_over:
-                batches, counts = self.next_batches()
+                batches, counts = self._next_batches()
                 self.step += 1
                 gradient = self.backpropagate(batches, counts)
                 if gradient.is_finite:
@@ -119,9 +119,9 @@ class Trainer:
                 else:
                     self.skip(gradient, batches)
                 self.show.step(self.step)
-                self.notify("on_step")
-                is_over = self.between_steps()
-            self.finish()
+                self._notify("on_step")
+                is_over = self._between_steps()
+            self._finish()
         return Run(self.directory)
 
     # -- the optimiser step ----------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Trainer:
         """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none."""
         return self.built.source(step)
 
-    def next_batches(self) -> tuple[Sequence[Batch], Counts]:
+    def _next_batches(self) -> tuple[Sequence[Batch], Counts]:
         """The micro-batches of the next optimiser step, and the counts over those of all ranks.
 
         Saves and raises, on all ranks together, Stopped when a signal asks for it and DataError when any rank cannot
@@ -144,13 +144,13 @@ class Trainer:
         except DataError as error:
             refusal = str(error)
         except Interrupted:  # in the middle of rollouts, on all ranks
-            self.stop()
+            self._stop()
         may_stop = self.built.source.may_stop(self.step)
         is_stopping, is_refused = self.ranks.any(may_stop and self.ranks.is_stopping() > 0, refusal is not None)
         if is_stopping:
-            self.stop()
+            self._stop()
         if is_refused:
-            self.refuse_data(refusal)
+            self._refuse_data(refusal)
         counts = Counts.over_ranks(batches, self.built.losses, self.ranks)
         if line := self.unscored.note(self.step + 1, kind_of(self.recipe).why_unscored(counts)):
             self.show.line(f"note      {line}")
@@ -179,13 +179,13 @@ class Trainer:
 
     def log(self, gradient: Gradient) -> None:
         """Record the losses of this step where a record is due."""
-        if not self.is_due(self.recipe.train.log_every):
+        if not self._is_due(self.recipe.train.log_every):
             return
         rates = {**self.clock.read(), "memory_gib": memory_gib(self.ranks.device)}
         record: Record = {"step": self.step, "kind": "train", **gradient.losses}
         record |= {"grad_norm": gradient.norm, "lr": self.learning_rate(self.step)}
         record |= self.built.source.read(self.ranks, self.clock.since_reading)
-        if steps_per_epoch := self.steps_per_epoch():
+        if steps_per_epoch := self._steps_per_epoch():
             record["epoch"] = round(self.step / steps_per_epoch, 4)
         self.record({**record, "skipped": len(self.skipped.steps), **rates})
 
@@ -195,44 +195,44 @@ class Trainer:
 
     # -- between optimiser steps -----------------------------------------------------------------------------------
 
-    def is_due(self, every: int) -> bool:
+    def _is_due(self, every: int) -> bool:
         """True where work of every `every` optimiser steps (0 = at the end only) is due after this one."""
         return self.step == self.steps or (every > 0 and self.step % every == 0)
 
-    def between_steps(self, made: Sequence[str] = ()) -> bool:
+    def _between_steps(self, made: Sequence[str] = ()) -> bool:
         """Save and measure what is due after this step; True when training is over.
 
         made: the kinds of records that this step has already. A checkpoint comes before the evaluation, which may fail.
         """
         with self.clock.stopped():
-            self.completed(self.saver.poll())
-            if self.is_due(self.recipe.train.save_every):
-                self.ensure_saved()
-            measured = self.measurements()
-            due = [kind for kind, every in measured.items() if self.is_due(every)]
-            self.measure([kind for kind in due if kind not in made])
+            self._completed(self.saver.poll())
+            if self._is_due(self.recipe.train.save_every):
+                self._ensure_saved()
+            measured = self._measurements()
+            due = [kind for kind, every in measured.items() if self._is_due(every)]
+            self._measure([kind for kind in due if kind not in made])
             if self.step == self.steps:
                 return True
             if not due:
                 return False
-            is_best, is_over = self.ranks.agree((self.is_best(), self.should_stop()))
+            is_best, is_over = self.ranks.agree((self._is_best(), self._should_stop()))
             if is_best or is_over:
-                self.ensure_saved()
+                self._ensure_saved()
             if is_over:
-                self.measure([kind for kind in measured if kind not in due and kind not in made])
+                self._measure([kind for kind in measured if kind not in due and kind not in made])
             return bool(is_over)
 
-    def measurements(self) -> dict[str, int]:
+    def _measurements(self) -> dict[str, int]:
         """The kinds of records beside those of training losses, and every how many steps each is made."""
         measured = {"heldout": self.recipe.train.eval_every} if self.built.data.heldout is not None else {}
         return measured | ({"sample": self.recipe.evaluation.prompts_every} if self.built.data.prompts else {})
 
-    def kinds_logged(self) -> list[str]:
+    def _kinds_logged(self) -> list[str]:
         """The kinds of the records of this step, which a resumed run does not make again."""
         kinds: list[str] = self.ranks.agree([record["kind"] for record in self.records if record["step"] == self.step])
         return kinds
 
-    def measure(self, kinds: Sequence[str]) -> None:
+    def _measure(self, kinds: Sequence[str]) -> None:
         """Evaluate, sample, or both. A signal before or within saves and ends the run; the resumed run measures."""
         for kind in kinds:
             self.doing = f"the evaluation after step {self.step}"
@@ -241,7 +241,7 @@ class Trainer:
                     raise Interrupted
                 record = self.evaluate(self.step) if kind == "heldout" else self.sample(self.step)
             except Interrupted:
-                self.stop()
+                self._stop()
             self.record({"step": self.step, "kind": kind, **record})
             decisive = self.recipe.evaluation.best
             if decisive is not None and METRICS[decisive].kind == kind and decisive not in record:
@@ -250,7 +250,7 @@ class Trainer:
     def evaluate(self, step: int) -> Record:
         """The held-out losses and accuracies."""
         batches = self.built.data.heldout_batches(self.ranks.row_rank, self.ranks.row_world)
-        with self.averaged():
+        with self.built.averaged():
             return kind_of(self.recipe).evaluate(self.built.objective, batches, self.ranks, self.built.precision)
 
     def sample(self, step: int) -> Record:
@@ -260,7 +260,7 @@ class Trainer:
             strategy = self.recipe.evaluation.strategy
             self.sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.diffusion, strategy)
             self.sampler.settings = replace(self.sampler.settings, image_reader=self.built.data.encoder.reader)
-        with self.averaged():
+        with self.built.averaged():
             sampled = kind_of(self.recipe).sample(self.recipe, self.built, self.sampler, self.ranks, self.show)
         if self.step == self.built.step:  # no optimiser step has run here, so nobody knows what memory one takes
             self.sampler.release()
@@ -268,16 +268,12 @@ class Trainer:
             keep_texts(self.directory / SAMPLES, step, sampled.texts)
         return sampled.record
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that are evaluated and exported: their average where there is one."""
-        return nullcontext() if self.built.average is None else self.built.average.applied()
-
-    def is_best(self) -> bool:
+    def _is_best(self) -> bool:
         """True where the metric that decides is at its best after this step; the main process knows."""
         found = best_step(self.records, self.recipe.evaluation.best)
         return found is not None and found[0] == self.step
 
-    def should_stop(self) -> bool:
+    def _should_stop(self) -> bool:
         """True where the metric that decides has not improved for too long; the main process knows."""
         e = self.recipe.evaluation
         return e.patience is not None and evaluations_since_best(self.records, e.best) >= e.patience
@@ -291,23 +287,23 @@ class Trainer:
             MetricsLog(self.directory / FILE_NAME).append(record)
             self.show.record(record)
             self.trackers.log(record)
-            self.notify("on_record", record)
+            self._notify("on_record", record)
 
-    def notify(self, event: str, *values: Any) -> None:
+    def _notify(self, event: str, *values: Any) -> None:
         """Call a method of every callback."""
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
 
-    def ensure_saved(self, is_waiting: bool = False) -> None:
+    def _ensure_saved(self, is_waiting: bool = False) -> None:
         """Begin the checkpoint of this step unless it was begun before; with `is_waiting` wait until it is complete."""
         if self.step > self.saved:
-            self.completed(self.saver.wait())
+            self._completed(self.saver.wait())
             self.save(self.step)
             self.saved = self.step
             if not self.saver.step:
-                self.completed(self.step)
+                self._completed(self.step)
         if is_waiting:
-            self.completed(self.saver.wait())
+            self._completed(self.saver.wait())
 
     def save(self, step: int) -> None:
         """Write a checkpoint; with `train.save_async` only begin to write it."""
@@ -315,51 +311,48 @@ class Trainer:
         counts = b.source.counts(self.ranks)
         self.saver.start(step, b.objective, b.optimiser, b.facts, b.average, counts)
 
-    def completed(self, step: int) -> None:
+    def _completed(self, step: int) -> None:
         """The checkpoint of a step (0 = none) is complete: remove old ones, and tell the callbacks."""
         if step:
-            self.prune()
-            self.notify("on_save")
+            self._prune()
+            self._notify("on_save")
 
-    def prune(self) -> None:
+    def _prune(self) -> None:
         """Remove checkpoints, on the main process, but the newest, the best and those at multiples of `keep_every`."""
         if self.ranks.is_main:
-            t, found = self.recipe.train, self.best_saved()
+            t, found = self.recipe.train, best_saved(self.directory, self.records, self.recipe.evaluation.best)
             prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if found is None else (found[0],))
-
-    def best_saved(self) -> tuple[int, float] | None:
-        """The saved step with the best value of the metric that decides, and that value."""
-        return best_saved(self.directory, self.records, self.recipe.evaluation.best)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def stop(self) -> NoReturn:
+    def _stop(self) -> NoReturn:
         """Save and leave because a signal asked for it, all ranks together."""
-        self.ensure_saved(is_waiting=True)
+        self._ensure_saved(is_waiting=True)
         raise Stopped(self.step, max(self.ranks.gather(self.ranks.is_stopping())))
 
-    def refuse_data(self, refusal: str | None) -> NoReturn:
+    def _refuse_data(self, refusal: str | None) -> NoReturn:
         """Save and leave because of data, all ranks together; the first rank that has a refusal says what is wrong."""
         reason = next(line for line in self.ranks.gather(refusal) if line is not None)
-        self.ensure_saved(is_waiting=True)
+        self._ensure_saved(is_waiting=True)
         saved = f"; the run is saved at step {self.step}, {RESUME}" if self.saved == self.step > 0 else ""
         raise DataError(reason + saved)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Export the model, draw the curves, write the report, and say in one line what the run was."""
         self.doing = "the end of the run"
-        self.completed(self.saver.wait())
+        self._completed(self.saver.wait())
         # A model that is split is written by all ranks together.
         which = export.write_model(self) if self.built.mesh.is_split else None
         with self.ranks.main_first("exporting the model"):
             if self.ranks.is_main:
+                self._prune()  # a kill in the last save may have left what it was about to remove
                 export.write_results(self, which or export.write_model(self))
-        self.notify("on_end")
+        self._notify("on_end")
 
     # -- the start -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """Surrounds the run: the ranks join, everything is built and restored, signals wait for the end of a step."""
         r = self.recipe
         refuse_settings(os.environ, autocast=r.train.autocast, compiles=r.model.compile, clip=r.optim.clip)
@@ -373,40 +366,40 @@ class Trainer:
                 if said:
                     self.show.line(f"objective {said}")
                 refuse(self.recipe, ranks.world)
-                self.keep_base()
+                self._keep_base()
                 with hold_run(self.directory, self.resume, self.ranks, self.overwrite) as checkpoint:
-                    self.start(checkpoint)
+                    self._start(checkpoint)
                     shown = self.show.running(self.step)
                     with closing(self.saver), closing(self.trackers), shown, ranks.guarded(lambda: self.doing):
-                        self.notify("on_start")
+                        self._notify("on_start")
                         yield
         except BaseException:
             ranks.close()  # the others notice at once
             raise
 
-    def keep_base(self) -> None:
+    def _keep_base(self) -> None:
         """Raise RunError where `overwrite` would remove what the run starts from."""
         for key in ("path", "tokenizer"):
             name = getattr(self.recipe.model, key)
             if self.overwrite and name is not None and Path(name).resolve().is_relative_to(self.directory.resolve()):
                 raise RunError(f"model.{key}: {name} lies in the run that --overwrite replaces; choose another output")
 
-    def start(self, checkpoint: Path | None) -> None:
+    def _start(self, checkpoint: Path | None) -> None:
         """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""
         built = build(self.recipe, self.ranks, self.show, checkpoint)
         records = export.open_logs(self.directory, self.recipe, built, checkpoint) if self.ranks.is_main else []
-        self.begin(built, records)
+        self._begin(built, records)
         names = self.recipe.train.trackers if self.ranks.is_main else ()
         self.trackers = Trackers(names, self.directory, self.recipe.model_dump(mode="json"), self.step)
         for line in without_effect(self.recipe, self.steps):
             self.show.line(f"note      {line}")
-        self.show.line(f"run       {self.directory}: {self.in_words()}, {self.ranks.world} x {self.ranks.device}")
+        self.show.line(f"run       {self.directory}: {self._in_words()}, {self.ranks.world} x {self.ranks.device}")
         if checkpoint is not None:
             self.show.line(f"resumed   {checkpoint}")
         elif self.resume:
             self.show.line(f"resumed   nothing: {self.directory} has no checkpoint, so this starts at step 0")
 
-    def begin(self, built: Built, records: list[Record]) -> None:
+    def _begin(self, built: Built, records: list[Record]) -> None:
         """Take over what was built; skipped steps and seconds are counted on from the records of the log."""
         self.built, self.records = built, records
         self.sampler = None
@@ -420,15 +413,15 @@ class Trainer:
         seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)
         self.clock = Clock(self.ranks.device, seconds)
 
-    def in_words(self) -> str:
+    def _in_words(self) -> str:
         """The run that is about to begin, in words."""
-        t, epochs = self.recipe.train, self.steps_per_epoch()
+        t, epochs = self.recipe.train, self._steps_per_epoch()
         length = "" if epochs is None else f", {epochs_in_words(self.steps / epochs)}"
         saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
         steps, each = counted(self.steps, "optimiser step"), kind_of(self.recipe).in_words(self.recipe)
         return f"{steps} of {each}{length}, {saved}"
 
-    def steps_per_epoch(self) -> float | None:
+    def _steps_per_epoch(self) -> float | None:
         """Optimiser steps that see every example once; None where the data are a stream."""
         train = self.built.data.train
         return len(train) / self.recipe.train.batch_size if isinstance(train, Dataset) else None
