@@ -226,7 +226,7 @@ def test_every_update_has_noise_levels_of_its_own_and_all_ranks_refuse_together(
     blockdiff.train(inputs, changes, tmp_path / "run", reward=ones)
     assert steps == [1, 2, 3, 4]
     monkeypatch.setattr(Ranks, "gather_rows", lambda self, mine: [mine, ("rows:9: the prompt cannot be answered", [])])
-    with pytest.raises(DataError, match="rows:9: the prompt cannot be answered"):
+    with pytest.raises(DataError, match=r"rows:9: .*prompt"):
         blockdiff.train(inputs, changes, tmp_path / "other", reward=ones)
 
 
@@ -256,9 +256,9 @@ def test_another_template_of_prompts_is_another_run(inputs, tmp_path):
     run = blockdiff.train(asked, changes, tmp_path / "run", reward=ones)
     assert (run.directory / "model" / "chat_template.jinja").read_text() == "{{ messages[-1]['content'] }}"
     changes = ["train.steps=2", "train.save_every=1", f"data.template={tmp_path / 'other.jinja'}"]
-    with pytest.raises(RunError, match=r"other training rows \(data.train\), or rows that become tokens in another"):
+    with pytest.raises(RunError, match=r"\(data\.train\)"):
         blockdiff.train(asked, changes, tmp_path / "run", resume=True, reward=ones)
-    with pytest.raises(DataError, match=r"data.template: is set, but no row is a conversation"):
+    with pytest.raises(DataError, match=r"data\.template: "):
         blockdiff.train(inputs, changes, tmp_path / "other", reward=ones)
 
 
@@ -324,7 +324,7 @@ def test_rewards_are_weighted_tasks_and_functions_of_rows_as_their_files_have_th
     assert found.values == {"sudoku": 1.0, "blockdiff.rl.reward:steps_per_canvas": 3.0, "ones": 4.0}
     assert found.total == 2.0 - 1.5 + 4.0 and not found.failures
     without = read_prompts([Source(rows=[{"prompt": "1+1="}])], is_chat=False, system=None)
-    with pytest.raises(DataError, match="exact compares with the row's response, and there is none"):
+    with pytest.raises(DataError, match=r"^.*exact .*response"):
         make_rewards("exact", None, without.rows)
     for name, said in {"sudokus": "neither a task", "os:nowhere": "cannot be imported", "os:sep": "is a str"}.items():
         with pytest.raises(RecipeError, match=said):
@@ -354,7 +354,7 @@ def test_what_cannot_be_called_as_a_reward_is_refused_before_the_run_and_rows_st
     named = f"{rewards_module.__name__}:ones"
     ones.__name__, kept = named, ones.__name__
     try:
-        with pytest.raises(RecipeError, match="is the name of the function from Python, too"):
+        with pytest.raises(RecipeError, match="Python, too"):
             make_rewards(named, ones, prompts)
     finally:
         ones.__name__ = kept
@@ -387,10 +387,10 @@ def test_prompts_without_responses_are_evaluated_by_the_reward(inputs, tmp_path,
 @pytest.mark.parametrize(
     ("rows", "changes", "said"),
     [
-        ([], [], "rows: no prompts; name a file with at least one"),
-        ([*ROWS[:2], {"prompt": "1x"}], [], "rows:3: the prompt cannot be tokenised: no token stands for 'x'"),
-        (ROWS, ["data.system=Hello"], "data.system: is set, but no row is a conversation"),
-        (ROWS, ["generation.max_new_tokens=131060"], "rows:1: the prompt has .* positions leave room for"),
+        ([], [], "rows: no prompts"),
+        ([*ROWS[:2], {"prompt": "1x"}], [], "rows:3: .*'x'"),
+        (ROWS, ["data.system=Hello"], r"data\.system: "),
+        (ROWS, ["generation.max_new_tokens=131060"], "rows:1: .* positions"),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_refused_before_the_run(inputs, tmp_path, rows, changes, said):
@@ -447,32 +447,32 @@ RL = {"objective": POLICY, "model": {"path": "a", "preset": None}, "lora": {}}
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"model": {}}, "random weights earn no rewards"),
-        ({"train": {"steps": 4, "batch_size": 7}}, "train.batch_size: 7 does not divide the 128 answers"),
-        ({"train": {"steps": None, "epochs": 1, "batch_size": 128}}, "train.epochs: rounds of rollouts have no end"),
-        ({"objective": {"kind": "policy", "over": "next_token"}}, "objective.reward: missing"),
+        ({"model": {}}, "random weights"),
+        ({"train": {"steps": 4, "batch_size": 7}}, r"train\.batch_size: 7 .*128"),
+        ({"train": {"steps": None, "epochs": 1, "batch_size": 128}}, r"train\.epochs: "),
+        ({"objective": {"kind": "policy", "over": "next_token"}}, r"objective\.reward: missing"),
         (
             {"objective": POLICY | {"reward": {"sudoku": float("nan")}}},
-            "objective.reward.sudoku: input should be a finite",
+            r"objective\.reward\.sudoku: .*finite",
         ),
-        ({"objective": POLICY | {"corruption": "mask"}}, "its draws are known for objective.corruption: uniform"),
+        ({"objective": POLICY | {"corruption": "mask"}}, r"objective\.corruption: uniform"),
         (
             {"objective": POLICY | {"prediction": "leave_one_out"}},
-            "its draws are known for objective.prediction: posterior",
+            r"objective\.prediction: posterior",
         ),
-        ({"model": {"path": "a", "preset": None, "images": "frozen"}}, "model.images: rows with images are not rolled"),
-        ({"lora": {"rank": 4, "dropout": 0.1}}, "the policy that is scored would not be the one that drew"),
-        ({"objective": POLICY | {"kl": 0.1}}, "the reference is the model without its adapters"),
+        ({"model": {"path": "a", "preset": None, "images": "frozen"}}, r"model\.images: "),
+        ({"lora": {"rank": 4, "dropout": 0.1}}, r"lora\.dropout: "),
+        ({"objective": POLICY | {"kl": 0.1}}, "without its adapters"),
         (
             {"objective": POLICY | {"signal": "through"}, "parallel": {"shard": "full"}},
-            "logits of all tokens on one device",
+            "one device",
         ),
         (
             {"objective": POLICY | {"passes": 2}, "train": {"steps": 3, "batch_size": 128}},
-            "train.steps: 3 is within a round",
+            r"train\.steps: 3 ",
         ),
-        ({"data": {"train": "a", "max_length": 8}}, "data.max_length: is of rows with responses"),
-        ({"data": {"train": "a", "on_bad_row": "skip"}}, "data.on_bad_row: is of rows with responses"),
+        ({"data": {"train": "a", "max_length": 8}}, r"data\.max_length: "),
+        ({"data": {"train": "a", "on_bad_row": "skip"}}, r"data\.on_bad_row: "),
     ],
 )
 def test_a_recipe_that_cannot_be_reinforced_is_refused(sections, said):
@@ -483,20 +483,20 @@ def test_a_recipe_that_cannot_be_reinforced_is_refused(sections, said):
 def test_a_step_is_a_round_where_the_recipe_does_not_say_its_batch():
     sections = {"model": {"path": "a"}, "data": {"train": "a"}, "train": {"steps": 4}}
     assert Recipe(**sections, objective=POLICY | {"prompts_per_round": 3}).train.batch_size == 24
-    with pytest.raises(RecipeError, match=r"train.batch_size: missing"):
+    with pytest.raises(RecipeError, match=r"train\.batch_size: missing"):
         Recipe(**sections)
 
 
 @pytest.mark.parametrize(
     ("policy", "strategy", "said"),
     [
-        ("next_token", "next_token:temperature=0", "greedy decoding draws nothing"),
-        ("next_token", "next_token:temperature=1,top_k=3", "top_k, top_p and min_p change the distribution"),
-        ("next_token", "entropy_bound", "denoises canvases, and the policy is the head"),
-        ("canvas", "confident", "what it accepts depends on what it draws"),
-        ("canvas", "quota", "what it accepts depends on what it draws"),
-        ("canvas", "next_token", "what it accepts depends on what it draws"),
-        ("canvas", "entropy_bound:top_p=0.9", "top_k, top_p and min_p change the distribution"),
+        ("next_token", "next_token:temperature=0", "greedy"),
+        ("next_token", "next_token:temperature=1,top_k=3", "top_k, top_p and min_p"),
+        ("next_token", "entropy_bound", "head"),
+        ("canvas", "confident", "what it draws"),
+        ("canvas", "quota", "what it draws"),
+        ("canvas", "next_token", "what it draws"),
+        ("canvas", "entropy_bound:top_p=0.9", "top_k, top_p and min_p"),
     ],
 )
 def test_a_strategy_whose_draws_are_not_the_policy_s_is_refused(inputs, tmp_path, policy, strategy, said):

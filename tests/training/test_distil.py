@@ -158,7 +158,7 @@ def test_a_run_whose_teacher_settles_on_nothing_says_so_at_once_and_ends(inputs,
     (teacher / "generation_config.json").write_text(json.dumps(settings | {"confidence_threshold": 1e-9}))
     asked = inputs | {"objective": {"kind": "distil", "teacher": str(teacher)}}
     monkeypatch.setattr(step, "MOST_UNSCORED", 2)
-    with pytest.raises(RunError, match=r"step 2: no canvas is scored: .* 2 steps in a row.* raise max_denoising_steps"):
+    with pytest.raises(RunError, match=r"step 2: no canvas .*2 steps.*max_denoising_steps"):
         blockdiff.train(asked, ["train.steps=4"], tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if "learns nothing" in line]
     assert len(said) == 1 and said[0].startswith("note      step 1: no canvas is scored")
@@ -171,7 +171,7 @@ def test_steps_in_which_nothing_is_scored_end_a_run_of_any_objective_when_there_
     assert said[0].startswith("step 1: nothing is scored") and said[1:] == [None] * 19
     for number in range(21, 40):
         unscored.note(number, nothing)
-    with pytest.raises(RunError, match="step 40: nothing is scored, in 20 steps in a row"):
+    with pytest.raises(RunError, match=r"step 40: .*20 steps"):
         unscored.note(40, nothing)
 
 
@@ -181,11 +181,11 @@ DISTIL = {"objective": {"kind": "distil"}, "model": {"path": "a", "preset": None
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"model": {}}, "random weights settle on nothing"),
-        ({"parallel": {"shard": "full"}}, "must hold the whole model"),
-        ({"model": {"path": "a", "preset": None, "images": "frozen"}}, "rows with images are not rolled out"),
-        ({"objective": {"kind": "distil", "weight": "elbo"}}, "unknown key objective.weight of this kind of run"),
-        ({"objective": {"kind": "distil", "prediction": "posterior"}}, "objective.kind: canvas or policy has it"),
+        ({"model": {}}, "random weights"),
+        ({"parallel": {"shard": "full"}}, "whole model"),
+        ({"model": {"path": "a", "preset": None, "images": "frozen"}}, "images"),
+        ({"objective": {"kind": "distil", "weight": "elbo"}}, r"unknown key objective\.weight"),
+        ({"objective": {"kind": "distil", "prediction": "posterior"}}, r"objective\.kind: canvas or policy"),
     ],
 )
 def test_a_recipe_that_cannot_be_distilled_is_refused(sections, said):
@@ -198,11 +198,11 @@ def test_a_teacher_must_have_the_same_tokens(inputs, tmp_path):
     checkpoint.save(
         checkpoint.init(inputs["model"]["path"] + ".json", seed=3), other, tokenizer=character_tokenizer("abc")
     )
-    with pytest.raises(RecipeError, match=r"objective\.teacher: .*has other tokens"):
+    with pytest.raises(RecipeError, match=r"objective\.teacher: .*tokens"):
         blockdiff.train(inputs, [f"objective.teacher={other}"], tmp_path / "run")
 
 
 def test_a_canvas_with_nothing_before_it_is_refused():
     batch = COLLATOR([replace(EXAMPLES[0], responses=[(0, 13)])], epoch=1, step=1, slots=[0], total_slots=1)
-    with pytest.raises(DataError, match=r"data\.train: .*the prompt is empty"):
+    with pytest.raises(DataError, match=r"data\.train: .*empty"):
         Settled(no_rows, sampler(), sampler(), SEED).distilled([batch])

@@ -133,18 +133,18 @@ def test_a_plan_counts_the_target_and_all_blocks(here):
     [
         (
             {"objective": {}, "lora": "none", "evaluation": {}},
-            r"model.path: .*draft is a drafter; say for which model, objective",
+            r"model\.path: .*draft .*objective",
         ),
         (
             {"objective": {"kind": "drafter", "target": "TARGET", "coin": 0.1}},
-            "unknown key objective.coin of this kind of run; objective.kind: canvas or",
+            r"unknown key objective\.coin.*objective\.kind: canvas or",
         ),
-        ({"lora": {"rank": 2}}, "lora: a drafter trains whole"),
+        ({"lora": {"rank": 2}}, "^lora: "),
         (
             {"model": {"path": "TARGET"}, "lora": "none"},
-            "objective.kind: .*is no drafter; `blockdiff init --drafter-for`",
+            r"objective\.kind: .*--drafter-for",
         ),
-        ({"evaluation": {"prompts": "TEST"}}, "evaluation.prompts: a drafter learns without it"),
+        ({"evaluation": {"prompts": "TEST"}}, r"evaluation\.prompts: "),
     ],
 )
 def test_what_is_nothing_of_a_drafter_is_refused(here, tmp_path, change, said):

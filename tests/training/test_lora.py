@@ -94,7 +94,7 @@ def test_a_run_writes_the_adapter_alone_and_checkpoints_hold_no_weights_of_the_b
 
 
 def test_the_config_of_an_adapter_is_that_of_the_model_it_names(trained, inputs):
-    with pytest.raises(CheckpointError, match=f"holds an adapter of {inputs['model']['path']}; name that model"):
+    with pytest.raises(CheckpointError, match=f"{inputs['model']['path']}"):
         checkpoint.read_config(trained.directory)
 
 
@@ -216,24 +216,24 @@ def test_an_exported_adapter_names_the_model_it_is_asked_to(trained, inputs, tmp
     assert checkpoint.adapters.adapted_checkpoint(tmp_path / "adapter") == "org/name"
     model = checkpoint.load(inputs["model"]["path"], dtype="auto", adapter=tmp_path / "adapter")
     assert torch.equal(hidden(model), hidden(trained.model()))
-    with pytest.raises(CheckpointError, match="no adapters to write"):
+    with pytest.raises(CheckpointError, match="no adapters"):
         checkpoint.export(inputs["model"]["path"], tmp_path / "none", peft=True)
 
 
 @pytest.mark.parametrize(
     "overrides,message",
     [
-        (["lora=none", "lora.alpha=3"], "nothing would be adapted"),
-        (["lora.parts.router=4"], "no adapters for the part 'router'"),
-        (["lora.tokens=[nonsense]"], "'nonsense' is no token of the tokenizer"),
-        (["lora.tokens=['1','1']"], "names a token twice"),
-        (["lora.alpha={norms: 3}"], "norms is no part with a rank"),
+        (["lora=none", "lora.alpha=3"], "nothing would"),
+        (["lora.parts.router=4"], "'router'"),
+        (["lora.tokens=[nonsense]"], "'nonsense'"),
+        (["lora.tokens=['1','1']"], "twice"),
+        (["lora.alpha={norms: 3}"], "norms"),
         (["model.router=trained"], "only adapters train"),
-        ([f"lora.parts={NO_RANKS}", "lora.tokens=[]"], "nothing would be adapted"),
+        ([f"lora.parts={NO_RANKS}", "lora.tokens=[]"], "nothing would"),
         (["lora.rnk=3"], "did you mean"),
         (
             ["lora.parts.attention=100000"],
-            r"rank 100,000 of the part 'attention' is more than its matrices have \(\d+\)",
+            r"100,000 .*'attention'.*\(\d+\)",
         ),
     ],
 )
@@ -244,14 +244,14 @@ def test_a_start_that_would_not_do_what_it_says_is_refused(inputs, overrides, me
 
 def test_training_all_weights_of_a_checkpoint_has_to_be_asked_for(inputs, tmp_path):
     unasked = {key: value for key, value in inputs.items() if key != "lora"}
-    with pytest.raises(RecipeError, match="say what trains of model"):
+    with pytest.raises(RecipeError, match="what trains"):
         blockdiff.train(unasked, ["train.steps=1"], tmp_path / "run")
     run = blockdiff.train({**unasked, "lora": "none"}, ["train.steps=1"], tmp_path / "run")
     assert not is_adapted(run.model()) and (run.directory / "model").is_dir()
 
 
 def test_adapters_of_a_preset_are_refused(inputs, tmp_path):
-    with pytest.raises(RecipeError, match="the preset tiny has none; leave lora out"):
+    with pytest.raises(RecipeError, match="preset tiny"):
         blockdiff.train(inputs, ["model={preset: tiny, tokenizer: x}"], tmp_path / "run")
 
 

@@ -32,17 +32,17 @@ HELD = {"train": "a.jsonl", "heldout": "b.jsonl"}
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"evaluation": {"patience": 2}}, "needs evaluation.best"),
-        ({"evaluation": {"best": "heldout_cnavas_loss"}, "data": HELD}, "no metric 'heldout_cnavas_loss'"),
-        ({"evaluation": {"best": "heldout_canvas_loss"}}, "measured on data.heldout, which is not set"),
-        ({"evaluation": {"best": "sample_accuracy"}, "data": HELD}, "measured on evaluation.prompts"),
+        ({"evaluation": {"patience": 2}}, r"evaluation\.patience: .*evaluation\.best"),
+        ({"evaluation": {"best": "heldout_cnavas_loss"}, "data": HELD}, "'heldout_cnavas_loss'"),
+        ({"evaluation": {"best": "heldout_canvas_loss"}}, r"data\.heldout.*not set"),
+        ({"evaluation": {"best": "sample_accuracy"}, "data": HELD}, r"evaluation\.prompts.*not set"),
         (
             {"evaluation": {"best": "heldout_ar_loss"}, "data": HELD, "objective": {"ar_loss": "none"}},
-            r"heldout_ar_loss is not measured by this run \(canvas\)",
+            r"heldout_ar_loss .*\(canvas\)",
         ),
         (
             {"evaluation": {"best": "heldout_canvas_loss", "patience": 1}, "data": HELD},
-            "measured at the end only; set train.eval_every",
+            r"train\.eval_every",
         ),
         (
             {
@@ -50,15 +50,15 @@ HELD = {"train": "a.jsonl", "heldout": "b.jsonl"}
                 "data": HELD,
                 "objective": {"kind": "drafter", "target": "a"},
             },
-            r"is not measured by this run \(drafter\); there are heldout_accepted_length",
+            r"\(drafter\).*heldout_accepted_length",
         ),
-        ({"evaluation": {"best": "heldout_draft_loss"}, "data": HELD}, r"is not measured by this run \(canvas\)"),
+        ({"evaluation": {"best": "heldout_draft_loss"}, "data": HELD}, r"heldout_draft_loss .*\(canvas\)"),
         (
             {"evaluation": {"best": "sample_reward", "prompts": "a"}},
-            r"sample_reward is not measured by this run \(canvas\)",
+            r"sample_reward .*\(canvas\)",
         ),
-        ({"train": {"steps": None, "epochs": 2}, "data": {"streaming": True}}, "not counted beforehand"),
-        ({"train": {"trackers": ["tensorbord"]}}, "no tracker is called 'tensorbord'"),
+        ({"train": {"steps": None, "epochs": 2}, "data": {"streaming": True}}, r"train\.epochs: "),
+        ({"train": {"trackers": ["tensorbord"]}}, "'tensorbord'"),
     ],
 )
 def test_what_would_only_fail_after_training_is_refused_before(sections: dict[str, Any], said: str) -> None:
@@ -68,7 +68,7 @@ def test_what_would_only_fail_after_training_is_refused_before(sections: dict[st
 
 def test_more_processes_than_examples_of_a_step_are_refused() -> None:
     refuse(recipe(), world=2)
-    with pytest.raises(BlockdiffError, match="2 is less than 3 processes"):
+    with pytest.raises(BlockdiffError, match=r"2 .*3 processes"):
         refuse(recipe(), world=3)
 
 
