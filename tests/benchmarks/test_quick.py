@@ -209,7 +209,8 @@ WORKER = """
 import sys
 from triton.runtime.jit import JITFunction
 JITFunction._do_compile = lambda kernel, *rest: kernel
-from benchmarks import quick_compile
+from benchmarks import compilations, quick_compile
+compilations.ROWS, compilations.LONGEST = (1, 32), (700,)
 for _ in range(2):
     quick_compile.main()
 """
@@ -221,5 +222,5 @@ def test_processes_that_compile_share_all_kernels_and_none_compiles_one_twice(tm
     done = subprocess.run(words, cwd=quick.ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     first, second = map(json.loads, done.stdout.splitlines())
-    assert first["compiled"] > 60 and first["failed"] == [] and second == dict(compiled=0, failed=[])
+    assert first["compiled"] > 40 and first["failed"] == [] and second == dict(compiled=0, failed=[])
     assert len(list(tmp_path.iterdir())) == first["compiled"]
