@@ -104,14 +104,14 @@ def test_a_run_samples_its_prompts_by_the_strategy_of_its_recipe(model, monkeypa
     base = SimpleNamespace(tokenizer=given.tokenizer, generation=given.generation)
     data = SimpleNamespace(prompts=[], encoder=SimpleNamespace(reader=None))
     built = SimpleNamespace(model=given.model, diffusion=given.diffusion, base=base, data=data, precision=None, step=0)
+    built.averaged = nullcontext
     recipe = SimpleNamespace(seed=0, train=SimpleNamespace(autocast=None))
     recipe.evaluation = SimpleNamespace(strategy=TEXT, task="exact")
     alone = SimpleNamespace(is_main=False)
-    run = SimpleNamespace(
-        built=built, recipe=recipe, averaged=nullcontext, ranks=alone, sampler=None, step=1, show=None
-    )
+    run = SimpleNamespace(built=built, recipe=recipe, ranks=alone, sampler=None, step=1, show=None)
     seen = []
     sampled = Sampled({}, [])
-    monkeypatch.setattr(trainer, "sample_run", lambda recipe, built, sampler, *rest: seen.append(sampler) or sampled)
+    kind = SimpleNamespace(sample=lambda recipe, built, sampler, *rest: seen.append(sampler) or sampled)
+    monkeypatch.setattr(trainer, "kind_of", lambda recipe: kind)
     trainer.Trainer.sample(run, 0)
     assert seen[0].strategy == parse_strategy(TEXT, given.generation)
