@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -139,6 +139,14 @@ class Denoising:
     def shape(self, step: int, steps: int) -> Shape:
         """The temperature of the step, with the filters."""
         return _shape(self, step, steps)
+
+    def adjusted(self, temperature: float | None, filters: dict[str, Any]) -> Self:
+        """The strategy with these filters, and this temperature at the first step; see `adjusted` of `named`."""
+        if not 0 <= (temperature or 0) < math.inf:
+            raise ValueError(f"temperature must be at least 0, got {temperature}")
+        if temperature:
+            filters = filters | {"t_min": self.t_min * temperature / self.t_max, "t_max": temperature}
+        return replace(self, **filters)
 
     def stop(self, canvases: Canvases) -> Tensor | None:
         """The canvases that end, bool [B]; None where none does before its last step."""

@@ -6,7 +6,6 @@ dataclass, and of the part that the name says, which a `Key` annotates.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -193,21 +192,11 @@ def adjusted(strategy: Strategy, temperature: float | None = None, **filters: fl
     changes: dict[str, Any] = {name: value for name, value in filters.items() if value is not None}
     if temperature is None and not changes:
         return strategy
-    if isinstance(strategy, Verified | Speculative):
-        head = adjusted(strategy.head, temperature, **filters)
-        assert isinstance(head, NextToken)
-        return replace(strategy, head=head)
+    own = getattr(strategy, "adjusted", None)
+    if own is None:
+        raise RequestError(f"strategy {type(strategy).__name__} has no temperature and no filters that could be set")
     try:
-        if isinstance(strategy, NextToken):
-            return replace(
-                strategy, **changes, temperature=strategy.temperature if temperature is None else temperature
-            )
-        if isinstance(strategy, Denoising):
-            if not 0 <= (temperature or 0) < math.inf:
-                raise ValueError(f"temperature must be at least 0, got {temperature}")
-            if temperature:
-                changes |= {"t_min": strategy.t_min * temperature / strategy.t_max, "t_max": temperature}
-            return replace(strategy, **changes)
+        found: Strategy = own(temperature, changes)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    raise RequestError(f"strategy {type(strategy).__name__} has no temperature and no filters that could be set")
+    return found

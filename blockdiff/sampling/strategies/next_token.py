@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 import torch
 
@@ -55,6 +55,15 @@ class NextToken:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         Shape(1.0, self.top_k, self.top_p, self.min_p)  # refuses filters that cannot be
+
+    @property
+    def head(self) -> NextToken:
+        """Itself: it decides every token."""
+        return self
+
+    def adjusted(self, temperature: float | None, filters: dict[str, Any]) -> NextToken:
+        """The strategy with this temperature and these filters."""
+        return replace(self, **filters, temperature=self.temperature if temperature is None else temperature)
 
     @classmethod
     def of(cls, generation: Generation) -> NextToken:
@@ -95,6 +104,10 @@ class Verified:
         """True where the steps of the draft are; a verification is not captured."""
         return declares_capturable(self.denoising)
 
+    def adjusted(self, temperature: float | None, filters: dict[str, Any]) -> Self:
+        """The strategy whose head has this temperature and these filters."""
+        return replace(self, head=self.head.adjusted(temperature, filters))
+
     def shape(self, step: int, steps: int) -> Shape:
         """The draft's distribution in this step of its round."""
         return self.denoising.shape(step % self.steps, self.steps)
@@ -124,6 +137,10 @@ class Speculative:
         if self.block is not None and not 1 <= self.block <= MOST_STEPS:
             raise ValueError(f"block must be from 1 to {MOST_STEPS}, got {self.block}")
 
+    def adjusted(self, temperature: float | None, filters: dict[str, Any]) -> Self:
+        """The strategy whose head has this temperature and these filters."""
+        return replace(self, head=self.head.adjusted(temperature, filters))
+
     def shape(self, step: int, steps: int) -> Shape:
         """The head's distribution."""
         return self.head.shape(step, steps)
@@ -135,6 +152,5 @@ class Speculative:
 
 def next_token_head(strategy: Strategy) -> NextToken | None:
     """The next-token sampling that decides every token of a response; None where canvases are committed as they are."""
-    if isinstance(strategy, Verified | Speculative):
-        return strategy.head
-    return strategy if isinstance(strategy, NextToken) else None
+    head = getattr(strategy, "head", None)
+    return head if isinstance(head, NextToken) else None
