@@ -20,13 +20,19 @@ Kind = Literal["train", "heldout", "sample", "skipped"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number in the records of one kind: its name in words, how it is written, and which values are better."""
+    """A number in the records of one kind: its name in words, how it is written, and which values are better.
+
+    in_line: whether the line of a record shows it; in_report: whether the report has its last value ("last"), shows it
+    in its line, too ("line"), or has the best value beside it ("best": in the line, "best, silent": not).
+    """
 
     kind: Kind
     label: str
     better: Literal["lower", "higher"] | None = None
     format: str = ".4f"
     unit: str = ""  # follows the number in a line of text; without one the label stands before it
+    in_line: bool = False
+    in_report: Literal["", "last", "line", "best", "best, silent"] = ""
 
     def number(self, value: float) -> str:
         """A value as it is written: "3.2500", "50.0%"."""
@@ -39,62 +45,40 @@ class Metric:
 
 def _of_part(part: str) -> dict[str, Metric]:
     """The held-out metrics of the positions that the noise drew for replacement ("corrupted"), or of the others."""
+    shown = part == "corrupted"
     metrics = {
-        f"heldout_{part}_loss": Metric("heldout", f"held-out {part} loss", "lower"),
-        f"heldout_{part}_accuracy": Metric("heldout", f"held-out {part} tokens right", "higher", ".1%", "right"),
+        f"heldout_{part}_loss": Metric("heldout", f"held-out {part} loss", "lower", in_line=shown),
+        f"heldout_{part}_accuracy": Metric(
+            "heldout", f"held-out {part} tokens right", "higher", ".1%", "right", in_line=shown
+        ),
     }
     silent = {
-        f"{key}_no_signal": replace(metric, label=f"{metric.label}, no signal") for key, metric in metrics.items()
+        f"{key}_no_signal": replace(metric, label=f"{metric.label}, no signal", in_line=False)
+        for key, metric in metrics.items()
     }
     return metrics | silent
 
 
 # Every metric by its key. Losses are in nats per token. docs/cli.md says what each one counts.
 METRICS: dict[str, Metric] = {
-    "loss": Metric("train", "loss", "lower"),
-    "canvas_loss": Metric("train", "canvas loss", "lower"),
-    "ar_loss": Metric("train", "next-token loss", "lower"),
-    "draft_loss": Metric("train", "draft loss", "lower"),
-    "grad_norm": Metric("train", "gradient norm", format=".2f"),
-    "lr": Metric("train", "learning rate", format=".1e"),
+    "loss": Metric("train", "loss", "lower", in_line=True),
+    "canvas_loss": Metric("train", "canvas loss", "lower", in_line=True, in_report="line"),
+    "ar_loss": Metric("train", "next-token loss", "lower", in_line=True, in_report="line"),
+    "draft_loss": Metric("train", "draft loss", "lower", in_line=True, in_report="line"),
+    "grad_norm": Metric("train", "gradient norm", format=".2f", in_line=True),
+    "lr": Metric("train", "learning rate", format=".1e", in_line=True),
     "epoch": Metric("train", "epoch", format=".2f"),
-    "tokens_per_second": Metric("train", "tokens per second", "higher", ",.0f", "tokens/s"),
-    "scored_tokens_per_second": Metric("train", "scored tokens per second", "higher", ",.0f", "scored tokens/s"),
-    "memory_gib": Metric("train", "most memory", "lower", ".1f", "GiB"),
-    "seconds": Metric("train", "time spent on training", "lower", ".0f", "s"),
-    "heldout_canvas_loss": Metric("heldout", "held-out canvas loss", "lower"),
-    "heldout_canvas_accuracy": Metric("heldout", "held-out canvas tokens right", "higher", ".1%", "right"),
-    "heldout_response_accuracy": Metric(
-        "heldout", "held-out response tokens right", "higher", ".1%", "right without fill"
-    ),
-    "heldout_weighted_loss": Metric("heldout", "held-out weighted canvas loss", "lower"),
-    "heldout_ar_loss": Metric("heldout", "held-out next-token loss", "lower"),
-    "heldout_ar_accuracy": Metric("heldout", "held-out next tokens right", "higher", ".1%", "right"),
-    "heldout_accepted_length": Metric("heldout", "held-out accepted length", "higher", ".2f", "tokens a round"),
-    "heldout_draft_accuracy": Metric("heldout", "held-out drafted tokens right", "higher", ".1%", "right"),
-    "heldout_draft_loss": Metric("heldout", "held-out draft loss", "lower"),
-    **_of_part("corrupted"),
-    **_of_part("kept"),
-    "sample_accuracy": Metric("sample", "sampled prompts right", "higher", ".1%", "of sampled prompts right"),
-    "sample_reward": Metric("sample", "reward of sampled prompts", "higher", ".3f"),
-    "sample_steps_per_canvas": Metric(
-        "sample", "steps per canvas of sampled prompts", "lower", ".1f", "steps per canvas"
-    ),
-    "sample_max_steps": Metric("sample", "most steps that a canvas of a sampled prompt may take", format="d"),
-    "sample_tokens_per_forward": Metric(
-        "sample", "tokens per forward of sampled prompts", "higher", ".1f", "tokens per forward"
-    ),
-    "sample_count": Metric("sample", "sampled prompts", format="d", unit="prompts"),
-    "sample_errors": Metric("sample", "sampled prompts that failed", "lower", "d", "sampled prompts failed"),
-    "sample_seconds": Metric("sample", "time spent on sampling prompts", "lower", ".1f", "s"),
-    "rollout_steps_per_canvas": Metric("train", "steps per canvas rolled out", "lower", ".2f", "steps per canvas"),
-    "policy_loss": Metric("train", "policy loss"),
-    "reward": Metric("train", "reward", "higher", ".3f"),
+    "reward": Metric("train", "reward", "higher", ".3f", in_line=True, in_report="line"),
     "reward_spread": Metric("train", "standard deviation of rewards", format=".3f"),
-    "reward_failures": Metric("train", "rewards that failed", "lower", "d", "rewards failed"),
     "groups_without_spread": Metric(
-        "train", "groups whose rewards are equal", format=".1%", unit="of groups with equal rewards"
+        "train", "groups whose rewards are equal", format=".1%", unit="of groups with equal rewards", in_line=True
     ),
+    "rollout_steps_per_canvas": Metric(
+        "train", "steps per canvas rolled out", "lower", ".2f", "steps per canvas", in_line=True
+    ),
+    "rollout_settled": Metric("train", "canvases rolled out that settled", "higher", ".1%", "settled", in_line=True),
+    "reward_failures": Metric("train", "rewards that failed", "lower", "d", "rewards failed"),
+    "policy_loss": Metric("train", "policy loss"),
     "answer_tokens": Metric("train", "tokens of an answer", format=".1f", unit="tokens an answer"),
     "ratio_clipped": Metric("train", "actions whose ratio is clipped", format=".1%", unit="clipped"),
     "entropy": Metric("train", "entropy of an action", format=".3f"),
@@ -104,8 +88,66 @@ METRICS: dict[str, Metric] = {
     "rollout_seconds": Metric("train", "time spent on rollouts", "lower", ".1f", "s"),
     "update_seconds": Metric("train", "time spent on updates", "lower", ".1f", "s"),
     "rollout_tokens_per_second": Metric("train", "tokens rolled out per second", "higher", ",.0f", "tokens/s"),
-    "rollout_settled": Metric("train", "canvases rolled out that settled", "higher", ".1%", "settled"),
-    "skipped": Metric("skipped", "optimiser steps skipped", "lower", "d", "optimiser steps skipped"),
+    "tokens_per_second": Metric("train", "tokens per second", "higher", ",.0f", "tokens/s", in_line=True),
+    "scored_tokens_per_second": Metric(
+        "train", "scored tokens per second", "higher", ",.0f", "scored tokens/s", in_line=True
+    ),
+    "memory_gib": Metric("train", "most memory", "lower", ".1f", "GiB", in_line=True),
+    "seconds": Metric("train", "time spent on training", "lower", ".0f", "s"),
+    "skipped": Metric("skipped", "optimiser steps skipped", "lower", "d", "optimiser steps skipped", in_line=True),
+    "heldout_canvas_loss": Metric("heldout", "held-out canvas loss", "lower", in_line=True, in_report="best"),
+    "heldout_canvas_accuracy": Metric(
+        "heldout", "held-out canvas tokens right", "higher", ".1%", "right", in_line=True, in_report="best, silent"
+    ),
+    "heldout_response_accuracy": Metric(
+        "heldout",
+        "held-out response tokens right",
+        "higher",
+        ".1%",
+        "right without fill",
+        in_line=True,
+        in_report="best",
+    ),
+    "heldout_weighted_loss": Metric("heldout", "held-out weighted canvas loss", "lower"),
+    **_of_part("corrupted"),
+    **_of_part("kept"),
+    "heldout_ar_loss": Metric("heldout", "held-out next-token loss", "lower", in_line=True, in_report="best"),
+    "heldout_ar_accuracy": Metric("heldout", "held-out next tokens right", "higher", ".1%", "right", in_line=True),
+    "heldout_accepted_length": Metric(
+        "heldout", "held-out accepted length", "higher", ".2f", "tokens a round", in_line=True, in_report="best"
+    ),
+    "heldout_draft_accuracy": Metric(
+        "heldout", "held-out drafted tokens right", "higher", ".1%", "right", in_line=True, in_report="best"
+    ),
+    "heldout_draft_loss": Metric("heldout", "held-out draft loss", "lower", in_line=True),
+    "sample_reward": Metric("sample", "reward of sampled prompts", "higher", ".3f", in_line=True, in_report="best"),
+    "sample_accuracy": Metric(
+        "sample", "sampled prompts right", "higher", ".1%", "of sampled prompts right", in_line=True, in_report="best"
+    ),
+    "sample_count": Metric("sample", "sampled prompts", format="d", unit="prompts", in_line=True),
+    "sample_steps_per_canvas": Metric(
+        "sample",
+        "steps per canvas of sampled prompts",
+        "lower",
+        ".1f",
+        "steps per canvas",
+        in_line=True,
+        in_report="line",
+    ),
+    "sample_tokens_per_forward": Metric(
+        "sample",
+        "tokens per forward of sampled prompts",
+        "higher",
+        ".1f",
+        "tokens per forward",
+        in_line=True,
+        in_report="last",
+    ),
+    "sample_max_steps": Metric(
+        "sample", "most steps that a canvas of a sampled prompt may take", format="d", in_report="last"
+    ),
+    "sample_errors": Metric("sample", "sampled prompts that failed", "lower", "d", "sampled prompts failed"),
+    "sample_seconds": Metric("sample", "time spent on sampling prompts", "lower", ".1f", "s"),
 }
 MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers depend on clocks and machines
 ABSENT_AT_0 = (

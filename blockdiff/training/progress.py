@@ -10,22 +10,11 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from blockdiff import terminal
-from blockdiff.metrics import Record, texts
+from blockdiff.metrics import METRICS, Record, texts
 from blockdiff.terminal import console, counted, printable, say, shown
 from blockdiff.training.freeze import PartCounts
 
 T = TypeVar("T")
-# What a line shows of a record, in this order, where the record has it.
-LINE = (
-    *("loss", "canvas_loss", "ar_loss", "draft_loss", "grad_norm", "lr"),
-    *("reward", "groups_without_spread", "rollout_steps_per_canvas", "rollout_settled"),
-    *("tokens_per_second", "scored_tokens_per_second", "memory_gib", "skipped"),
-    *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
-    *("heldout_corrupted_loss", "heldout_corrupted_accuracy"),
-    *("heldout_ar_loss", "heldout_ar_accuracy"),
-    *("heldout_accepted_length", "heldout_draft_accuracy", "heldout_draft_loss"),
-    *("sample_reward", "sample_accuracy", "sample_count", "sample_steps_per_canvas", "sample_tokens_per_forward"),
-)
 BESIDE_BAR = ("tokens_per_second", "memory_gib")
 REDRAW_SECONDS = 0.5  # between two pictures of the bar in a notebook
 LINE_SECONDS = 60.0  # between two lines on rollouts where there is no bar
@@ -123,7 +112,9 @@ class Progress:
     def record(self, record: Record) -> None:
         """Show a metrics record as one line, and its loss, speed and memory beside the bar."""
         step = record["step"]
-        keys = [key for key in LINE if key != "loss" or record.get("ar_loss")]  # otherwise it is the only one
+        keys = [key for key, metric in METRICS.items() if metric.in_line]
+        if sum(bool(record.get(key)) for key in record if key.endswith("_loss")) < 2:  # the only one is the loss
+            keys.remove("loss")
         shown = list(texts(record, keys).values())
         words = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *shown]
         if record["kind"] == "skipped":

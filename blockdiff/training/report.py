@@ -23,18 +23,6 @@ from blockdiff.metrics import METRICS, Record, of_kind, texts
 from blockdiff.terminal import counted
 
 PACKAGES = ("torch", "transformers", "accelerate")
-LAST_AND_BEST = (
-    *("heldout_canvas_loss", "heldout_ar_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
-    *("heldout_accepted_length", "heldout_draft_accuracy", "sample_reward", "sample_accuracy"),
-)
-LAST = ("reward", "sample_steps_per_canvas", "sample_max_steps", "sample_tokens_per_forward")
-# What the line shows, in this order.
-LINE = (
-    *("skipped", "canvas_loss", "ar_loss", "draft_loss"),
-    *("heldout_canvas_loss", "heldout_response_accuracy", "heldout_ar_loss"),
-    *("heldout_accepted_length", "heldout_draft_accuracy"),
-    *("reward", "sample_reward", "sample_accuracy", "sample_steps_per_canvas", "tokens_per_second", "memory_gib"),
-)
 
 
 class Clock:
@@ -118,12 +106,13 @@ def run_report(
         "examples_seen": steps * batch_size,
         "epochs": round(steps * batch_size / examples, 6) if examples else None,
         "skipped": max((record.get("skipped", 0) for record in records), default=0),
-        **{key: last.get(key) for key in ("loss", "canvas_loss", "ar_loss")},
-        **{key: last[key] for key in ("draft_loss",) if key in last},
-        **{key: record[key] for record in records for key in LAST if key in record},
+        **{key: last.get(key) for key in ("loss", *(key for key in last if key.endswith("_loss")))},
     }
-    for key in LAST_AND_BEST:
-        report |= _last_and_best(records, key)
+    for key, metric in METRICS.items():
+        if metric.in_report.startswith("best"):
+            report |= _last_and_best(records, key)
+        elif metric.in_report and not key.endswith("_loss") and (found := [r[key] for r in records if key in r]):
+            report[key] = found[-1]
     return report | {
         "best_metric": best,
         "tokens_per_second": _mean_speed(trained, "tokens_per_second"),
@@ -144,7 +133,9 @@ def report_line(report: Mapping[str, Any]) -> str:
     words = [report["run"], counted(report["steps"], "optimiser step"), seen]
     if report["epochs"] is not None:
         words.append(epochs_in_words(report["epochs"]))
-    for key, text in texts(report, LINE).items():
+    shown = [key for key, metric in METRICS.items() if metric.in_report in ("line", "best")]
+    keys = ["skipped", *shown, "tokens_per_second", "memory_gib"]
+    for key, text in texts(report, keys).items():
         best = report.get(f"best_{key}", report[key])
         if best != report[key]:
             text += f" (best {METRICS[key].number(best)} at step {report[f'best_{key}_step']})"
