@@ -24,11 +24,11 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.compiled import Driver
 from blockdiff.checkpoint import empty, preset_config
+from blockdiff.checkpoint.config import config_from
 from blockdiff.kernels import Kernels, tiles
 from blockdiff.kernels import launch as launching
 from blockdiff.kernels.span_attention import triton as attention
 from blockdiff.kernels.vocabulary import Shaping
-from blockdiff.models.dflash.config import read as drafter_config
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.model import BlockDiffusionModel
@@ -87,8 +87,9 @@ def drafted_model() -> Drafted:
     for values in (target, drafter):
         values.update(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     drafter |= {"num_target_layers": 2, "dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0]}}
-    configs = type(preset_config("qwen3-8b"))(**target), drafter_config(drafter)
-    parts = [empty(config, Kernels("triton")).to(torch.bfloat16).eval() for config in configs]
+    parts = [
+        empty(config_from(values, "here"), Kernels("triton")).to(torch.bfloat16).eval() for values in (target, drafter)
+    ]
     return Drafted(*parts).eval()
 
 

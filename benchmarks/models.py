@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.diffusion_gemma import DiffusionGemma, DiffusionGemmaFamily
 from blockdiff.models.diffusion_gemma.names import NAMES
 from tests.support.presets import changed_preset
 
@@ -42,7 +42,7 @@ class Size:
     steps: tuple[int, int]
     text: dict[str, Any] = field(default_factory=dict)
 
-    def config(self) -> DiffusionGemmaConfig:
+    def config(self) -> DiffusionGemmaFamily:
         """The config of this size."""
         return changed_preset(self.preset, self.text)
 
@@ -90,7 +90,7 @@ def pair(
     """Both models of a size, in training mode."""
     config = size.config()
     with torch.device(device):
-        peer = DiffusionGemmaForBlockDiffusion(config)
+        peer = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**config.to_dict()))
     peer.set_attn_implementation("sdpa")
     for module in (peer.model.decoder.embed_tokens, peer.model.encoder.get_input_embeddings()):
         # transformers gives pad no gradient as an input, not even where it is noise; we do. Both alike, to compare.

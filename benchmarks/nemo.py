@@ -141,7 +141,7 @@ def measure(size: Size, repeats: int) -> Result:
         sums = objective(batch)
         return sums["canvas"] / batch.canvas_count(), sums["ar"] / batch.ar_count()
 
-    step = Step(theirs, batch, noisy_BCL, models.ours.config.text_config.sliding_window)
+    step = Step(theirs, batch, noisy_BCL, models.peer.config.text_config.sliding_window)
     ours = gradient_step(models.ours, losses, nullcontext(), None)
     peer = gradient_step(theirs, step, nullcontext(), None)
     error = loss_error(ours(), peer())

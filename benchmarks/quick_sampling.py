@@ -19,9 +19,9 @@ from benchmarks.quick_figures import Figures
 from benchmarks.quick_start import FACTOR, ceilings_of, random_model, released
 from benchmarks.step_operations import STEPS
 from blockdiff.checkpoint import preset_config
+from blockdiff.checkpoint.config import config_from
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.models.dflash.config import read as drafter_config
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling import Engine, Request, Result
@@ -263,8 +263,8 @@ def drafted(figures: Figures) -> None:
         drafter_of |= SMALL | {"num_target_layers": 3, "dflash_config": own}
     for values in (target_of, drafter_of):
         values.pop("layer_types", None)  # one for each layer of the released shape
-    target = random_model(type(preset_config(TARGET))(**target_of), device)
-    model = Drafted(target, random_model(drafter_config(drafter_of), device)).eval()
+    target, drafter = (random_model(config_from(values, "here"), device) for values in (target_of, drafter_of))
+    model = Drafted(target, drafter).eval()
     generation = Generation(eos_ids=(), pad_id=0, max_new_tokens=MOST_STEPS)
     options = dict(tokenizer=character_tokenizer(ALPHABET), generation=generation, max_rows=rows)
     options |= dict(capacity=rows * (prompt + 2 * MOST_STEPS), tokens_per_step=8 * prompt)

@@ -19,7 +19,7 @@ from benchmarks.quick import ROOT
 from benchmarks.quick_compile import Pool
 from benchmarks.quick_figures import Figures
 from blockdiff.kernels import Kernels, resolve
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.models.stored import quantised_layers, store
@@ -58,14 +58,14 @@ class Ceilings:
         sweeps: how often the layers are multiplied with them; vocabulary: how often the table is (logits, the signal).
         Attention is left out.
         """
-        nbytes, weights, text = 0, 0.0, getattr(model.config, "text_config", model.config)
+        nbytes, weights, config = 0, 0.0, model.config
         table = model.vocabulary.table
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dim() < 2 or tensor is table:
                 continue
             nbytes += tensor.nbytes
             is_experts = tensor.dim() == 3
-            weights += tensor.numel() * (text.top_k_experts / text.num_experts if is_experts else 1)
+            weights += tensor.numel() * (config.experts_per_token / config.experts if is_experts else 1)
         of_table = vocabulary * table.numel()
         return self.floor_ms(sweeps * nbytes + vocabulary * table.nbytes, 2 * tokens * (sweeps * weights + of_table))
 
@@ -103,14 +103,14 @@ def config_of(preset: str, layers: int | None = None) -> Any:
 
 
 def random_model(
-    config: Any, device: torch.device, quantize: bool = False, kernels: str | Kernels = "auto"
+    config: Family, device: torch.device, quantize: bool = False, kernels: str | Kernels = "auto"
 ) -> BlockDiffusionModel:
     """A model of a config with numbers drawn on the device; bf16, on a CPU fp32."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
     try:
         with torch.device("meta" if quantize else device):
-            model: BlockDiffusionModel = family_of(config).model_class(config, kernels=kernels)
+            model: BlockDiffusionModel = config.model_class(config, kernels=kernels)
         if quantize:
             store(model, quantised_layers(model, "fp8"))
             model = model.to_empty(device=device)

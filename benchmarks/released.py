@@ -28,7 +28,7 @@ from blockdiff.checkpoint.read import resolve_dtype
 from blockdiff.devices import resolve_device
 from blockdiff.errors import BlockdiffError
 from blockdiff.memory import size
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 from blockdiff.sampling import Generation, Request, Sampler
 from blockdiff.training.plan.sampling import plan_sampling
 from tests.support.peaks import peak_memory
@@ -52,23 +52,22 @@ def drawn(directory: Path, preset: str, layers: int, vocabulary: int, experts: i
     text: dict[str, Any] = {"num_hidden_layers": layers, "eos_token_id": 1}
     text["layer_types"] = ["sliding_attention"] * (layers - 1) + ["full_attention"]
     text |= {"num_experts": experts} if experts else {}
-    config: Any = Size("drawn", preset, rows=1, prompt=PROMPT, steps=(1, 2), text=text).config()
+    config: Family = Size("drawn", preset, rows=1, prompt=PROMPT, steps=(1, 2), text=text).config()
     special = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-    config = family_of(config).with_tokens(config, vocabulary, special)
+    config = config.with_tokens(vocabulary, special)
     model = checkpoint.init(config, dtype=dtype, device="cpu")
     return checkpoint.save(model, directory / "drawn")
 
 
-def of_tensors(directory: Path, config: Any) -> list[Check]:
+def of_tensors(directory: Path, config: Family) -> list[Check]:
     """The tensors of the files against the parameters and buffers of transformers' class, by name and shape."""
     import transformers
 
-    family = family_of(config)
     with torch.device("meta"):
-        theirs = getattr(transformers, family.architecture)(transformers.AutoConfig.from_pretrained(directory))
+        theirs = getattr(transformers, config.architecture)(transformers.AutoConfig.from_pretrained(directory))
     needed = {name: tuple(x.shape) for name, x in theirs.state_dict().items()}
     stored = {name: tuple(place.shape) for name, place in stored_tensors(directory).items()}
-    ties = [name for name in needed if (end := family.names.tied_to(name)) is not None and end in stored]
+    ties = [name for name in needed if (end := config.names.tied_to(name)) is not None and end in stored]
     missing = sorted(needed.keys() - stored.keys() - set(ties))
     unknown = sorted(stored.keys() - needed.keys())
     wrong = sorted(name for name in needed.keys() & stored.keys() if needed[name] != stored[name])
@@ -95,12 +94,12 @@ def our_logits(model: Any, prompt_BS: Tensor, canvas_BL: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def their_logits(directory: Path, config: Any, dtype: torch.dtype, device: torch.device, inputs: Any) -> Tensor:
+def their_logits(directory: Path, config: Family, dtype: torch.dtype, device: torch.device, inputs: Any) -> Tensor:
     """The same from transformers."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    kind = getattr(transformers, family_of(config).architecture)
+    kind = getattr(transformers, config.architecture)
     model = kind.from_pretrained(directory, dtype=dtype, device_map=str(device)).eval()
     prompt_BS, canvas_BL = (x.to(device) for x in inputs)
     return model(input_ids=prompt_BS, decoder_input_ids=canvas_BL).logits.float().cpu()

@@ -46,8 +46,7 @@ B, LENGTH = 2, 256
 @torch.no_grad()
 def counted(kind: str) -> Counter[str]:
     """Launches, by the kernel's name, and torch's operations of a step, a key of STEPS or "verified"."""
-    config = small_config(list(KINDS.values()))
-    config.canvas_length = LENGTH
+    config = small_config(list(KINDS.values()), LENGTH)
     with torch.device("meta"):
         model = DiffusionGemma(config, kernels=Kernels("triton")).eval()
     asked = STEPS.get(kind, {})

@@ -75,7 +75,6 @@ def init(
         raise CheckpointError(f"{directory}: holds a checkpoint already; name another directory or remove it")
     from blockdiff import checkpoint
     from blockdiff.checkpoint.tokenizer import load_tokenizer
-    from blockdiff.models.family import family_of
     from blockdiff.terminal import counted
 
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
@@ -88,7 +87,7 @@ def init(
         origin = f"a drafter of {counted(layers, 'layer')} and blocks of {block} tokens for {drafter_for}"
     elif source is not None:
         config = checkpoint.read_config(source)
-        if add_tokens is not None and family_of(config).outline(config).denoises:
+        if add_tokens is not None and config.denoises:
             if canvas_length is not None:
                 raise typer.BadParameter(f"{source} has canvases already; leave it out", param_hint="--canvas-length")
             model, origin = checkpoint.load(source, dtype or "auto"), f"from {source}"

@@ -16,7 +16,6 @@ from blockdiff.checkpoint.opening import model_files
 from blockdiff.errors import CheckpointError
 from blockdiff.memory import of_training, size
 from blockdiff.models.adapters import adapt, is_adapted
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import quantised_layers
 from blockdiff.training.freeze import count_parts, freeze
@@ -42,7 +41,7 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
         shape = show_shape(model, f"{target}, an adapter of {adapted_checkpoint(adapter)}", show)
         show.line("frozen    all but the adapter")
     tensors = _headers(directory, target if adapter is None else adapted_checkpoint(adapter))
-    names = family_of(model.config).names
+    names = model.config.names
     sizes = {name: math.prod(size_of) for name, (size_of, _) in tensors.items()}
     carried = [size for name, size in sizes.items() if names.is_carried(name, has_images=True)]
     images = [size for name, size in sizes.items() if names.is_carried(name) and not names.is_carried(name, True)]
@@ -77,15 +76,15 @@ def show_shape(
 
     needs: what a recipe's training takes, bytes by what they hold; None: training all of it, or its adapter, in fp32.
     """
-    outline = family_of(model.config).outline(model.config)
-    for line in (origin, *outline.lines):
+    config = model.config
+    for line in (origin, *config.lines):
         show.line(line)
     parts = count_parts(model)
     show.parts(parts)
     trained = sum(row.trained for row in parts)
     experts = sum(row.trained + row.frozen for row in parts if row.part == "experts")
     count = trained + sum(row.frozen for row in parts)
-    active = count - experts + experts * outline.experts_per_token // max(1, outline.experts)
+    active = count - experts + experts * config.experts_per_token // max(1, config.experts)
     show.line(f"a token meets {active:,} of {count:,} parameters")
     what = "training the adapter" if is_adapted(model) else "full training"
     what = f"{what} in fp32 with AdamW" if needs is None else "training as the recipe says"
@@ -100,7 +99,7 @@ def show_shape(
     show.line(
         f"memory    weights {in_fp8}bf16 {size(2 * count)}, fp32 {size(4 * count)}; "
         f"{what} {size(sum(needs.values()))} ({parts_of_it}) and activations; "
-        f"prefix in bf16 {size(2 * 1024 * outline.cached_per_token)} for 1,024 tokens of one row"
+        f"prefix in bf16 {size(2 * 1024 * config.cached_per_token)} for 1,024 tokens of one row"
     )
     return {
         "model": origin,

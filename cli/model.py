@@ -143,13 +143,12 @@ class SamplingOptions:
         if strategy is None and self.temperature is None and self.top_p is None:
             return None
         from blockdiff.checkpoint import read_config
-        from blockdiff.models.family import family_of
         from blockdiff.sampling.rounds import NextTokenRound, VerifiedRound, round_of
         from blockdiff.sampling.strategies import adjusted, as_strategy, next_token_head
 
         config = read_config(model.files.weights)
         try:
-            denoises = family_of(config).outline(config).denoises
+            denoises = config.denoises
             chosen = as_strategy(strategy, generation or model.files.generation(), denoises)
             chosen = adjusted(chosen, self.temperature, top_p=self.top_p)
         except RequestError as error:
@@ -170,10 +169,9 @@ class SamplingOptions:
 def _is_drafter(draft_model: str) -> bool:
     """True for a directory or hub id whose config is a drafter's and not that of a canvas model."""
     from blockdiff.checkpoint import read_config
-    from blockdiff.models.family import family_of
 
     config = read_config(draft_model)
-    return family_of(config).outline(config).is_drafter
+    return config.is_drafter
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

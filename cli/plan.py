@@ -107,12 +107,11 @@ def _sampling(
     from blockdiff.checkpoint.stored import form_below, quantize_of
     from blockdiff.errors import CheckpointError
     from blockdiff.memory import size
-    from blockdiff.models.family import family_of
     from blockdiff.training.plan.sampling import plan_sampling
 
     files = model_files(target, with_weights=False)
     config = checkpoint.read_config(files.weights)
-    if family_of(config).outline(config).is_drafter:
+    if config.is_drafter:
         raise CheckpointError(f"{target} is a drafter, which samples nothing alone; plan the recipe that trains it")
     if quantize is None and files.adapter is not None:
         quantize = form_below(files.adapter)

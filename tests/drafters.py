@@ -13,16 +13,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import blockdiff
-from blockdiff.models.dflash.config import read
+from blockdiff.models.dflash import DFlashFamily
 from blockdiff.models.dflash.model import DFlash
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
+from tests.oracle import our_config
 
 
 def drafter_values(target: Any, rng: random.Random | None = None, **more: Any) -> dict[str, Any]:
     """The content of a config.json of a drafter for a target of this config; with `rng` one of many."""
-    rng, text = rng or random.Random(0), target.get_text_config()
+    rng, text = rng or random.Random(0), our_config(target)
     layers, depth, heads = rng.randint(1, 3), text.num_hidden_layers, rng.choice([2, 4])
     own = {"mask_token_id": 5, "target_layer_ids": [rng.randrange(depth - 1) for _ in range(rng.randint(1, 3))]}
     kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
@@ -50,7 +50,7 @@ def drafter_values(target: Any, rng: random.Random | None = None, **more: Any) -
 
 def drafter_for(target: BlockDiffusionModel, values: dict[str, Any], seed: int = 0) -> DFlash:
     """A drafter with random weights, nothing at a neutral value, that drafts for the target."""
-    drafter = blockdiff.init(read(values), dtype=target.dtype, device="cpu", kernels="torch")
+    drafter = blockdiff.init(DFlashFamily.read(values), dtype=target.dtype, device="cpu", kernels="torch")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for x in drafter.state_dict().values():
@@ -68,12 +68,12 @@ def drafted(target: BlockDiffusionModel, rng: random.Random | None = None, **mor
 
 def hub_weights(model: BlockDiffusionModel) -> dict[str, Tensor]:
     """The weights of a model by the names of its files."""
-    return {str(family_of(model.config).names.to_hub(name)): x for name, x in model.state_dict().items()}
+    return {str(model.config.names.to_hub(name)): x for name, x in model.state_dict().items()}
 
 
 def head_values(target: Any, rng: random.Random | None = None, **more: Any) -> dict[str, Any]:
     """The content of a config.json of an EAGLE3 head for a target of this config; with `rng` one of many."""
-    rng, text = rng or random.Random(0), target.get_text_config()
+    rng, text = rng or random.Random(0), our_config(target)
     heads, depth = rng.choice([2, 4]), text.num_hidden_layers
     of_layer = {
         "model_type": rng.choice(["llama", "qwen3"]),

@@ -27,7 +27,7 @@ from blockdiff.parallel.signals import Interrupted
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.kinds.canvas_heldout import heldout
 from blockdiff.training.samples import sample_prompts
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.oracle import TWO_LAYERS, our_config, tiny_config
 
 EXAMPLES = [Example(n, [2, *range(3 + n, 20 + 2 * n)], [(4, 18 + n)]) for n in range(8)]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -36,7 +36,7 @@ ROWS = [Row(f"f:{n}", prompt=LETTERS[: 1 + n], response=LETTERS[n : n + 9]) for 
 
 def figures(mesh: Mesh) -> dict[str, Any]:
     """Everything that evaluating in training gives on this rank: 8 examples and 5 prompts do not divide by 3."""
-    ranks, model = mesh.ranks, empty(tiny_config(canvas_length=8, **TWO_LAYERS), kernels="torch")
+    ranks, model = mesh.ranks, empty(our_config(tiny_config(canvas_length=8, **TWO_LAYERS)), kernels="torch")
     if mesh.is_split:
         split(model, mesh, torch.float64)
     draw_weights(model, seed=3, dtype="float64", device="cpu")

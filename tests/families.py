@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, MiniMaxM3VLConfig, Qwen3Config
 
 import blockdiff
-from blockdiff.models.family import family_of
+from blockdiff.models.minimax_m3 import MiniMaxM3Family, MiniMaxM3TextFamily
 from blockdiff.models.model import BlockDiffusionModel
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -36,7 +36,7 @@ LLAMA3 = dict(
 )
 SLIDING = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
 
-# A config of each family, as a causal model where there is one, and as a denoiser.
+# transformers' config of each family, as a causal model where there is one, and as a denoiser.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "diffusion_gemma": lambda: tiny_config(canvas_length=8, vocab_size=96, **TWO_LAYERS),
     "llama": lambda: LlamaConfig(**SMALL, rope_parameters=LLAMA3),
@@ -85,12 +85,12 @@ def m3_config(topk: int = 2, canvas_length: int | None = None, **text: Any) -> M
     )
     whole: dict[str, Any] = dict(projector_hidden_size=16, image_token_index=92, video_token_index=93)
     whole |= {} if canvas_length is None else {"canvas_length": canvas_length}
-    return family_of("minimax_m3_vl").read({"text_config": values | text, "vision_config": vision, **whole})
+    return MiniMaxM3Family.as_transformers({"text_config": values | text, "vision_config": vision, **whole})
 
 
 def m3_text_config(**more: Any) -> Any:
     """The text side of `m3_config` alone, as transformers has it."""
-    return family_of("minimax_m3_vl_text").read(m3_config().text_config.to_dict() | more)
+    return MiniMaxM3TextFamily.as_transformers(m3_config().text_config.to_dict() | more)
 
 
 def small_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> BlockDiffusionModel:

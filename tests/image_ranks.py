@@ -23,7 +23,7 @@ from blockdiff.tensor_pieces import Piece
 from blockdiff.training.kinds.canvas_heldout import heldout
 from tests.mesh_ranks import held, stepped, write_pieces
 from tests.objective.test_images import L, rows
-from tests.oracle import widen_routers
+from tests.oracle import our_config, widen_routers
 from tests.pictures import gemma_config
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def trained(mesh: Mesh, trains_images: bool) -> dict[str, Piece]:
     """Losses, gradients and weights of two plain SGD steps in micro-batches of one row, and held-out losses."""
-    model = empty(gemma_config(random.Random(3), use_bidirectional_attention="vision"), kernels="torch")
+    model = empty(our_config(gemma_config(random.Random(3), use_bidirectional_attention="vision")), kernels="torch")
     model.image_side = empty_image_side(model.config).requires_grad_(trains_images)
     if mesh.is_split:
         split(model, mesh, torch.float64)
@@ -51,7 +51,7 @@ def trained(mesh: Mesh, trains_images: bool) -> dict[str, Piece]:
 
 def seen(mesh: Mesh) -> Piece:
     """Hidden states of a row with images, by a model that gets its image side when it is split already."""
-    model = empty(gemma_config(random.Random(3)), kernels="torch")
+    model = empty(our_config(gemma_config(random.Random(3))), kernels="torch")
     if mesh.is_split:
         split(model, mesh, torch.float64)
     with_image_side(draw_weights(model, 3, "float64", mesh.ranks.device))

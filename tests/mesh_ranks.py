@@ -23,7 +23,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
-from blockdiff.models.family import family_of
+from blockdiff.models.dflash import DFlashFamily
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
@@ -38,7 +38,7 @@ from blockdiff.training.recipe import ParallelSection
 from blockdiff.training.step import Counts, Loss, backpropagate, checkpoint_activations
 from tests.families import CONFIGS
 from tests.little_model import LITTLE, save_preset
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.oracle import TWO_LAYERS, our_config, tiny_config
 
 L, ROWS = 8, 6
 
@@ -51,17 +51,17 @@ def held(tensor: Tensor, ranks: Ranks) -> Piece:
 
 def made(mesh: Mesh, name: str, dtype: torch.dtype, is_adapted: bool, one_sweep: bool) -> Objective:
     """A model of a family whose routers have wide margins, with recomputation, with or without adapters everywhere."""
-    model = empty(MODELS[name](), kernels="torch")
+    model = empty(our_config(MODELS[name]()), kernels="torch")
     if is_adapted:
         ranks_of = {"attention": LowRank(4, 8), "mlp": LowRank(2, 4), "experts": LowRank(4, 8)}
-        there = {part: how for part, how in ranks_of.items() if part in family_of(model.config).adapted_parts}
+        there = {part: how for part, how in ranks_of.items() if part in model.config.adapted_parts}
         adapt(model, targets(model, there), [7])
     freeze(model, ())
     checkpoint_activations(model)
     if mesh.is_split:
         split(model, mesh, dtype)
     draw_weights(model, 3, str(dtype).removeprefix("torch."), mesh.ranks.device)
-    generator, to_hub = torch.Generator().manual_seed(5), family_of(model.config).names.to_hub
+    generator, to_hub = torch.Generator().manual_seed(5), model.config.names.to_hub
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(("router.proj.weight", "indexer.q_proj.weight", "indexer.k_proj.weight")):  # wide margins
             fill(model, name, 2 * torch.randn(tensor.shape, generator=generator).to(dtype))
@@ -198,7 +198,7 @@ def cases(world: int) -> list[tuple[str, str, str]]:
 
 def meshes_of(name: str, world: int) -> list[str]:
     """The meshes of so many ranks over which a model is trained here."""
-    there, chosen = set(family_of(MODELS[name]()).capabilities.meshes), TRAINED[name]
+    there, chosen = set(our_config(MODELS[name]()).meshes), TRAINED[name]
     sizes = {mesh: 4 if len(said) == 2 else 2 for mesh, said in MESHES.items()}
     supported = [mesh for mesh, said in MESHES.items() if set(ParallelSection(**said).names) <= there]
     assert set(chosen or ()) <= set(supported)
@@ -235,7 +235,7 @@ def write_recipes(directory: Path) -> None:
     lora = {"parts": {"attention": 4, "experts": 2}, "tokens": ["1"]}
     (directory / "adapters.yaml").write_text(json.dumps({**recipe, "model": {"path": "base"}, "lora": lora}))
     base = read_config(directory / "base")
-    config = family_of("dflash").for_target(base, 1, 4, 3, 16**0.5, 30.0)
+    config = DFlashFamily.for_target(base, 1, 4, 3, 16**0.5, 30.0)
     save(init(config, seed=5), directory / "draft")
     drafter = {**recipe, "model": {"path": "draft"}, "objective": {"kind": "drafter", "target": "base", "anchors": 3}}
     drafter |= {"evaluation": {"best": "heldout_draft_loss"}, "generation": {}}

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
+from blockdiff.checkpoint.config import config_from
 from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.family import Family
 
 TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -46,6 +48,11 @@ def tiny_config(canvas_length: int = 16, **text: Any) -> DiffusionGemmaConfig:
     return DiffusionGemmaConfig(text_config=values, vision_config=vision, canvas_length=canvas_length, **ids)
 
 
+def our_config(config: Any) -> Family:
+    """Our config of the same content as transformers' config; ours as it is."""
+    return config if isinstance(config, Family) else config_from(config.to_dict(), "here")
+
+
 def oracle(
     config: DiffusionGemmaConfig | None = None, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> DiffusionGemmaForBlockDiffusion:
@@ -81,7 +88,7 @@ def ours(model: DiffusionGemmaForBlockDiffusion) -> DiffusionGemma:
     from blockdiff.models.diffusion_gemma.names import NAMES
 
     state = model.state_dict()
-    result = DiffusionGemma(model.config, kernels="torch").to(model.dtype)
+    result = DiffusionGemma(our_config(model.config), kernels="torch").to(model.dtype)
     result.load_state_dict({name: state[NAMES.to_hub(name)] for name in result.state_dict()})
     return result.eval()
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,11 +14,10 @@ from torch import Tensor
 
 import blockdiff
 from blockdiff.images import ImageInput, PlacedImage
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from tests.families import m3_config
 from tests.oracle import oracle as gemma_oracle
-from tests.oracle import tiny_config
+from tests.oracle import our_config, tiny_config
 
 SPREAD = 0.4  # of the weights of image sides
 
@@ -75,7 +75,7 @@ def picture(config: Any, draw: random.Random, largest: int = 3) -> ImageInput:
     """A picture of random pixels, of a random number of tokens in each direction."""
     wide, high = draw.randint(1, largest), draw.randint(1, largest)
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
-    vision = config.vision_config
+    vision = SimpleNamespace(**config.to_dict()["vision_config"])
     if config.model_type == "diffusion_gemma":
         k, width = vision.pooling_kernel_size, 3 * vision.patch_size**2
         y, x = torch.meshgrid(torch.arange(high * k), torch.arange(wide * k), indexing="ij")
@@ -94,7 +94,7 @@ def image_row(config: Any, draw: random.Random, parts: int) -> Row:
     for part in range(parts):
         tokens += [draw.randrange(3, 90) for _ in range(draw.choice((0, 1, 4)) if part else 1)]
         images.append(PlacedImage(picture(config, draw), len(tokens)))
-        tokens += [family_of(config).image_tokens(config)[1]] * images[-1].image.tokens
+        tokens += [our_config(config).image_tokens()[1]] * images[-1].image.tokens
     tokens += [draw.randrange(3, 90) for _ in range(draw.randint(1, 5))]
     return Row(tokens, images)
 

@@ -32,7 +32,6 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.layers.weights import local_part
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.models.stored import quantised_layers, store, stored_layers
@@ -50,7 +49,7 @@ from blockdiff.training.samples import sample_prompts
 from tests.expert_ranks import assert_same, error
 from tests.families import CONFIGS, small_model
 from tests.objective.test_objective import L, V, batch_of, rows
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
+from tests.oracle import TWO_LAYERS, oracle, our_config, ours, tiny_config
 from tests.recorder import Looker
 
 Found = dict[str, Tensor]
@@ -60,7 +59,7 @@ OVER_FOUR = ("diffusion_gemma, adapted", "llama", "minimax_m3, adapted", "qwen3 
 def adapted(name: str) -> BlockDiffusionModel:
     """A model with adapters wherever they may be, and rows of the table that train."""
     model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS))) if name == "diffusion_gemma" else small_model(name)
-    parts = family_of(model.config).adapted_parts
+    parts = model.config.adapted_parts
     adapt(model, targets(model, {part: LowRank(3, 6) for part in parts}), [5, model.vocab_size - 1])
     draw_adapters(model, 0, torch.device("cpu"), model.dtype)
     draw = torch.Generator().manual_seed(7)
@@ -122,7 +121,7 @@ def run_through(model: BlockDiffusionModel) -> Found:
 
 def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[BlockDiffusionModel], Found]]]:
     """Models and what each is to compute: one of every family that is split, and one with adapters."""
-    split = [name for name, config in CONFIGS.items() if family_of(config()).tensor_parts]
+    split = [name for name, config in CONFIGS.items() if our_config(config()).tensor_parts]
     assert len(split) >= 5
     return {name: (partial(small_model, name), run_through) for name in split} | {
         "diffusion_gemma, in fp8": (adapted_in_fp8, trained),

@@ -18,7 +18,6 @@ from blockdiff.checkpoint.adapter_names import WEIGHTS, hub_module
 from blockdiff.checkpoint.added import listed, tensor_shapes
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, fingerprint, metadata_in
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import family_of
 from blockdiff.models.image_side import IMAGE_SIDE
 from blockdiff.models.model import BlockDiffusionModel
 
@@ -63,10 +62,10 @@ def require_every_target(
 
     parts: the adapter's tensors by our names.
     """
-    family, without_tensors = family_of(model.config), []
+    of_model, without_tensors = model.config, []
     for ours, tensor in model.state_dict().items():
         module, _, leaf = ours.rpartition(".")
-        if family.part_of(ours) not in family.adapted_parts:
+        if of_model.part_of(ours) not in of_model.adapted_parts:
             continue
         is_linear, prefix = leaf == "weight" and tensor.dim() == 2, ""
         if not is_linear:
@@ -74,9 +73,9 @@ def require_every_target(
             if not prefix:
                 continue
         hub = hub_module(f"{module}.x", model)
-        whole = family.names.fused_of(hub) if is_linear else None
+        whole = of_model.names.fused_of(hub) if is_linear else None
         hub = hub if whole is None else whole[0]
-        copies = [name if is_linear else f"{name}.{leaf}" for name in family.names.copies(hub)]
+        copies = [name if is_linear else f"{name}.{leaf}" for name in of_model.names.copies(hub)]
         is_adapted = f"{module}.{prefix}lora_A" in parts
         if not is_adapted and any(_is_target(config, name, is_linear) for name in copies):
             without_tensors.append(copies[0])

@@ -15,7 +15,6 @@ from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapters_of
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 
 # Settings that are read, and settings without effect on an adapter whose tensors are there.
@@ -63,7 +62,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
     """adapter_config.json: what is adapted as a pattern of names, ranks and alphas that differ as patterns, too."""
-    family, adapted = family_of(model.config), adapters_of(model)
+    family_names, adapted = model.config.names, adapters_of(model)
     names: dict[str, LowRank] = {}  # transformers' names of adapted modules and parameters
     parameters: list[str] = []
     linears: list[str] = []
@@ -72,8 +71,8 @@ def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
         low_rank = module.low_rank
         assert low_rank is not None
         one = hub_module(f"{ours}.x", model)
-        whole = family.names.fused_of(one)
-        for hub in family.names.copies(one if whole is None else whole[0]):
+        whole = family_names.fused_of(one)
+        for hub in family_names.copies(one if whole is None else whole[0]):
             if isinstance(module, Experts):
                 for leaf in module.WEIGHTS:
                     parameters.append(f"{hub}.{leaf}")
@@ -119,7 +118,7 @@ def _number(value: float) -> float | int:
 
 def _adaptable(model: BlockDiffusionModel) -> list[str]:
     """transformers' names of everything that could be adapted."""
-    names = family_of(model.config).names
+    names = model.config.names
     hub_names = [hub for ours in model.state_dict() if (hub := names.to_hub(ours)) is not None]
     modules = [names.to_module(copy.removesuffix(".weight")) for hub in hub_names for copy in names.copies(hub)]
     wholes = [names.fused_of(module) for module in modules]
@@ -179,7 +178,7 @@ def read_low_rank(
 ) -> LowRank:
     """The rank and alpha that a file gives the module of one of our adapter parameters."""
     leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
-    if (whole := family_of(model.config).names.fused_of(hub)) is not None:
+    if (whole := model.config.names.fused_of(hub)) is not None:
         hub = whole[0]
     if leaf.startswith(("gate_up", "down")):
         hub += f".{leaf.partition('_lora')[0]}_proj"
@@ -187,7 +186,7 @@ def read_low_rank(
     if not rank:
         raise CheckpointError(f"{directory / WEIGHTS}: the adapter of {hub} has rank 0, so it adapts nothing")
     alphas = {_of_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))
-              for name in family_of(model.config).names.copies(hub)}  # fmt: skip
+              for name in model.config.names.copies(hub)}  # fmt: skip
     alpha = alphas.pop()
     if alphas or not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise CheckpointError(f"{directory / CONFIG}: gives {hub} no alpha, or two; lora_alpha must be a number")

@@ -21,7 +21,6 @@ from blockdiff.checkpoint.files import DTYPES, Stored, read_blocks, tensors_in
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import Block
 
@@ -33,7 +32,7 @@ _KEY = re.compile(re.escape(PREFIX) + r"(.+?)((?:\.base_layer)*)\.(lora_[AB])\.w
 
 def hub_module(ours: str, model: BlockDiffusionModel) -> str:
     """transformers' name of the module that one of our adapter parameters belongs to; of fused ones, as if apart."""
-    names, module = family_of(model.config).names, ours.rpartition(".")[0]
+    names, module = model.config.names, ours.rpartition(".")[0]
     if module.rpartition(".")[2] == "experts":
         return names.to_module(str(names.to_hub(f"{module}.gate_up_proj")).removesuffix(".gate_up_proj"))
     return names.to_module(str(names.to_hub(f"{module}.weight")).removesuffix(".weight"))
@@ -41,7 +40,7 @@ def hub_module(ours: str, model: BlockDiffusionModel) -> str:
 
 def peft_names(ours: str, model: BlockDiffusionModel) -> tuple[list[str], Callable[[Tensor], Tensor]]:
     """PEFT's names for the copies of one of our adapter parameters, and its arrangement of their numbers."""
-    names = family_of(model.config).names
+    names = model.config.names
     if ours == TOKEN_ROWS:
         table = names.to_module(str(names.to_hub("vocabulary.table")).removesuffix(".weight"))
         return [name + ROWS for name in names.copies(table)], lambda x: x
@@ -78,7 +77,7 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
     A tensor that has copies is compared with them where it is read. Raises CheckpointError for a file that cannot be
     read, tensors that fit no module of the model, and a module of which PEFT adapted one copy alone.
     """
-    file, names = directory / WEIGHTS, family_of(model.config).names
+    file, names = directory / WEIGHTS, model.config.names
     if not file.exists():
         raise CheckpointError(f"{directory}: no {WEIGHTS}, so the adapter is not whole")
     stored = tensors_in(file)
@@ -111,7 +110,7 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
 
 def adapts_images(directory: Path, model: BlockDiffusionModel) -> bool:
     """True where the adapter in a directory has learnt something of the image side of a model's family."""
-    names, file = family_of(model.config).names, directory / WEIGHTS
+    names, file = model.config.names, directory / WEIGHTS
     stored = tensors_in(file) if file.exists() else {}
     beginnings = tuple(PREFIX + names.to_module(hub) for _, hub in names.images)
     keys = [(key, None) for key in stored if key.startswith(beginnings) and ".lora_B." in key]
@@ -124,7 +123,7 @@ def _is_left_out(key: str, stored: Mapping[str, Stored], model: BlockDiffusionMo
     PEFT's `all-linear` adapts the image side as well; where texts alone were trained on, its B stays 0. Raises
     CheckpointError for a B that has learnt something.
     """
-    names, match, has_images = family_of(model.config).names, _KEY.fullmatch(key), model.image_side is not None
+    names, match, has_images = model.config.names, _KEY.fullmatch(key), model.image_side is not None
     if match is None or not names.is_carried(f"{names.of_module(match[1])}.weight", has_images):
         return False
     if match[3] == "lora_B" and next(read_blocks(stored, [(key, None)]))[2].any():
@@ -136,7 +135,7 @@ def _is_left_out(key: str, stored: Mapping[str, Stored], model: BlockDiffusionMo
 
 def _of_whole(key: str, stored: Mapping[str, Stored], model: BlockDiffusionModel) -> dict[str, Part]:
     """The adapters of our matrices, of a tensor of one that transformers has in their place; none for any other."""
-    names, match = family_of(model.config).names, _KEY.fullmatch(key)
+    names, match = model.config.names, _KEY.fullmatch(key)
     places = [] if match is None else names.parts_of(names.of_module(match[1]))
     ours = [names.to_ours(f"{each}.weight") for each in places]
     if match is None or len(places) < 2 or None in ours:
@@ -194,7 +193,7 @@ def _read(stored: Mapping[str, Stored], copies: Sequence[str], shape: tuple[int,
 
 def _ours(key: str, shape: tuple[int, ...], model: BlockDiffusionModel, file: Path) -> tuple[str, tuple[int, ...]]:
     """Our name and our shape of one tensor of the file."""
-    names = family_of(model.config).names
+    names = model.config.names
     match = _KEY.fullmatch(key)
     problem = f"{file}: {key} is no adapter of a module of this model"
     if match is None:

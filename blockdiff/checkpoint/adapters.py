@@ -37,7 +37,6 @@ from blockdiff.errors import CheckpointError
 from blockdiff.files import room_remedy, unwritten, whole_directory, write_json, write_text
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapter_tensors
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import gathered, is_spread, local_of, piece_of
 
@@ -185,7 +184,7 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
     wholes: dict[str, list[str]] = defaultdict(list)
     for name, low_rank in modules.items():
         _complete(parts, name, low_rank, model)
-        whole = family_of(model.config).names.fused_of(hub_module(f"{name}.x", model))
+        whole = model.config.names.fused_of(hub_module(f"{name}.x", model))
         if whole is not None and {f"{name}.lora_A", f"{name}.lora_B"} <= parts.keys():
             wholes[whole[0]].append(name)
     apart(modules, parts, wholes)
@@ -217,7 +216,7 @@ def adapted_checkpoint(directory: str | Path) -> str:
 def _to_peft(model: BlockDiffusionModel) -> dict[str, TensorSource]:
     """All tensors of the adapters by PEFT's names; those of a sharded model are gathered here."""
     out: dict[str, TensorSource] = {}
-    names = family_of(model.config).names
+    names = model.config.names
     wholes: dict[tuple[str, int], dict[tuple[str, int], Tensor]] = defaultdict(dict)
     for ours, tensor in adapter_tensors(model).items():
         whole = None if ours == TOKEN_ROWS else names.fused_of(hub_module(ours, model))

@@ -18,7 +18,6 @@ from blockdiff.checkpoint.files import ADDED, first_line
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.weights import is_scale
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import frozen_weights
 from blockdiff.tensor_pieces import fill_piece, is_spread, local_of
@@ -35,7 +34,7 @@ def tensor_shapes(model: nn.Module) -> Shapes:
 
 def added_to(model: BlockDiffusionModel) -> Shapes:
     """The shapes of a model's tensors that the Hub's checkpoints of its family do not have, by our names."""
-    own, to_hub = _own(model), family_of(model.config).names.to_hub
+    own, to_hub = _own(model), model.config.names.to_hub
     return {name: shape for name, shape in tensor_shapes(model).items() if name not in own or to_hub(name) is None}
 
 
@@ -179,16 +178,16 @@ def listed(names: list[str]) -> str:
 
 def _own(model: BlockDiffusionModel) -> Shapes:
     """The tensors of the family's model of the same config."""
-    family = family_of(model.config)
+    config = model.config
     with torch.device("meta"):
-        own = family.model_class(model.config, model.kernels)
-        own.image_side = None if model.image_side is None else family.image_side(model.config)
+        own = config.model_class(config, model.kernels)
+        own.image_side = None if model.image_side is None else config.image_side()
     return tensor_shapes(own)
 
 
 def is_own_class(model: BlockDiffusionModel) -> bool:
     """True for a model of its family's own class, which adds nothing."""
-    return _model_class(model) is family_of(model.config).model_class
+    return _model_class(model) is model.config.model_class
 
 
 def _model_class(model: nn.Module) -> type:

@@ -9,12 +9,12 @@ from typing import Any
 
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, CONFIG, find, read_json
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import family_of, family_of_file
+from blockdiff.models.family import Family, family_of
 
 HUB_ID = "hub_id"  # the key of a preset that is no config's
 
 
-def read_config(path_or_hub_id: str | Path) -> Any:
+def read_config(path_or_hub_id: str | Path) -> Family:
     """The config of a checkpoint directory or hub id; reads no weights. Raises CheckpointError."""
     file = find(path_or_hub_id, with_weights=False) / CONFIG
     if not file.exists() and (beside := file.with_name(ADAPTER_CONFIG)).is_file():
@@ -23,14 +23,15 @@ def read_config(path_or_hub_id: str | Path) -> Any:
     return config_from(read_json(file), file)
 
 
-def config_from(values: Mapping[str, Any], origin: str | Path) -> Any:
-    """A config from the content of a config.json or of a preset.
+def config_from(values: Mapping[str, Any], origin: str | Path, is_partial: bool = False) -> Family:
+    """A config from the content of a config.json; is_partial: of a preset, which has what differs from the defaults.
 
     Raises CheckpointError, naming `origin`, for an unknown model type and for values that cannot be or are not
     supported.
     """
     try:
-        return family_of_file(values).read(values)
+        family = family_of(values)
+        return family.read(family.completed(values) if is_partial else values)
     except CheckpointError as error:
         raise CheckpointError(f"{origin}: {error}") from None
     except Exception as error:  # the config class validates itself and raises whatever its validators raise
@@ -43,7 +44,7 @@ def presets() -> list[str]:
     return sorted(file.stem for file in _preset_directory().glob("*.json"))
 
 
-def preset_config(preset: str | Path) -> Any:
+def preset_config(preset: str | Path) -> Family:
     """The config of a preset, by name or by file: a config.json with only what differs from the defaults.
 
     `hub_id` in it says which released model has this shape.
@@ -58,7 +59,7 @@ def preset_config(preset: str | Path) -> Any:
             raise CheckpointError(f"no preset {str(preset)!r}{hint} (there are {', '.join(presets())})")
     elif not file.is_file():
         raise CheckpointError(f"{file}: no such preset file")
-    return config_from({key: value for key, value in read_json(file).items() if key != HUB_ID}, file)
+    return config_from({key: value for key, value in read_json(file).items() if key != HUB_ID}, file, is_partial=True)
 
 
 def released_preset(hub_id: str) -> str | None:
@@ -67,10 +68,10 @@ def released_preset(hub_id: str) -> str | None:
     return next((name for name in presets() if read_json(directory / f"{name}.json").get(HUB_ID) == hub_id), None)
 
 
-def fitted(config: Any, tokenizer: Any) -> Any:
+def fitted(config: Family, tokenizer: Any) -> Family:
     """`config` with the vocabulary size and special tokens of `tokenizer`, None where it has none."""
     special = {key: getattr(tokenizer, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return family_of(config).with_tokens(config, len(tokenizer), special)
+    return config.with_tokens(len(tokenizer), special)
 
 
 def _preset_directory() -> Path:

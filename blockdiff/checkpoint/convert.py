@@ -21,7 +21,7 @@ from blockdiff.checkpoint.read import empty
 from blockdiff.checkpoint.tokenizer import mask_token, rows_needed
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.mlp import SelfConditioning
-from blockdiff.models.family import families, family_of
+from blockdiff.models.family import families
 from blockdiff.models.model import BlockDiffusionModel
 
 CANVAS_LENGTH = 256  # that of the released model
@@ -43,16 +43,15 @@ def convert(
     for a model that denoises already, and for a family whose models cannot be made to.
     """
     causal = load(path_or_hub_id, dtype, device, kernels)
-    family = family_of(causal.config)
-    if causal.denoises or family.with_canvases is None:
-        raise CheckpointError(f"{path_or_hub_id}: a {family.model_type} with canvases already; give a causal model")
+    config = causal.config
+    if config.denoises:
+        raise CheckpointError(f"{path_or_hub_id}: a {config.model_type} with canvases already; give a causal model")
     if canvas_length < 1:
         raise CheckpointError(f"canvas_length {canvas_length} is no number of tokens; give 1 or more")
-    positions = family.outline(causal.config).positions
-    if canvas_length > positions:
+    if canvas_length > (positions := config.max_position_embeddings):
         raise CheckpointError(f"canvas_length {canvas_length} is more than the {positions} positions of the model")
-    model = empty(family.with_canvases(causal.config, canvas_length), causal.kernels)
-    spread, draw = family.outline(causal.config).initializer_range, torch.Generator().manual_seed(seed)
+    model = empty(config.with_canvases(canvas_length), causal.kernels)
+    spread, draw = config.initializer_range, torch.Generator().manual_seed(seed)
     for name, shape in added_to(model).items():
         fill(model, name, drawn(model, name, shape, draw, spread).to(causal.device, causal.dtype))
     for name, tensor in causal.state_dict().items():
@@ -82,9 +81,9 @@ def drafter_for(
     target = empty(config)
     special = special_tokens(config, files.generation(), tokenizer)
     mask_id = mask_token(tokenizer, target.vocab_size, mask, {*special.eos_ids, special.pad_id, tokenizer.bos_token_id})
-    for_target = next(each.for_target for each in families().values() if each.for_target is not None)
-    vocabulary = target.vocabulary
-    return init(for_target(config, layers, block, mask_id, vocabulary.root, vocabulary.softcap), seed, dtype=dtype)
+    family = next(each for each in families().values() if each.makes_drafters)
+    root, softcap = target.vocabulary.root, target.vocabulary.softcap
+    return init(family.for_target(config, layers, block, mask_id, root, softcap), seed, dtype=dtype)
 
 
 @torch.no_grad()
@@ -95,9 +94,7 @@ def with_rows_for(model: BlockDiffusionModel, tokenizer: Any) -> BlockDiffusionM
     """
     if (needed := rows_needed(tokenizer)) <= model.vocab_size:
         return model
-    family = family_of(model.config)
-    config = family.with_tokens(model.config, needed, {})
-    larger = empty(config, model.kernels)
+    larger = empty(model.config.with_tokens(needed, {}), model.kernels)
     for name, shape in tensor_shapes(larger).items():
         tensor = model.state_dict()[name]
         if tuple(tensor.shape) != tuple(shape):

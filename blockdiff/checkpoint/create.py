@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from blockdiff.checkpoint.added import beyond_family, draw_added, fill, tensor_shapes
-from blockdiff.checkpoint.config import fitted, preset_config
+from blockdiff.checkpoint.config import config_from, fitted, preset_config
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import empty, require_dtype, require_room, resolve_dtype
 from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 
 
@@ -29,12 +29,14 @@ def init(
 ) -> BlockDiffusionModel:
     """A model with random weights, in evaluation mode: see `empty` and `draw_weights`.
 
-    preset: a preset's name, a preset file, or a config. tokenizer: gives the vocabulary size and the special
-    tokens (None: as the preset says). Raises CheckpointError.
+    preset: a preset's name, a preset file, or a config, ours or transformers'. tokenizer: gives the vocabulary size and
+    the special tokens (None: as the preset says). Raises CheckpointError.
     """
     config = preset_config(preset) if isinstance(preset, str | Path) else preset
-    if not hasattr(config, "model_type"):
+    if not hasattr(config, "to_dict"):
         raise CheckpointError(f"init: {preset!r} is no preset; give a preset's name, a preset file or a config")
+    if not isinstance(config, Family):
+        config = config_from(config.to_dict(), "init")
     if tokenizer is not None:
         config = fitted(config, tokenizer)
     return draw_weights(empty(config, kernels, model), seed, dtype, device)
@@ -54,8 +56,8 @@ def draw_weights(
     place, target = resolve_device(device), resolve_dtype(dtype)
     require_dtype(model, target)
     require_room(model, target, place)
-    family, draw = family_of(model.config), torch.Generator().manual_seed(seed)
-    spread = family.outline(model.config).initializer_range
+    config, draw = model.config, torch.Generator().manual_seed(seed)
+    spread = config.initializer_range
     added = beyond_family(model)
     draw_added(model, seed, target, place)
     images = drawn_images(model.config, seed, target)
@@ -63,7 +65,7 @@ def draw_weights(
         if name in added:
             continue
         # all ranks draw the same, and keep their own part
-        of_image = images.pop(str(family.names.to_hub(name)), None)
+        of_image = images.pop(str(config.names.to_hub(name)), None)
         values = drawn(model, name, shape, draw, spread) if of_image is None else of_image
         fill(model, name, values.to(place, target))
     model.carried = Carried(tensors=images)

@@ -12,7 +12,7 @@ from blockdiff.checkpoint.files import GENERATION, find, read_json
 from blockdiff.data.template import turn_ends
 from blockdiff.errors import CheckpointError
 from blockdiff.field_rules import Rule, broken_rule
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 
 # Our settings and transformers' names of them; two more are no single number there.
 _THEIRS = {
@@ -122,32 +122,29 @@ class SpecialTokens:
     pad_id: int
 
 
-def special_tokens(config: Any, generation: Generation | None = None, tokenizer: Any = None) -> SpecialTokens:
+def special_tokens(config: Family | None, generation: Generation | None = None, tokenizer: Any = None) -> SpecialTokens:
     """Each special token as the generation settings say it, else the model's config, else the tokenizer.
 
     Any of the three may be None. Where nobody names an eos there is none; where nobody names a pad that the table has,
     it is 0. Where the settings name no eos, the ends of turns of the tokenizer's chat template end a response, too.
     """
-    outline = None if config is None else family_of(config).outline(config)
 
-    def first(name: str, in_settings: str = "") -> tuple[int, ...]:
-        said = getattr(generation, in_settings, None), getattr(outline, name, None)
-        return next((ids for ids in map(_ids, (*said, getattr(tokenizer, f"{name}_token_id", None))) if ids), ())
+    def first(name: str, in_settings: str) -> tuple[int, ...]:
+        said = (getattr(each, name, None) for each in (config, tokenizer))
+        return next((ids for ids in map(_ids, (getattr(generation, in_settings, None), *said)) if ids), ())
 
-    eos_ids = first("eos", "eos_ids")
+    eos_ids = first("eos_token_id", "eos_ids")
     if tokenizer is not None and eos_ids and not (generation and generation.eos_ids):
         eos_ids = tuple(dict.fromkeys((*eos_ids, *turn_ends(tokenizer))))
-    pad_id = (*first("pad", "pad_id"), 0)[0]
-    has_row = outline is None or pad_id < outline.vocab_size  # any token fills a row, but it has to be one of the table
+    pad_id = (*first("pad_token_id", "pad_id"), 0)[0]
+    has_row = config is None or pad_id < config.vocab_size  # any token fills a row, but it has to be one of the table
     return SpecialTokens(eos_ids, pad_id if has_row else 0)
 
 
-def default_generation(config: Any, tokenizer: Any = None) -> Generation:
-    """The settings of a model that brings none: transformers' defaults, one canvas of tokens."""
+def default_generation(config: Family, tokenizer: Any = None) -> Generation:
+    """The settings of a model that brings none: transformers' defaults, and the family's answer length."""
     special = special_tokens(config, tokenizer=tokenizer)
-    outline = family_of(config).outline(config)
-    tokens = outline.canvas_length if outline.denoises else Generation.max_new_tokens
-    return Generation(max_new_tokens=tokens, eos_ids=special.eos_ids, pad_id=special.pad_id)
+    return Generation(max_new_tokens=config.answer_length, eos_ids=special.eos_ids, pad_id=special.pad_id)
 
 
 def _ids(said: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,28 +11,27 @@ from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.assembled import assembled, read_whole
 from blockdiff.checkpoint.files import Carried
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 from blockdiff.models.image_side import IMAGE_SIDE, ImageSide
 from blockdiff.models.model import BlockDiffusionModel
 
 
-def drawn_images(config: Any, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def drawn_images(config: Family, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Random image tensors by Hub name, as transformers initialises them; none without an image side."""
-    family = family_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        side = family.image_side(config)
+        side = config.image_side()
     state = {} if side is None else side.state_dict()
     return {
-        str(family.names.to_hub(IMAGE_SIDE + name)): x.detach().to(dtype if x.is_floating_point() else x.dtype)
+        str(config.names.to_hub(IMAGE_SIDE + name)): x.detach().to(dtype if x.is_floating_point() else x.dtype)
         for name, x in state.items()
     }
 
 
-def empty_image_side(config: Any) -> ImageSide:
+def empty_image_side(config: Family) -> ImageSide:
     """The image side of a config, frozen and without memory; CheckpointError where it has none."""
     with torch.device("meta"):
-        side = family_of(config).image_side(config)
+        side = config.image_side()
     if side is None:
         raise CheckpointError(f"this {config.model_type} takes no images: its config has no vision_config")
     return side.requires_grad_(False).eval()
@@ -53,7 +51,7 @@ def with_image_side(model: BlockDiffusionModel) -> BlockDiffusionModel:
     if hasattr(model, "set_reshard_after_forward"):
         raise CheckpointError("images are not for a model whose weights are sharded without its image side")
     side = empty_image_side(model.config)
-    names, carried = family_of(model.config).names, model.carried or Carried()
+    names, carried = model.config.names, model.carried or Carried()
     stored = assembled(carried.stored, names)
     sources = {ours: str(names.to_hub(IMAGE_SIDE + ours)) for ours in side.state_dict()}
     if missing := [hub for hub in sources.values() if hub not in stored and hub not in carried.tensors]:

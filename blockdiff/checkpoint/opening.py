@@ -24,7 +24,6 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import adapt
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import store
 
@@ -92,7 +91,7 @@ def load(
     if draft_model is None:
         return load_files(files, dtype, device, kernels, model, quantize)
     config = read_config(draft_model)
-    if not family_of(config).outline(config).is_drafter:  # a drafter has no tokens of its own
+    if not config.is_drafter:  # a drafter has no tokens of its own
         require_same_tokens(draft_model, files.holding(*VOCABULARY_FILES))
     drafter = load(draft_model, dtype, device, kernels)
     drafter.drafts_for(empty(read_config(files.weights), kernels, model))  # before the weights are read

@@ -33,7 +33,7 @@ from blockdiff.kernels import Kernels
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.layers.weights import Form, is_scale
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.names import Names
 from blockdiff.models.stored import frozen_weights, quantised_layers
@@ -41,14 +41,14 @@ from blockdiff.tensor_pieces import Block, is_spread, local_of, piece_of
 
 
 def empty(
-    config: Any, kernels: str | Kernels = "auto", model: type[BlockDiffusionModel] | None = None
+    config: Family, kernels: str | Kernels = "auto", model: type[BlockDiffusionModel] | None = None
 ) -> BlockDiffusionModel:
     """A model whose weights have shapes but no memory (torch's meta device), to be filled or counted.
 
     model: a subclass of the family's model class to make instead; what it adds is saved beside the weights. Raises
     CheckpointError for a config of an unknown family, or that says what its models do not do.
     """
-    own = family_of(config).model_class
+    own = config.model_class
     if model is not None and not isinstance(model, type):
         raise CheckpointError(f"model: an instance of {type(model).__name__}; give the class, which is filled anew")
     if model is not None and not issubclass(model, own):
@@ -74,7 +74,7 @@ def load_weights(
     rounded to these if the file has others. Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
-    names = family_of(model.config).names
+    names = model.config.names
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
     for hub in names.optional:
@@ -132,8 +132,8 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
 
     Each is read when it is asked for. Raises CheckpointError.
     """
-    family_of(model.config).require_written()
-    names, added = family_of(model.config).names, added_to(model)
+    model.config.require_written()
+    names, added = model.config.names, added_to(model)
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
     shapes = {name: shape for name, shape in tensor_shapes(model).items() if name not in added}
@@ -146,7 +146,7 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
 
 def stored_matrices(model: BlockDiffusionModel, directory: Path) -> Callable[[str, Form], StoredMatrix]:
     """A function that reads a weight of a checkpoint by our name in a form: as it is stored, or rounded."""
-    names = family_of(model.config).names
+    names = model.config.names
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
     source = _match(tensor_shapes(model), stored, directory, names)
@@ -182,7 +182,7 @@ def _stored_matrix(
 
 def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str, Stored] | None = None) -> Carried:
     """The contents of a checkpoint directory beside the weights that the model runs."""
-    names, stored = family_of(model.config).names, stored_tensors(directory) if stored is None else stored
+    names, stored = model.config.names, stored_tensors(directory) if stored is None else stored
     has_images = model.image_side is not None
     return Carried(
         stored={hub: place for hub, place in stored.items() if names.is_carried(hub, has_images)},
@@ -211,7 +211,7 @@ def require_room(model: BlockDiffusionModel, dtype: torch.dtype, device: torch.d
     fixed, smaller = sum(held.values()), {}
     if dtype.itemsize > 2:
         smaller['dtype="bfloat16"'] = numbers * 2 + fixed
-    if not held and family_of(model.config).fp8_parts and not any(map(is_adapter, state)):
+    if not held and model.config.fp8_parts and not any(map(is_adapter, state)):
         parts = [model.get_submodule(layer).parameters(recurse=False) for layer in quantised_layers(model, "fp8")]
         rounded = sum(parameter.numel() for parameter in chain(*parts))
         smaller['quantize="fp8"'] = numbers * dtype.itemsize - rounded * (dtype.itemsize - 1)
@@ -236,8 +236,8 @@ def weights_dtype(dtype: str, path_or_hub_id: str | None) -> torch.dtype:
     if dtype != "auto" or path_or_hub_id is None:
         return resolve_dtype("float32" if dtype == "auto" else dtype)
     directory = find(path_or_hub_id)
-    family = family_of(read_config(directory))
-    return resolve_dtype(dtype, stored_tensors(directory).get(str(family.names.to_hub(family.model_class.typical))))
+    config = read_config(directory)
+    return resolve_dtype(dtype, stored_tensors(directory).get(str(config.names.to_hub(config.model_class.typical))))
 
 
 def _match(

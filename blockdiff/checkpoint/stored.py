@@ -23,7 +23,7 @@ from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.weights import Form
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import QUANTIZE, check_quantize, frozen_weights, quantised_layers, stored_layers
 
@@ -40,7 +40,7 @@ def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | N
     if quantize == "none":
         return {}
     found = quantised_layers(model, quantize)
-    names = family_of(model.config).names
+    names = model.config.names
     stored = assembled(stored_apart(directory, names), names)
     for layer, module in model.named_modules():
         if isinstance(module, Linear | Experts) and layer not in found:
@@ -52,7 +52,7 @@ def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | N
     return found
 
 
-def quantize_of(config: Any, quantize: str | None) -> str | None:
+def quantize_of(config: Family, quantize: str | None) -> str | None:
     """The word for how a model of this config stores its weights: `quantize`, or what the config says; None or "none"
     for weights like others."""
     check_quantize(quantize)
@@ -61,7 +61,7 @@ def quantize_of(config: Any, quantize: str | None) -> str | None:
     return "fp8" if _said(config).get("format") == "float-quantized" else None
 
 
-def warn_of_inputs(config: Any, directory: Path) -> None:
+def warn_of_inputs(config: Family, directory: Path) -> None:
     """Warn if another program's checkpoint asks for inputs that are rounded to fp8, which stay as they are here."""
     groups = [group for group in _said(config).get("config_groups", {}).values() if isinstance(group, Mapping)]
     if any(group.get("input_activations") for group in groups) and not has_digests(directory):
@@ -71,8 +71,8 @@ def warn_of_inputs(config: Any, directory: Path) -> None:
         )
 
 
-def _said(config: Any) -> Mapping[str, Any]:
-    said = getattr(config, "quantization_config", None)
+def _said(config: Family) -> Mapping[str, Any]:
+    said = config.values.get("quantization_config")
     return said if isinstance(said, Mapping) else {}
 
 
@@ -118,7 +118,7 @@ def described(model: BlockDiffusionModel) -> dict[str, Any] | None:
 
 def _ignored(model: BlockDiffusionModel) -> list[str]:
     """Patterns of the names of linear layers that are not in fp8: by what follows the number of a layer."""
-    names = family_of(model.config).names
+    names = model.config.names
     found = ["lm_head"]
     for layer, module in model.named_modules():
         hub = names.to_hub(f"{layer}.weight")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
 from blockdiff.files import room_remedy, unwritten, whole_directory, write_json
 from blockdiff.models.adapters import is_adapted
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import stored_layers
 
@@ -61,8 +60,7 @@ def save(
         raise CheckpointError(f"save: a {kind} is no model of this package; give the model itself, not what holds it")
     if is_adapted(model):
         raise CheckpointError("the model has adapters; merge them first (`blockdiff.merge`), or save them alone")
-    family_of(model.config).require_written()
-    family_of(model.config).check(model.config)
+    model.config.require_written()
     check_whole(model)
     target = Path(directory).expanduser().absolute()
     cast = None if dtype is None else resolve_dtype(dtype)
@@ -139,15 +137,8 @@ def _write(
         write_json(fresh / INDEX, index)
     metadata = {name: {"format": "pt"} | (added_metadata(model) if name == ADDED else {}) for name in files}
     write_digests(fresh, {name: write_stream(fresh / name, files[name], metadata[name]) for name in files})
-    config = copy.deepcopy(model.config)
-    config.architectures = [family_of(model.config).architecture]
-    config.dtype = cast or model.kept_dtype
-    said = described(model)
-    if said is not None:
-        config.quantization_config = said
-    elif hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.save_pretrained(fresh)
+    dtype = str(cast or model.kept_dtype).removeprefix("torch.")
+    write_json(fresh / CONFIG, model.config.written(dtype, described(model)))
 
 
 def _divided_into_files(
@@ -159,7 +150,7 @@ def _divided_into_files(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    names = family_of(model.config).names
+    names = model.config.names
     added = {name: own.pop(name) for name in added_to(model)}
     sources: dict[str, TensorSource] = {}
     for weight, of_files in parts_in_files(model, own).items():
@@ -183,10 +174,10 @@ def _divided_into_files(
     return files, {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
 
 
-def _default_generation(config: Any, tokenizer: Any) -> dict[str, Any]:
+def _default_generation(config: Family, tokenizer: Any) -> dict[str, Any]:
     """generation_config.json for a model that brings none, as transformers would write it."""
-    outline, settings = family_of(config).outline(config), default_generation(config, tokenizer)
-    special: dict[str, Any] = {"bos_token_id": outline.bos, "pad_token_id": outline.pad}
+    settings = default_generation(config, tokenizer)
+    special: dict[str, Any] = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
     if len(settings.eos_ids) < 2:
-        special["eos_token_id"] = outline.eos
+        special["eos_token_id"] = config.eos_token_id
     return {**settings.to_dict(), **special, "transformers_version": transformers.__version__}

@@ -14,7 +14,6 @@ from blockdiff.layers.experts import Experts
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.lora import LowRank, draw_low_rank, is_low_rank
 from blockdiff.layers.weights import HasWeights
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import fill_piece, gathered, is_spread
 
@@ -26,15 +25,15 @@ def targets(model: BlockDiffusionModel, parts: Mapping[str, LowRank]) -> dict[st
 
     Raises CheckpointError for a part that the family has no adapters for, or of which the model has no module.
     """
-    family = family_of(model.config)
+    config = model.config
     found: dict[str, LowRank] = {}
     for part, low_rank in parts.items():
-        if part not in family.adapted_parts:
-            there = ", ".join(family.adapted_parts) or "none"
-            raise CheckpointError(f"{family.model_type} has no adapters for the part {part!r} (there are: {there})")
+        if part not in config.adapted_parts:
+            there = ", ".join(config.adapted_parts) or "none"
+            raise CheckpointError(f"{config.model_type} has no adapters for the part {part!r} (there are: {there})")
         widest = 0
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear | Experts) and family.part_of(f"{name}.{_leaf(module)}") == part:
+            if isinstance(module, nn.Linear | Experts) and config.part_of(f"{name}.{_leaf(module)}") == part:
                 found[name] = replace(low_rank, dropout=0.0) if isinstance(module, Experts) else low_rank
                 if isinstance(module, HasWeights):
                     shapes = [module.held(weight).shape for weight in module.WEIGHTS]

@@ -70,8 +70,8 @@ class Drafted(BlockDiffusionModel):
         drafter.drafts_for(target)
         if target.device != drafter.device:
             raise BlockdiffError(f"the draft model is on {drafter.device} and the model on {target.device}; move one")
-        self.target, self.drafter, self.canvas_length = target, drafter, drafter.canvas_length
-        self.vocab_size, self.vocabulary, self.carried = target.vocab_size, target.vocabulary, target.carried
+        self.target, self.drafter, self.denoises, self.canvas_length = target, drafter, True, drafter.canvas_length
+        self.vocabulary, self.carried = target.vocabulary, target.carried
         kinds = [replace(kind, name=_of("target", name), keeps_selection=False) for name, kind in target.kinds.items()]
         kinds += [replace(kind, name=_of("drafter", name)) for name, kind in drafter.kinds.items()]
         self.kinds = {kind.name: kind for kind in kinds}

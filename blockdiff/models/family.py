@@ -1,171 +1,263 @@
-"""The contract of a model family: all that the rest of the code asks of one beside its model; nothing else names it.
+"""The contract of a model family: what a family decides, and the config of one of its models.
 
-A family is what a module of this package has as its `FAMILY`, or one of its `FAMILIES`; `family_of` finds it by the
-model type of a config.
+A family is a subclass of `Family` in its own module or folder of this package. Its class attributes hold for all of its
+models; an instance is the config of one model, made once from the content of a config.json. The rest of the code reads
+`model.config` and knows no family by name. Each module lists its classes in `FAMILIES`, where `families` finds them.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import json
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
 
 from blockdiff import models
 from blockdiff.errors import CheckpointError
-from blockdiff.models.image_side import ImageSide
-from blockdiff.models.names import Names
 
 if TYPE_CHECKING:
+    from blockdiff.models.image_side import ImageSide
     from blockdiff.models.model import BlockDiffusionModel
+    from blockdiff.models.names import Names
 
 
-@dataclass(frozen=True)
-class Outline:
-    """The content of a config, in words that all families share.
-
-    bos, eos, pad: ids of special tokens as the config has them; experts, experts_per_token: 0 without;
-    cached_per_token: numbers that a prefix holds of one token; positions: how many tokens a row may have; lines: the
-    shape of the model for a person to read; denoises: whether there are canvases (canvas_length is 1 where not);
-    is_drafter: whether it drafts for another model, and is nothing without it; mask: the mask token of a drafter's
-    blocks (None: it has none).
-    """
-
-    vocab_size: int
-    canvas_length: int
-    bos: int | None
-    eos: int | list[int] | None
-    pad: int | None
-    initializer_range: float
-    experts: int
-    experts_per_token: int
-    cached_per_token: int
-    positions: int
-    lines: tuple[str, ...]
-    denoises: bool = True
-    is_drafter: bool = False
-    mask: int | None = None
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """The objectives and meshes that a family's models can be trained with.
-
-    `Family.require` refuses everything else. Adapters and fp8 go by the parts that can have them.
-    """
-
-    predictions: tuple[str, ...]
-    corruptions: tuple[str, ...]
-    meshes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family.
+    """A model family; an instance is the config of one of its models.
 
-    model_type: what its config.json calls it; architecture: the class that loads its checkpoints, in transformers or,
-    of a drafter, in what serves it. hub_type: the model type in its config.json where that is another family's, too,
-    and the architecture there tells them apart (None: model_type). is_written: whether checkpoints are written, too.
+    Class attributes, the same for all models of a family:
+    model_type: the name of the family in a config.json; architecture: the class that loads its checkpoints, in
+    transformers or, for a drafter, in what serves it; is_drafter: whether its models draft for another one and are
+    nothing without it; makes_drafters: whether it has `for_target`; is_written: whether checkpoints are written, too;
+    has_self_conditioning: whether a denoiser reads the soft embedding of its last prediction.
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
-    have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so that they stand
-    still; fp8_parts: those whose linear layers and experts can have their weights in fp8 (none: it has no fp8).
-    sharding_units: names of modules (`{}` is the layer number)
-    whose weights are gathered together when they are sharded, inner ones first. tensor_parts: patterns of the names of
-    modules -> how tensor parallelism splits them: "attention", "mlp", "experts" or "vocabulary"; empty: it cannot.
+    have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so they are
+    frozen; fp8_parts: those whose linear layers and experts can have their weights in fp8 (none: no fp8).
+    sharding_units: names of modules (`{}` is the layer number) whose weights are gathered together when they are
+    sharded, inner ones first. tensor_parts: patterns of the names of modules -> how tensor parallelism splits them:
+    "attention", "mlp", "experts" or "vocabulary"; empty: it cannot. predictions, corruptions, meshes: what the models
+    can be trained with; `require` refuses everything else.
 
-    The functions take the family's own config. `read(values)` makes it from the content of a config.json and checks it;
-    `check(config)` raises CheckpointError for what it says and the model does not do; `outline(config)` is what
-    others read of it; `with_tokens(config, vocab_size, special)` is the config with another vocabulary (special:
-    bos_token_id, eos_token_id, pad_token_id); `image_side(config)` makes what turns images into embeddings, without
-    weights that are read, and `image_tokens(config)` says which tokens stand before an image, for each of its parts and
-    after it, by id or as they are spelt (None of both: it takes no images); `image_processor(values)` is the content of
-    a preprocessor_config.json for a processor that needs no torchvision, where the family's own does;
-    `with_canvases(config, canvas_length)` is the config of a causal model as a denoiser (None: its models denoise);
-    `for_target(config, layers, block, mask, scale, softcap)` is that of a drafter for a model of a config, whose
-    vocabulary has this scale and softcap (None: the family has no drafters).
+    Fields, of one model: those that config.json has under the same names, in the words that all families share.
+    values: the whole content of config.json, with the keys that nothing here reads; canvas_length: 1 for a causal
+    model; denoises: whether the model has canvases; experts, experts_per_token: 0 without experts; rope_theta: of the
+    first kind of layers; mask: the mask token of a drafter's blocks (None: it has none).
     """
 
-    model_type: str
-    architecture: str
-    model_class: type[BlockDiffusionModel]
-    names: Names
-    parts: Mapping[str, tuple[str, ...]]
-    adapted_parts: tuple[str, ...]
-    sharding_units: tuple[str, ...]
-    capabilities: Capabilities
-    read: Callable[[Mapping[str, Any]], Any]
-    check: Callable[[Any], None]
-    outline: Callable[[Any], Outline]
-    with_tokens: Callable[[Any, int, Mapping[str, int | None]], Any]
-    image_side: Callable[[Any], ImageSide | None] = lambda config: None
-    image_tokens: Callable[[Any], tuple[int | str, int, int | str] | None] = lambda config: None
-    image_processor: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
-    with_canvases: Callable[[Any, int], Any] | None = None
-    for_target: Callable[..., Any] | None = None
-    tensor_parts: Mapping[str, str] = field(default_factory=dict)
-    selecting_parts: tuple[str, ...] = ()
-    fp8_parts: tuple[str, ...] = ()
-    hub_type: str | None = None
-    is_written: bool = True
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    model_class: ClassVar[type[BlockDiffusionModel]]
+    names: ClassVar[Names]
+    parts: ClassVar[Mapping[str, tuple[str, ...]]]
+    adapted_parts: ClassVar[tuple[str, ...]] = ()
+    selecting_parts: ClassVar[tuple[str, ...]] = ()
+    fp8_parts: ClassVar[tuple[str, ...]] = ()
+    sharding_units: ClassVar[tuple[str, ...]]
+    tensor_parts: ClassVar[Mapping[str, str]] = {}
+    predictions: ClassVar[tuple[str, ...]] = ()
+    corruptions: ClassVar[tuple[str, ...]] = ()
+    meshes: ClassVar[tuple[str, ...]] = ()
+    is_drafter: ClassVar[bool] = False
+    makes_drafters: ClassVar[bool] = False
+    is_written: ClassVar[bool] = True
+    has_self_conditioning: ClassVar[bool] = True
 
-    def part_of(self, name: str) -> str:
-        """The part that one of our parameters or buffers belongs to, by its name; "other" for what none has."""
-        parts = self.parts.items()
+    values: Mapping[str, Any] = field(repr=False, hash=False)
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    initializer_range: float
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
+    pad_token_id: int | None
+    canvas_length: int
+    denoises: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    mask: int | None = None
+
+    # -- config.json -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def is_of(cls, values: Mapping[str, Any]) -> bool:
+        """True if the content of a config.json is a config of this family."""
+        return bool(values.get("model_type") == cls.model_type)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """The config from the content of a config.json.
+
+        Raises CheckpointError, naming the field, for a value that the model does not compute with: a value is computed
+        or refused, and never ignored. Keys that change nothing of the computation are kept in `values`.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def text_of(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The part of the content of a config.json that has the fields of the text model, to be read or changed."""
+        return values
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The content of a config.json, of which `values` has what differs from the defaults."""
+        return values
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], theirs: Any, **own: Any) -> Self:
+        """The config with each field from `own` or else from the attribute of that name of transformers' config."""
+        own["values"] = copy.deepcopy(dict(values))
+        names = [each.name for each in fields(cls) if each.name not in own and hasattr(theirs, each.name)]
+        return cls(**{name: getattr(theirs, name) for name in names}, **own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json, all keys as they were read."""
+        return copy.deepcopy(dict(self.values))
+
+    def with_tokens(self, vocab_size: int, special: Mapping[str, int | None]) -> Self:
+        """The config with another vocabulary; special: bos_token_id, eos_token_id and pad_token_id."""
+        values = self.to_dict()
+        self.text_of(values).update(vocab_size=vocab_size, **special)
+        return self.read(values)
+
+    def with_canvases(self, canvas_length: int) -> Self:
+        """The config of the same model as a denoiser of canvases of `canvas_length` tokens."""
+        return self.read(self.to_dict() | {"canvas_length": canvas_length})
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """The dtype of the weights as config.json names it; None if it does not."""
+        stored = self.values.get("dtype", self.values.get("torch_dtype"))
+        return None if stored is None else str(stored)
+
+    def written(self, dtype: str, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The content of the config.json beside weights of this dtype and, if they are quantised, in this form."""
+        values = self.to_dict()
+        values.pop("quantization_config", None)
+        named = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"  # that of older files
+        values |= {"model_type": values.get("model_type", self.model_type), "architectures": [self.architecture]}
+        return values | {named: dtype} | ({} if quantization is None else {"quantization_config": dict(quantization)})
+
+    # -- one model -------------------------------------------------------------------------------------------------
+
+    @property
+    def cached_per_token(self) -> int:
+        """The count of numbers that a prefix holds of one token."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The shape of the model for a person to read."""
+        raise NotImplementedError
+
+    @property
+    def answer_length(self) -> int:
+        """The most tokens of an answer, if neither a request nor generation_config.json has a number."""
+        return self.canvas_length if self.denoises else 256
+
+    def image_side(self) -> ImageSide | None:
+        """The modules that turn images into embeddings, without weights that are read; None without an image side."""
+        return None
+
+    def image_tokens(self) -> tuple[int | str, int, int | str] | None:
+        """Return the tokens before an image, for each of its parts and after it, by id or as they are spelt.
+
+        None for a model that takes no images: it has no image side, or its vocabulary no such tokens.
+        """
+        return None
+
+    @classmethod
+    def for_target(
+        cls, target: Family, layers: int, block: int, mask: int, scale: float, softcap: float | None
+    ) -> Family:
+        """The config of a drafter with `layers` layers and blocks of `block` tokens for a target of this config.
+
+        mask: the mask token; scale, softcap: of the target's embeddings and logits, as its vocabulary has them.
+        """
+        raise NotImplementedError
+
+    # -- the family ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def image_processor(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The content of a preprocessor_config.json for a processor that needs no torchvision."""
+        return values
+
+    @classmethod
+    def part_of(cls, name: str) -> str:
+        """The part that one of our parameters or buffers belongs to, by its name; "other" if none matches."""
+        parts = cls.parts.items()
         return next((part for part, ours in parts if any(fnmatchcase(name, pattern) for pattern in ours)), "other")
 
-    def require_written(self) -> None:
-        """Raises CheckpointError where checkpoints of the family are read and not written."""
-        if not self.is_written:
-            raise CheckpointError(f"a model of {self.architecture} is read and run, and not written; copy its files")
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
+    @classmethod
+    def units(cls, model: nn.Module) -> list[nn.Module]:
         """The modules of a model to shard one by one, inner ones before those that hold them, the model last."""
         named = dict(model.named_modules())
-        patterns = [re.compile(re.escape(unit).replace(r"\{\}", r"\d+")) for unit in self.sharding_units]
+        patterns = [re.compile(re.escape(unit).replace(r"\{\}", r"\d+")) for unit in cls.sharding_units]
         return [*(named[name] for pattern in patterns for name in named if pattern.fullmatch(name)), model]
 
-    def require(self, **asked: str) -> None:
-        """Raises CheckpointError for the first choice, by the capability's name, that the family does not support."""
-        for capability, choice in asked.items():
-            supported = getattr(self.capabilities, capability)
+    @classmethod
+    def require_written(cls) -> None:
+        """Raise CheckpointError if checkpoints of the family are read and not written."""
+        if not cls.is_written:
+            raise CheckpointError(f"a model of {cls.architecture} is read and run, and not written; copy its files")
+
+    @classmethod
+    def require(cls, **asked: str) -> None:
+        """Raise CheckpointError for the first choice, by `predictions=` and so on, that the family does not support."""
+        for kind, choice in asked.items():
+            supported = getattr(cls, kind)
             if choice not in supported:
                 there = ", ".join(supported) or "none"
-                raise CheckpointError(f"{self.model_type} does not support {choice} ({capability}: {there})")
+                raise CheckpointError(f"{cls.model_type} does not support {choice} ({kind}: {there})")
+
+
+def written_out(theirs: Any) -> dict[str, Any]:
+    """The content of transformers' config with the defaults of its class, without those that all classes share."""
+    from transformers import PreTrainedConfig
+
+    def own(values: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in values.items() if name not in shared or value != shared[name]}
+        return {name: own(value) if name.endswith("_config") else value for name, value in kept.items()}
+
+    shared, whole = (json.loads(each.to_json_string(use_diff=False)) for each in (PreTrainedConfig(), theirs))
+    return own(whole)
 
 
 @functools.cache
-def families() -> dict[str, Family]:
-    """Every family by its model type: the FAMILY, or the FAMILIES, of each module of this package that has any."""
+def families() -> dict[str, type[Family]]:
+    """Every family by its model type: the FAMILIES of each module of this package that has any."""
     names = [each.name for each in pkgutil.iter_modules(models.__path__, "blockdiff.models.")]
     modules = [importlib.import_module(name) for name in names]
-    found = [
-        family
-        for module in modules
-        for family in (getattr(module, "FAMILIES", ()) or ([module.FAMILY] if hasattr(module, "FAMILY") else ()))
-    ]
-    return {family.model_type: family for family in found}
+    return {family.model_type: family for module in modules for family in getattr(module, "FAMILIES", ())}
 
 
-def family_of(config: Any) -> Family:
-    """The family of a config, or of a model type; CheckpointError where there is none."""
-    model_type = config if isinstance(config, str) or config is None else config.model_type
-    if model_type not in families():
+def family_of(values: Mapping[str, Any]) -> type[Family]:
+    """The family of the content of a config.json; CheckpointError if there is none.
+
+    A family that recognises a file by more than its model type goes before the one that the type names.
+    """
+    values = dict(values)
+    if (of_speculators := values.get("speculators_model_type")) is not None:  # whose files have no other type
+        values["model_type"] = f"speculators_{of_speculators}"
+    model_type = values.get("model_type")
+    found = [family for family in families().values() if family.is_of(values)]
+    if not found:
         known = ", ".join(repr(name) for name in families())
         raise CheckpointError(f"model_type is {model_type!r}; blockdiff reads {known}")
-    return families()[model_type]
-
-
-def family_of_file(values: Mapping[str, Any]) -> Family:
-    """The family of the content of a config.json; CheckpointError where there is none."""
-    model_type, named = values.get("model_type"), values.get("architectures") or ()
-    if (of_speculators := values.get("speculators_model_type")) is not None:  # whose files have no other
-        model_type = f"speculators_{of_speculators}"
-    shared = (each for each in families().values() if each.hub_type is not None and each.hub_type == model_type)
-    return next((each for each in shared if each.architecture in named), None) or family_of(model_type)
+    return next((family for family in found if family.model_type != model_type), found[0])

@@ -11,15 +11,15 @@ What is special about them:
   scalars at 1, as `init --from` makes them, noisy tokens are computed like clean ones. The Hub has no names for these
   tensors, so they lie in blockdiff.safetensors and transformers loads the rest as the causal model that it is.
 
-Config: transformers' `LlamaConfig` or `Qwen3Config`, with `canvas_length` beside its own fields where it denoises.
+config.json is that of transformers' `LlamaConfig` or `Qwen3Config`, with a `canvas_length` if the model denoises.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,11 @@ from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.rope import default_frequencies, llama3_frequencies
-from blockdiff.models.causal import CausalModel, denoises, wrong_canvas_length
+from blockdiff.models.causal import CausalModel, canvases, wrong_canvas_length
 from blockdiff.models.config_checks import other_values, refuse_first, sizes_below_one, sizes_out_of_range, wrong_rope
-from blockdiff.models.family import Capabilities, Family, Outline
+from blockdiff.models.family import Family, written_out
 from blockdiff.models.layer_kind import LayerKind, Rope
-from blockdiff.models.model import layer_scalar, wanted
+from blockdiff.models.model import BlockDiffusionModel, layer_scalar, wanted
 from blockdiff.models.names import Names
 from blockdiff.spans import Spans, Sweep
 
@@ -60,7 +60,7 @@ SIZES = (
 class Layer(nn.Module):
     """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
 
-    def __init__(self, config: Any, denoises: bool, kernels: Kernels):
+    def __init__(self, config: LlamaFamily, denoises: bool, kernels: Kernels):
         super().__init__()
         hidden, eps, head_dim = config.hidden_size, config.rms_norm_eps, config.head_dim
         self.input_norm = CastRMSNorm(hidden, eps, kernels)
@@ -72,7 +72,7 @@ class Layer(nn.Module):
             has_value=True,
             eps=eps,
             kernels=kernels,
-            qk_norm=None if config.model_type == "llama" else CastRMSNorm,
+            qk_norm=CastRMSNorm if config.has_qk_norm else None,
             norms_values=False,
             scale=head_dim**-0.5,
         )
@@ -101,110 +101,25 @@ class Llama(CausalModel):
 
     layer_class: type[Layer] = Layer
 
-    def __init__(self, config: Any, kernels: str | Kernels = "auto"):
-        check(config)
-        super().__init__(config, kernels, config.intermediate_size, ACTIVATIONS[config.hidden_act])
+    def __init__(self, config: LlamaFamily, kernels: str | Kernels = "auto"):
+        activation = ACTIVATIONS[config.hidden_act]
+        super().__init__(config, kernels, config.intermediate_size, activation, config.tie_word_embeddings)
         layers, self.leaves_clean_out = config.num_hidden_layers, self.layer_class is Layer
         self.layers = nn.ModuleList(self.layer_class(config, self.denoises, self.kernels) for _ in range(layers))
         self.norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
-        self.layer_kinds = tuple(KINDS[each] for each in layer_types(config))
-        windows = {"full": None, "sliding": getattr(config, "sliding_window", None)}
+        self.layer_kinds = tuple(KINDS[each] for each in config.layer_types)
+        windows = {"full": None, "sliding": config.sliding_window}
         self.kinds = {
             name: LayerKind(name, windows[name], frequencies(config)) for name in dict.fromkeys(self.layer_kinds)
         }
 
 
-def layer_types(config: Any) -> Sequence[str]:
-    """The type of each layer; Llama's are all full."""
-    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-
-
-def frequencies(config: Any) -> Tensor:
+def frequencies(config: LlamaFamily) -> Tensor:
     """The frequencies of RoPE, fp32 [d/2]."""
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
         return llama3_frequencies(config.head_dim, rope["rope_theta"], rope)
     return default_frequencies(config.head_dim, rope["rope_theta"]) / rope.get("factor", 1.0)
-
-
-# -- what a config may say -------------------------------------------------------------------------------------
-
-
-def read(values: Mapping[str, Any], model_type: str) -> Any:
-    """A config from the content of a config.json.
-
-    Raises CheckpointError for values that are not supported, and what transformers raises for those that cannot be.
-    """
-    from transformers import LlamaConfig, Qwen3Config
-
-    refuse_first(sizes_out_of_range(values, SIZES))
-    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[model_type](**json.loads(json.dumps(values)))
-    check(config)
-    return config
-
-
-def check(config: Any) -> None:
-    """Raises CheckpointError, naming the field, for a config that our model does not compute as transformers does."""
-    refuse_first(_wrong(config))
-
-
-def _wrong(config: Any) -> Iterator[str]:
-    yield from other_values(config, ONE_VALUE)
-    if config.hidden_act not in ACTIVATIONS:
-        yield f"hidden_act {config.hidden_act!r} is not supported; there are: {', '.join(ACTIVATIONS)}"
-    yield from sizes_below_one(config, SIZES)
-    if config.head_dim % 2:
-        yield f"head_dim is {config.head_dim}; it must be even"
-    if config.num_attention_heads % config.num_key_value_heads:
-        yield (
-            f"num_key_value_heads {config.num_key_value_heads} does not divide num_attention_heads "
-            f"{config.num_attention_heads}"
-        )
-    yield from wrong_canvas_length(config)
-    if len(layer_types(config)) != config.num_hidden_layers:
-        yield f"layer_types names {len(layer_types(config))} layers, but there are {config.num_hidden_layers}"
-    for kind in layer_types(config):
-        if kind not in KINDS:
-            yield f"layer_types {kind!r} is not supported; there are: {', '.join(KINDS)}"
-        elif kind == "sliding_attention" and not (getattr(config, "sliding_window", None) or 0) >= 1:
-            yield f"sliding_window is {config.sliding_window!r}, but some layers slide; it must be at least 1"
-    yield from wrong_rope(config.rope_parameters, ROPES, "rope_parameters")
-
-
-def outline(config: Any) -> Outline:
-    """The config in words that all families share."""
-    kinds = list(layer_types(config))
-    sliding = kinds.count("sliding_attention")
-    layers = f"{len(kinds)} layers" + (f" ({sliding} sliding, window {config.sliding_window})" if sliding else "")
-    canvas = f"canvas {config.canvas_length}" if denoises(config) else "causal"
-    return Outline(
-        vocab_size=config.vocab_size,
-        canvas_length=getattr(config, "canvas_length", None) or 1,
-        bos=config.bos_token_id,
-        eos=config.eos_token_id,
-        pad=config.pad_token_id,
-        initializer_range=config.initializer_range,
-        experts=0,
-        experts_per_token=0,
-        cached_per_token=2 * len(kinds) * config.num_key_value_heads * config.head_dim,
-        positions=config.max_position_embeddings,
-        lines=(
-            f"{layers}, hidden {config.hidden_size}, vocabulary {config.vocab_size:,}, {canvas}",
-            f"MLP of {config.intermediate_size}; {config.num_attention_heads} query heads, "
-            f"{config.num_key_value_heads} key heads of {config.head_dim}",
-        ),
-        denoises=denoises(config),
-    )
-
-
-def with_tokens(config: Any, vocab_size: int, special: Mapping[str, int | None]) -> Any:
-    """The config with another vocabulary; special: bos_token_id, eos_token_id and pad_token_id."""
-    return read(config.to_dict() | {"vocab_size": vocab_size, **special}, config.model_type)
-
-
-def with_canvases(config: Any, canvas_length: int) -> Any:
-    """The config of the same model as a denoiser of canvases of so many tokens."""
-    return read(config.to_dict() | {"canvas_length": canvas_length}, config.model_type)
 
 
 # `{}` is the layer number. What denoising adds has no name on the Hub.
@@ -227,41 +142,119 @@ TABLE: tuple[tuple[str, str], ...] = (
 )
 
 
-def _family(model_type: str, architecture: str) -> Family:
-    return Family(
-        model_type=model_type,
-        architecture=architecture,
-        model_class=Llama,
-        names=Names(TABLE, ties=(("lm_head.weight", "model.embed_tokens.weight"),)),
-        parts={
-            "layer_scalars": ("layers.*_scalar",),
-            "self_conditioning": ("self_conditioning.*",),
-            "norms": ("*norm.weight",),
-            "attention": ("layers.*.attention.*",),
-            "mlp": ("layers.*.mlp.*",),
-            "head": ("vocabulary.head",),
-            "embedding": ("vocabulary.*",),
-        },
-        adapted_parts=("attention", "mlp"),
-        fp8_parts=("attention", "mlp"),
-        sharding_units=("layers.{}", "vocabulary"),
-        tensor_parts={
-            "layers.*.attention": "attention",
-            "layers.*.mlp": "mlp",
-            "self_conditioning": "mlp",
-            "vocabulary": "vocabulary",
-        },
-        capabilities=Capabilities(
-            predictions=("posterior", "leave_one_out"),
-            corruptions=("uniform", "mask"),
-            meshes=("replicate", "shard", "tensor"),
-        ),
-        read=partial(read, model_type=model_type),
-        check=check,
-        outline=outline,
-        with_tokens=with_tokens,
-        with_canvases=with_canvases,
-    )
+@dataclass(frozen=True, kw_only=True)
+class LlamaFamily(Family):
+    """Llama, and the config of one of its models.
+
+    transformers_class: reads config.json, fills in its defaults and validates it; has_qk_norm: whether queries and keys
+    are normed. layer_types: of each layer, a key of KINDS.
+    """
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    model_class: ClassVar[type[BlockDiffusionModel]] = Llama
+    names = Names(TABLE, ties=(("lm_head.weight", "model.embed_tokens.weight"),))
+    parts: ClassVar = {
+        "layer_scalars": ("layers.*_scalar",),
+        "self_conditioning": ("self_conditioning.*",),
+        "norms": ("*norm.weight",),
+        "attention": ("layers.*.attention.*",),
+        "mlp": ("layers.*.mlp.*",),
+        "head": ("vocabulary.head",),
+        "embedding": ("vocabulary.*",),
+    }
+    adapted_parts: ClassVar[tuple[str, ...]] = ("attention", "mlp")
+    fp8_parts: ClassVar[tuple[str, ...]] = ("attention", "mlp")
+    sharding_units: ClassVar[tuple[str, ...]] = ("layers.{}", "vocabulary")
+    tensor_parts: ClassVar = {
+        "layers.*.attention": "attention",
+        "layers.*.mlp": "mlp",
+        "self_conditioning": "mlp",
+        "vocabulary": "vocabulary",
+    }
+    predictions: ClassVar[tuple[str, ...]] = ("posterior", "leave_one_out")
+    corruptions: ClassVar[tuple[str, ...]] = ("uniform", "mask")
+    meshes: ClassVar[tuple[str, ...]] = ("replicate", "shard", "tensor")
+    transformers_class: ClassVar[str] = "LlamaConfig"
+    has_qk_norm: ClassVar[bool] = False
+
+    hidden_act: str
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    rope_parameters: Mapping[str, Any]
+    tie_word_embeddings: bool
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        refuse_first(sizes_out_of_range(values, SIZES))
+        theirs = cls.as_transformers(values)
+        refuse_first(cls.wrong(theirs))
+        return cls.of(values, theirs, **cls.own_fields(theirs))
+
+    @classmethod
+    def as_transformers(cls, values: Mapping[str, Any]) -> Any:
+        """The content of a config.json as transformers' config, which raises what it raises for a wrong one."""
+        import transformers
+
+        return getattr(transformers, cls.transformers_class)(**json.loads(json.dumps(dict(values))))
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        named = {"model_type": values.get("model_type", cls.model_type)}
+        return written_out(cls.as_transformers(values)) | named
+
+    @classmethod
+    def own_fields(cls, theirs: Any) -> dict[str, Any]:
+        """The fields that transformers' config does not have under the same name, or not in this form."""
+        rope_theta = theirs.rope_parameters["rope_theta"]
+        return canvases(theirs) | {"layer_types": _layer_types(theirs), "rope_theta": rope_theta}
+
+    @classmethod
+    def wrong(cls, theirs: Any) -> Iterator[str]:
+        """The reasons why a config is refused: what our model does not compute as transformers does."""
+        yield from other_values(theirs, ONE_VALUE)
+        if theirs.hidden_act not in ACTIVATIONS:
+            yield f"hidden_act {theirs.hidden_act!r} is not supported; there are: {', '.join(ACTIVATIONS)}"
+        yield from sizes_below_one(theirs, SIZES)
+        heads, key_heads = theirs.num_attention_heads, theirs.num_key_value_heads
+        if theirs.head_dim % 2:
+            yield f"head_dim is {theirs.head_dim}; it must be even"
+        if heads % key_heads:
+            yield f"num_key_value_heads {key_heads} does not divide num_attention_heads {heads}"
+        yield from wrong_canvas_length(theirs)
+        if len(kinds := _layer_types(theirs)) != theirs.num_hidden_layers:
+            yield f"layer_types names {len(kinds)} layers, but there are {theirs.num_hidden_layers}"
+        for kind in kinds:
+            if kind not in KINDS:
+                yield f"layer_types {kind!r} is not supported; there are: {', '.join(KINDS)}"
+            elif kind == "sliding_attention" and not (getattr(theirs, "sliding_window", None) or 0) >= 1:
+                yield f"sliding_window is {theirs.sliding_window!r}, but some layers slide; it must be at least 1"
+        yield from wrong_rope(theirs.rope_parameters, ROPES, "rope_parameters")
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        layers, sliding = f"{self.num_hidden_layers} layers", self.layer_types.count("sliding_attention")
+        layers += f" ({sliding} sliding, window {self.sliding_window})" if sliding else ""
+        canvas = f"canvas {self.canvas_length}" if self.denoises else "causal"
+        return (
+            f"{layers}, hidden {self.hidden_size}, vocabulary {self.vocab_size:,}, {canvas}",
+            f"MLP of {self.intermediate_size}; {self.num_attention_heads} query heads, "
+            f"{self.num_key_value_heads} key heads of {self.head_dim}",
+        )
 
 
-FAMILIES = (_family("llama", "LlamaForCausalLM"), _family("qwen3", "Qwen3ForCausalLM"))
+def _layer_types(theirs: Any) -> tuple[str, ...]:
+    """The type of each layer; Llama's are all full."""
+    return tuple(getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers)
+
+
+class Qwen3Family(LlamaFamily):
+    """Qwen3: Llama's layers with normed queries and keys, and windows."""
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    transformers_class = "Qwen3Config"
+    has_qk_norm = True
+
+
+FAMILIES = (LlamaFamily, Qwen3Family)

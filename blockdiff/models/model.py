@@ -17,7 +17,7 @@ from blockdiff.kernels.scratch import shared_scratch
 from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 from blockdiff.models.image_side import ImageSide
 from blockdiff.models.layer_kind import LayerKind, Rope
 from blockdiff.models.prefix import Prefix
@@ -32,14 +32,14 @@ class BlockDiffusionModel(nn.Module):
     gathers them around such calls and nowhere else.
     """
 
-    config: Any
-    denoises: bool = True
+    config: Family
+    denoises: bool
     leaves_clean_out: bool = False  # whether a layer gives the wanted tokens of a sweep alone
     canvas_length: int
     vocab_size: int
     kernels: Kernels
     vocabulary: Vocabulary
-    self_conditioning: nn.Module | None  # of embeddings [B, T, D] and a signal; None where nothing denoises
+    self_conditioning: nn.Module | None  # of embeddings [B, T, D] and a signal; None if the model reads none
     layers: nn.ModuleList  # each with an encoder_scalar and a decoder_scalar, [1]; None: 1
     norm: RMSNorm
     kinds: dict[str, LayerKind]  # by name
@@ -53,9 +53,10 @@ class BlockDiffusionModel(nn.Module):
     gathered_on: torch.device | None = None
     gathered_in: torch.dtype | None = None
 
-    def __init__(self, config: Any, kernels: str | Kernels = "auto"):
+    def __init__(self, config: Family, kernels: str | Kernels = "auto"):
         super().__init__()
         self.config, self.kernels, self.image_side = config, resolve(kernels), None
+        self.denoises, self.canvas_length, self.vocab_size = config.denoises, config.canvas_length, config.vocab_size
 
     def forward(
         self,
@@ -117,11 +118,13 @@ class BlockDiffusionModel(nn.Module):
         return x
 
     def _conditioned(self, x: Tensor, soft_BTD: Tensor | None) -> Tensor:
-        """Embeddings of noisy tokens with their signal; BlockdiffError for a causal model."""
-        if self.self_conditioning is None:
+        """Embeddings of noisy tokens with their signal, if the model reads one; BlockdiffError for a causal model."""
+        if not self.denoises:
             raise BlockdiffError(
                 "a causal model denoises nothing; `blockdiff init --from` adds what that needs, or sample next tokens"
             )
+        if self.self_conditioning is None:
+            return x
         conditioned: Tensor = self.self_conditioning(x, soft_BTD)
         return conditioned
 
@@ -172,8 +175,7 @@ class BlockDiffusionModel(nn.Module):
 
     def parameters_of(self, part: str) -> list[nn.Parameter]:
         """The parameters of one of the family's parts."""
-        family = family_of(self.config)
-        return [p for name, p in self.named_parameters() if family.part_of(name) == part]
+        return [p for name, p in self.named_parameters() if self.config.part_of(name) == part]
 
     def rope(self, positions_BT: Tensor) -> dict[str, Rope]:
         """cos and sin of every kind of layer."""

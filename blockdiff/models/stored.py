@@ -10,7 +10,6 @@ from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.weights import FORMS, Form, HasWeights
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 
 # The words of `quantize`, beside "none": the forms of linear layers and of experts.
@@ -25,14 +24,14 @@ def quantised_layers(model: BlockDiffusionModel, quantize: str | None) -> dict[s
     if quantize is None or quantize == "none":
         return {}
     check_quantize(quantize)
-    family = family_of(model.config)
-    if not family.fp8_parts:
-        raise CheckpointError(f"{family.model_type} has no weights in {quantize}; leave quantize out")
+    config = model.config
+    if not config.fp8_parts:
+        raise CheckpointError(f"{config.model_type} has no weights in {quantize}; leave quantize out")
     of_linear, of_experts = QUANTIZE[quantize]
     return {
         name: of_experts if isinstance(module, Experts) else of_linear
         for name, module in model.named_modules()
-        if isinstance(module, Linear | Experts) and family.part_of(f"{name}.weight") in family.fp8_parts
+        if isinstance(module, Linear | Experts) and config.part_of(f"{name}.weight") in config.fp8_parts
     }
 
 

@@ -25,7 +25,6 @@ from blockdiff.checkpoint.opening import load_files, model_files
 from blockdiff.errors import RunError
 from blockdiff.layers.experts import Experts
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import stored_layers
 from blockdiff.parallel.exchange import expert_parallel
@@ -107,7 +106,7 @@ def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | No
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     pinned = mesh.ranks.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if mesh.offload else OffloadPolicy()
-    for unit in family_of(model.config).units(model):
+    for unit in model.config.units(model):
         # Units are gathered anew for every call, so that what an average or a checkpoint writes is seen.
         options: Any = {"reshard_after_forward": True, "mp_policy": precision, "offload_policy": offload}
         if mesh.experts > 1 and isinstance(unit, Experts):

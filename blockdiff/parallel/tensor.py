@@ -28,7 +28,6 @@ from blockdiff.layers.linear import Linear
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.layers.weights import local_part
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.reduce import copied, summed
 from blockdiff.parallel.tensor_vocabulary import share_vocabulary
@@ -50,9 +49,9 @@ def tensor_parallel(model: BlockDiffusionModel, mesh: DeviceMesh) -> None:
 
 def refuse_uneven(model: BlockDiffusionModel, ranks: int) -> None:
     """Raise RunError where so many ranks do not divide what `tensor_parallel` splits; the model needs no memory."""
-    family = family_of(model.config)
-    if not family.tensor_parts:
-        raise RunError(f"parallel.tensor: models of {family.model_type} cannot be split; leave it at 1")
+    config = model.config
+    if not config.tensor_parts:
+        raise RunError(f"parallel.tensor: models of {config.model_type} cannot be split; leave it at 1")
     for name, module, kind in _parts(model):
         uneven = _uneven(module, kind, ranks)
         if uneven is not None:
@@ -61,7 +60,7 @@ def refuse_uneven(model: BlockDiffusionModel, ranks: int) -> None:
 
 def _parts(model: BlockDiffusionModel) -> list[tuple[str, Any, str]]:
     """The modules that are split: name, module, and the key of `_SPLITS`."""
-    table = family_of(model.config).tensor_parts.items()
+    table = model.config.tensor_parts.items()
     named = list(model.named_modules())
     return [(name, module, kind) for name, module in named for part, kind in table if fnmatchcase(name, part)]
 

@@ -16,7 +16,6 @@ from blockdiff.checkpoint.tokenizer import mismatch
 from blockdiff.data.images import PROCESSORS, ImageReader
 from blockdiff.data.tokenise import takes_images
 from blockdiff.errors import CheckpointError, RequestError
-from blockdiff.models.family import family_of
 from blockdiff.sampling.control import compile_control
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.response import opens_reasoning
@@ -87,7 +86,7 @@ def sampling_settings(
         canvas_length=model.canvas_length if way.denoises else 1,
         vocab_size=model.vocab_size,
         denoises=way.denoises,
-        positions=None if config is None else min(family_of(each).outline(each).positions for each in configs),
+        positions=None if config is None else min(each.max_position_embeddings for each in configs),
         is_drafted=drafter is not None,
         block=block,
         image_reader=None if drafter is not None and block is None else _image_reader(model, tokenizer),
@@ -110,12 +109,12 @@ def _diffusion(origin: Path | None) -> DiffusionSettings:
 def _image_reader(model: BlockDiffusionModel, tokenizer: PreTrainedTokenizerBase | None) -> ImageReader | None:
     """The reader of images for a model that takes them; the files that it carries say how they are cut."""
     config, carried = getattr(model, "config", None), getattr(model, "carried", None)
-    tokens = None if config is None else family_of(config).image_tokens(config)
+    tokens = None if config is None else config.image_tokens()
     if tokens is None or not takes_images(tokens, tokenizer):
         return None
     files = [] if carried is None else carried.side_files
     found = [file for file in files if file.name in PROCESSORS] or files
-    return ImageReader(found[0].parent if found else {}, tokens, adapt=family_of(config).image_processor)
+    return ImageReader(found[0].parent if found else {}, tokens, adapt=config.image_processor)
 
 
 def _origin(model: BlockDiffusionModel) -> Path | None:

@@ -16,7 +16,6 @@ from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.opening import model_files, with_adapter
 from blockdiff.errors import EngineError, RequestError
-from blockdiff.models.family import family_of
 from blockdiff.models.pages import PAGE_TOKENS, Pages
 from blockdiff.sampling.engine import UNCAPTURED, Engine, Event
 from blockdiff.sampling.prepare import A_DRAFTER, prepare_sequences, sampling_settings
@@ -127,7 +126,7 @@ class Sampler:
         """
         files = model_files(path_or_hub_id, adapter, with_weights=False)
         config = read_config(files.weights)
-        if family_of(config).outline(config).is_drafter:
+        if config.is_drafter:
             raise RequestError(f"{path_or_hub_id} {A_DRAFTER}")
         generation, tokenizer = generation or files.generation(), tokenizer or files.tokenizer()
         strategy = None if strategy is None else as_strategy(strategy, generation)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from blockdiff import memory
 from blockdiff.errors import BlockdiffError, RequestError
-from blockdiff.models.family import family_of
 from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sequence import Proposal, Sequence
@@ -140,5 +139,5 @@ class WarmUp:
         if self.settings.image_reader is None or model.image_side is not None:
             return 0
         with torch.device("meta"):
-            side = family_of(model.config).image_side(model.config)
+            side = model.config.image_side()
         return 0 if side is None else model.dtype.itemsize * sum(x.numel() for x in side.parameters())

@@ -30,7 +30,7 @@ from blockdiff.tensor_pieces import Block, is_spread
 
 FOLDER, TRAINER, PIECES = CHECKPOINTS, "trainer.json", "pieces.json"
 MODEL, OPTIMISER, AVERAGE = KINDS = ("model", "optimiser", "ema")  # the tensors, and how their files begin
-FORMAT = 7  # of trainer.json and what it lists; a checkpoint of another one is refused
+FORMAT = 8  # of trainer.json and what it lists; a checkpoint of another one is refused
 STREAMED = "data.train: content"  # a fact: of a stream, whose rows may be corrected before a run goes on
 ALONE = Ranks(torch.device("cpu"))
 SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes keeps once for all parameters

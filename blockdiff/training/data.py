@@ -25,7 +25,6 @@ from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.errors import DataError
-from blockdiff.models.family import family_of
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.terminal import counted
 from blockdiff.training.recipe import Recipe
@@ -198,11 +197,10 @@ def image_reader(recipe: Recipe, base: StartingModel) -> ImageReader | None:
     """
     if recipe.model.images == "none":
         return None
-    family, where = family_of(base.config), recipe.data.images
-    tokens = family.image_tokens(base.config)
+    where, tokens = recipe.data.images, base.config.image_tokens()
     assert tokens is not None, "a model without an image side was refused before"
     settings = find(str(recipe.model.path or recipe.model.tokenizer), with_weights=False)
-    return ImageReader(settings, tokens, where.root, where.anywhere, adapt=family.image_processor)
+    return ImageReader(settings, tokens, where.root, where.anywhere, adapt=base.config.image_processor)
 
 
 def encoder(recipe: Recipe, base: StartingModel, stride: int, reader: ImageReader | None = None) -> Encoder:

@@ -29,7 +29,6 @@ from blockdiff.errors import RESUME, CheckpointError, RunError
 from blockdiff.files import remove_leftovers, write_text
 from blockdiff.metrics import FILE_NAME, SAMPLES, MetricsLog, Record
 from blockdiff.models.adapters import adapter_tensors
-from blockdiff.models.family import family_of
 from blockdiff.plots.curves import draw_curves
 from blockdiff.training.checkpoint_content import AVERAGE, steps_saved
 from blockdiff.training.checkpoint_content import MODEL as WEIGHTS
@@ -159,7 +158,7 @@ def consolidate(
     kind = kind_of(recipe)
     found = kind.start(recipe)
     weights = tensors.tensors(WEIGHTS)
-    typical = family_of(found.config).model_class.typical
+    typical = found.config.model_class.typical
     kept = weights[typical if typical in weights else next(iter(weights))].dtype
     objective = kind.without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
     model, diffusion = objective.model, kind.diffusion(objective)

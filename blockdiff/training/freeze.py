@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from blockdiff.errors import RunError
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import frozen_weights
 
@@ -33,7 +32,7 @@ def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: 
     a pattern that matches nothing, naming close ones, and when nothing would be left to train.
     """
     named = dict(model.named_parameters())
-    for part in family_of(model.config).selecting_parts:
+    for part in model.config.selecting_parts:
         for parameter in model.parameters_of(part):
             parameter.requires_grad_(False)
     if not trains_routers:
@@ -55,10 +54,10 @@ def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: 
 
 def count_parts(model: BlockDiffusionModel) -> list[PartCounts]:
     """The parameters of a model, by the parts of its family, in the order of the model; stored weights last."""
-    family, sums = family_of(model.config), dict[str, list[int]]()
+    sums = dict[str, list[int]]()
     frozen = {name: module.held(weight) for name, (module, weight) in frozen_weights(model).items()}
     for name, held in (dict(model.named_parameters()) | frozen).items():
-        row = sums.setdefault(family.part_of(name), [0, 0, 0])
+        row = sums.setdefault(model.config.part_of(name), [0, 0, 0])
         row[0] += 1
         row[2 if name in frozen or not held.requires_grad else 1] += math.prod(held.shape)
     return [PartCounts(part, *row) for part, row in sums.items()]

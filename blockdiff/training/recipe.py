@@ -32,7 +32,7 @@ from blockdiff.errors import RecipeError, RequestError
 from blockdiff.evals import TASKS
 from blockdiff.evals.questions import Task
 from blockdiff.layers.lora import LowRank
-from blockdiff.models.family import Outline
+from blockdiff.models.family import Family
 from blockdiff.sampling.strategies import parse_strategy
 from blockdiff.training import recipe_choices as choices
 from blockdiff.training.kinds import kinds
@@ -151,8 +151,8 @@ class ObjectiveSection(Section):
     inherited: ClassVar[tuple[str, ...]] = ()  # the keys in which a recipe follows the training of `model.path`
 
     @classmethod
-    def suits(cls, outline: Outline) -> bool:
-        """True if it is the kind of a recipe that names none, for a model of this outline."""
+    def suits(cls, config: Family) -> bool:
+        """True if it is the kind of a recipe that names none, for a model of this config."""
         return False
 
     @classmethod

@@ -20,7 +20,6 @@ from blockdiff.data.tokenise import takes_images
 from blockdiff.errors import CheckpointError, RecipeError
 from blockdiff.kernels import Kernels
 from blockdiff.models.adapters import adapt, targets
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import quantised_layers, store
 from blockdiff.sampling import Generation
@@ -44,22 +43,22 @@ class StartingModel:
     @property
     def canvas_length(self) -> int:
         """The length L of the model's canvases."""
-        return family_of(self.config).outline(self.config).canvas_length
+        return self.config.canvas_length
 
     @property
     def denoises(self) -> bool:
         """True where the model denoises canvases, False where it is causal alone."""
-        return family_of(self.config).outline(self.config).denoises
+        return self.config.denoises
 
     @property
     def mask_id(self) -> int | None:
         """The mask token of a drafter's blocks; None of a model that is no drafter."""
-        return family_of(self.config).outline(self.config).mask
+        return self.config.mask
 
     @property
     def vocab_size(self) -> int:
         """The size V of the model's vocabulary."""
-        return family_of(self.config).outline(self.config).vocab_size
+        return self.config.vocab_size
 
 
 def decided(recipe: Recipe) -> tuple[Recipe, str]:
@@ -101,8 +100,7 @@ def _with_kind(recipe: Recipe) -> Recipe:
         config = starting_config(recipe)
     except CheckpointError:
         return recipe
-    outline = family_of(config).outline(config)
-    name = next((name for name, kind in kinds().items() if kind.suits(outline)), objective.kind)
+    name = next((name for name, kind in kinds().items() if kind.suits(config)), objective.kind)
     said = {key: getattr(objective, key) for key in objective.model_fields_set}
     try:
         found = kinds()[name].model_validate({"kind": name, **said})
@@ -192,13 +190,12 @@ def empty_model(
 
     kernels: replace the recipe's; dtype: of the weights (None: they get it when they are filled).
     """
-    family = family_of(base.config)
     for mesh in recipe.parallel.names:
-        family.require(meshes=mesh)
+        base.config.require(meshes=mesh)
     model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
     if recipe.model.images != "none":
         model.image_side = checkpoint.empty_image_side(base.config)
-        if not takes_images(family.image_tokens(base.config), base.tokenizer):
+        if not takes_images(base.config.image_tokens(), base.tokenizer):
             raise RecipeError(
                 "model.images: the model takes no images, because its vocabulary has no token for them; leave it "
                 "out, or give a model or preset whose image tokens the tokenizer has"

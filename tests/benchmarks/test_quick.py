@@ -21,7 +21,6 @@ from benchmarks.quick_sampling import engine_of, memory_line, same_bits, step_ti
 from benchmarks.quick_start import Ceilings, config_of
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.models.family import family_of
 from blockdiff.sampling import Engine
 from tests.families import small_model
 
@@ -152,7 +151,7 @@ def test_floors_are_those_of_the_arithmetic():
     """26B in bf16: 52 GB are read for one canvas; for 32 each token meets 3.8 billion weights, and the table again."""
     config = config_of(quick.RELEASED)
     with torch.device("meta"):
-        model = family_of(config).model_class(config, kernels="torch").bfloat16()
+        model = config.model_class(config, kernels="torch").bfloat16()
     ceilings = Ceilings(0.8 * 4.8e12, 0.6 * 990e12)  # of an H200
     assert ceilings.pass_ms(model, 256) == pytest.approx(13.6, rel=0.02)
     of_table = 262_144 * 2816

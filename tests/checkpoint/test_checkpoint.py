@@ -29,7 +29,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.diffusion_gemma.names import NAMES
 from tests.hub_files import PROJECTION, assert_same, drop, edit, in_transformers
-from tests.oracle import tiny_config
+from tests.oracle import our_config, tiny_config
 
 SCALAR = "model.encoder.language_model.layers.1.layer_scalar"
 
@@ -46,7 +46,7 @@ def test_loading_puts_every_tensor_in_its_place_bit_exactly(theirs, written_by_t
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[NAMES.to_hub(name)]), name
     assert not model.training
-    assert model.config.text_config.final_logit_softcapping == 20.0
+    assert model.config.final_logit_softcapping == 20.0
     assert not torch.equal(model.layers[0].encoder_scalar, model.layers[0].decoder_scalar)
 
 
@@ -279,7 +279,7 @@ def test_a_generation_config_given_or_default_is_what_transformers_reads(written
     out = save(model, tmp_path / "given", generation=given)
     read = DiffusionGemmaGenerationConfig.from_pretrained(out)
     assert (read.max_denoising_steps, read.eos_token_id) == (5, [1, 106])
-    out = save(DiffusionGemma(tiny_config()), tmp_path / "default")
+    out = save(DiffusionGemma(our_config(tiny_config())), tmp_path / "default")
     read = DiffusionGemmaGenerationConfig.from_pretrained(out)
     assert read.sampler_config.entropy_bound == 0.1
     assert (read.t_min, read.t_max, read.max_denoising_steps, read.max_new_tokens) == (0.4, 0.8, 48, 16)

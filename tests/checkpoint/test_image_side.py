@@ -18,11 +18,11 @@ from blockdiff.checkpoint import Carried, draw_weights, empty, empty_image_side,
 from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
-from blockdiff.models.family import family_of
 from blockdiff.sampling import Generation
 from tests.closeness import relative_error
 from tests.families import m3_text_config
 from tests.models.test_images import arguments
+from tests.oracle import our_config
 from tests.pictures import gemma_config, image_row, minimax_config, pair, picture
 
 pytestmark = pytest.mark.quick
@@ -43,7 +43,7 @@ def require_same(found: Path, truth: Path) -> None:
 def test_it_goes_through_load_save_transformers_and_back_with_every_tensor_equal(name, tmp_path):
     draw = random.Random(4)
     model, mine = pair(FAMILIES[name](draw), 4, tmp_path / "theirs")
-    assert not any(family_of(mine.config).names.is_carried(hub, True) for hub in mine.carried.stored)
+    assert not any(mine.config.names.is_carried(hub, True) for hub in mine.carried.stored)
     save(mine, tmp_path / "ours")
     back, loading = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype=torch.float64)
     assert not any(loading.values())
@@ -74,8 +74,8 @@ def test_a_model_that_sees_texts_alone_neither_builds_nor_reads_it(name, tmp_pat
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fresh_weights_are_the_same_carried_and_run(name, tmp_path):
     config = FAMILIES[name](random.Random(5))
-    model = empty(config, "torch")
-    model.image_side = empty_image_side(config)
+    model = empty(our_config(config), "torch")
+    model.image_side = empty_image_side(model.config)
     fresh = blockdiff.init(config, seed=2, device="cpu")
     for directory, each in (("run", draw_weights(model, 2, device="cpu")), ("carried", fresh)):
         save(each, tmp_path / directory)

@@ -31,7 +31,7 @@ def test_random_weights_follow_the_seed_and_load_in_transformers_complete(tmp_pa
     assert_same(model.state_dict(), again.state_dict())
     assert_same(dict(model.carried.tensors), dict(again.carried.tensors))
     assert not torch.equal(model.vocabulary.table, other.vocabulary.table)
-    spread = model.config.text_config.initializer_range
+    spread = model.config.initializer_range
     for name, tensor in model.state_dict().items():
         if tensor.dim() == 1:
             assert (tensor == 1).all(), name
@@ -76,11 +76,11 @@ def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens():
         def __len__(self) -> int:
             return 23
 
-    text = init("tiny", tokenizer=Bare(), device="cpu").config.text_config
+    text = init("tiny", tokenizer=Bare(), device="cpu").config
     assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (None, 5, None)
-    text = init("tiny", tokenizer=Tokenizer(), device="cpu").config.text_config
+    text = init("tiny", tokenizer=Tokenizer(), device="cpu").config
     assert (text.vocab_size, text.bos_token_id, text.eos_token_id, text.pad_token_id) == (23, 7, 8, 9)
-    assert text.per_layer_config[3].head_dim == 32
+    assert text.heads[3].head_dim == 32
 
 
 @pytest.mark.quick

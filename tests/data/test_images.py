@@ -33,7 +33,7 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenise import chat_prompt, raw_prompt
 from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.errors import DataError
-from blockdiff.models.family import family_of
+from blockdiff.models.family import families
 from tests.chat_tokenizer import chat_tokenizer
 
 GEMMA = {
@@ -144,7 +144,7 @@ def test_images_of_every_form_of_row_stand_in_their_places_and_literal_markers_s
 @pytest.mark.parametrize("settings", [GEMMA, M3], ids=["gemma", "m3"])
 def test_a_picture_is_cut_as_transformers_cuts_it(settings):
     path_free = bytes_of(picture(100, 60))
-    family = family_of("minimax_m3_vl" if settings is M3 else "diffusion_gemma")
+    family = families()["minimax_m3_vl" if settings is M3 else "diffusion_gemma"]
     reader = ImageReader(settings, AROUND, adapt=family.image_processor)
     found = reader.read(path_free)
     largest = picture(1000, 700) if settings is GEMMA else picture(672, 672)
@@ -339,7 +339,7 @@ def test_a_bad_picture_is_one_line_with_file_and_row(folder, name, monkeypatch):
     monkeypatch.setattr(images_file, "MOST_BYTES", 100_000)
     (folder / "pictures" / "bad.png").write_bytes(make())
     rows = [ROWS[0], {"prompt": "?", "response": "!", "image": "pictures/bad.png"}]
-    settings = family_of("minimax_m3_vl").image_processor(M3) if name == "a thread" else GEMMA
+    settings = families()["minimax_m3_vl"].image_processor(M3) if name == "a thread" else GEMMA
     with pytest.raises(DataError) as caught:
         encoded(folder, *rows, reader=ImageReader(settings, AROUND))
     said = str(caught.value)

@@ -132,7 +132,7 @@ def test_a_model_sends_padding_tokens_to_no_expert_and_real_ones_where_they_were
     with torch.no_grad():
         model.encode(tokens, torch.tensor(lengths))
     is_padding = (torch.arange(20) >= torch.tensor(lengths)[:, None]).flatten()
-    E = model.config.text_config.num_experts
+    E = model.config.experts
     assert len(seen) == len(model.layers) and is_padding.any() == with_padding
     for index_Nk, router_Nk in zip(seen, chosen, strict=True):
         assert (index_Nk[is_padding] == E).all()

@@ -296,7 +296,7 @@ def test_a_step_of_the_model_has_the_losses_and_gradients_of_torch():
     for each in (model, truth):
         losses = Objective(each, Linear(), UniformCorruption(96))(lay_out([row], 8, 0).to(each.device))
         (losses["canvas"] + losses["ar"]).backward()
-        found.append({"canvas": losses[0], "ar": losses[1]} | {n: p.grad for n, p in each.named_parameters()})
+        found.append(losses | {n: p.grad for n, p in each.named_parameters()})
     for name, x in found[1].items():
         if x is not None and float(x.detach().norm()) > 1e-3:
             assert relative_error(found[0][name], x) < 2e-4, name

@@ -15,14 +15,15 @@ from torch import Tensor
 import blockdiff
 from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import BlockdiffError, CheckpointError
-from blockdiff.models.dflash.config import for_target, ids_for, target_layer_ids
+from blockdiff.models.dflash import DFlashFamily
+from blockdiff.models.dflash.family import ids_for
 from blockdiff.models.drafted import Drafted
-from blockdiff.models.family import family_of
 from blockdiff.models.pages import Pages
 from tests.closeness import require_close
 from tests.drafters import drafted, drafter_for, drafter_values, hub_weights
 from tests.families import CONFIGS, SMALL, small_model
 from tests.models.test_llama import oracle, ours
+from tests.oracle import our_config
 from tests.oracles import dflash as plain
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("without_gradients")]
@@ -140,14 +141,13 @@ def test_the_layers_read_by_default_are_those_of_the_reference():
         | {"layer_types": None, "dflash_config": {"mask_token_id": 5}},
         "here",
     )
-    assert target_layer_ids(config) == (1, 9, 17, 25, 33)
+    assert config.target_layer_ids == (1, 9, 17, 25, 33)
     for depth in (2, 3, 5, 6, 9, 36):
         target = CONFIGS["qwen3"]()
         target.num_hidden_layers, target.layer_types = depth, None
         for layers in (1, 2, 5):
-            config = for_target(target, layers, 8, 5, 1.0, None)
-            assert len(config.dflash_config["target_layer_ids"]) <= layers and config.num_target_layers == depth
-            family_of(config).check(config)
+            config = DFlashFamily.for_target(our_config(target), layers, 8, 5, 1.0, None)
+            assert len(config.target_layer_ids) <= layers and config.num_target_layers == depth
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from blockdiff.checkpoint.config import config_from
 from blockdiff.checkpoint.merging import export
 from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.models.drafted import Drafted, Drafter
-from blockdiff.models.eagle3.config import Eagle3Config
+from blockdiff.models.eagle3.family import Eagle3Family
 from blockdiff.models.pages import Pages
 from tests.closeness import require_close
 from tests.drafters import head_for, head_values, head_weights, write_head
@@ -132,7 +132,7 @@ def test_the_layers_that_are_read_are_those_of_the_layout():
 
     def read(values: dict[str, Any], ids: list[int] | None, depth: int = 36) -> tuple[int, ...]:
         config = config_from(values | {"eagle_aux_hidden_state_layer_ids": ids}, "here")
-        assert isinstance(config, Eagle3Config)
+        assert isinstance(config, Eagle3Family)
         return config.target_layers(depth)
 
     assert read(flat, None) == read(nested, None) == (1, 17, 32)

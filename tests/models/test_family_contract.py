@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,15 +12,16 @@ import blockdiff
 from blockdiff.canvas import Canvas, CleanRow, joined, lay_out
 from blockdiff.checkpoint.added import added_to
 from blockdiff.errors import BlockdiffError, CheckpointError
-from blockdiff.models.family import families, family_of
+from blockdiff.models.family import families
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from tests.closeness import require_close
 from tests.families import CONFIGS, small_model
+from tests.oracle import our_config
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("without_gradients")]
 CLOSE = 1e-6  # final norms round to fp32, whatever the weights are
-DENOISING = [name for name, config in CONFIGS.items() if getattr(config(), "canvas_length", None)]
+DENOISING = [name for name, config in CONFIGS.items() if our_config(config()).denoises]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -48,7 +51,7 @@ def test_every_family_has_a_model_here():
 
 
 def test_every_tensor_has_a_part_and_a_name_on_the_hub_or_in_the_file_beside(model):
-    family, added = family_of(model.config), added_to(model)
+    family, added = model.config, added_to(model)
     for name in model.state_dict():
         assert family.part_of(name) != "other", name
         hub = family.names.to_hub(name)
@@ -58,7 +61,7 @@ def test_every_tensor_has_a_part_and_a_name_on_the_hub_or_in_the_file_beside(mod
 
 
 def test_sharding_units_are_modules_inner_ones_first_and_cover_the_model(model):
-    units = family_of(model.config).units(model)
+    units = model.config.units(model)
     assert units[-1] is model and len({id(unit) for unit in units}) == len(units) > len(model.layers)
     seen: set[nn.Module] = set()
     for unit in units:
@@ -66,15 +69,15 @@ def test_sharding_units_are_modules_inner_ones_first_and_cover_the_model(model):
         seen |= set(unit.modules())
 
 
-def test_the_outline_is_that_of_the_model(model):
-    outline = family_of(model.config).outline(model.config)
-    assert (outline.vocab_size, outline.canvas_length) == (model.vocab_size, model.canvas_length)
-    assert outline.denoises == model.denoises and (model.denoises or model.canvas_length == 1)
+def test_the_config_is_that_of_the_model(model):
+    config = model.config
+    assert (config.vocab_size, config.canvas_length) == (model.vocab_size, model.canvas_length)
+    assert config.denoises == model.denoises and (model.denoises or model.canvas_length == 1)
     kv = model.encode(tokens(1, 5)).layers()
     held = [x for kind, layer in zip(model.layer_kinds, kv, strict=True) for x in layer if model.kinds[kind]]
-    assert outline.cached_per_token == sum(x[0, 0].numel() for x in held)
-    bigger = family_of(model.config).with_tokens(model.config, 128, {"eos_token_id": 5})
-    assert family_of(bigger).outline(bigger).vocab_size == 128 and family_of(bigger).outline(bigger).eos == 5
+    assert config.cached_per_token == sum(x[0, 0].numel() for x in held)
+    bigger = config.with_tokens(128, {"eos_token_id": 5})
+    assert bigger.vocab_size == 128 and bigger.eos_token_id == 5
 
 
 def test_a_saved_model_loads_as_it_was(model, tmp_path):
@@ -83,6 +86,20 @@ def test_a_saved_model_loads_as_it_was(model, tmp_path):
     assert (again.denoises, again.canvas_length) == (model.denoises, model.canvas_length)
     assert again.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_config_json_is_written_as_it_was_read_with_the_keys_that_nothing_reads(model, older, tmp_path):
+    blockdiff.save(model, tmp_path / "a")
+    file = tmp_path / "a" / "config.json"
+    values = json.loads(file.read_text()) | {"auto_map": {"AutoModel": "modeling.Model"}, "a note": [1, {"b": None}]}
+    if older:  # as transformers wrote it before version 5
+        values["torch_dtype"] = values.pop("dtype")
+    for name in ("use_cache", "transformers_version"):
+        values.pop(name, None)
+    file.write_text(json.dumps(values))
+    blockdiff.save(blockdiff.load(tmp_path / "a", device="cpu", kernels="torch"), tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == values
 
 
 def test_what_the_file_beside_has_is_missed_where_it_is_gone(denoiser, tmp_path):
@@ -182,9 +199,9 @@ def test_a_gradient_reaches_every_parameter(model):
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     unused = [name for name, grad in zip(named, grads, strict=True) if grad is None or not bool(grad.abs().sum() > 0)]
-    of_part = {name: family_of(model.config).part_of(name) for name in named}
-    assert {of_part[name] for name in unused} == {*family_of(model.config).selecting_parts} & {*of_part.values()}
-    assert all(of_part[name] in family_of(model.config).selecting_parts for name in unused)
+    of_part = {name: model.config.part_of(name) for name in named}
+    assert {of_part[name] for name in unused} == {*model.config.selecting_parts} & {*of_part.values()}
+    assert all(of_part[name] in model.config.selecting_parts for name in unused)
 
 
 # -- denoising -------------------------------------------------------------------------------------------------
@@ -259,9 +276,9 @@ def test_no_signal_is_a_signal_of_zeros(denoiser):
 
 
 def test_what_a_family_cannot_do_is_refused_in_one_line(model):
-    family = family_of(model.config)
+    family = model.config
     for name in ("predictions", "corruptions", "meshes"):
-        for choice in getattr(family.capabilities, name):
+        for choice in getattr(family, name):
             family.require(**{name: choice})
         with pytest.raises(CheckpointError, match=rf"{family.model_type} .*sideways \({name}: "):
             family.require(**{name: "sideways"})

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, joined, lay_out
 from blockdiff.images import images_between, run_end
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.prefix import Prefix
 from tests.closeness import relative_error
@@ -130,7 +129,7 @@ def test_diffusion_gemma_with_images_is_that_of_transformers_and_so_are_its_grad
         close(found, truth)
     some_number(*of_rows, *of_canvases).backward()
     some_number(*expected).backward()
-    names = family_of(mine.config).names
+    names = mine.config.names
     for name, parameter in mine.named_parameters():
         if not name.startswith("self_conditioning."):  # there was no signal
             close(parameter.grad, model.get_parameter(names.to_hub(name)).grad)

@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import blockdiff
-from blockdiff.checkpoint import read_config
 from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.norm_rope.torch import turned
 from blockdiff.layers.rope import llama3_frequencies
-from blockdiff.models.family import family_of
+from blockdiff.models.llama import LlamaFamily
 from blockdiff.models.model import BlockDiffusionModel
 from tests.closeness import require_close
 from tests.families import LLAMA3, SLIDING, SMALL
+from tests.oracle import our_config
 
 pytestmark = pytest.mark.quick
 PARITY = 1e-8
@@ -51,9 +51,9 @@ def oracle(config: Any, seed: int = 0, dtype: torch.dtype = torch.float64) -> Pr
 
 def ours(model: PreTrainedModel) -> BlockDiffusionModel:
     """Our model with the oracle's weights."""
-    family, state = family_of(model.config), model.state_dict()
-    mine = family.model_class(model.config, kernels="torch").to(model.dtype)
-    mine.load_state_dict({name: state[family.names.to_hub(name)] for name in mine.state_dict()})
+    config, state = our_config(model.config), model.state_dict()
+    mine = config.model_class(config, kernels="torch").to(model.dtype)
+    mine.load_state_dict({name: state[config.names.to_hub(name)] for name in mine.state_dict()})
     return mine.eval()
 
 
@@ -83,7 +83,7 @@ def test_hidden_states_logits_and_every_gradient_are_those_of_transformers(pair)
     close(loss, theirs)
     theirs.backward()
     loss.backward()
-    names, grads = family_of(mine.config).names, dict(model.named_parameters())
+    names, grads = mine.config.names, dict(model.named_parameters())
     for name, p in mine.named_parameters():
         assert p.grad is not None
         close(p.grad, grads[names.to_hub(name)].grad)
@@ -196,9 +196,25 @@ def test_a_config_that_is_not_computed_is_refused_by_the_name_of_its_field(name)
         config_from({"model_type": "llama", **SMALL, **changes}, "here")
 
 
-def test_a_config_in_the_older_form_of_rope_is_read(tmp_path):
+def test_a_config_in_the_older_form_of_rope_is_read_and_written_as_it_was():
     scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
-    old = config_from({"model_type": "llama", **SMALL, "rope_theta": 1e4, "rope_scaling": scaling}, "here")
+    values = {"model_type": "llama", **SMALL, "rope_theta": 1e4, "rope_scaling": scaling}
+    old = config_from(values, "here")
     assert old.rope_parameters == CASES["llama3 RoPE"]().rope_parameters
-    old.save_pretrained(tmp_path)
-    assert read_config(tmp_path).rope_parameters == old.rope_parameters
+    assert old.to_dict() == values
+
+
+class PlainFamily(LlamaFamily):
+    """Llama, whose denoisers read nothing of their last prediction."""
+
+    model_type = "plain"
+    has_self_conditioning = False
+
+
+@torch.no_grad()
+def test_a_family_says_whether_its_denoisers_read_their_last_prediction():
+    config = PlainFamily.read(LlamaConfig(**SMALL, canvas_length=8).to_dict())
+    model = blockdiff.init(config, seed=1, device="cpu", kernels="torch")
+    assert model.denoises and not any("self_conditioning" in name for name in model.state_dict())
+    prefix, canvas, signal = model.encode(tokens(1, 9)), tokens(1, 8, seed=1), torch.randn(1, 8, 32)
+    assert torch.equal(model.denoise(canvas, prefix, signal), model.denoise(canvas, prefix))

@@ -16,7 +16,6 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler
@@ -41,7 +40,7 @@ def model() -> BlockDiffusionModel:
 
 def sharded() -> BlockDiffusionModel:
     made, mesh = model(), init_device_mesh("cpu", (1,))
-    for part in family_of(made.config).units(made):
+    for part in made.config.units(made):
         fully_shard(part, mesh=mesh)
     assert all(isinstance(part, FSDPModule) for part in (made, made.vocabulary, *made.layers))
     assert all(isinstance(p, DTensor) for p in made.parameters())

@@ -27,7 +27,7 @@ from blockdiff.sampling.prepare import sampling_settings
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.step import CanvasStep, StepCall
 from blockdiff.sampling.strategy import captured_shape
-from tests.oracle import tiny_config
+from tests.oracle import our_config, tiny_config
 
 L, D, PAGE = 16, 64, 8
 
@@ -51,7 +51,7 @@ def _past_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def model_on(device: str) -> DiffusionGemma:
     with torch.device(device):
-        return DiffusionGemma(tiny_config(canvas_length=L), kernels="triton").eval()
+        return DiffusionGemma(our_config(tiny_config(canvas_length=L)), kernels="triton").eval()
 
 
 def rows_of(pages: Pages, lengths: list[int]) -> list[PagedRow]:

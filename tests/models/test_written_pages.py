@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockdiff.kernels import launch as launching
 from blockdiff.kernels.span_attention.paged import written
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from tests.closeness import require_close
 from tests.families import CONFIGS, small_model
+from tests.oracle import our_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 8
@@ -54,9 +54,9 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], BlockDiffusionMo
     monkeypatch.setattr(launching, "asks_torch", lambda: False)
 
     def make(name: str) -> BlockDiffusionModel:
-        config = CONFIGS[name]()
+        config = our_config(CONFIGS[name]())
         with torch.device("meta"):
-            return family_of(config).model_class(config, kernels="triton").eval()
+            return config.model_class(config, kernels="triton").eval()
 
     return make
 

@@ -14,10 +14,10 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, joined, lay_out
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.images import ImageInput, PlacedImage
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from tests.closeness import relative_error
+from tests.oracle import our_config
 from tests.pictures import gemma_config, minimax_config, picture
 
 pytestmark = pytest.mark.quick
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> BlockDiffusionModel:
     config = gemma_config(random.Random(3), use_bidirectional_attention="vision")
     if request.param == "minimax_m3":
         config = minimax_config(random.Random(3))
-        config = family_of(config).with_canvases(config, L)
+        config = our_config(config).with_canvases(L)
     return blockdiff.with_image_side(blockdiff.init(config, seed=1, dtype="float64", device="cpu", kernels="torch"))
 
 
@@ -37,7 +37,7 @@ def rows(model: BlockDiffusionModel) -> list[CleanRow]:
     """Two turns with a picture each, a row of text, and a picture after the last canvas; a picture comes twice."""
     draw = random.Random(7)
     one, other = (picture(model.config, draw) for _ in range(2))
-    placeholder = family_of(model.config).image_tokens(model.config)[1]
+    placeholder = model.config.image_tokens()[1]
 
     def row(*parts: int | ImageInput, canvases: tuple[int, ...], sample: int) -> CleanRow:
         tokens, images, own = [], list[PlacedImage](), list[Canvas]()

@@ -23,7 +23,6 @@ from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Evaluation, Objective
 from blockdiff.training.step import checkpoint_activations
@@ -244,7 +243,7 @@ def world_of_one() -> Iterator[None]:
 def gathers(model: BlockDiffusionModel, one_sweep: bool, batch: Batch) -> Counter[str]:
     """The number of times that each parameter of a model, sharded here, is gathered in a training step."""
     mesh = init_device_mesh("cpu", (1,))
-    for part in family_of(model.config).units(model):
+    for part in model.config.units(model):
         fully_shard(part, mesh=mesh)
     gathered: Counter[str] = Counter()
     gather = FSDPParam.to_unsharded

@@ -85,9 +85,9 @@ def features_of(hidden_states: Any, ids: list[int]) -> Tensor:
 
 def generate(weights: Weights, config: Any, target: Any, prompt: list[int], count: int) -> tuple[list[int], list[int]]:
     """The `count` tokens of greedy drafting, and how many of each round stand (the one that the target adds, too)."""
-    own = config.dflash_config
+    own = config.values["dflash_config"]
     block, ids, mask = (
-        own.get("block_size", getattr(config, "block_size", 16)),
+        own.get("block_size", config.values.get("block_size", 16)),
         own["target_layer_ids"],
         own["mask_token_id"],
     )

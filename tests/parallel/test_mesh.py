@@ -22,6 +22,7 @@ from tests.expert_ranks import error
 from tests.families import CONFIGS
 from tests.forked import run_ranks
 from tests.mesh_ranks import SCENARIOS, all_meshes, cases, read_whole, train_runs, trained, write_recipes
+from tests.oracle import our_config
 from tests.recipes import start
 
 CPU = torch.device("cpu")
@@ -150,7 +151,7 @@ def test_a_mesh_that_a_family_does_not_have_is_refused_also_beside_one_that_it_h
     write_recipes(tmp_path)
     recipe = read_recipe(tmp_path / "all.yaml", changes)
     base = start(recipe)
-    llama = replace(base, config=CONFIGS["llama tied, denoising"]())
+    llama = replace(base, config=our_config(CONFIGS["llama tied, denoising"]()))
     with pytest.raises(CheckpointError, match=r"llama .*experts \(meshes: replicate, shard, tensor\)"):
         empty_model(recipe, llama)
     empty_model(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "parallel.tensor=2"]), llama)

@@ -15,7 +15,6 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
@@ -25,7 +24,7 @@ from blockdiff.tensor_pieces import is_spread, local_of
 from blockdiff.training.optimiser import build, trainable
 from tests.families import CONFIGS
 from tests.models.test_sharded import batch
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.oracle import TWO_LAYERS, our_config, tiny_config
 
 pytestmark = pytest.mark.quick
 
@@ -40,7 +39,7 @@ def mesh() -> Iterator[Mesh]:
 
 def made(mesh: Mesh | None, dtype: torch.dtype, computes_in: torch.dtype | None, is_adapted: bool):
     """A model, sharded over a mesh or whole, with values."""
-    model = empty(tiny_config(canvas_length=8, **TWO_LAYERS), kernels="torch")
+    model = empty(our_config(tiny_config(canvas_length=8, **TWO_LAYERS)), kernels="torch")
     if is_adapted:
         adapt(model, targets(model, dict.fromkeys(("attention", "experts"), LowRank(4, 8))), [7])
     if mesh is not None:
@@ -89,8 +88,8 @@ def test_adapters_of_a_bf16_model_are_fp32_and_so_are_their_gradients(mesh):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fsdp_exchanges_the_gradients_of_every_tensor_of_a_model(mesh, name):
     """So `exchange_others` has none of a model, whose gradients may be on the host where NCCL cannot add them up."""
-    model = empty(CONFIGS[name](), kernels="torch")
-    parts = family_of(model.config).adapted_parts
+    model = empty(our_config(CONFIGS[name]()), kernels="torch")
+    parts = model.config.adapted_parts
     adapt(model, targets(model, dict.fromkeys(parts, LowRank(4, 8))), [7])
     split(model, replace(mesh, offload=True), torch.float32)
     assert all(map(is_spread, model.parameters())) and {p.device.type for p in model.parameters()} == {"cpu"}

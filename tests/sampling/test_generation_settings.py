@@ -15,7 +15,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.trace import Recorder, write_traces
 from tests.chat_tokenizer import chat_tokenizer
-from tests.oracle import tiny_config
+from tests.oracle import our_config, tiny_config
 from tests.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
@@ -94,21 +94,24 @@ class Tokenizer:
     chat_template, get_vocab = None, dict
 
 
-NO_TOKENS = tiny_config(eos_token_id=None, pad_token_id=None, bos_token_id=None)
+NO_TOKENS = our_config(tiny_config(eos_token_id=None, pad_token_id=None, bos_token_id=None))
 
 
 @pytest.mark.parametrize(
     "sources, expected",
     [
-        ((tiny_config(eos_token_id=[1, 4]), Generation(eos_ids=(5, 6), pad_id=3)), ((5, 6), 3)),
-        ((tiny_config(eos_token_id=[1, 4]), Generation(), Tokenizer()), ((1, 4), 0)),
+        ((our_config(tiny_config(eos_token_id=[1, 4])), Generation(eos_ids=(5, 6), pad_id=3)), ((5, 6), 3)),
+        ((our_config(tiny_config(eos_token_id=[1, 4])), Generation(), Tokenizer()), ((1, 4), 0)),
         ((NO_TOKENS, Generation(), Tokenizer()), ((8,), 9)),
-        ((tiny_config(eos_token_id=0, pad_token_id=3),), ((0,), 3)),
+        ((our_config(tiny_config(eos_token_id=0, pad_token_id=3)),), ((0,), 3)),
         ((None, Generation(pad_id=3), Tokenizer()), ((8,), 3)),
         ((None, None, chat_tokenizer()), ((1, 4), 0)),  # 4 ends a turn
         ((None,), ((), 0)),
-        ((tiny_config(eos_token_id=[-1], pad_token_id=-1), Generation(), Tokenizer()), ((8,), 9)),  # -1: none
-        ((tiny_config(eos_token_id=0), Generation(pad_id=10**6)), ((0,), 0)),  # the table has no such row
+        (
+            (our_config(tiny_config(eos_token_id=[-1], pad_token_id=-1)), Generation(), Tokenizer()),
+            ((8,), 9),
+        ),  # -1: none
+        ((our_config(tiny_config(eos_token_id=0)), Generation(pad_id=10**6)), ((0,), 0)),  # the table has no such row
     ],
 )
 def test_special_tokens_are_the_settings_else_the_configs_else_the_tokenizers(sources, expected):

@@ -17,7 +17,6 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError, EngineError, RequestError
 from blockdiff.images import PlacedImage
-from blockdiff.models.family import family_of
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.engine import Engine
@@ -81,7 +80,7 @@ def on_a_device(engine: Engine, monkeypatch: pytest.MonkeyPatch, free: int, peak
 
 def test_pages_take_what_the_largest_calls_leave_once_these_were_made(model, monkeypatch):  # noqa: F811
     engine, peak = Engine(model, None, LIVELY, page_tokens=8, max_rows=4), 10**5
-    images = sum(x.numel() * 8 for x in family_of(model.config).image_side(model.config).parameters())
+    images = sum(x.numel() * 8 for x in model.config.image_side().parameters())
     free = KEPT_BYTES + images + 2 * 10**6
     measured, requests = on_a_device(engine, monkeypatch, free, peak), requests_of(6)
     assert answers(engine, requests) == alone(model, requests)

@@ -16,13 +16,12 @@ if __name__ == "__main__":
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DiffusionGemmaConfig
 from triton.runtime.interpreter import InterpretedFunction
 
 from blockdiff.kernels import launch as launching
 from blockdiff.kernels import relaunch
 from blockdiff.kernels.span_attention import triton as attention
-from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.diffusion_gemma import DiffusionGemma, DiffusionGemmaFamily
 from blockdiff.models.pages import Pages
 from blockdiff.models.stored import quantised_layers, store
 from blockdiff.sampling import Engine, Generation, Request
@@ -289,12 +288,12 @@ def _product_left_out(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def config_of(preset: str, layer_types: list[str]) -> DiffusionGemmaConfig:
+def config_of(preset: str, layer_types: list[str]) -> DiffusionGemmaFamily:
     """The config of a preset with these layers."""
     return changed_preset(preset, {"num_hidden_layers": len(layer_types), "layer_types": layer_types})
 
 
-def small_config(layer_types: list[str]) -> DiffusionGemmaConfig:
+def small_config(layer_types: list[str], canvas_length: int = 8) -> DiffusionGemmaFamily:
     """Layers of sizes at which arithmetic takes no time."""
     text = dict(
         vocab_size=384, hidden_size=64, intermediate_size=128, num_hidden_layers=len(layer_types),
@@ -303,4 +302,4 @@ def small_config(layer_types: list[str]) -> DiffusionGemmaConfig:
         moe_intermediate_size=32,
         use_bidirectional_attention="vision",
     )  # fmt: skip
-    return DiffusionGemmaConfig(text_config=text, vision_config=None, canvas_length=8)
+    return DiffusionGemmaFamily.read({"text_config": text, "vision_config": None, "canvas_length": canvas_length})

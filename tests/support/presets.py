@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import DiffusionGemmaConfig
-
 from blockdiff.checkpoint import preset_config
+from blockdiff.models.diffusion_gemma import DiffusionGemmaFamily
 
 # The vision tower never runs here, but transformers builds one.
 NO_VISION = dict(
@@ -22,7 +21,7 @@ NO_VISION = dict(
 )
 
 
-def changed_preset(preset: str, text: dict[str, Any]) -> DiffusionGemmaConfig:
+def changed_preset(preset: str, text: dict[str, Any]) -> DiffusionGemmaFamily:
     """A preset's config whose text model has other values, with an image side that takes no memory."""
     values = preset_config(preset).to_dict()
     values["text_config"].update(text)
@@ -30,10 +29,12 @@ def changed_preset(preset: str, text: dict[str, Any]) -> DiffusionGemmaConfig:
         values["text_config"].pop("per_layer_config", None)
         values["text_config"].update(_heads_of_full_layers(preset))
     values["vision_config"] = dict(NO_VISION)
-    return DiffusionGemmaConfig(**values)
+    return DiffusionGemmaFamily.read(values)
 
 
 def _heads_of_full_layers(preset: str) -> dict[str, Any]:
     """The global-head fields of a preset's last layer, as transformers takes them for fewer layers."""
-    last = preset_config(preset).text_config.per_layer_config[-1]
+    config = preset_config(preset)
+    assert isinstance(config, DiffusionGemmaFamily)
+    last = config.heads[-1]
     return dict(global_head_dim=last.head_dim, num_global_key_value_heads=last.num_key_value_heads)

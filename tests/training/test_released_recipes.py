@@ -17,7 +17,6 @@ from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.family import family_of
 from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.plan.live_bytes import LiveBytes
@@ -121,7 +120,7 @@ def test_a_checkpointed_lora_step_at_the_released_shapes_reaches_every_adapter(t
     assert parameters[layer + "down_lora_B"].shape == (16, 2816, 8)
     with torch.device("meta"):
         theirs = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig.from_pretrained(tmp_path / "two")).state_dict()
-    names = family_of(base.config).names
+    names = base.config.names
     for name, x in [*model.named_parameters(), *model.named_buffers()]:
         if not is_adapter(name):
             assert theirs[names.to_hub(name)].shape == x.shape, name

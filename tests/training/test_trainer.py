@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.errors import BlockdiffError, DataError, RecipeError, RunError
 from blockdiff.metrics import METRICS, Metric, reproducible
-from blockdiff.models.diffusion_gemma import FAMILY
+from blockdiff.models.diffusion_gemma import DiffusionGemmaFamily
 from blockdiff.objective import Objective
 from blockdiff.plots.curves import draw_curves
 from blockdiff.recipes.sudoku import alphabet, make_splits
@@ -408,9 +408,8 @@ def test_a_model_that_does_not_fit_is_refused_before_its_data_are_read(inputs, t
 
 
 def test_what_a_family_does_not_support_is_refused_before_its_data_are_read(inputs, tmp_path, monkeypatch):
-    able = replace(FAMILY.capabilities, predictions=("posterior",), corruptions=("uniform",))
-    limited = replace(FAMILY, capabilities=able)
-    monkeypatch.setattr("blockdiff.training.kinds.canvas.family_of", lambda config: limited)
+    monkeypatch.setattr(DiffusionGemmaFamily, "predictions", ("posterior",))
+    monkeypatch.setattr(DiffusionGemmaFamily, "corruptions", ("uniform",))
     recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
     with pytest.raises(BlockdiffError, match=r"diffusion_gemma .*leave_one_out"):
         blockdiff.train(recipe, ("objective.prediction=leave_one_out",), tmp_path / "run")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,13 @@ from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.models import llama
-from blockdiff.models.dflash.config import block_size, check, mask_id, target_layer_ids, value_of
 from blockdiff.models.drafted import Drafter
 from blockdiff.models.layer_kind import LayerKind, Rope
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.spans import Spans, Sweep
+
+if TYPE_CHECKING:
+    from blockdiff.models.dflash.family import DFlashFamily
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,20 +88,21 @@ class DFlash(Drafter):
     they are.
     """
 
-    def __init__(self, config: Any, kernels: str | Kernels = "auto"):
+    config: DFlashFamily
+
+    def __init__(self, config: DFlashFamily, kernels: str | Kernels = "auto"):
         super().__init__(config, kernels)
-        check(config)
-        self.canvas_length, self.vocab_size = block_size(config), config.vocab_size
-        self.target_layers, self.mask_id = target_layer_ids(config), mask_id(config)
+        assert config.mask is not None, "a drafter that is read has one"
+        self.target_layers, self.mask_id = config.target_layer_ids, config.mask
         self.fc = Linear(len(self.target_layers) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
         self.layers = nn.ModuleList(Layer(config, False, self.kernels) for _ in range(config.num_hidden_layers))
         self.norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
-        self.layer_kinds = tuple(llama.KINDS[each] for each in llama.layer_types(config))
-        is_causal, window = getattr(config, "is_causal", None), getattr(config, "sliding_window", None)
+        self.layer_kinds = tuple(llama.KINDS[each] for each in config.layer_types)
+        is_causal, turns = config.is_causal, llama.frequencies(config)
         all_kinds = {
-            "full": BlockKind("full", None, llama.frequencies(config), is_causal=bool(is_causal)),
-            "sliding": BlockKind("sliding", window, llama.frequencies(config), is_causal=is_causal in (None, True)),
+            "full": BlockKind("full", None, turns, is_causal=bool(is_causal)),
+            "sliding": BlockKind("sliding", config.sliding_window, turns, is_causal=is_causal in (None, True)),
         }
         self.kinds = {name: all_kinds[name] for name in dict.fromkeys(self.layer_kinds)}
 
@@ -113,7 +116,7 @@ class DFlash(Drafter):
                 "the drafter is of a target with hidden size {} and {} layers, and this one has {} and {}; "
                 "give the model that it was trained for".format(*asked, *found)
             )
-        self._scale = float(value_of(self.config, "input_embedding_scale", 1.0)) / target.vocabulary.root
+        self._scale = self.config.input_embedding_scale / target.vocabulary.root
 
     def reading(self, tokens_BT: Tensor, features_BTF: Tensor) -> Tensor:
         """The features alone."""
@@ -135,6 +138,3 @@ class DFlash(Drafter):
             return x
         x = self.vocabulary.embed(tokens_BT)
         return x if self._scale == 1.0 else x * self._scale
-
-    def _conditioned(self, x: Tensor, soft_BTD: Tensor | None) -> Tensor:
-        return x  # there is one step, and no signal of one before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,20 @@ from blockdiff.models.image_side import ImageSide, stacked
 
 
 class GemmaImages(ImageSide):
-    """`vision_tower` and `embed_vision` of transformers' encoder; images are filled up to the longest of a call."""
+    """`vision_tower` and `embed_vision` of transformers' encoder; images are filled up to the longest of a call.
+
+    vision_config: the content of that key of config.json; config: transformers' config of the whole model.
+    """
 
     released_tokens = 280
     vision_tower: Any
     embed_vision: Any
 
-    def __init__(self, config: Any):
+    def __init__(self, vision_config: Mapping[str, Any], config: Any):
         from transformers import AutoConfig, AutoModel
         from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaMultimodalEmbedder
 
-        vision = AutoConfig.for_model(**config.vision_config.to_dict())
+        vision = AutoConfig.for_model(**{"model_type": "gemma4_vision", **vision_config})
         tower, embedder = AutoModel.from_config(vision), DiffusionGemmaMultimodalEmbedder(vision, config.text_config)
         nn.init.normal_(embedder.embedding_projection.weight, std=config.initializer_range)
         super().__init__(vision_tower=tower, embed_vision=embedder)
@@ -43,18 +46,3 @@ class GemmaImages(ImageSide):
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side * tokens)).flip(-1)
         values = {"pixel_values": torch.zeros(len(places), width), "image_position_ids": places}
         return ImageInput(values, tokens, digest=b"")
-
-
-def image_side(config: Any) -> GemmaImages | None:
-    """The image side of a config, without weights that are read; None where it has no `vision_config`."""
-    return None if config.vision_config is None else GemmaImages(config)
-
-
-def image_tokens(config: Any) -> tuple[int, int, int] | None:
-    """The tokens before an image, for each of its parts and after it; None for a model that takes no images.
-
-    That is one without an image side, and one whose vocabulary has no such tokens.
-    """
-    tokens = config.boi_token_id, config.image_token_id, config.eoi_token_id
-    is_known = config.vision_config is not None and max(tokens) < config.text_config.vocab_size
-    return tokens if is_known else None

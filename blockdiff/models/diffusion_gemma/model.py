@@ -11,13 +11,13 @@ What is special about it:
 - The table is tied; logits are soft-capped.
 - Where the config says so, the tokens of adjacent images all see one another when they are encoded.
 
-Config: transformers' `DiffusionGemmaConfig`. Its `per_layer_config` resolves head_dim and kv heads of each layer
-from either form of file (`per_layer_config`, or `global_head_dim` and `num_global_key_value_heads`).
+config.json is that of transformers' `DiffusionGemmaConfig`, which resolves head_dim and kv heads of each layer from
+either form of file (`per_layer_config`, or `global_head_dim` and `num_global_key_value_heads`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,15 @@ from blockdiff.layers.mlp import MLP, SelfConditioning
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import default_frequencies, proportional_frequencies
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.diffusion_gemma.config import ACTIVATIONS, KINDS, check
 from blockdiff.models.layer_kind import LayerKind, Rope
 from blockdiff.models.model import BlockDiffusionModel, layer_scalar, wanted
 from blockdiff.spans import Spans, Sweep
 
 if TYPE_CHECKING:
-    from transformers.models.diffusion_gemma.configuration_diffusion_gemma import (
-        DiffusionGemmaConfig,
-        DiffusionGemmaTextConfig,
-    )
+    from blockdiff.models.diffusion_gemma.family import DiffusionGemmaFamily
+
+KINDS = {"sliding_attention": "sliding", "full_attention": "full"}  # layer types, and our names of the kinds
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}  # names there, and in kernels/
 
 
 class Layer(nn.Module):
@@ -47,28 +46,28 @@ class Layer(nn.Module):
     encoder_scalar: Tensor
     decoder_scalar: Tensor
 
-    def __init__(self, text: DiffusionGemmaTextConfig, index: int, kernels: Kernels):
+    def __init__(self, config: DiffusionGemmaFamily, index: int, kernels: Kernels):
         super().__init__()
-        hidden, eps = text.hidden_size, text.rms_norm_eps
-        heads, activation = text.per_layer_config[index], ACTIVATIONS[text.hidden_activation]
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        heads, activation = config.heads[index], ACTIVATIONS[config.hidden_activation]
         self.eps, self.kernels = eps, kernels
         self.input_norm = RMSNorm(hidden, eps, kernels)
         self.attention = Attention(
             hidden,
-            text.num_attention_heads,
+            config.num_attention_heads,
             heads.num_key_value_heads,
             heads.head_dim,
-            has_value=KINDS[text.layer_types[index]] == "sliding",
+            has_value=KINDS[config.layer_types[index]] == "sliding",
             eps=eps,
             kernels=kernels,
         )
         self.post_attention_norm = RMSNorm(hidden, eps, kernels)
         self.pre_mlp_norm = RMSNorm(hidden, eps, kernels)
-        self.mlp = MLP(hidden, text.intermediate_size, kernels, activation)
+        self.mlp = MLP(hidden, config.intermediate_size, kernels, activation)
         self.post_mlp_norm = RMSNorm(hidden, eps, kernels)
-        self.router = Router(hidden, text.num_experts, text.top_k_experts, kernels)
+        self.router = Router(hidden, config.experts, config.experts_per_token, kernels)
         self.pre_experts_norm = RMSNorm(hidden, eps, kernels)
-        self.experts = Experts(text.num_experts, hidden, text.moe_intermediate_size, kernels, activation)
+        self.experts = Experts(config.experts, hidden, config.moe_intermediate_size, kernels, activation)
         self.post_experts_norm = RMSNorm(hidden, eps, kernels)
         self.post_ff_norm = RMSNorm(hidden, eps, kernels)
         self.register_buffer("encoder_scalar", torch.ones(1))
@@ -104,31 +103,25 @@ class DiffusionGemma(BlockDiffusionModel):
 
     layer_class: type[Layer] = Layer
 
-    def __init__(self, config: DiffusionGemmaConfig, kernels: str | Kernels = "auto"):
+    def __init__(self, config: DiffusionGemmaFamily, kernels: str | Kernels = "auto"):
         super().__init__(config, kernels)
-        check(config)
-        text: Any = config.text_config
-        self.canvas_length = config.canvas_length or 256
-        self.vocab_size = text.vocab_size
-        self.vocabulary = Vocabulary(text.vocab_size, text.hidden_size, text.final_logit_softcapping, self.kernels)
-        self.self_conditioning = SelfConditioning(
-            text.hidden_size,
-            text.intermediate_size,
-            text.rms_norm_eps,
-            self.kernels,
-            ACTIVATIONS[text.hidden_activation],
-        )
+        hidden, eps, softcap = config.hidden_size, config.rms_norm_eps, config.final_logit_softcapping
+        self.vocabulary = Vocabulary(config.vocab_size, hidden, softcap, self.kernels)
+        activation = ACTIVATIONS[config.hidden_activation]
+        self.self_conditioning = SelfConditioning(hidden, config.intermediate_size, eps, self.kernels, activation)
         self.leaves_clean_out = self.layer_class is Layer
-        self.layers = nn.ModuleList(self.layer_class(text, n, self.kernels) for n in range(text.num_hidden_layers))
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, self.kernels)
-        self.layer_kinds = tuple(KINDS[layer_type] for layer_type in text.layer_types)
-        self.kinds = {name: _kind(text, name, self.layer_kinds.index(name)) for name in dict.fromkeys(self.layer_kinds)}
+        self.layers = nn.ModuleList(self.layer_class(config, n, self.kernels) for n in range(config.num_hidden_layers))
+        self.norm = RMSNorm(hidden, eps, self.kernels)
+        self.layer_kinds = tuple(KINDS[layer_type] for layer_type in config.layer_types)
+        self.kinds = {
+            name: _kind(config, name, self.layer_kinds.index(name)) for name in dict.fromkeys(self.layer_kinds)
+        }
 
 
-def _kind(text: Any, name: str, layer: int) -> LayerKind:
+def _kind(config: DiffusionGemmaFamily, name: str, layer: int) -> LayerKind:
     """The kind called `name`, of which `layer` is one."""
-    rope = text.rope_parameters[text.layer_types[layer]]
-    head_dim, theta = text.per_layer_config[layer].head_dim, rope["rope_theta"]
+    rope = config.rope_parameters[config.layer_types[layer]]
+    head_dim, theta = config.heads[layer].head_dim, rope["rope_theta"]
     if rope.get("rope_type") == "proportional":
         frequencies = proportional_frequencies(head_dim, theta, rope.get("partial_rotary_factor", 1.0))
     else:
@@ -137,7 +130,7 @@ def _kind(text: Any, name: str, layer: int) -> LayerKind:
         frequencies = frequencies / rope.get("factor", 1.0)
     return LayerKind(
         name,
-        text.sliding_window if name == "sliding" else None,
+        config.sliding_window if name == "sliding" else None,
         frequencies,
-        sees_whole_images=getattr(text, "use_bidirectional_attention", None) == "vision",
+        sees_whole_images=config.use_bidirectional_attention == "vision",
     )

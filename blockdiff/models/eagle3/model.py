@@ -18,6 +18,7 @@ that nothing of it is kept: the target's next call makes the keys of tokens that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +34,12 @@ from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models import llama
 from blockdiff.models.dflash.model import BlockKind
 from blockdiff.models.drafted import Drafter
-from blockdiff.models.eagle3.config import BLOCK, Eagle3Config, check
 from blockdiff.models.layer_kind import Rope
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.spans import Spans, Sweep
+
+if TYPE_CHECKING:
+    from blockdiff.models.eagle3.family import Eagle3Family
 
 
 class HeadKind(BlockKind):
@@ -50,10 +53,10 @@ class HeadKind(BlockKind):
 class Layer(llama.Layer):
     """A layer of Llama's or Qwen3's that reads embeddings beside features, of which clean tokens leave their keys."""
 
-    def __init__(self, config: Eagle3Config, kernels: Kernels):
+    def __init__(self, config: Eagle3Family, kernels: Kernels):
         super().__init__(config.layer, False, kernels)
-        hidden = config.layer.hidden_size
-        self.hidden_norm = CastRMSNorm(hidden, config.layer.rms_norm_eps, kernels)
+        hidden = config.hidden_size
+        self.hidden_norm = CastRMSNorm(hidden, config.rms_norm_eps, kernels)
         self.norms_residual = bool(config.value_of("norm_before_residual"))
         for name in ("q_proj", "k_proj", "v_proj"):
             wide = Linear(2 * hidden, getattr(self.attention, name).out_features, bias=False)
@@ -81,15 +84,13 @@ class Eagle3(Drafter):
     before the final norm.
     """
 
+    config: Eagle3Family
     table: nn.Parameter | None
     d2t: Tensor | None
 
-    def __init__(self, config: Eagle3Config, kernels: str | Kernels = "auto"):
+    def __init__(self, config: Eagle3Family, kernels: str | Kernels = "auto"):
         super().__init__(config, kernels)
-        check(config)
-        layer = config.layer
-        hidden, eps, of_target = layer.hidden_size, layer.rms_norm_eps, config.target_hidden_size
-        self.canvas_length, self.vocab_size = BLOCK, layer.vocab_size
+        hidden, eps, of_target = config.hidden_size, config.rms_norm_eps, config.target_hidden_size
         self.target_layers = config.target_layers(6)  # until the target says how many it has
         read, has = len(self.target_layers), config.value_of
         self.norms_output = bool(has("norm_output"))
@@ -102,7 +103,7 @@ class Eagle3(Drafter):
         self.table = nn.Parameter(torch.empty(self.vocab_size, hidden))  # None: the target's embeds
         self.head = Vocabulary(config.draft_vocab_size, hidden, None, self.kernels, scale=1.0)  # or the target's
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))  # None: the same tokens
-        self.kinds = {"full": HeadKind("full", None, llama.frequencies(layer), is_causal=True)}
+        self.kinds = {"full": HeadKind("full", None, llama.frequencies(config.layer), is_causal=True)}
         self.layer_kinds = ("full",)
 
     def drafts_for(self, target: BlockDiffusionModel) -> None:
@@ -111,7 +112,7 @@ class Eagle3(Drafter):
         depth, hidden = len(target.layers), target.vocabulary.table.shape[1]
         self.target_layers = self.config.target_layers(depth)
         is_lent = self.table is None or self.head.table is None
-        if hidden != self.config.target_hidden_size or (is_lent and hidden != self.config.layer.hidden_size):
+        if hidden != self.config.target_hidden_size or (is_lent and hidden != self.config.hidden_size):
             raise BlockdiffError(
                 f"the head is of a target with hidden size {self.config.target_hidden_size}, and this has {hidden}; "
                 "give the model that it was trained for"

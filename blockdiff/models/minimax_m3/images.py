@@ -17,7 +17,10 @@ BEFORE, AFTER = "]<]start of image[>[", "]<]end of image[>["  # of which the con
 
 
 class MiniMaxM3Images(ImageSide):
-    """`vision_tower` and `multi_modal_projector` of transformers; the patches of a call's images are one sequence."""
+    """`vision_tower` and `multi_modal_projector` of transformers; the patches of a call's images are one sequence.
+
+    config: transformers' config of the whole model.
+    """
 
     released_tokens = PIXELS["longest_edge"] // 28**2
     vision_tower: Any
@@ -49,22 +52,7 @@ class MiniMaxM3Images(ImageSide):
         return ImageInput({"pixel_values": pixels, "image_grid_thw": grid}, tokens, digest=b"")
 
 
-def image_side(config: Any) -> MiniMaxM3Images | None:
-    """The image side of a config, without weights that are read; None where it has no `vision_config`."""
-    return None if getattr(config, "vision_config", None) is None else MiniMaxM3Images(config)
-
-
-def image_tokens(config: Any) -> tuple[str, int, str] | None:
-    """The tokens before an image, for each of its parts and after it; None for a model that takes no images.
-
-    That is one without an image side, and one whose vocabulary has no such token.
-    """
-    has_side = getattr(config, "vision_config", None) is not None
-    is_known = has_side and config.image_token_index < config.get_text_config().vocab_size
-    return (BEFORE, config.image_token_index, AFTER) if is_known else None
-
-
-def image_processor(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def processor_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The values of a `preprocessor_config.json` for the processor that PIL has; others as they are."""
     if "MiniMax" not in str(values.get("image_processor_type")):
         return values

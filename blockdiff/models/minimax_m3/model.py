@@ -14,12 +14,12 @@ What is special about it:
   With `canvas_selection: "canvas"` its queries have one choice, made with the mean of their index queries; with
   `canvas_selection_kept` the choice of its first denoising step stands for the others.
 
-Config: transformers' `MiniMaxM3VLConfig`.
+config.json is that of transformers' `MiniMaxM3VLConfig`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +36,13 @@ from blockdiff.layers.norm import ZeroCentredRMSNorm
 from blockdiff.layers.rope import default_frequencies
 from blockdiff.models.causal import CausalModel
 from blockdiff.models.layer_kind import LayerKind, Rope
-from blockdiff.models.minimax_m3.config import (
-    KINDS,
-    activation,
-    check,
-    keeps_selection,
-    selects_per_canvas,
-)
 from blockdiff.models.model import layer_scalar
 from blockdiff.spans import Spans, Sweep
+
+if TYPE_CHECKING:
+    from blockdiff.models.minimax_m3.family import MiniMaxM3Family
+
+KINDS = {"full_attention": "full", "minimax_m3_sparse": "sparse"}  # layer types, and our names of the kinds
 
 
 class MiniMaxM3RMSNorm(ZeroCentredRMSNorm):
@@ -54,20 +52,20 @@ class MiniMaxM3RMSNorm(ZeroCentredRMSNorm):
 class MiniMaxM3MLP(MLP):
     """`down(swiglu_oai(gate x, up x))` of a dense layer or a shared expert."""
 
-    def __init__(self, text: Any, intermediate: int, kernels: Kernels):
-        super().__init__(text.hidden_size, intermediate, kernels, activation(text))
+    def __init__(self, config: MiniMaxM3Family, intermediate: int, kernels: Kernels):
+        super().__init__(config.hidden_size, intermediate, kernels, config.activation)
 
 
 class MiniMaxM3Indexer(nn.Module):
     """The indexer by which a sparse layer selects blocks: queries of a few heads and one key for all of them."""
 
-    def __init__(self, text: Any, kernels: Kernels):
+    def __init__(self, config: MiniMaxM3Family, kernels: Kernels):
         super().__init__()
-        self.heads, self.head_dim, self.kernels = text.index_n_heads, text.index_head_dim, kernels
-        self.q_proj = Linear(text.hidden_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = Linear(text.hidden_size, self.head_dim, bias=False)
-        self.q_norm = MiniMaxM3RMSNorm(self.head_dim, text.rms_norm_eps, kernels)
-        self.k_norm = MiniMaxM3RMSNorm(self.head_dim, text.rms_norm_eps, kernels)
+        self.heads, self.head_dim, self.kernels = config.index_n_heads, config.index_head_dim, kernels
+        self.q_proj = Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = Linear(config.hidden_size, self.head_dim, bias=False)
+        self.q_norm = MiniMaxM3RMSNorm(self.head_dim, config.rms_norm_eps, kernels)
+        self.k_norm = MiniMaxM3RMSNorm(self.head_dim, config.rms_norm_eps, kernels)
 
     @torch.no_grad()
     def forward(self, x_BTD: Tensor, rope: Rope, into: tuple[PagedTensor, ...] | None = None) -> tuple[Tensor, Tensor]:
@@ -89,26 +87,26 @@ class MiniMaxM3Attention(Attention):
     canvas_length: of canvases whose queries have one selection (None: each query has its own).
     """
 
-    def __init__(self, text: Any, is_sparse: bool, kernels: Kernels, canvas_length: int | None = None):
+    def __init__(self, config: MiniMaxM3Family, is_sparse: bool, kernels: Kernels, canvas_length: int | None = None):
         super().__init__(
-            text.hidden_size,
-            text.num_attention_heads,
-            text.num_key_value_heads,
-            text.head_dim,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
             has_value=True,
-            eps=text.rms_norm_eps,
+            eps=config.rms_norm_eps,
             kernels=kernels,
             qk_norm=MiniMaxM3RMSNorm,
             norms_values=False,
-            scale=text.head_dim**-0.5,
+            scale=config.head_dim**-0.5,
         )
-        self.indexer = MiniMaxM3Indexer(text, kernels) if is_sparse else None
+        self.indexer = MiniMaxM3Indexer(config, kernels) if is_sparse else None
         self.selection = Selection(
-            block=text.index_block_size,
-            topk=text.index_topk_blocks,
-            init=getattr(text, "index_init_blocks", 0),
-            local=text.index_local_blocks,
-            score=getattr(text, "index_score_type", "max"),
+            block=config.index_block_size,
+            topk=config.index_topk_blocks,
+            init=config.index_init_blocks,
+            local=config.index_local_blocks,
+            score=config.index_score_type,
             scale=self.scale,
             canvas_length=canvas_length,
         )
@@ -129,21 +127,23 @@ class MiniMaxM3Attention(Attention):
 class Block(nn.Module):
     """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
 
-    def __init__(self, text: Any, index: int, denoises: bool, kernels: Kernels, canvas_length: int | None = None):
+    def __init__(
+        self, config: MiniMaxM3Family, index: int, denoises: bool, kernels: Kernels, canvas_length: int | None = None
+    ):
         super().__init__()
-        hidden, eps = text.hidden_size, text.rms_norm_eps
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = MiniMaxM3RMSNorm(hidden, eps, kernels)
-        is_sparse = KINDS[text.layer_types[index]] == "sparse"
-        self.attention = MiniMaxM3Attention(text, is_sparse, kernels, canvas_length)
+        is_sparse = KINDS[config.layer_types[index]] == "sparse"
+        self.attention = MiniMaxM3Attention(config, is_sparse, kernels, canvas_length)
         self.post_attention_norm = MiniMaxM3RMSNorm(hidden, eps, kernels)
         self.mlp = self.shared = self.router = self.experts = None
-        if text.mlp_layer_types[index] == "dense":
-            self.mlp = MiniMaxM3MLP(text, text.dense_intermediate_size, kernels)
+        if config.mlp_layer_types[index] == "dense":
+            self.mlp = MiniMaxM3MLP(config, config.dense_intermediate_size, kernels)
         else:
-            experts, top_k = text.num_local_experts, text.num_experts_per_tok
-            self.shared = MiniMaxM3MLP(text, text.shared_intermediate_size, kernels)
-            self.router = SigmoidRouter(hidden, experts, top_k, text.routed_scaling_factor)
-            self.experts = Experts(experts, hidden, text.intermediate_size, kernels, activation(text))
+            experts, top_k = config.experts, config.experts_per_token
+            self.shared = MiniMaxM3MLP(config, config.shared_intermediate_size, kernels)
+            self.router = SigmoidRouter(hidden, experts, top_k, config.routed_scaling_factor)
+            self.experts = Experts(experts, hidden, config.intermediate_size, kernels, config.activation)
         self.encoder_scalar = None  # clean tokens are the causal model's
         self.decoder_scalar = nn.Parameter(torch.ones(1)) if denoises else None
 
@@ -173,18 +173,16 @@ class MiniMaxM3(CausalModel):
 
     layer_class: type[Block] = Block
 
-    def __init__(self, config: Any, kernels: str | Kernels = "auto"):
-        check(config)
-        text = config.get_text_config()
-        super().__init__(config, kernels, text.dense_intermediate_size, activation(text))
-        more = self.denoises, self.kernels, self.canvas_length if selects_per_canvas(config) else None
-        self.layers = nn.ModuleList(self.layer_class(text, n, *more) for n in range(text.num_hidden_layers))
-        self.norm = MiniMaxM3RMSNorm(text.hidden_size, text.rms_norm_eps, self.kernels)
-        self.layer_kinds = tuple(KINDS[each] for each in text.layer_types)
-        rope = text.rope_parameters
-        turned = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))
-        frequencies = default_frequencies(turned, rope["rope_theta"])
+    def __init__(self, config: MiniMaxM3Family, kernels: str | Kernels = "auto"):
+        dense, is_tied = config.dense_intermediate_size, config.tie_word_embeddings
+        super().__init__(config, kernels, dense, config.activation, is_tied)
+        more = self.denoises, self.kernels, self.canvas_length if config.canvas_selection == "canvas" else None
+        self.layers = nn.ModuleList(self.layer_class(config, n, *more) for n in range(config.num_hidden_layers))
+        self.norm = MiniMaxM3RMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
+        self.layer_kinds = tuple(KINDS[each] for each in config.layer_types)
+        turned = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        frequencies = default_frequencies(turned, config.rope_theta)
         self.kinds = {
-            name: LayerKind(name, None, frequencies, keeps_selection(config) and name == "sparse")
+            name: LayerKind(name, None, frequencies, config.canvas_selection_kept and name == "sparse")
             for name in dict.fromkeys(self.layer_kinds)
         }

@@ -16,7 +16,7 @@ from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeD
 from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import METRICS, Record
-from blockdiff.models.family import Outline, family_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
@@ -62,14 +62,14 @@ class Denoising(Kind):
         """Refuse a noise schedule that is none."""
         refuse_schedule(self.schedule)
 
-    def require(self, recipe: Recipe, outline: Outline) -> None:
+    def require(self, recipe: Recipe, config: Family) -> None:
         """Refuse a drafter, and a model without canvases."""
-        if outline.is_drafter:
+        if config.is_drafter:
             raise RecipeError(
                 f"model.path: {recipe.model.path} is a drafter; say for which model, "
                 "objective: {kind: drafter, target: MODEL}"
             )
-        if not outline.denoises:
+        if not config.denoises:
             raise RecipeError(
                 f"objective.kind: {self.kind} is of canvases, and the model is causal; choose next_token, or give the "
                 "model canvases (`blockdiff init --from`)"
@@ -93,7 +93,7 @@ class Denoising(Kind):
             reserved = (base.eos_id, base.pad_id, getattr(base.tokenizer, "bos_token_id", None))
             corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
         name = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
-        family_of(base.config).require(corruptions=name)
+        base.config.require(corruptions=name)
         found: Corruption = corruption
         return found
 
@@ -177,9 +177,9 @@ class Canvas(Denoising):
     given: ClassVar[tuple[str, ...]] = ("objective",)
 
     @classmethod
-    def suits(cls, outline: Outline) -> bool:
+    def suits(cls, config: Family) -> bool:
         """True for models that denoise."""
-        return outline.denoises
+        return config.denoises
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
         """The objective, or the one from Python."""
@@ -188,7 +188,7 @@ class Canvas(Denoising):
 
     def parts(self, recipe: Recipe, base: StartingModel) -> dict[str, Any]:
         """The arguments of an objective beside its model."""
-        family_of(base.config).require(predictions=self.prediction)
+        base.config.require(predictions=self.prediction)
         return super().parts(recipe, base) | {"weight": self.weight, "prediction": self.prediction}
 
 

@@ -24,7 +24,6 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import DataError, RecipeError, RequestError
 from blockdiff.metrics import Record
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.family import family_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import PAGE_TOKENS
 from blockdiff.models.stored import quantised_layers, store
@@ -238,7 +237,7 @@ class Distil(Denoising):
             theirs = checkpoint.read_config(directory)
             if load_tokenizer(directory).get_vocab() != base.tokenizer.get_vocab():
                 raise RecipeError(f"objective.teacher: {self.teacher} has other tokens than the model; name another")
-            if (length := family_of(theirs).outline(theirs).canvas_length) != base.canvas_length:
+            if (length := theirs.canvas_length) != base.canvas_length:
                 raise RecipeError(
                     f"objective.teacher: {self.teacher} has canvases of {length} tokens, and the model of "
                     f"{base.canvas_length}; name another"

@@ -16,7 +16,7 @@ from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.draft_objective import BlockMask, DraftObjective
 from blockdiff.errors import BlockdiffError, RecipeError
 from blockdiff.metrics import Record
-from blockdiff.models.family import Outline
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import quantised_layers, store
 from blockdiff.parallel.mesh import Mesh
@@ -60,9 +60,9 @@ class Drafter(Kind):
         if recipe.lora.trains:
             raise RecipeError("lora: a drafter trains whole, and is small; leave lora out")
 
-    def require(self, recipe: Recipe, outline: Outline) -> None:
+    def require(self, recipe: Recipe, config: Family) -> None:
         """Refuse a model that predicts no blocks."""
-        if outline.mask is None:
+        if config.mask is None:
             name = recipe.model.path or recipe.model.preset
             raise RecipeError(f"objective.kind: {name} is no drafter; `blockdiff init --drafter-for` makes one")
 

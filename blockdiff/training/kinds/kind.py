@@ -34,7 +34,7 @@ from blockdiff.evals.questions import questions_of
 from blockdiff.files import json_digest
 from blockdiff.kernels import Kernels
 from blockdiff.metrics import Record
-from blockdiff.models.family import Outline, family_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
@@ -112,7 +112,7 @@ class Kind(ObjectiveSection):
     def start(self, recipe: Recipe) -> StartingModel:
         """Read the config, tokenizer and settings of the model that training starts from."""
         config = starting_config(recipe)
-        self.require(recipe, family_of(config).outline(config))
+        self.require(recipe, config)
         return read_starting_model(recipe, config, self.settings_from)
 
     def planned_start(self, recipe: Recipe) -> StartingModel:
@@ -123,10 +123,10 @@ class Kind(ObjectiveSection):
             base = None if self.needs_tokenizer(recipe) else released_shape(recipe, self.settings_from)
             if base is None:
                 raise
-        self.require(recipe, family_of(base.config).outline(base.config))
+        self.require(recipe, base.config)
         return base
 
-    def require(self, recipe: Recipe, outline: Outline) -> None:
+    def require(self, recipe: Recipe, config: Family) -> None:
         """Raise RecipeError for a model that this kind does not train."""
 
     def needs_tokenizer(self, recipe: Recipe) -> bool:

@@ -15,7 +15,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import Record
-from blockdiff.models.family import Outline
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
@@ -42,17 +42,17 @@ class NextToken(Kind):
     metrics: ClassVar[tuple[str, ...]] = ("heldout_ar_loss", "heldout_ar_accuracy")
 
     @classmethod
-    def suits(cls, outline: Outline) -> bool:
+    def suits(cls, config: Family) -> bool:
         """True for causal models."""
-        return not outline.denoises
+        return not config.denoises
 
     def refuse(self, recipe: Recipe) -> None:
         """Refuse keys of canvases."""
         refuse_changed(recipe, {"data": ("canvases",)}, WHY)
 
-    def require(self, recipe: Recipe, outline: Outline) -> None:
+    def require(self, recipe: Recipe, config: Family) -> None:
         """Refuse a model that denoises."""
-        if outline.denoises:
+        if config.denoises:
             raise RecipeError(
                 "objective.kind: next_token is for causal models, and this one denoises canvases; choose canvas"
             )

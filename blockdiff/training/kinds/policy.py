@@ -17,7 +17,7 @@ from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder, Order
 from blockdiff.errors import RecipeError
 from blockdiff.files import json_digest
-from blockdiff.models.family import Outline, family_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.rl.batches import ROWS, worst_rollouts
@@ -69,7 +69,7 @@ class Policy(Canvas):
     length_from: ClassVar[str] = "tokens: how long a prompt and its answer are together is not known; say --tokens"
 
     @classmethod
-    def suits(cls, outline: Outline) -> bool:
+    def suits(cls, config: Family) -> bool:
         """False: a recipe has to name it."""
         return False
 
@@ -160,10 +160,10 @@ class Policy(Canvas):
 
     # -- the model and its data ------------------------------------------------------------------------------------
 
-    def require(self, recipe: Recipe, outline: Outline) -> None:
+    def require(self, recipe: Recipe, config: Family) -> None:
         """Of a causal model refuse what is of canvases."""
-        if outline.denoises or outline.is_drafter:
-            super().require(recipe, outline)
+        if config.denoises or config.is_drafter:
+            super().require(recipe, config)
             return
         if self.over == "canvas":
             raise RecipeError("objective.over: canvas: the model is causal and has no canvases; choose next_token")
@@ -281,7 +281,7 @@ class Policy(Canvas):
     def between_steps(self, recipe: Recipe, base: StartingModel, tokens: int, dtype: torch.dtype) -> dict[str, int]:
         """The pages of as many rollouts as are drawn together, which are given back before the step."""
         rows = min(ROWS, self.prompts_per_round * self.answers)
-        cached = family_of(base.config).outline(base.config).cached_per_token
+        cached = base.config.cached_per_token
         return {"pages of rollouts": rows * tokens * cached * dtype.itemsize}
 
 

@@ -17,7 +17,6 @@ from blockdiff.canvas import Batch
 from blockdiff.data.collate import AllCanvases
 from blockdiff.data.dataset import Dataset
 from blockdiff.errors import BlockdiffError, DataError
-from blockdiff.models.family import family_of
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.data import Data
 from blockdiff.training.plan.rank import ORDER, cut_to_rank, kept_bytes
@@ -216,5 +215,5 @@ def _is_narrow(recipe: Recipe) -> bool:
 
 def _expert_ranks(base: StartingModel, ranks: int) -> int:
     """The most ranks of a node of eight that can split the experts of a layer."""
-    experts = family_of(base.config).outline(base.config).experts
+    experts = base.config.experts
     return max((n for n in (1, 2, 4, 8) if ranks % n == 0 and experts and experts % n == 0), default=1)

@@ -14,7 +14,6 @@ from blockdiff.errors import RecipeError
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.weights import is_scale
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.family import family_of
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.tensor import tensor_parallel
 from blockdiff.tensor_pieces import PlannedMesh
@@ -29,7 +28,7 @@ def sharding_ranks(objective: Any, recipe: Recipe, ranks: int) -> dict[nn.Module
     experts = recipe.parallel.experts
     if ranks % experts:
         raise RecipeError(f"parallel.experts: {experts} does not divide the {ranks} processes of --gpus")
-    units = family_of(objective.model.config).units(objective.model)
+    units = objective.model.config.units(objective.model)
     return {unit: ranks // experts if isinstance(unit, Experts) else ranks for unit in units}
 
 

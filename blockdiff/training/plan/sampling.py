@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from blockdiff import checkpoint
 from blockdiff.checkpoint.stored import quantize_of
 from blockdiff.models.adapters import adapt
-from blockdiff.models.family import family_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import quantised_layers, store
 from blockdiff.training.plan.live_bytes import LiveBytes
@@ -42,7 +41,7 @@ class SamplingPlan:
 
 
 def plan_sampling(
-    config: Any,
+    config: Family,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cuda",
     quantize: str | None = None,
@@ -57,9 +56,9 @@ def plan_sampling(
     if adapter is not None:
         found = checkpoint.read_adapter(adapter, model)
         adapt(model, found.modules, found.tokens)
-    cached = family_of(config).outline(config).cached_per_token
+    cached = config.cached_per_token
     with torch.device("meta"):
-        side = family_of(config).image_side(config) if model.image_side is None else None
+        side = config.image_side() if model.image_side is None else None
     weights, images = _bytes(model), 0 if side is None else _bytes(side.to(dtype))
     keep_one_of_each(model)
     one, two = (_step(model, rows) for rows in (1, 2))

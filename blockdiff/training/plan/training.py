@@ -195,9 +195,10 @@ def weight_dtypes(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, tor
     if recipe.model.dtype != "auto":
         stored = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
     else:  # what a checkpoint is stored in is read from its config
-        stored_name = str(getattr(base.config, "dtype", None)).removeprefix("torch.")
         dtype_by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-        stored = dtype_by_name.get(stored_name, torch.float32 if recipe.model.path is None else torch.bfloat16)
+        stored = dtype_by_name.get(
+            str(base.config.stored_dtype), torch.float32 if recipe.model.path is None else torch.bfloat16
+        )
     is_narrowed = recipe.parallel.shard == "full" and recipe.train.autocast is not None
     return stored, torch.bfloat16 if is_narrowed else stored
 
