@@ -41,7 +41,7 @@ def made(layers: int, recomputes: bool) -> tuple[Objective, Batch]:
     draw_adapters(model, 0, torch.device("cpu"), model.dtype)
     if recomputes:
         checkpoint_activations(model)
-    objective = Objective(model, Linear(), UniformCorruption(config.text_config.vocab_size), seed=5)
+    objective = Objective(model, Linear(), UniformCorruption(config.vocab_size), seed=5)
     row = torch.randint(3, 380, (40,)).tolist()
     canvases = [Canvas((row[s : s + 8] + [1] * 8)[:8], s, 0, None, 0.4, True, address=(0, 0, s)) for s in (9, 17, 25)]
     return objective, lay_out([CleanRow(row, canvases, 0)], 8, pad_id=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,7 +75,7 @@ def sampling_settings(
     doubt = None if tokenizer is None else mismatch(tokenizer, model.vocab_size)
     if doubt is not None:
         warnings.warn(doubt, stacklevel=3)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     configs = [config] if drafter is None else [config, drafter.config]
     special = special_tokens(config, generation, tokenizer)
     settings = SamplingSettings(
@@ -108,7 +108,8 @@ def _diffusion(origin: Path | None) -> DiffusionSettings:
 
 def _image_reader(model: BlockDiffusionModel, tokenizer: PreTrainedTokenizerBase | None) -> ImageReader | None:
     """The reader of images for a model that takes them; the files that it carries say how they are cut."""
-    config, carried = getattr(model, "config", None), getattr(model, "carried", None)
+    config: Any = getattr(model, "config", None)
+    carried = getattr(model, "carried", None)
     tokens = None if config is None else config.image_tokens()
     if tokens is None or not takes_images(tokens, tokenizer):
         return None

@@ -20,6 +20,7 @@ from blockdiff.data.tokenise import takes_images
 from blockdiff.errors import CheckpointError, RecipeError
 from blockdiff.kernels import Kernels
 from blockdiff.models.adapters import adapt, targets
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import quantised_layers, store
 from blockdiff.sampling import Generation
@@ -33,12 +34,12 @@ from blockdiff.training.recipe_errors import one_line
 class StartingModel:
     """The model that a run starts from, as far as it is known without weights."""
 
-    config: Any
+    config: Family
     tokenizer: Any
     generation: Generation  # what generation_config.json of the trained model will say
     eos_id: int
     pad_id: int
-    target_config: Any = None  # of the model that a drafter drafts for
+    target_config: Family | None = None  # of the model that a drafter drafts for
 
     @property
     def canvas_length(self) -> int:
@@ -116,7 +117,7 @@ def starting_config(recipe: Recipe) -> Any:
     return checkpoint.preset_config(str(m.preset)) if m.path is None else checkpoint.read_config(m.path)
 
 
-def read_starting_model(recipe: Recipe, config: Any, settings_from: str | None = None) -> StartingModel:
+def read_starting_model(recipe: Recipe, config: Family, settings_from: str | None = None) -> StartingModel:
     """Read the tokenizer and the settings of a model with this config, and no weights.
 
     settings_from: the model whose tokenizer and settings it has (None: its own).
@@ -140,7 +141,7 @@ def read_starting_model(recipe: Recipe, config: Any, settings_from: str | None =
 
 
 def _with_tokens(
-    recipe: Recipe, config: Any, generation: Generation | None, tokenizer: Any, target: Any = None
+    recipe: Recipe, config: Family, generation: Generation | None, tokenizer: Any, target: Family | None = None
 ) -> StartingModel:
     """The starting model with the special tokens and the settings that its tokenizer and generation bring."""
     give_template(tokenizer, recipe.data.template)

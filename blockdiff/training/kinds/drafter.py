@@ -68,6 +68,7 @@ class Drafter(Kind):
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
         """The objective over a drafter and a target that have no weights yet."""
+        assert base.target_config is not None, "its target was read with it"
         target = checkpoint.empty(base.target_config, kernels=model.kernels)
         store(target, quantised_layers(target, recipe.model.quantize))
         if dtype is not None:
