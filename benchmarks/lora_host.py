@@ -7,6 +7,7 @@ commits in turns on one core, with OMP_NUM_THREADS=1.
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections import Counter
@@ -80,6 +81,7 @@ def measured(layers: int, recomputes: bool) -> tuple[float, int, int]:
 
 def main() -> None:
     """Print a line without and one with recomputation."""
+    argparse.ArgumentParser(prog="python -m benchmarks.lora_host", description=__doc__).parse_args()
     for recomputes in (False, True):
         few, many = measured(FEW, recomputes), measured(MANY, recomputes)
         host, launches, operations = ((b - a) / (MANY - FEW) for a, b in zip(few, many, strict=True))
