@@ -115,7 +115,7 @@ class Outputs:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedRows(Outputs):
+class SharedHead(Outputs):
     """Outputs that several ranks make, of a layer that all of them hold whole."""
 
     rows: slice
@@ -202,7 +202,7 @@ def _split_in(linear: Linear, mesh: DeviceMesh) -> None:
 def _share(linear: Linear, mesh: DeviceMesh, heads: int, width: int) -> None:
     """Each rank makes the outputs of one of `heads` heads, which are fewer than the ranks."""
     head = mesh.get_local_rank() * heads // mesh.size()
-    linear.split = SharedRows(mesh.get_group(), slice(head * width, (head + 1) * width))
+    linear.split = SharedHead(mesh.get_group(), slice(head * width, (head + 1) * width))
     linear.out_features = width
 
 
