@@ -36,10 +36,8 @@ class Kernels:
 
     span_attention = Op(spans.span_attention, "c", "triton")
     attention_heads = Composition(heads.attention_heads, "triton")
-    attention = Composition(heads.attention)
     select_blocks = Op(block_sparse.select_blocks, "triton")
     block_sparse_attention = Op(block_sparse.block_sparse_attention, "triton")
-    sparse_attention = Composition(block_sparse.sparse_attention)
     rms_norms = Op(norms.rms_norms, "c", "triton")
     add_rms_norm = Op(norms.add_rms_norm, "c", "triton")
     norm_rope = Op(norms.norm_rope, "c", "triton")

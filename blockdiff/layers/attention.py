@@ -49,10 +49,15 @@ class Attention(nn.Module):
         self.k_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
 
     def forward(self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None) -> tuple[Tensor, KV]:
-        q, k, v = self.projected(x_BTD, spans.first_query)
-        norms = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps)
-        out, kv = self.kernels.attention(q, k, v, norms, rope, spans, past, self.scale)
-        return self.o_proj(out), kv
+        q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in self.projected(x_BTD, spans.first_query))
+        norms, into = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps), written(past)
+        q, own_k, own_v = self.kernels.attention_heads(q, k, v, norms, rope, into)
+        assert own_v is not None, "values were given"
+        if into is not None and isinstance(spans, Spans):
+            spans = spans.in_one_run
+        prefix_k, prefix_v = (None, None) if past is None else past
+        out = self.kernels.span_attention(q, prefix_k, prefix_v, own_k, own_v, spans, self.scale)
+        return self.o_proj(out.flatten(2)), (own_k, own_v) if into is None else ()
 
     def keys(self, x_BTD: Tensor, rope: Rope, past: Past | None) -> KV:
         """The keys and values of tokens that ask for nothing themselves, as `forward` has them or writes them."""

@@ -1,4 +1,4 @@
-"""The heads of attention, composed of norms, RoPE and attention."""
+"""The heads of attention, composed of norms and RoPE."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from torch import Tensor
 from blockdiff.kernels.heads import HeadNorms, Norm
 from blockdiff.kernels.norm_rope.torch import turned
 from blockdiff.kernels.op import Ops
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
-from blockdiff.spans import Spans, Sweep
+from blockdiff.kernels.span_attention.paged import PagedTensor
 
 Rope = tuple[Tensor, Tensor]
 
@@ -39,24 +38,3 @@ def _normed_and_turned(ops: Ops, x_BThd: Tensor, norm: Norm | None, rope: Rope) 
     if norm is not None and (norm.form == "direct" or (norm.form == "cast" and x_BThd.dtype is torch.float32)):
         return ops.norm_rope(x_BThd, norm.gain, *rope, norm.eps)
     return turned(x_BThd if norm is None else norm(x_BThd), *rope)
-
-
-def attention(
-    ops: Ops, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, rope: Rope, spans: Spans | Sweep,
-    past: tuple[PrefixTensor, ...] | None, scale: float,
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """The output of attention over the tokens before the call and its own, [B, T, h * d], and these tokens' (k, v).
-
-    q: [B, T, h * d], k, v: [B, T, K * d], as projections give them; the same tensor twice where values are the raw
-    keys. The rest as in `attention_heads` and `span_attention`. Keys and values that were written into the pages of
-    `past` are not returned.
-    """
-    q_BThd, raw_k = (x.view(*x.shape[:2], -1, norms.d) for x in (q, k))
-    raw_v, into = raw_k if v is k else v.view(raw_k.shape), written(past)
-    q_BThd, own_k, own_v = ops.attention_heads(q_BThd, raw_k, raw_v, norms, rope, into)
-    assert own_v is not None
-    prefix_k, prefix_v = (None, None) if past is None else past
-    if into is not None and isinstance(spans, Spans):
-        spans = spans.in_one_run
-    out = ops.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale)
-    return out.flatten(2), (own_k, own_v) if into is None else ()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.block_sparse.torch import Selection
+from blockdiff.kernels.block_sparse.torch import Selection, sparse_attention
 from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PagedTensor, written
 from blockdiff.layers.attention import KV, Attention, Past
@@ -120,7 +120,7 @@ class MiniMaxM3Attention(Attention):
         q, k, own_v = self.kernels.attention_heads(q, k, v, norms, rope, into)
         assert own_v is not None, "values were given"
         idx_q, idx_k = self.indexer(x_BTD, rope, None if into is None else into[2:])
-        out = self.kernels.sparse_attention(q, idx_q, (k, own_v, idx_k), spans, past, self.selection, self)
+        out = sparse_attention(self.kernels, q, idx_q, (k, own_v, idx_k), spans, past, self.selection, self)
         return self.o_proj(out.flatten(2)), (k, own_v, idx_k) if into is None else ()
 
 
