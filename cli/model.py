@@ -149,7 +149,7 @@ class SamplingOptions:
         config = read_config(model.files.weights)
         try:
             denoises = config.denoises
-            chosen = as_strategy(strategy, generation or model.files.generation(), denoises)
+            chosen = as_strategy(strategy or config.default_strategy, generation or model.files.generation(), denoises)
             chosen = adjusted(chosen, self.temperature, top_p=self.top_p)
         except RequestError as error:
             raise typer.BadParameter(str(error)) from None

@@ -54,11 +54,11 @@ class DiffusionSettings:
         write_json(Path(directory) / DIFFUSION, asdict(self))
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> DiffusionSettings:
-        """The settings of a checkpoint directory; without the file, the defaults. CheckpointError if unusable."""
+    def from_pretrained(cls, directory: str | Path, default: DiffusionSettings | None = None) -> DiffusionSettings:
+        """The settings of a checkpoint directory; without the file, the default. CheckpointError if unusable."""
         file = Path(directory) / DIFFUSION
         if not file.is_file():
-            return cls()
+            return default or cls()
         values = read_json(file)
         if unknown := sorted(values.keys() - cls.__dataclass_fields__.keys()):
             fields = ", ".join(cls.__dataclass_fields__)

@@ -37,7 +37,8 @@ class Family:
     model_type: the name of the family in a config.json; architecture: the class that loads its checkpoints, in
     transformers or, for a drafter, in what serves it; is_drafter: whether its models draft for another one and are
     nothing without it; makes_drafters: whether it has `for_target`; is_written: whether checkpoints are written, too;
-    has_self_conditioning: whether a denoiser reads the soft embedding of its last prediction.
+    has_self_conditioning: whether a denoiser reads the soft embedding of its last prediction; default_strategy: the
+    text of the strategy that its models are sampled by (None: the released rules for a denoiser, else next tokens).
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
     have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so they are
@@ -50,7 +51,8 @@ class Family:
     Fields, of one model: those that config.json has under the same names, in the words that all families share.
     values: the whole content of config.json, with the keys that nothing here reads; canvas_length: 1 for a causal
     model; denoises: whether the model has canvases; experts, experts_per_token: 0 without experts; rope_theta: of the
-    first kind of layers; mask: the mask token of a drafter's blocks (None: it has none).
+    first kind of layers; mask: the mask token of a drafter's blocks, or of a denoiser's
+    canvases if no blockdiff.json has another (None: noise is uniform).
     """
 
     model_type: ClassVar[str]
@@ -70,6 +72,7 @@ class Family:
     makes_drafters: ClassVar[bool] = False
     is_written: ClassVar[bool] = True
     has_self_conditioning: ClassVar[bool] = True
+    default_strategy: ClassVar[str | None] = None
 
     values: Mapping[str, Any] = field(repr=False, hash=False)
     vocab_size: int

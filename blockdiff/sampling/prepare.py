@@ -45,29 +45,31 @@ def sampling_settings(
 
     `tokenizer` may be None when every request brings its tokens. `generation` defaults to generation_config.json and
     `diffusion` to blockdiff.json, both beside the weights that the model was loaded from, else to transformers'
-    settings and to a denoiser of uniform noise. Where the generation settings name no eos, the model's config does,
+    settings and to the noise of the model's config. Where the generation settings name no eos, the model's config does,
     else the tokenizer; with none, every response runs to its full length. `strategy` (text may name one,
-    docs/sampling.md) defaults to the released model's rules with the numbers of the generation settings; a causal model
-    is sampled token by token, and a `Drafted` one verified. Noise and prediction are those of what drafts canvases.
+    docs/sampling.md) defaults to the family's, else to the released model's rules with the numbers of the generation
+    settings; a causal model is sampled token by token, and a `Drafted` one verified. Noise and prediction are those of
+    what drafts canvases.
     """
     if not hasattr(model, "vocab_size"):
         raise RequestError(f"model: {model!r:.60} is none; give what blockdiff.load(path) returns")
     if getattr(model, "target_layers", ()):
         raise RequestError(f"the model {A_DRAFTER}")
+    config: Any = getattr(model, "config", None)
     origin, drafter = _origin(model), _drafter(model)
     generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
     denoises = getattr(model, "denoises", True)
     block = drafter.canvas_length if drafter is not None and drafter.target_layers else None
     if drafter is not None and strategy is None:
         strategy = "verified" if block is None else "speculative"
-    strategy = as_strategy(strategy, generation, denoises)
+    strategy = as_strategy(strategy or getattr(config, "default_strategy", None), generation, denoises)
     way = round_of(strategy)
     if not denoises and way.denoises:
         raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")
     if diffusion is None:
-        diffusion = _diffusion(origin)
+        diffusion = _diffusion(origin, config)
         if drafter is not None and block is None:
-            diffusion = replace(_diffusion(_origin(drafter)), objective=diffusion.objective)
+            diffusion = replace(_diffusion(_origin(drafter), drafter.config), objective=diffusion.objective)
     if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
         raise CheckpointError(
             f"{DIFFUSION}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"
@@ -75,7 +77,6 @@ def sampling_settings(
     doubt = None if tokenizer is None else mismatch(tokenizer, model.vocab_size)
     if doubt is not None:
         warnings.warn(doubt, stacklevel=3)
-    config: Any = getattr(model, "config", None)
     configs = [config] if drafter is None else [config, drafter.config]
     special = special_tokens(config, generation, tokenizer)
     settings = SamplingSettings(
@@ -101,9 +102,11 @@ def _drafter(model: BlockDiffusionModel) -> BlockDiffusionModel | None:
     return None if denoiser is model else denoiser
 
 
-def _diffusion(origin: Path | None) -> DiffusionSettings:
-    """The settings of diffusion beside a checkpoint; without one, those of uniform noise."""
-    return DiffusionSettings.from_pretrained(origin) if origin else DiffusionSettings()
+def _diffusion(origin: Path | None, config: Any) -> DiffusionSettings:
+    """The settings of diffusion beside a checkpoint; without one, the noise of its config: masks, or uniform."""
+    mask = getattr(config, "mask", None)
+    default = DiffusionSettings() if mask is None else DiffusionSettings(corruption="mask", mask_id=mask)
+    return DiffusionSettings.from_pretrained(origin, default) if origin else default
 
 
 def _image_reader(model: BlockDiffusionModel, tokenizer: PreTrainedTokenizerBase | None) -> ImageReader | None:

@@ -12,11 +12,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import blockdiff
 from blockdiff.checkpoint.config import config_from
+from blockdiff.checkpoint.generation import default_generation
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.norm_rope.torch import turned
 from blockdiff.layers.rope import llama3_frequencies
 from blockdiff.models.llama import LlamaFamily
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.sampling.prepare import sampling_settings
+from blockdiff.sampling.strategies import as_strategy
 from tests.closeness import require_close
 from tests.families import LLAMA3, SLIDING, SMALL
 from tests.oracle import our_config
@@ -205,16 +208,33 @@ def test_a_config_in_the_older_form_of_rope_is_read_and_written_as_it_was():
 
 
 class PlainFamily(LlamaFamily):
-    """Llama, whose denoisers read nothing of their last prediction."""
+    """Llama, whose denoisers read nothing of their last prediction, and start from masks."""
 
     model_type = "plain"
     has_self_conditioning = False
+    default_strategy = "confident"
+
+    @classmethod
+    def own_fields(cls, theirs: Any) -> dict[str, Any]:
+        return super().own_fields(theirs) | {"mask": theirs.mask_token_id}
+
+    @property
+    def answer_length(self) -> int:
+        return 40
 
 
 @torch.no_grad()
 def test_a_family_says_whether_its_denoisers_read_their_last_prediction():
-    config = PlainFamily.read(LlamaConfig(**SMALL, canvas_length=8).to_dict())
+    config = PlainFamily.read(LlamaConfig(**SMALL, canvas_length=8, mask_token_id=5).to_dict())
     model = blockdiff.init(config, seed=1, device="cpu", kernels="torch")
     assert model.denoises and not any("self_conditioning" in name for name in model.state_dict())
     prefix, canvas, signal = model.encode(tokens(1, 9)), tokens(1, 8, seed=1), torch.randn(1, 8, 32)
     assert torch.equal(model.denoise(canvas, prefix, signal), model.denoise(canvas, prefix))
+
+
+def test_a_family_says_by_what_noise_strategy_and_length_its_models_are_sampled_without_files():
+    config = PlainFamily.read(LlamaConfig(**SMALL, canvas_length=8, mask_token_id=5).to_dict())
+    settings = sampling_settings(blockdiff.init(config, device="cpu", kernels="torch"))
+    assert (settings.diffusion.corruption, settings.diffusion.mask_id) == ("mask", 5)
+    assert settings.strategy == as_strategy("confident", settings.generation) != as_strategy(None, settings.generation)
+    assert default_generation(config).max_new_tokens == 40
