@@ -27,7 +27,6 @@ LEFT = {
     "blockdiff/kernels/block_sparse/triton.py": {"_forward", "_blocks_backward", "block_sparse_attention"},
     "blockdiff/kernels/block_sparse/triton_selection.py": {"select_blocks"},
     "blockdiff/kernels/expert_mlp/triton.py": {"_fill_slots", "_forward_of"},
-    "blockdiff/kernels/heads/torch.py": {"attention"},
     "blockdiff/kernels/heads/triton.py": {"_launch_heads"},
     "blockdiff/kernels/span_attention/triton.py": {"_forward_of", "_backward_keys"},
     "blockdiff/kernels/vocabulary/torch.py": {"class_stats"},
