@@ -153,7 +153,9 @@ def agreement() -> dict[str, Any]:
     from transformers import Qwen3Config
 
     package = import_module("dflash.model")
-    plain, made, small = map(import_module, ("tests.oracles.dflash", "tests.drafters", "tests.families"))
+    plain, made, small = map(
+        import_module, ("tests.oracles.dflash", "tests.support.drafters", "tests.support.families")
+    )
     llama, conftest = map(import_module, ("tests.models.test_llama", "tests.conftest"))
     theirs, worst, others = llama.oracle(Qwen3Config(**small.SMALL)), 0.0, 0
     for number in range(20):
@@ -185,8 +187,8 @@ def agreement_of_heads() -> dict[str, Any]:
     """
     from transformers import LlamaConfig, Qwen3Config
 
-    package, made = import_module("speculators.models.eagle3"), import_module("tests.drafters")
-    plain, small, conftest = map(import_module, ("tests.oracles.eagle3", "tests.families", "tests.conftest"))
+    package, made = import_module("speculators.models.eagle3"), import_module("tests.support.drafters")
+    plain, small, conftest = map(import_module, ("tests.oracles.eagle3", "tests.support.families", "tests.conftest"))
     worst, passes = 0.0, 3
     for number in range(10):
         rng = random.Random(100 + number)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.meeting import meeting
+from tests.support.meeting import meeting
 from tests.support.tiny_run import PRESET
 
 TOKENS, VOCABULARY = 320, 4096

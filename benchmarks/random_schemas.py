@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from tests.random_schemas import invalid_texts
+from tests.support.random_schemas import invalid_texts
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 from benchmarks import machine
 from benchmarks.kills import IN_A_CHAIN
-from tests.meeting import meeting
+from tests.support.meeting import meeting
 from tests.support.tiny_run import Kill, become, differences, make_inputs, stage_of, train_words
 
 PATIENCE = 30.0  # seconds that torchrun gives the others

@@ -1,1 +1,1 @@
-"""Tests. `from tests.oracle import ...` works because this is a package and the root is on the path."""
+"""Tests. `from tests.support.oracle import ...` works because this is a package and the root is on the path."""

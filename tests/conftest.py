@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.interpreter import faster_interpreter
 from tests.plots.browser import Browser, missing
+from tests.support.interpreter import faster_interpreter
 
 if not torch.cuda.is_available():
     # Triton's interpreter, which the kernels' tests need; it is chosen when triton is first imported.

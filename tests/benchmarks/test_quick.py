@@ -22,7 +22,7 @@ from benchmarks.quick_start import Ceilings, config_of
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.sampling import Engine
-from tests.families import small_model
+from tests.support.families import small_model
 
 pytestmark = pytest.mark.quick
 

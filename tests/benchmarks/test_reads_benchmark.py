@@ -9,7 +9,7 @@ from benchmarks.reads import Question, calibration_error, cells, lines_of, words
 from blockdiff.checkpoint import init
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.sampling import Generation, Request, Sampler
-from tests.little_model import LITTLE, save_preset
+from tests.support.little_model import LITTLE, save_preset
 
 pytestmark = pytest.mark.quick
 

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import kills, rank_kills
 from blockdiff.errors import RESUME
-from tests.forked import run
 from tests.support.damage import SILENT, Damage, outcome
+from tests.support.forked import run
 
 KILLS = 3  # one of each kind
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from tests.oracle import oracle, tiny_config
+from tests.support.oracle import oracle, tiny_config
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import blockdiff
 from blockdiff.checkpoint.files import ADDED
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma.model import DiffusionGemma, Layer
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 

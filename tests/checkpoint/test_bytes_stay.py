@@ -13,7 +13,7 @@ from blockdiff import checkpoint
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, targets
 from blockdiff.models.model import BlockDiffusionModel
-from tests.families import CONFIGS
+from tests.support.families import CONFIGS
 
 pytestmark = pytest.mark.quick
 DIGESTS = {

@@ -28,8 +28,8 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.diffusion_gemma.names import NAMES
-from tests.hub_files import PROJECTION, assert_same, drop, edit, in_transformers
-from tests.oracle import our_config, tiny_config
+from tests.support.hub_files import PROJECTION, assert_same, drop, edit, in_transformers
+from tests.support.oracle import our_config, tiny_config
 
 SCALAR = "model.encoder.language_model.layers.1.layer_scalar"
 

@@ -23,7 +23,7 @@ from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.recipe_files import read_recipe
-from tests.families import CONFIGS
+from tests.support.families import CONFIGS
 
 pytestmark = pytest.mark.quick
 Q = "layers.0.attention.q_proj.weight"

@@ -19,11 +19,11 @@ from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.sampling import Generation
-from tests.closeness import relative_error
-from tests.families import m3_text_config
 from tests.models.test_images import arguments
-from tests.oracle import our_config
-from tests.pictures import gemma_config, image_row, minimax_config, pair, picture
+from tests.support.closeness import relative_error
+from tests.support.families import m3_text_config
+from tests.support.oracle import our_config
+from tests.support.pictures import gemma_config, image_row, minimax_config, pair, picture
 
 pytestmark = pytest.mark.quick
 FAMILIES: dict[str, Callable[[random.Random], Any]] = {"diffusion_gemma": gemma_config, "minimax_m3": minimax_config}

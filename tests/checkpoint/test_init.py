@@ -21,7 +21,7 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError
-from tests.hub_files import assert_same, in_transformers
+from tests.support.hub_files import assert_same, in_transformers
 
 
 @pytest.mark.quick

@@ -18,7 +18,7 @@ from blockdiff.checkpoint import (
 )
 from blockdiff.checkpoint.files import INDEX, WEIGHTS
 from blockdiff.errors import CheckpointError
-from tests.hub_files import PROJECTION, drop, edit
+from tests.support.hub_files import PROJECTION, drop, edit
 
 
 def index(weight_map: object) -> Callable[[Path], None]:

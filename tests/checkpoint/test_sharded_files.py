@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from blockdiff.checkpoint import draw_weights, empty, init, load, read_config, save
 from blockdiff.checkpoint.stream import WORDS, TensorSource, write_stream
 from blockdiff.files import piecewise_digest
-from tests import forked, sharded_files
-from tests.families import m3_config, m3_text_config
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support import forked, sharded_files
+from tests.support.families import m3_config, m3_text_config
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with puzzles, a recipe, and the run trained from it."""
     # These need packages that a bare GPU machine lacks, where these tests are looked through for those of a GPU.
     from blockdiff.plots.curves import draw_curves
-    from tests.commands import works
-    from tests.little_model import LITTLE, save_preset
+    from tests.support.commands import works
+    from tests.support.little_model import LITTLE, save_preset
 
     folder = tmp_path_factory.mktemp("workshop")
     works("data", "sudoku", "--split", "train=24", "--split", "test=6", "--output", folder / "puzzles")

@@ -29,8 +29,8 @@ from blockdiff.errors import RequestError
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Generation, Request, Result, Sampler
 from blockdiff.sampling.trace import CommittedCanvas
-from tests import forked
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support import forked
+from tests.support.chat_tokenizer import chat_tokenizer
 
 
 class Answers:

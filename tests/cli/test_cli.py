@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from blockdiff.__main__ import main
 from blockdiff.cli.main import app
-from tests.commands import refusal, run, works
+from tests.support.commands import refusal, run, works
 
 DATA = [["data", "sudoku"], ["data", "chat"], ["data", "countdown"], ["data", "pixel-sudoku"], ["data", "tokenizer"]]
 COMMANDS = [["train"], ["sample"], ["chat"], ["eval"], ["data"], *DATA, ["init"], ["inspect"]]

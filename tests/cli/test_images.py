@@ -9,8 +9,8 @@ import pytest
 
 from blockdiff.cli.chat import Chat
 from blockdiff.sampling import Request, Sampler
-from tests.commands import refusal, run, works
-from tests.seeing import png, seeing_checkpoint
+from tests.support.commands import refusal, run, works
+from tests.support.seeing import png, seeing_checkpoint
 
 pytestmark = pytest.mark.quick
 

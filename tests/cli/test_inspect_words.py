@@ -6,7 +6,7 @@ import pytest
 
 from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_recipe import token_words
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick
 

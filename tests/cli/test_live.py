@@ -10,7 +10,7 @@ from rich.console import Console
 
 from blockdiff.cli.live import Watcher, guesses
 from blockdiff.sampling.trace import CommittedCanvas, Step
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
 pytestmark = pytest.mark.quick

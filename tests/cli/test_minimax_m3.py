@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from blockdiff import checkpoint
 from blockdiff.data.tokenizer import character_tokenizer
-from tests.commands import refusal, run, works
-from tests.seeing import png
+from tests.support.commands import refusal, run, works
+from tests.support.seeing import png
 
 RECIPE = """\
 seed: 1

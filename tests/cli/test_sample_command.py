@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import refusal, run, works
+from tests.support.commands import refusal, run, works
 
 
 def output_lines(text: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import character_tokenizer
-from tests.little_model import LITTLE, save_preset
+from tests.support.little_model import LITTLE, save_preset
 
 pytestmark = pytest.mark.quick
 

@@ -25,9 +25,9 @@ from blockdiff.errors import BlockdiffError, RunError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.sampling import Request, Result
-from tests import forked
-from tests.commands import refusal, run
-from tests.oracle import tiny_config
+from tests.support import forked
+from tests.support.commands import refusal, run
+from tests.support.oracle import tiny_config
 
 TOKENIZER = character_tokenizer("abcdefgh")
 

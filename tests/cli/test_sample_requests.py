@@ -14,8 +14,8 @@ from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
 from blockdiff.request_options import OPTIONS, RequestOptions
 from blockdiff.sampling import Request, Sampler
-from tests.chat_tokenizer import chat_tokenizer
-from tests.commands import refusal, works
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.commands import refusal, works
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint import init
 from blockdiff.data.template import packaged_template
 from blockdiff.sampling import Generation
-from tests.chat_tokenizer import chat_tokenizer
-from tests.commands import run
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.commands import run
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 

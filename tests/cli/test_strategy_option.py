@@ -18,9 +18,9 @@ from blockdiff.sampling.strategies import Composed, Quota, parse_strategy, strat
 from blockdiff.training import trainer
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.samples import Sampled
-from tests.commands import refusal, run, works
-from tests.families import SMALL
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.commands import refusal, run, works
+from tests.support.families import SMALL
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 

@@ -19,8 +19,8 @@ from blockdiff.metrics import METRICS, decisive_metrics
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.run import Run
-from tests.commands import refusal, works
-from tests.little_model import LITTLE, save_preset
+from tests.support.commands import refusal, works
+from tests.support.little_model import LITTLE, save_preset
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ def test_checkpoints_of_a_run_are_sampled_and_a_run_without_a_model_names_them(w
 
 
 def test_init_from_a_causal_model_adds_what_denoising_needs(tmp_path: Path) -> None:
-    from tests.families import small_model
+    from tests.support.families import small_model
 
     checkpoint.save(small_model("qwen3", dtype=torch.float32), tmp_path / "causal")
     text = works("init", "--from", tmp_path / "causal", tmp_path / "m", "--canvas-length", "8")

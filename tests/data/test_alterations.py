@@ -12,7 +12,7 @@ from blockdiff.data.template import TOOL_TOKENS, packaged_template, render
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.errors import DataError
 from blockdiff.sampling.request import Request
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick
 

@@ -10,7 +10,7 @@ from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import Row
 from blockdiff.data.template import RefusedByTemplate, give_template, marked, render, turn_ends
 from blockdiff.errors import DataError
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick
 

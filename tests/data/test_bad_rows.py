@@ -16,8 +16,8 @@ from blockdiff.data.sources import Source
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
-from tests.bad_rows import CORPUS, GOOD
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.bad_rows import CORPUS, GOOD
+from tests.support.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick
 

@@ -25,7 +25,7 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.recipes.sudoku import alphabet
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick
 

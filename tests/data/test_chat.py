@@ -24,7 +24,7 @@ from blockdiff.data.tokenise import chat_prompt
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.recipes.sudoku import alphabet
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ from blockdiff.errors import DataError
 from blockdiff.evals import task
 from blockdiff.evals.run import evaluate
 from blockdiff.recipes.countdown import ALPHABET, is_solved, make_splits, problem, value, write_splits
-from tests.scripted_sampler import ScriptedSampler
+from tests.support.scripted_sampler import ScriptedSampler
 
 pytestmark = pytest.mark.quick
 

@@ -34,7 +34,7 @@ from blockdiff.data.tokenise import chat_prompt, raw_prompt
 from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.errors import DataError
 from blockdiff.models.family import families
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 GEMMA = {
     "image_processor_type": "Gemma4ImageProcessor",

@@ -24,9 +24,9 @@ from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
-from tests.forked import run_ranks
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
-from tests.packed_ranks import everything
+from tests.support.forked import run_ranks
+from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
+from tests.support.packed_ranks import everything
 
 L, V = 8, 384
 STEP = 3

@@ -14,7 +14,7 @@ from blockdiff.evals import task
 from blockdiff.evals.run import evaluate
 from blockdiff.recipes import sudoku
 from blockdiff.recipes.pixel_sudoku import draw, write_splits
-from tests.scripted_sampler import ScriptedSampler
+from tests.support.scripted_sampler import ScriptedSampler
 
 pytestmark = pytest.mark.quick
 

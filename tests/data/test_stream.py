@@ -14,7 +14,7 @@ from blockdiff.data.order import StreamOrder
 from blockdiff.data.sources import Files, Source
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.errors import DataError
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick
 

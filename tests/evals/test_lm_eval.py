@@ -18,8 +18,8 @@ from blockdiff.data.template import packaged_template
 from blockdiff.errors import RequestError
 from blockdiff.evals.lm_eval import BlockdiffLM, evaluate
 from blockdiff.sampling import Generation, Request, Sampler
-from tests.chat_tokenizer import chat_tokenizer
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 TOKENIZER = chat_tokenizer(packaged_template())
 SETTINGS = Generation(max_steps=3, max_new_tokens=8, eos_ids=(1,))

@@ -12,8 +12,8 @@ from blockdiff.errors import DataError
 from blockdiff.evals import task
 from blockdiff.evals.questions import longest_response, questions_of
 from blockdiff.evals.run import evaluate
-from tests.chat_tokenizer import chat_tokenizer
-from tests.scripted_sampler import ScriptedSampler
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.scripted_sampler import ScriptedSampler
 
 pytestmark = pytest.mark.quick
 

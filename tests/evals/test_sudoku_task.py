@@ -12,7 +12,7 @@ from blockdiff.errors import DataError
 from blockdiff.evals import task
 from blockdiff.evals.run import evaluate
 from blockdiff.recipes.sudoku import alphabet, make_splits
-from tests.scripted_sampler import ScriptedSampler
+from tests.support.scripted_sampler import ScriptedSampler
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,7 @@ from blockdiff.evals.compare import binomial_test, compare
 from blockdiff.evals.compare import lines as compared_lines
 from blockdiff.evals.run import evaluate
 from blockdiff.evals.summary import lines, summary
-from tests.scripted_sampler import ScriptedSampler
+from tests.support.scripted_sampler import ScriptedSampler
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from blockdiff.kernels import IN_C, IN_TORCH, Kernels, c_library
 from blockdiff.kernels.span_attention import c as attention
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
-from tests.closeness import relative_error
+from tests.support.closeness import relative_error
 
 SANITIZERS = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 

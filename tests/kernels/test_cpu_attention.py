@@ -12,8 +12,8 @@ from blockdiff.kernels import IN_C, IN_TORCH, c_library
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention import c as in_c
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
-from tests.closeness import relative_error
 from tests.oracles import span_attention as reference
+from tests.support.closeness import relative_error
 
 pytestmark = [
     pytest.mark.quick,

@@ -14,9 +14,9 @@ from blockdiff.kernels.c_library import serves
 from blockdiff.kernels.expert_mlp import c as experts_in_c
 from blockdiff.kernels.expert_mlp import torch as experts_in_torch
 from blockdiff.layers.experts import Router
-from tests.closeness import compare_gradients, copies, relative_error
-from tests.expert_choices import chosen
 from tests.oracles import expert_mlp as expert_reference
+from tests.support.closeness import compare_gradients, copies, relative_error
+from tests.support.expert_choices import chosen
 
 pytestmark = pytest.mark.quick
 

@@ -15,9 +15,9 @@ from blockdiff.kernels.expert_mlp import c as in_c
 from blockdiff.kernels.expert_mlp import torch as in_torch
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS
 from blockdiff.spans import Spans, denoise_spans, encode_spans
-from tests.closeness import relative_error
-from tests.oracle import oracle, ours
 from tests.oracles import expert_mlp as reference
+from tests.support.closeness import relative_error
+from tests.support.oracle import oracle, ours
 
 pytestmark = pytest.mark.quick
 

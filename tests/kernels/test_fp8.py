@@ -7,9 +7,9 @@ import torch
 
 from blockdiff.kernels import IN_C
 from blockdiff.kernels.fp8 import Fp8
-from tests.closeness import relative_error
 from tests.oracles import expert_mlp as experts
 from tests.oracles import fp8 as reference
+from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.quick
 

@@ -12,8 +12,8 @@ from blockdiff.kernels.span_attention import c as in_c
 from blockdiff.kernels.span_attention import torch as in_torch
 from blockdiff.kernels.span_attention.paged import BlockTable, Gathered, GatheredPool, PagedTensor
 from blockdiff.spans import canvas_spans
-from tests.closeness import relative_error
 from tests.oracles import span_attention as reference
+from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from tests import forked
+from tests.support import forked
 from tests.support.launches import Commit, DenoisingStep, copied_bytes, counted, python_calls
 
 

@@ -13,8 +13,8 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.weights import FORMS
 from blockdiff.spans import encode_spans
-from tests.closeness import relative_error
 from tests.oracles import expert_mlp as reference
+from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.quick
 FP32, BF16 = 5e-7, 8e-3  # relative errors in the 2-norm

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
-from tests.closeness import compare_gradients, copies, relative_error
 from tests.oracles import norm_rope as norm_reference
+from tests.support.closeness import compare_gradients, copies, relative_error
 
 pytestmark = pytest.mark.quick
 

@@ -12,8 +12,8 @@ from blockdiff.kernels.span_attention import torch as in_torch
 from blockdiff.kernels.span_attention import triton
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.spans import Spans, canvas_spans, encode_spans
-from tests.closeness import relative_error
 from tests.oracles import span_attention as reference
+from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

@@ -12,8 +12,8 @@ from blockdiff.kernels import IN_TORCH
 from blockdiff.kernels.span_attention import pieces as attention_pieces
 from blockdiff.kernels.span_attention import torch as attention_in_torch
 from blockdiff.spans import Spans, encode_spans
-from tests.closeness import relative_error
 from tests.oracles import span_attention as attention_reference
+from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.quick
 

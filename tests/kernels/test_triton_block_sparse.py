@@ -20,9 +20,9 @@ from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.models.pages import Pages
 from blockdiff.objective import Objective
-from tests.closeness import relative_error
-from tests.families import CONFIGS, small_model
 from tests.kernels.test_block_sparse import documents, drawn
+from tests.support.closeness import relative_error
+from tests.support.families import CONFIGS, small_model
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

@@ -14,9 +14,9 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.expert_mlp import torch as in_torch
 from blockdiff.kernels.expert_mlp import triton as ours
 from blockdiff.kernels.tiles import SHARED_MEMORY, table
-from tests.closeness import relative_error
-from tests.expert_choices import chosen
 from tests.oracles import expert_mlp as reference
+from tests.support.closeness import relative_error
+from tests.support.expert_choices import chosen
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

@@ -12,9 +12,9 @@ from blockdiff.kernels.expert_mlp import triton as experts
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8 import triton as ours
 from blockdiff.kernels.gated.triton import gated_linear
-from tests.closeness import relative_error
 from tests.oracles import expert_mlp as expert_reference
 from tests.oracles import fp8 as reference
+from tests.support.closeness import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 3e-6  # relative

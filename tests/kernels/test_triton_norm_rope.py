@@ -12,8 +12,8 @@ from blockdiff.kernels.norm_rope import torch as in_torch
 from blockdiff.kernels.norm_rope import triton as ours
 from blockdiff.kernels.tiles import Tile
 from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
-from tests.closeness import relative_error
 from tests.oracles import norm_rope as reference
+from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

@@ -16,9 +16,9 @@ from blockdiff.kernels.span_attention import kernels_backward
 from blockdiff.kernels.span_attention.triton import span_attention, splits_of, tiles_for, with_lse
 from blockdiff.kernels.tiles import Tile
 from blockdiff.spans import Spans, denoise_spans, encode_spans
-from tests.closeness import relative_error
 from tests.oracles import span_attention as reference
 from tests.oracles.visited_tiles import visited
+from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

@@ -11,7 +11,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
-from tests.oracle import oracle, ours, tiny_config
+from tests.support.oracle import oracle, ours, tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 L, V = 8, 384

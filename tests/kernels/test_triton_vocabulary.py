@@ -20,9 +20,9 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
-from tests.closeness import relative_error
-from tests.oracle import oracle, ours, tiny_config
 from tests.oracles import vocabulary as reference
+from tests.support.closeness import relative_error
+from tests.support.oracle import oracle, ours, tiny_config
 from tests.support.peaks import peak_memory
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")

@@ -9,9 +9,9 @@ from torch import Tensor
 from blockdiff.kernels.vocabulary import Classes, Shaping, pack_allowed, triton
 from blockdiff.kernels.vocabulary import torch as in_torch
 from blockdiff.kernels.vocabulary import triton_launch as launch
-from tests.closeness import relative_error
 from tests.kernels.test_triton_vocabulary import DEVICE, FP32, bf16_case, case, chunks_of_rows
 from tests.oracles import vocabulary as reference
+from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

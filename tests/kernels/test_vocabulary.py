@@ -8,8 +8,8 @@ import torch
 from blockdiff.kernels import IN_C, IN_TORCH
 from blockdiff.kernels.vocabulary import logits
 from blockdiff.kernels.vocabulary import torch as in_torch
-from tests.closeness import relative_error
 from tests.oracles import vocabulary as reference
+from tests.support.closeness import relative_error
 
 
 @pytest.fixture(params=["torch", "c"])

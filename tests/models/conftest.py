@@ -9,7 +9,7 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from tests.oracle import oracle, ours
+from tests.support.oracle import oracle, ours
 
 
 @pytest.fixture(scope="module")

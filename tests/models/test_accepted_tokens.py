@@ -12,8 +12,8 @@ import torch
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
-from tests.oracle import oracle, ours
-from tests.paged import close, opened, tokens
+from tests.support.oracle import oracle, ours
+from tests.support.paged import close, opened, tokens
 
 pytestmark = pytest.mark.quick
 

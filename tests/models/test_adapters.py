@@ -33,8 +33,8 @@ from blockdiff.models.adapters import (
     merge,
     targets,
 )
-from tests.oracle import oracle, ours, tiny_config
-from tests.recorder import Looker
+from tests.support.oracle import oracle, ours, tiny_config
+from tests.support.recorder import Looker
 
 PARTS = ("attention", "mlp", "experts", "self_conditioning")
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.layer_kind import LayerKind
 from blockdiff.spans import Spans
-from tests.backbone import (
+from tests.support.backbone import (
     EXACT,
     L,
     close,
@@ -24,7 +24,7 @@ from tests.backbone import (
     tokens,
     transformers_run,
 )
-from tests.oracle import oracle, ours, tiny_config
+from tests.support.oracle import oracle, ours, tiny_config
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

@@ -17,8 +17,8 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Engine, Generation, Request, Result, graphs
 from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
-from tests.families import CONFIGS, m3_config, small_model
 from tests.oracles.lockstep import generate_in_lockstep
+from tests.support.families import CONFIGS, m3_config, small_model
 
 pytestmark = pytest.mark.quick
 L = 8

@@ -18,7 +18,7 @@ from transformers.models.diffusion_gemma.configuration_diffusion_gemma import (
 from blockdiff.checkpoint import init, load, read_config, save
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma.family import ONE_VALUE
-from tests.little_model import LITTLE
+from tests.support.little_model import LITTLE
 
 pytestmark = pytest.mark.quick
 

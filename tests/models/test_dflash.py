@@ -19,12 +19,12 @@ from blockdiff.models.dflash import DFlashFamily
 from blockdiff.models.dflash.family import ids_for
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
-from tests.closeness import require_close
-from tests.drafters import drafted, drafter_for, drafter_values, hub_weights
-from tests.families import CONFIGS, SMALL, small_model
 from tests.models.test_llama import oracle, ours
-from tests.oracle import our_config
 from tests.oracles import dflash as plain
+from tests.support.closeness import require_close
+from tests.support.drafters import drafted, drafter_for, drafter_values, hub_weights
+from tests.support.families import CONFIGS, SMALL, small_model
+from tests.support.oracle import our_config
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("without_gradients")]
 EXACT = 1e-10

@@ -18,11 +18,11 @@ from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.models.drafted import Drafted, Drafter
 from blockdiff.models.eagle3.family import Eagle3Family
 from blockdiff.models.pages import Pages
-from tests.closeness import require_close
-from tests.drafters import head_for, head_values, head_weights, write_head
-from tests.families import CONFIGS, SMALL, small_model
 from tests.models.test_llama import oracle, ours
 from tests.oracles import eagle3 as plain
+from tests.support.closeness import require_close
+from tests.support.drafters import head_for, head_values, head_weights, write_head
+from tests.support.families import CONFIGS, SMALL, small_model
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("without_gradients")]
 EXACT = 1e-10

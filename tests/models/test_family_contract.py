@@ -15,9 +15,9 @@ from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.models.family import families
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
-from tests.closeness import require_close
-from tests.families import CONFIGS, small_model
-from tests.oracle import our_config
+from tests.support.closeness import require_close
+from tests.support.families import CONFIGS, small_model
+from tests.support.oracle import our_config
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("without_gradients")]
 CLOSE = 1e-6  # final norms round to fp32, whatever the weights are

@@ -15,9 +15,9 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, joined, lay_out
 from blockdiff.images import images_between, run_end
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.prefix import Prefix
-from tests.closeness import relative_error
 from tests.models.test_minimax_m3 import gradient_of
-from tests.pictures import Row, gemma_config, image_row, minimax_config, padded, pair
+from tests.support.closeness import relative_error
+from tests.support.pictures import Row, gemma_config, image_row, minimax_config, padded, pair
 
 EXACT = 1e-9
 

@@ -20,9 +20,9 @@ from blockdiff.models.llama import LlamaFamily
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling.prepare import sampling_settings
 from blockdiff.sampling.strategies import as_strategy
-from tests.closeness import require_close
-from tests.families import LLAMA3, SLIDING, SMALL
-from tests.oracle import our_config
+from tests.support.closeness import require_close
+from tests.support.families import LLAMA3, SLIDING, SMALL
+from tests.support.oracle import our_config
 
 pytestmark = pytest.mark.quick
 PARITY = 1e-8

@@ -15,9 +15,9 @@ from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, adapters_of, draw_adapters, merge, targets
 from blockdiff.models.model import BlockDiffusionModel
-from tests.families import m3_config
 from tests.models.test_adapters import drawn
 from tests.models.test_minimax_m3 import close, oracle, tokens
+from tests.support.families import m3_config
 
 pytestmark = pytest.mark.quick
 PARTS = {"attention": LowRank(4, 8), "mlp": LowRank(2, 8), "experts": LowRank(3, 5)}

@@ -26,8 +26,8 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler
-from tests.closeness import require_close
-from tests.families import m3_config, m3_text_config, small_model
+from tests.support.closeness import require_close
+from tests.support.families import m3_config, m3_text_config, small_model
 
 pytestmark = pytest.mark.quick
 PARITY = 1e-8

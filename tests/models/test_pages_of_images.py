@@ -12,8 +12,8 @@ from blockdiff.images import PlacedImage, images_between, run_end
 from blockdiff.models.image_features import ImageFeatures
 from blockdiff.models.page_keys import identities
 from blockdiff.models.pages import PagedRow, Pages
-from tests.paged import close
-from tests.pictures import Row, gemma_config, image_row, pair, picture
+from tests.support.paged import close
+from tests.support.pictures import Row, gemma_config, image_row, pair, picture
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.models.prefix import Prefix
-from tests.backbone import (
+from tests.support.backbone import (
     EXACT,
     PAD,
     PARITY,
@@ -17,7 +17,7 @@ from tests.backbone import (
     tokens,
     transformers_run,
 )
-from tests.closeness import relative_error
+from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

@@ -19,7 +19,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 

@@ -27,7 +27,7 @@ from blockdiff.sampling.prepare import sampling_settings
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.step import CanvasStep, StepCall
 from blockdiff.sampling.strategy import captured_shape
-from tests.oracle import our_config, tiny_config
+from tests.support.oracle import our_config, tiny_config
 
 L, D, PAGE = 16, 64, 8
 

@@ -22,8 +22,8 @@ from blockdiff.models.stored import stored_layers
 from blockdiff.parallel.tensor import tensor_parallel
 from blockdiff.tensor_pieces import PlannedMesh
 from blockdiff.training.freeze import count_parts
-from tests.closeness import relative_error
-from tests.families import CONFIGS
+from tests.support.closeness import relative_error
+from tests.support.families import CONFIGS
 
 pytestmark = pytest.mark.quick
 BLOCK = 16

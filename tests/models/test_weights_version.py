@@ -12,7 +12,7 @@ from torch.optim import optimizer as optimizers
 
 from blockdiff.models.pages import Pages
 from blockdiff.models.weights import notice_steps, weight_addresses, weights_version
-from tests.families import small_model
+from tests.support.families import small_model
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from tests.backbone import (
+from tests.support.backbone import (
     EXACT,
     L,
     close,
@@ -18,8 +18,8 @@ from tests.backbone import (
     run_packed,
     tokens,
 )
-from tests.closeness import relative_error
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
+from tests.support.closeness import relative_error
+from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

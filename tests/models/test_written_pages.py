@@ -16,9 +16,9 @@ from blockdiff.kernels.span_attention.paged import written
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
-from tests.closeness import require_close
-from tests.families import CONFIGS, small_model
-from tests.oracle import our_config
+from tests.support.closeness import require_close
+from tests.support.families import CONFIGS, small_model
+from tests.support.oracle import our_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 8

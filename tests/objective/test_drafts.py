@@ -21,10 +21,10 @@ from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.drafted import with_features
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.kinds.drafter_heldout import heldout_drafts
-from tests.closeness import require_close
-from tests.drafters import drafter_for, drafter_values, hub_weights
-from tests.families import small_model
 from tests.oracles import dflash as plain
+from tests.support.closeness import require_close
+from tests.support.drafters import drafter_for, drafter_values, hub_weights
+from tests.support.families import small_model
 
 ALONE = Ranks(torch.device("cpu"))
 

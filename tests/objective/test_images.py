@@ -16,9 +16,9 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.images import ImageInput, PlacedImage
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective
-from tests.closeness import relative_error
-from tests.oracle import our_config
-from tests.pictures import gemma_config, minimax_config, picture
+from tests.support.closeness import relative_error
+from tests.support.oracle import our_config
+from tests.support.pictures import gemma_config, minimax_config, picture
 
 pytestmark = pytest.mark.quick
 L = 6

@@ -13,7 +13,7 @@ from blockdiff.kernels.span_attention import pieces
 from blockdiff.kernels.span_attention import torch as in_torch
 from blockdiff.objective import Objective
 from blockdiff.training.step import checkpoint_activations
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.oracle import TWO_LAYERS, tiny_config
 from tests.support.peaks import peak_memory
 
 CONFIG = tiny_config(**TWO_LAYERS)

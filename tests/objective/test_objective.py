@@ -18,7 +18,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.diffusion_gemma.names import NAMES
 from blockdiff.objective import Losses, Objective
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
+from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config
 
 L, V = 8, 384
 SEED = 5

@@ -18,7 +18,7 @@ from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.errors import RecipeError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
+from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config
 
 pytestmark = pytest.mark.quick
 

@@ -26,9 +26,9 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Evaluation, Objective
 from blockdiff.training.step import checkpoint_activations
-from tests.families import small_model
 from tests.objective.test_objective import COINS, L, V, batch_of, rows, tokens
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
+from tests.support.families import small_model
+from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
 
 Found = tuple[list[float], dict[str, Tensor]]
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks, from_accelerate
-from tests.forked import ROOT, run, run_ranks, wait_for_ranks
-from tests.meeting import rank_variables
-from tests.ranks import differences, everything, leaving
+from tests.support.forked import ROOT, run, run_ranks, wait_for_ranks
+from tests.support.meeting import rank_variables
+from tests.support.ranks import differences, everything, leaving
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def launch(directory: Path) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "1"
     config = ROOT / "recipes" / "launch" / "one_node.yaml"
     sys.argv = ["accelerate launch", "--config_file", str(config), "--num_processes", "2"]
-    sys.argv += ["--module", "tests.launched", str(directory)]
+    sys.argv += ["--module", "tests.support.launched", str(directory)]
     main()
 
 

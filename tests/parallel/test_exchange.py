@@ -14,8 +14,8 @@ from blockdiff.errors import RunError
 from blockdiff.kernels import resolve
 from blockdiff.layers.experts import Experts
 from blockdiff.parallel.exchange import expert_parallel
-from tests.expert_ranks import one_layer, whole_model
-from tests.forked import in_turn, run_ranks
+from tests.support.expert_ranks import one_layer, whole_model
+from tests.support.forked import in_turn, run_ranks
 
 
 def test_two_ranks_have_the_outputs_losses_and_gradients_of_one_process(tmp_path: Path):

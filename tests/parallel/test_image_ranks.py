@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.expert_ranks import error
-from tests.forked import run_ranks
-from tests.image_ranks import MESHES, everything
-from tests.mesh_ranks import read_whole
+from tests.support.expert_ranks import error
+from tests.support.forked import run_ranks
+from tests.support.image_ranks import MESHES, everything
+from tests.support.mesh_ranks import read_whole
 
 
 @pytest.fixture(scope="module")

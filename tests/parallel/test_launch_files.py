@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from blockdiff.cli.main import app, main
 from blockdiff.metrics import read
-from tests.forked import HUNG, ROOT, finish, started
-from tests.little_model import LITTLE, save_preset
-from tests.meeting import meeting
+from tests.support.forked import HUNG, ROOT, finish, started
+from tests.support.little_model import LITTLE, save_preset
+from tests.support.meeting import meeting
 
 LAUNCH = ROOT / "recipes" / "launch"
 STEPS = 5

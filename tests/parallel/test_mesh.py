@@ -18,12 +18,12 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import empty_model
-from tests.expert_ranks import error
-from tests.families import CONFIGS
-from tests.forked import run_ranks
-from tests.mesh_ranks import SCENARIOS, all_meshes, cases, read_whole, train_runs, trained, write_recipes
-from tests.oracle import our_config
-from tests.recipes import start
+from tests.support.expert_ranks import error
+from tests.support.families import CONFIGS
+from tests.support.forked import run_ranks
+from tests.support.mesh_ranks import SCENARIOS, all_meshes, cases, read_whole, train_runs, trained, write_recipes
+from tests.support.oracle import our_config
+from tests.support.recipes import start
 
 CPU = torch.device("cpu")
 # What every tensor of several ranks may differ by from one process's, as a share of its norm.

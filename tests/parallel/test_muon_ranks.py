@@ -17,8 +17,8 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import fill_piece, gathered
 from blockdiff.training import muon
 from blockdiff.training import optimiser as optim
-from tests.forked import run_ranks
-from tests.mesh_ranks import MESHES, made
+from tests.support.forked import run_ranks
+from tests.support.mesh_ranks import MESHES, made
 
 MESHES_OF = {
     2: ("DDP", "FSDP2", "experts", "tensor"),

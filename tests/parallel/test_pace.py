@@ -9,8 +9,8 @@ import torch
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
-from tests import pace_ranks
-from tests.forked import run_ranks
+from tests.support import pace_ranks
+from tests.support.forked import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import split
 from blockdiff.tensor_pieces import is_spread, local_of
 from blockdiff.training.optimiser import build, trainable
-from tests.families import CONFIGS
 from tests.models.test_sharded import batch
-from tests.oracle import TWO_LAYERS, our_config, tiny_config
+from tests.support.families import CONFIGS
+from tests.support.oracle import TWO_LAYERS, our_config, tiny_config
 
 pytestmark = pytest.mark.quick
 

@@ -9,10 +9,10 @@ import pytest
 
 import blockdiff
 from blockdiff import checkpoint
-from tests.families import CONFIGS
-from tests.forked import in_turn, run, run_ranks
-from tests.next_token_ranks import next_tokens
-from tests.tensor_ranks import (
+from tests.support.families import CONFIGS
+from tests.support.forked import in_turn, run, run_ranks
+from tests.support.next_token_ranks import next_tokens
+from tests.support.tensor_ranks import (
     capturable,
     computed_alone,
     least_pages,

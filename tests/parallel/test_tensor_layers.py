@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.forked import run_ranks
-from tests.tensor_layers import layers
+from tests.support.forked import run_ranks
+from tests.support.tensor_layers import layers
 
 pytestmark = pytest.mark.quick
 Found = dict[str, Any]

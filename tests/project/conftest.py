@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT
+from tests.support.documents import ROOT
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def _quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from blockdiff.data.template import packaged_template
     from blockdiff.data.tokenizer import character_tokenizer
     from blockdiff.recipes.sudoku import alphabet, write_splits
-    from tests.chat_tokenizer import chat_tokenizer
+    from tests.support.chat_tokenizer import chat_tokenizer
 
     place = tmp_path_factory.mktemp("quickstart")
     (place / "recipes").symlink_to(ROOT / "recipes")

@@ -12,8 +12,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import Diffu
 
 from blockdiff.training.recipe import kinds_with
 from blockdiff.training.recipe_files import read_recipe
-from tests.documents import ROOT, Python, blocks, code_of, table_rows
-from tests.recipes import MINIMAL_TREE
+from tests.support.documents import ROOT, Python, blocks, code_of, table_rows
+from tests.support.recipes import MINIMAL_TREE
 
 DOCUMENT = ROOT / "docs" / "coming-from.md"
 KEY = re.compile(r"(seed|output|(model|lora|parallel|data|objective|optim|train|evaluation|generation)\.\w+)=")

@@ -20,8 +20,8 @@ from blockdiff.metrics import METRICS
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from blockdiff.training.callbacks import Callback
 from blockdiff.training.trainer import Trainer
-from tests.documents import DOCUMENTS, ROOT, Shell, blocks, code_of, name_of, shell, table_rows
 from tests.project.test_imports import IMPORT_ORDER
+from tests.support.documents import DOCUMENTS, ROOT, Shell, blocks, code_of, name_of, shell, table_rows
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"  # its tables run too: test_coming_from.py
 WALKED = [ROOT / "docs" / name for name in ("laptop.md", "one-gpu.md", "cluster.md", "research.md", "images.md")]

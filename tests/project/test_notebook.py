@@ -10,8 +10,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.forked import HUNG, started
-from tests.notebook_cells import execute
+from tests.support.forked import HUNG, started
+from tests.support.notebook_cells import execute
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"

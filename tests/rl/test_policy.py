@@ -24,8 +24,8 @@ from blockdiff.rl.policy import CommitsDraw, Policy, PolicyObjective
 from blockdiff.rl.reward import advantages
 from blockdiff.sampling import Generation, Request, Sampler
 from blockdiff.sampling.strategies import Composed, EntropyBound, NextToken
-from tests.families import small_model
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.families import small_model
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 V, L, END = 3, 2, 0
 PROMPT = [2, 1, 1]

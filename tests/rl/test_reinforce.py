@@ -36,9 +36,9 @@ from blockdiff.training.kinds.rollouts import Rollouts
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.step import sample_ids
-from tests.commands import run as command
-from tests.commands import works
-from tests.little_model import LITTLE, save_preset
+from tests.support.commands import run as command
+from tests.support.commands import works
+from tests.support.little_model import LITTLE, save_preset
 from tests.training.test_refuse import recipe
 
 ALONE = Ranks(torch.device("cpu"))

@@ -24,9 +24,9 @@ from blockdiff.sampling.constraints.paths import completable, forced, paths
 from blockdiff.sampling.constraints.regex import regex_automaton
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, token_automaton
 from blockdiff.sampling.constraints.tokens import Tokens, token_bytes
-from tests.chat_tokenizer import chat_tokenizer
-from tests.random_regex import random_regex
-from tests.random_schemas import invalid_texts, random_documents
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.random_regex import random_regex
+from tests.support.random_schemas import invalid_texts, random_documents
 
 pytestmark = pytest.mark.quick
 EOS, EOS_2, PAD = 0, 1, 2

@@ -21,11 +21,11 @@ from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import Composed
 from blockdiff.sampling.template import Hole, parse_template
-from tests.chat_tokenizer import chat_tokenizer
 from tests.oracles.lockstep import Draws, generate_in_lockstep
-from tests.random_regex import random_regex
-from tests.scripted import ScriptedModel, random_script, sampler_for
-from tests.streamed import streamed
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.random_regex import random_regex
+from tests.support.scripted import ScriptedModel, random_script, sampler_for
+from tests.support.streamed import streamed
 
 pytestmark = pytest.mark.quick
 

@@ -15,8 +15,8 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import CheckpointError
 from blockdiff.objective import Objective
 from blockdiff.sampling import DiffusionSettings, Generation, Recorder, Request, Sampler
-from tests.oracle import tiny_config
-from tests.scripted import ScriptedModel, random_script, sampler_for
+from tests.support.oracle import tiny_config
+from tests.support.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
 

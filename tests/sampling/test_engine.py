@@ -19,10 +19,10 @@ from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.rounds.batch import CanvasBatch
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.trace import CommittedCanvas, Step
-from tests.families import small_model
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 from tests.oracles.lockstep import generate_in_lockstep
-from tests.scripted import ScriptedModel, ScriptedPages, random_script
+from tests.support.families import small_model
+from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config
+from tests.support.scripted import ScriptedModel, ScriptedPages, random_script
 from tests.support.soak import soak
 
 pytestmark = pytest.mark.quick

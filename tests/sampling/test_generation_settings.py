@@ -14,9 +14,9 @@ from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.trace import Recorder, write_traces
-from tests.chat_tokenizer import chat_tokenizer
-from tests.oracle import our_config, tiny_config
-from tests.scripted import ScriptedModel, random_script, sampler_for
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.oracle import our_config, tiny_config
+from tests.support.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
 

@@ -26,8 +26,8 @@ from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, captured_shape
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
-from tests.recorder import Recorder, Refused
+from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config
+from tests.support.recorder import Recorder, Refused
 from tests.support.soak import soak
 
 pytestmark = pytest.mark.quick

@@ -18,10 +18,10 @@ from blockdiff.images import PlacedImage
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Engine, Request, Result, Sampler
 from blockdiff.sampling.prepare import prepare_sequences
-from tests.families import m3_config, small_model
-from tests.pictures import Row, gemma_config, image_row, minimax_config, pair, picture
 from tests.sampling.test_parity import SameDraws, their_config
-from tests.seeing import png
+from tests.support.families import m3_config, small_model
+from tests.support.pictures import Row, gemma_config, image_row, minimax_config, pair, picture
+from tests.support.seeing import png
 
 pytestmark = pytest.mark.quick
 # Settings under which a random model stops early now and then, and meets an eos now and then.

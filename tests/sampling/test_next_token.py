@@ -20,9 +20,9 @@ from blockdiff.sampling import CommittedCanvas, Engine, Request, Result, Sampler
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import NextToken, as_strategy
-from tests.chat_tokenizer import chat_tokenizer
-from tests.families import small_model
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.families import small_model
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 LONG = 24
@@ -192,7 +192,7 @@ def test_scores_are_those_of_the_tokens(causal):
 def writer() -> tuple[BlockDiffusionModel, Any]:
     """A causal model of a tokenizer's vocabulary."""
     tokenizer = chat_tokenizer()
-    from tests.families import CONFIGS
+    from tests.support.families import CONFIGS
 
     config = CONFIGS["llama"]()
     config.vocab_size = len(tokenizer)

@@ -16,9 +16,9 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.trace import Recorder
-from tests.oracle import oracle, ours, tiny_config
 from tests.oracles.lockstep import Draws
-from tests.scripted import ScriptedModel, random_script, sampler_for
+from tests.support.oracle import oracle, ours, tiny_config
+from tests.support.scripted import ScriptedModel, random_script, sampler_for
 
 L, V, PAD = 16, 384, 0
 

@@ -12,7 +12,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Recorder, Request, Sampler
 from blockdiff.seeding import Stream, child_seed, to_integers, words
-from tests.little_model import LITTLE, save_preset
+from tests.support.little_model import LITTLE, save_preset
 
 pytestmark = pytest.mark.quick
 TOKENIZER = character_tokenizer("abcdefgh")

@@ -15,8 +15,8 @@ from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
 from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.response import CONTEXT, ResponseParser, parse
-from tests.chat_tokenizer import chat_tokenizer
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 

@@ -21,8 +21,8 @@ from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.step import STEPS_AHEAD
 from tests.oracles.lockstep import Draws
-from tests.scripted import ScriptedModel, random_script, sampler_for
-from tests.streamed import streamed
+from tests.support.scripted import ScriptedModel, random_script, sampler_for
+from tests.support.streamed import streamed
 
 pytestmark = pytest.mark.quick
 

@@ -13,8 +13,8 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.sampling import DiffusionSettings, Generation, Request, Result, Sampler, scores
 from blockdiff.sampling.scores import best, next_token_logprobs, score
 from blockdiff.seeding import child_seed
-from tests.oracle import TWO_LAYERS, tiny_config
-from tests.streamed import streamed
+from tests.support.oracle import TWO_LAYERS, tiny_config
+from tests.support.streamed import streamed
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,7 @@ from blockdiff.sampling.predict import PredictInputs, predict
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.strategies import Composed
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
-from tests.scripted import ScriptedModel, random_script, sampler_for
+from tests.support.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
 

@@ -24,14 +24,14 @@ from blockdiff.sampling import Engine, Recorder, Request, Result, Sampler
 from blockdiff.sampling.encoding import CapturedEncode
 from blockdiff.sampling.graphs import BrokenCapture
 from blockdiff.sampling.strategies import NextToken, Speculative
-from tests.drafters import drafter_for, drafter_values, head_for, head_values, head_weights, hub_weights
-from tests.families import CONFIGS, small_model
 from tests.models.test_llama import oracle, ours
 from tests.models.test_minimax_m3 import oracle as m3_oracle
 from tests.oracles import dflash as plain
 from tests.oracles import eagle3 as plain_head
-from tests.pictures import gemma_config, image_row, pair
-from tests.recorder import Recorder as GraphRecorder
+from tests.support.drafters import drafter_for, drafter_values, head_for, head_values, head_weights, hub_weights
+from tests.support.families import CONFIGS, small_model
+from tests.support.pictures import gemma_config, image_row, pair
+from tests.support.recorder import Recorder as GraphRecorder
 
 pytestmark = pytest.mark.quick
 
@@ -216,7 +216,7 @@ def test_stops_constraints_and_templates_are_those_of_next_tokens(target, either
 def test_greedy_rounds_are_those_of_the_plain_reference_and_are_drawn(tmp_path):
     from transformers import Qwen3Config
 
-    from tests.families import SMALL
+    from tests.support.families import SMALL
 
     theirs = oracle(Qwen3Config(**SMALL | {"eos_token_id": None}))
     with torch.no_grad():

@@ -18,9 +18,9 @@ from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.strategies import Ancestral, Composed, Confident, EntropyBound, Quota, released
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
-from tests.canvases import canvases_of
-from tests.scripted import ScriptedModel, random_script, sampler_for
-from tests.streamed import streamed
+from tests.support.canvases import canvases_of
+from tests.support.scripted import ScriptedModel, random_script, sampler_for
+from tests.support.streamed import streamed
 
 pytestmark = pytest.mark.quick
 

@@ -13,8 +13,8 @@ from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.sampling import Generation, Request
 from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.response import ResponseParser, parse
-from tests.chat_tokenizer import chat_tokenizer
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ import pytest
 
 from blockdiff import checkpoint
 from blockdiff.sampling import Recorder, Request, Sampler
-from tests.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
 

@@ -33,9 +33,9 @@ from blockdiff.sampling import (
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.strategies import Composed, NextToken, Verified, adjusted, as_strategy
-from tests.families import CONFIGS, small_model
-from tests.oracle import TWO_LAYERS, tiny_config
-from tests.recorder import Recorder as CapturingRecorder
+from tests.support.families import CONFIGS, small_model
+from tests.support.oracle import TWO_LAYERS, tiny_config
+from tests.support.recorder import Recorder as CapturingRecorder
 
 pytestmark = pytest.mark.quick
 

@@ -23,8 +23,8 @@ from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.warm_up import KEPT_BYTES, MARGIN
-from tests.recorder import Recorder
 from tests.sampling.test_engine import LIVELY, alone, answers, model, nothing_is_left, requests_of  # noqa: F401
+from tests.support.recorder import Recorder
 
 pytestmark = pytest.mark.quick
 GB = 10**9

@@ -17,8 +17,8 @@ from blockdiff.errors import EngineError, Full, RequestError, TimedOut
 from blockdiff.sampling import CommittedCanvas, Engine, Request, Result, Sampler, Step
 from blockdiff.serving import AsyncEngine, preparing
 from blockdiff.serving.async_engine import Terms
-from tests.oracle import TWO_LAYERS, tiny_config
-from tests.scripted import ScriptedModel, ScriptedPages, random_script
+from tests.support.oracle import TWO_LAYERS, tiny_config
+from tests.support.scripted import ScriptedModel, ScriptedPages, random_script
 
 pytestmark = pytest.mark.quick
 

@@ -23,7 +23,7 @@ from blockdiff.serving.process import Process, listener
 from blockdiff.serving.protocol import ChatRequest, CompletionRequest, ReadRequest
 from blockdiff.serving.refusals import Refused
 from blockdiff.serving.security import Guard
-from tests.asking import chat_tokenizer, served
+from tests.support.asking import chat_tokenizer, served
 from tests.support.hostile_requests import failures
 
 pytestmark = pytest.mark.quick

@@ -10,8 +10,8 @@ import pytest
 
 from blockdiff.sampling import Request, Sampler
 from blockdiff.serving import Limits
-from tests.asking import served
-from tests.seeing import png, seeing_checkpoint
+from tests.support.asking import served
+from tests.support.seeing import png, seeing_checkpoint
 
 pytestmark = pytest.mark.quick
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()

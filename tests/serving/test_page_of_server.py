@@ -15,8 +15,8 @@ import uvicorn
 from blockdiff.plots.trace_moments import visible
 from blockdiff.serving import Access, Limits, app
 from blockdiff.serving.page import page_of
-from tests.asking import answering
 from tests.plots.browser import SECONDS, Browser
+from tests.support.asking import answering
 
 KEY = "only-in-memory"
 HOSTILE = "<img src=x onerror=boom()>\n</pre><b>it"

@@ -16,7 +16,7 @@ from blockdiff.sampling.scores import score
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.mapping import common_fields
 from blockdiff.serving.protocol import INERT, NEUTRAL, ChatRequest, CompletionRequest
-from tests.asking import answering, chat_tokenizer, served
+from tests.support.asking import answering, chat_tokenizer, served
 
 pytestmark = pytest.mark.quick
 

@@ -21,9 +21,9 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.serving.process import listener
 from blockdiff.serving.settings import read_settings
-from tests.asking import chat_tokenizer
-from tests.commands import refusal
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.asking import chat_tokenizer
+from tests.support.commands import refusal
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, tar
 from blockdiff.sampling import Engine, Request, Sampler, Step
 from blockdiff.serving import Access, Limits
 from blockdiff.serving.engine_thread import EngineThread
-from tests.asking import answering, served
+from tests.support.asking import answering, served
 
 pytestmark = pytest.mark.quick
 

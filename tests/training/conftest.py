@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe `base.yaml` beside its data, and a current directory elsewhere."""
-    from tests.recipes import MINIMAL  # which needs packages that a bare GPU machine lacks
+    from tests.support.recipes import MINIMAL  # which needs packages that a bare GPU machine lacks
 
     (tmp_path / "recipes").mkdir()
     (tmp_path / "elsewhere").mkdir()

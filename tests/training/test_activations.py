@@ -17,7 +17,7 @@ from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
 from blockdiff.training.step import autocast, checkpoint_activations
-from tests.oracle import tiny_config
+from tests.support.oracle import tiny_config
 
 pytestmark = pytest.mark.quick
 

@@ -21,8 +21,8 @@ from blockdiff.training.data import Ahead
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.plan.training import kernels_for
 from blockdiff.training.recipe_files import read_recipe
-from tests.little_model import LITTLE, save_preset
-from tests.recipes import largest_batch, start, without_weights
+from tests.support.little_model import LITTLE, save_preset
+from tests.support.recipes import largest_batch, start, without_weights
 
 pytestmark = pytest.mark.quick
 

@@ -22,8 +22,8 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RecipeError
 from blockdiff.objective import Objective
-from tests.families import CONFIGS, small_model
-from tests.little_model import save_preset
+from tests.support.families import CONFIGS, small_model
+from tests.support.little_model import save_preset
 
 ROOT = Path(__file__).resolve().parents[2]
 LITTLE = {

@@ -15,8 +15,8 @@ from blockdiff.errors import DataError
 from blockdiff.training.data import cache_directory
 from blockdiff.training.recipe import DataSection, Recipe
 from blockdiff.training.recipe_files import read_recipe
-from tests.chat_tokenizer import chat_tokenizer
-from tests.recipes import read_data
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.recipes import read_data
 
 pytestmark = pytest.mark.quick
 

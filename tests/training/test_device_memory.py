@@ -15,8 +15,8 @@ from blockdiff.training.plan import fitting
 from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
-from tests.little_model import LITTLE, save_preset
-from tests.recipes import largest_batch, start, without_weights
+from tests.support.little_model import LITTLE, save_preset
+from tests.support.recipes import largest_batch, start, without_weights
 
 ROWS = [{"prompt": "12", "response": str(number) * 7} for number in range(1, 10)]
 

@@ -30,10 +30,10 @@ from blockdiff.training import step
 from blockdiff.training.kinds.distil import Settled
 from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.step import UnscoredSteps
-from tests.closeness import relative_error
-from tests.distil_ranks import COLLATOR, EXAMPLES, GENERATION, SEED, L, everything, no_rows, sampler
-from tests.forked import run_ranks
-from tests.little_model import LITTLE, save_preset
+from tests.support.closeness import relative_error
+from tests.support.distil_ranks import COLLATOR, EXAMPLES, GENERATION, SEED, L, everything, no_rows, sampler
+from tests.support.forked import run_ranks
+from tests.support.little_model import LITTLE, save_preset
 from tests.training.test_refuse import recipe
 
 ALONE = Ranks(torch.device("cpu"))

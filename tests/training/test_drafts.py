@@ -20,8 +20,8 @@ from blockdiff.recipes.addition import ALPHABET, make_splits
 from blockdiff.training.export import consolidate
 from blockdiff.training.plan.training import plan_training
 from blockdiff.training.recipe_files import read_recipe
-from tests.commands import run
-from tests.little_model import save_preset
+from tests.support.commands import run
+from tests.support.little_model import save_preset
 from tests.training.test_causal import LITTLE
 
 TARGET = LITTLE | {"num_hidden_layers": 3, "vocab_size": 40}

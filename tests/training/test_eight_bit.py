@@ -10,8 +10,8 @@ from torch import Tensor
 from blockdiff.errors import RunError
 from blockdiff.training import optimiser as optim
 from blockdiff.training.checkpoint_reader import restore
-from tests.little_net import learn, net
-from tests.toy_objective import save_checkpoint
+from tests.support.little_net import learn, net
+from tests.support.toy_objective import save_checkpoint
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ import torch
 
 from blockdiff.errors import RunError
 from blockdiff.training.optimiser import Ema
-from tests.toy_objective import ToyObjective
+from tests.support.toy_objective import ToyObjective
 
 pytestmark = pytest.mark.quick
 

@@ -9,8 +9,8 @@ import torch
 
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
-from tests.eval_ranks import figures, write_figures
-from tests.forked import run_ranks
+from tests.support.eval_ranks import figures, write_figures
+from tests.support.forked import run_ranks
 
 WORLD = 3
 

@@ -7,7 +7,7 @@ import pytest
 from blockdiff.checkpoint import init
 from blockdiff.errors import RunError
 from blockdiff.training.freeze import count_parts, freeze
-from tests.oracle import tiny_config
+from tests.support.oracle import tiny_config
 
 pytestmark = pytest.mark.quick
 

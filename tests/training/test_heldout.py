@@ -24,7 +24,7 @@ from blockdiff.objective import Evaluation, Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.training.kinds.canvas_heldout import heldout
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
 

@@ -24,7 +24,7 @@ from blockdiff.data.images import ImageReader
 from blockdiff.errors import DataError, RecipeError
 from blockdiff.metrics import read, reproducible
 from blockdiff.sampling import Request
-from tests.seeing import PROCESSOR, seeing_checkpoint
+from tests.support.seeing import PROCESSOR, seeing_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from blockdiff.training.kinds.kind import Kind
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import decided
 from blockdiff.training.step import Loss
-from tests.little_model import LITTLE, save_preset
-from tests.recipes import MINIMAL_TREE
+from tests.support.little_model import LITTLE, save_preset
+from tests.support.recipes import MINIMAL_TREE
 from tests.training.test_causal import LITTLE as CAUSAL
 
 

@@ -18,9 +18,9 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.optimiser import build
 from blockdiff.training.schedule import CosineDecay, learning_rate
-from tests.oracle import TWO_LAYERS, tiny_config
-from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches
-from tests.toy_trainer import Options, train
+from tests.support.oracle import TWO_LAYERS, tiny_config
+from tests.support.toy_objective import ToyObjective, slots, toy_batch, toy_batches
+from tests.support.toy_trainer import Options, train
 
 pytestmark = pytest.mark.quick
 

@@ -25,9 +25,9 @@ from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe_choices import ArLoss
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import decided
-from tests.commands import works
-from tests.little_model import LITTLE, save_preset
-from tests.recipes import Square
+from tests.support.commands import works
+from tests.support.little_model import LITTLE, save_preset
+from tests.support.recipes import Square
 
 NO_RANKS = "{attention: 0, mlp: 0, experts: 0, self_conditioning: 0}"
 
@@ -169,7 +169,7 @@ def test_training_goes_on_with_the_objective_of_its_base_and_says_what_differs(i
     run = blockdiff.train(recipe, ["train.steps=2"], tmp_path / "run")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("objective")]
     assert line.startswith("objective as model.path was trained: ar_loss none (default 1.0); not as model.path was ")
-    assert "schedule linear (there {'tests.recipes.Square'" in line and "coin 0.75 (there 0.25)" in line
+    assert "schedule linear (there {'tests.support.recipes.Square'" in line and "coin 0.75 (there 0.25)" in line
     assert not any(record.get("ar_loss") for record in run.records)
     resolved = yaml.safe_load((run.directory / "recipe.yaml").read_text())["objective"]
     assert (resolved["ar_loss"], resolved["coin"], resolved["schedule"]) == ("none", 0.75, "linear")

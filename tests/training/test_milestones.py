@@ -14,8 +14,8 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Stopped
 from blockdiff.training.optimiser import build
 from blockdiff.training.step import MOST_SKIPS, sample_ids
-from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches
-from tests.toy_trainer import Options, train
+from tests.support.toy_objective import ToyObjective, slots, toy_batch, toy_batches
+from tests.support.toy_trainer import Options, train
 
 pytestmark = pytest.mark.quick
 

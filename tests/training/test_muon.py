@@ -17,9 +17,9 @@ from blockdiff.layers.experts import Experts
 from blockdiff.training import optimiser as optim
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.muon import _Move, orthogonalised
-from tests.little_net import learn, net
-from tests.oracle import tiny_config
-from tests.toy_objective import save_checkpoint
+from tests.support.little_net import learn, net
+from tests.support.oracle import tiny_config
+from tests.support.toy_objective import save_checkpoint
 
 pytestmark = pytest.mark.quick
 LR = 3e-2

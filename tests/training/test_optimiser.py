@@ -18,8 +18,8 @@ from blockdiff.training.optimiser import (
     set_lr,
     trainable,
 )
-from tests.families import small_model
-from tests.toy_objective import ToyObjective
+from tests.support.families import small_model
+from tests.support.toy_objective import ToyObjective
 
 pytestmark = pytest.mark.quick
 

@@ -28,11 +28,11 @@ from blockdiff.training.plan.step_bytes import Step, keep_one_of_each
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.step import autocast
-from tests.commands import run
-from tests.little_model import LITTLE, save_preset
-from tests.recipes import largest_batch, read_data, start, without_weights
-from tests.seeing import png
+from tests.support.commands import run
+from tests.support.little_model import LITTLE, save_preset
 from tests.support.peaks import peak_memories
+from tests.support.recipes import largest_batch, read_data, start, without_weights
+from tests.support.seeing import png
 
 CPU = torch.device("cpu")
 LORA = "lora={parts: {attention: 4, mlp: 4, experts: 4, self_conditioning: 4}}"

@@ -16,10 +16,10 @@ from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.fitting import what_fits
 from blockdiff.training.recipe_files import read_recipe
-from tests.forked import run_ranks
-from tests.little_model import LITTLE, save_preset
-from tests.plan_ranks import traced
-from tests.recipes import start, without_weights
+from tests.support.forked import run_ranks
+from tests.support.little_model import LITTLE, save_preset
+from tests.support.plan_ranks import traced
+from tests.support.recipes import start, without_weights
 
 SHARDED, TOKENS = "parallel={shard: full}", 40
 LORA = "lora={parts: {attention: 4, mlp: 4, experts: 4}}"

@@ -21,7 +21,7 @@ from blockdiff.training.recipe_choices import ArLoss
 from blockdiff.training.recipe_errors import paths
 from blockdiff.training.recipe_files import FILE_KEYS, read_recipe
 from blockdiff.training.schedule import CosineDecay
-from tests.recipes import MINIMAL, MINIMAL_TREE, refusal, write
+from tests.support.recipes import MINIMAL, MINIMAL_TREE, refusal, write
 
 pytestmark = pytest.mark.quick
 

@@ -19,7 +19,7 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_choices import ArLoss, Drop, MaskToken, Refuse, Streaming, Truncate, described
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
-from tests.recipes import MINIMAL_TREE, Square, Step, refusal, write
+from tests.support.recipes import MINIMAL_TREE, Square, Step, refusal, write
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,7 @@ from blockdiff.data.sources import Source
 from blockdiff.diffusion.schedule import Linear, LogitNormalTime, Polynomial
 from blockdiff.errors import RecipeError
 from blockdiff.training.recipe_files import read_recipe, settled
-from tests.recipes import MINIMAL, Square, Step, refusal
+from tests.support.recipes import MINIMAL, Square, Step, refusal
 
 pytestmark = pytest.mark.quick
 

@@ -22,7 +22,7 @@ from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.step import checkpoint_activations
-from tests.recipes import largest_batch, start, without_weights
+from tests.support.recipes import largest_batch, start, without_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "recipes" / "README.md").read_text()

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from blockdiff.cli.main import app
 from blockdiff.metrics import read
 from blockdiff.training.checkpoint_content import steps_saved
-from tests import forked
-from tests.little_model import LITTLE, save_preset
-from tests.meeting import meeting
+from tests.support import forked
+from tests.support.little_model import LITTLE, save_preset
+from tests.support.meeting import meeting
 
 RECIPE = """\
 seed: 1

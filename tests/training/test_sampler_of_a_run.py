@@ -17,8 +17,8 @@ from blockdiff.training import export
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.samples import sample_prompts
 from blockdiff.training.trainer import Trainer
-from tests.little_model import LITTLE, save_preset
-from tests.recorder import Recorder
+from tests.support.little_model import LITTLE, save_preset
+from tests.support.recorder import Recorder
 from tests.training.test_samples import ALONE, EXACT
 
 pytestmark = pytest.mark.quick

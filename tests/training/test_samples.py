@@ -27,9 +27,9 @@ from blockdiff.parallel.signals import Interrupted
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.kinds.canvas_heldout import heldout
 from blockdiff.training.samples import sample_prompts
-from tests.oracle import TWO_LAYERS, tiny_config
-from tests.scripted_sampler import ScriptedSampler
-from tests.toy_trainer import Options, train
+from tests.support.oracle import TWO_LAYERS, tiny_config
+from tests.support.scripted_sampler import ScriptedSampler
+from tests.support.toy_trainer import Options, train
 
 pytestmark = pytest.mark.quick
 

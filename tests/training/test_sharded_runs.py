@@ -17,8 +17,8 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError, RunError
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training.export import consolidate
-from tests import forked, sharded_runs
-from tests.little_model import LITTLE, save_preset
+from tests.support import forked, sharded_runs
+from tests.support.little_model import LITTLE, save_preset
 
 FULL = "parallel={shard: full}"
 BOTH = "parallel={shard: full, experts: 2}"

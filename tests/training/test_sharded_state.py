@@ -18,8 +18,8 @@ from blockdiff.errors import RunError
 from blockdiff.training.checkpoint_content import ALONE, KINDS, SavedTensors, steps_saved
 from blockdiff.training.checkpoint_reader import restore_weights
 from blockdiff.training.run import hold_run
-from tests import forked, sharded_state
-from tests.sharded_state import Toy
+from tests.support import forked, sharded_state
+from tests.support.sharded_state import Toy
 
 CHAIN = [(4, "both"), (4, "experts"), (2, "none"), (2, "experts"), (2, "full"), (4, "full")]
 

@@ -21,10 +21,10 @@ from blockdiff.training import checkpoint_writer
 from blockdiff.training.checkpoint_content import steps_saved
 from blockdiff.training.checkpoint_reader import restore, restore_weights
 from blockdiff.training.optimiser import Ema, build
-from tests import forked
-from tests.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
-from tests.toy_run import ALONE, FACTS, enter, numbers, run_to, saved, tensors_of
-from tests.toy_trainer import Options, train
+from tests.support import forked
+from tests.support.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
+from tests.support.toy_run import ALONE, FACTS, enter, numbers, run_to, saved, tensors_of
+from tests.support.toy_trainer import Options, train
 
 
 @pytest.mark.quick

@@ -15,9 +15,9 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.optimiser import Ema, build
 from blockdiff.training.run import hold_run
-from tests import forked
-from tests.toy_objective import ToyObjective
-from tests.toy_run import ALONE, FACTS, enter, run_to
+from tests.support import forked
+from tests.support.toy_objective import ToyObjective
+from tests.support.toy_run import ALONE, FACTS, enter, run_to
 
 
 class OneOfFour(Ranks):

@@ -23,8 +23,8 @@ from blockdiff.plots.curves import draw_curves
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training import export
 from blockdiff.training.checkpoint_content import steps_saved
-from tests import forked, trainings_in_turn
-from tests.little_model import LITTLE, save_preset
+from tests.support import forked, trainings_in_turn
+from tests.support.little_model import LITTLE, save_preset
 
 STEPS = 4
 

@@ -21,10 +21,10 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import split
 from blockdiff.tensor_pieces import Piece
 from blockdiff.training.kinds.canvas_heldout import heldout
-from tests.mesh_ranks import held, stepped, write_pieces
 from tests.objective.test_images import L, rows
-from tests.oracle import our_config, widen_routers
-from tests.pictures import gemma_config
+from tests.support.mesh_ranks import held, stepped, write_pieces
+from tests.support.oracle import our_config, widen_routers
+from tests.support.pictures import gemma_config
 
 MESHES: dict[str, dict[str, Any]] = {
     "DDP": {},

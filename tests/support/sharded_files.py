@@ -19,7 +19,7 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import is_spread, local_of, piece_of
-from tests.spread import How, spread
+from tests.support.spread import How, spread
 
 
 def sharded(source: Path, how: How, dtype: torch.dtype = torch.bfloat16, lora: bool = False) -> Any:

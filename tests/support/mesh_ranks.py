@@ -36,9 +36,9 @@ from blockdiff.training.freeze import freeze
 from blockdiff.training.optimiser import trainable
 from blockdiff.training.recipe import ParallelSection
 from blockdiff.training.step import Counts, Loss, backpropagate, checkpoint_activations
-from tests.families import CONFIGS
-from tests.little_model import LITTLE, save_preset
-from tests.oracle import TWO_LAYERS, our_config, tiny_config
+from tests.support.families import CONFIGS
+from tests.support.little_model import LITTLE, save_preset
+from tests.support.oracle import TWO_LAYERS, our_config, tiny_config
 
 L, ROWS = 8, 6
 
@@ -250,7 +250,7 @@ def write_recipes(directory: Path) -> None:
         ("m3 head", "m3", {}),
     ):
         policy = {"kind": "policy", "over": "canvas" if name == "canvas" else "next_token", **more}
-        policy |= {"reward": "tests.mesh_ranks:checksum", "prompts_per_round": 2, "answers": 3}
+        policy |= {"reward": "tests.support.mesh_ranks:checksum", "prompts_per_round": 2, "answers": 3}
         adapted = {"lora": "none"} if model == "m3" else {"lora": {"rank": 2}}
         asked = {**reinforced, "model": {"path": model}, "objective": policy, **adapted}
         asked |= {} if name == "canvas" else {"generation": {"max_new_tokens": 4}}

@@ -15,7 +15,7 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.sampling import Sampler
 from blockdiff.serving import AsyncEngine, app
-from tests.scripted import ScriptedModel, ScriptedPages
+from tests.support.scripted import ScriptedModel, ScriptedPages
 
 EOS = 1
 

@@ -17,7 +17,7 @@ from blockdiff.models.dflash import DFlashFamily
 from blockdiff.models.dflash.model import DFlash
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.model import BlockDiffusionModel
-from tests.oracle import our_config
+from tests.support.oracle import our_config
 
 
 def drafter_values(target: Any, rng: random.Random | None = None, **more: Any) -> dict[str, Any]:

@@ -46,11 +46,11 @@ from blockdiff.sampling import engine as engines
 from blockdiff.training.freeze import freeze
 from blockdiff.training.kinds.canvas_heldout import heldout
 from blockdiff.training.samples import sample_prompts
-from tests.expert_ranks import assert_same, error
-from tests.families import CONFIGS, small_model
 from tests.objective.test_objective import L, V, batch_of, rows
-from tests.oracle import TWO_LAYERS, oracle, our_config, ours, tiny_config
-from tests.recorder import Looker
+from tests.support.expert_ranks import assert_same, error
+from tests.support.families import CONFIGS, small_model
+from tests.support.oracle import TWO_LAYERS, oracle, our_config, ours, tiny_config
+from tests.support.recorder import Looker
 
 Found = dict[str, Tensor]
 OVER_FOUR = ("diffusion_gemma, adapted", "llama", "minimax_m3, adapted", "qwen3 sliding, denoising")

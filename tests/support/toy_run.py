@@ -14,8 +14,8 @@ from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.optimiser import build
 from blockdiff.training.run import hold_run, prune
 from blockdiff.training.schedule import CosineDecay, learning_rate
-from tests.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
-from tests.toy_trainer import Options, train
+from tests.support.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
+from tests.support.toy_trainer import Options, train
 
 ALONE = Ranks(torch.device("cpu"))
 FACTS = {"seed": 3, "optim.lr": 0.1}

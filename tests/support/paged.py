@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
-from tests.closeness import require_close
+from tests.support.closeness import require_close
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

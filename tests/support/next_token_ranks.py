@@ -10,7 +10,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.tensor import tensor_parallel
 from blockdiff.sampling import Generation, Request, Sampler
 from blockdiff.sampling.strategies import NextToken
-from tests.families import small_model
+from tests.support.families import small_model
 
 
 def next_tokens(ranks: Ranks, directory: Path) -> None:

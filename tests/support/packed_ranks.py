@@ -16,8 +16,8 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
-from tests.oracle import TWO_LAYERS, tiny_config, widen_routers
-from tests.ranks import train_plainly
+from tests.support.oracle import TWO_LAYERS, tiny_config, widen_routers
+from tests.support.ranks import train_plainly
 
 L = 8
 

@@ -10,7 +10,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from tests.closeness import relative_error, require_close
+from tests.support.closeness import relative_error, require_close
 
 L = 16  # canvas length; the window is 16 as well
 PAD = 0

@@ -27,7 +27,7 @@ from blockdiff.parallel.signals import Interrupted
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.kinds.canvas_heldout import heldout
 from blockdiff.training.samples import sample_prompts
-from tests.oracle import TWO_LAYERS, our_config, tiny_config
+from tests.support.oracle import TWO_LAYERS, our_config, tiny_config
 
 EXAMPLES = [Example(n, [2, *range(3 + n, 20 + 2 * n)], [(4, 18 + n)]) for n in range(8)]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -21,8 +21,8 @@ from blockdiff.training.checkpoint_content import ALONE, steps_saved
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.checkpoint_writer import CheckpointWriter
 from blockdiff.training.optimiser import Ema
-from tests.spread import How, spread
-from tests.toy_objective import ToyObjective, save_checkpoint
+from tests.support.spread import How, spread
+from tests.support.toy_objective import ToyObjective, save_checkpoint
 
 FACTS = {"seed": 3}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from PIL import Image
 
 import blockdiff
-from tests.asking import chat_tokenizer
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.asking import chat_tokenizer
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 AROUND = ("<|image>", "<|image|>", "<image|>")
 PROCESSOR = {  # in the form of the released file

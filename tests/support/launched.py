@@ -1,4 +1,4 @@
-"""`python -m tests.launched DIR`: a rank of a launcher, which writes to DIR how many there are and on which device."""
+"""`python -m tests.support.launched DIR`: a rank of a launcher, which writes their number and its device to DIR."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, MiniMaxM3VLConfig, Qwen3Config
 import blockdiff
 from blockdiff.models.minimax_m3 import MiniMaxM3Family, MiniMaxM3TextFamily
 from blockdiff.models.model import BlockDiffusionModel
-from tests.oracle import TWO_LAYERS, tiny_config
+from tests.support.oracle import TWO_LAYERS, tiny_config
 
 SMALL: dict[str, Any] = dict(
     vocab_size=96,

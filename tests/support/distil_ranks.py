@@ -16,8 +16,8 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.kinds.distil import Settled
-from tests.families import small_model
-from tests.ranks import train_plainly
+from tests.support.families import small_model
+from tests.support.ranks import train_plainly
 
 L, SEED = 8, 5
 GENERATION = Generation(max_steps=4, eos_ids=(1,), entropy_bound=1.0, stability=0, confidence=0.6)

@@ -19,8 +19,8 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import computed_in
 from blockdiff.training.step import checkpoint_activations
-from tests.recipes import largest_batch, start, without_weights
 from tests.support.peaks import peak_memories
+from tests.support.recipes import largest_batch, start, without_weights
 
 CPU = torch.device("cpu")
 

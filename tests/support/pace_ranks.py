@@ -19,8 +19,8 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted, Stopped
 from blockdiff.training.checkpoint_content import steps_saved
 from blockdiff.training.optimiser import build
-from tests.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
-from tests.toy_trainer import Options, train
+from tests.support.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
+from tests.support.toy_trainer import Options, train
 
 TIMEOUT, BEAT = 3.0, 0.5  # seconds after which a rank hangs, and between two signs of life
 ENDLESS = 1000  # pieces of work that nobody waits for

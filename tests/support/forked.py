@@ -22,9 +22,9 @@ import pytest
 from blockdiff.cli.main import main
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.training import export
-from tests.meeting import meeting
+from tests.support.meeting import meeting
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HUNG = 600.0  # seconds after which something has hung, however slow the machine is
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -33,7 +33,7 @@ SERVER.set_forkserver_preload(
         *("accelerate", "datasets", "rich.progress", "rich.live", "IPython.core.interactiveshell", "matplotlib.pyplot"),
         *("transformers.models.gemma4.modeling_gemma4", "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"),
         *("blockdiff.training.trainer", "blockdiff.sampling", "blockdiff.models.llama"),
-        *("blockdiff.models.minimax_m3.model", "tests.families", "tests.oracle", __name__),
+        *("blockdiff.models.minimax_m3.model", "tests.support.families", "tests.support.oracle", __name__),
     ]
 )
 

@@ -23,7 +23,7 @@ from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.step import checkpoint_activations
 from tests.objective.test_objective import L, V, batch_of, rows
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
+from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
 
 E, D, F, K = 4, 16, 8, 2
 Found = dict[str, Tensor]

@@ -15,9 +15,9 @@ from torch import Tensor
 import blockdiff
 from blockdiff.images import ImageInput, PlacedImage
 from blockdiff.models.model import BlockDiffusionModel
-from tests.families import m3_config
-from tests.oracle import oracle as gemma_oracle
-from tests.oracle import our_config, tiny_config
+from tests.support.families import m3_config
+from tests.support.oracle import oracle as gemma_oracle
+from tests.support.oracle import our_config, tiny_config
 
 SPREAD = 0.4  # of the weights of image sides
 

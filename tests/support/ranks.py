@@ -1,6 +1,6 @@
 """The ranks of `test_distributed.py`, one process and two: the same batches through the same loop.
 
-`python -m tests.ranks DIR OTHER` prints how far two runs are apart.
+`python -m tests.support.ranks DIR OTHER` prints how far two runs are apart.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_content import FOLDER
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.run import hold_run, prune
-from tests.closeness import relative_error
-from tests.oracle import tiny_config, widen_routers
-from tests.toy_objective import ToyObjective, save_checkpoint, slots, toy_batch, toy_batches, toy_row
-from tests.toy_trainer import Options, train
+from tests.support.closeness import relative_error
+from tests.support.oracle import tiny_config, widen_routers
+from tests.support.toy_objective import ToyObjective, save_checkpoint, slots, toy_batch, toy_batches, toy_row
+from tests.support.toy_trainer import Options, train
 
 BATCH, STEPS = 6, 3
 Tensors = dict[str, Tensor]
