@@ -1,7 +1,8 @@
 """Host time of a layer of a denoising step on the Triton path: `python -m benchmarks.launches`, on any machine.
 
 Counted for each kind of layer at batch 1 over pages: launches of Triton kernels, and torch's own operations; the same
-of a commit, and the bytes that its operations copy at the released model's sizes. A denoising step is timed, too, with
+of a commit, and the bytes that its operations copy at the released model's sizes, and of a sliding layer whose
+compositions run op by op. A denoising step is timed, too, with
 the launches and torch's products left out (their results are made, but nothing is computed), on small tensors of the
 CPU; the time of a layer is what layers more make a step longer by. What Triton takes for a launch, and torch for a
 product, comes on top on a GPU. What stands in for both is part of that time, and its own time is given beside it.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 
 from tests.support.launches import (
+    COMPOSITIONS,
     KINDS,
     Commit,
     RequestPath,
@@ -39,6 +41,10 @@ def main() -> None:
         numbers = sum(launches.values()), sum(operations.values()), python_calls(kind)
         cells = [kind, *map(str, numbers), *(f"{1e6 * each:.0f}" for each in times)]
         print(f"| {' | '.join(cells)} |", flush=True)
+    print("\n| op by op | Triton launches | torch operations |\n|---|---|---|")
+    for names in COMPOSITIONS:
+        counts = (str(sum(found.values())) for found in counted("sliding", composed=names))
+        print(f"| {' | '.join([', '.join(names), *counts])} |", flush=True)
     print("\n| layer in a commit | Triton launches | torch operations | bytes copied |\n|---|---|---|---|")
     for kind in KINDS:
         counts = (str(sum(found.values())) for found in counted(kind, Commit))

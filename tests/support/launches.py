@@ -6,7 +6,7 @@ import cProfile
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from blockdiff.kernels import launch as launching
-from blockdiff.kernels import relaunch
+from blockdiff.kernels import relaunch, resolve
 from blockdiff.kernels.span_attention import triton as attention
 from blockdiff.models.diffusion_gemma import DiffusionGemma, DiffusionGemmaFamily
 from blockdiff.models.pages import Pages
@@ -27,9 +27,13 @@ from blockdiff.models.stored import quantised_layers, store
 from blockdiff.sampling import Engine, Generation, Request
 from tests.support.presets import changed_preset
 
+COMPOSITIONS = (  # each alone; slots that layer_end does not sum are summed before
+    *(("attention_heads",), ("residual_norms",), ("routed_tokens",), ("expert_slots",)),
+    *(("layer_end", "expert_slots"), ("gated_linear",)),
+)
 FREE = ("view", "reshape", "transpose", "t.", "unsqueeze", "expand", "slice", "select", "split", "detach", "empty",
         "new_empty", "alias", "as_strided", "unbind", "flatten", "permute", "_unsafe_view", "unflatten",
-        "lift")  # fmt: skip
+        "lift", "promote_types", "squeeze")  # fmt: skip
 COPIES = ("index_copy", "index_select", "index.", "gather", "cat", "clone", "copy_", "_to_copy")
 KINDS = {"sliding": "sliding_attention", "full": "full_attention"}
 
@@ -80,15 +84,23 @@ class DenoisingStep:
     """One step of one canvas, of a model with so many layers of one kind before its last one.
 
     preset: whose sizes it has, without memory for them (None: sizes at which arithmetic takes no time). quantize:
-    "fp8", or None for weights like others.
+    "fp8", or None for weights like others. composed: the compositions that run op by op.
     """
 
-    def __init__(self, kind: str, layers: int, preset: str | None = None, quantize: str | None = None):
+    def __init__(
+        self,
+        kind: str,
+        layers: int,
+        preset: str | None = None,
+        quantize: str | None = None,
+        composed: Sequence[str] = (),
+    ):
         layer_types = [KINDS[kind]] * layers + [KINDS["full"]]
         dtype = torch.float32 if preset is None else torch.bfloat16
         with torch.device("cpu" if preset is None else "meta"):
             config = small_config(layer_types) if preset is None else config_of(preset, layer_types)
-            self.model = DiffusionGemma(config, kernels="triton").to(dtype).eval()
+            kernels = resolve("triton").replaced(**dict.fromkeys(composed, "torch"))
+            self.model = DiffusionGemma(config, kernels=kernels).to(dtype).eval()
             store(self.model, quantised_layers(self.model, quantize))
         self.pages = Pages(self.model, capacity=4096)
         self.row = self.pages.open()
@@ -109,13 +121,13 @@ class Commit(DenoisingStep):
 
 @torch.no_grad()
 def counted(
-    kind: str, work: type[DenoisingStep] = DenoisingStep, quantize: str | None = None
+    kind: str, work: type[DenoisingStep] = DenoisingStep, quantize: str | None = None, composed: Sequence[str] = ()
 ) -> tuple[Counter[str], Counter[str]]:
     """Launches, and torch's operations, that one layer more makes in a step."""
     counts = []
     with launches_left_out() as launched, patch.object(launching, "asks_torch", lambda: False):
         for layers in (1, 2):
-            step = work(kind, layers, quantize=quantize)
+            step = work(kind, layers, quantize=quantize, composed=composed)
             step()
             launched.clear()
             with Operations() as operations:
