@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels import IN_TORCH
-from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
+from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats, pack_allowed
 from blockdiff.kernels.vocabulary.torch import class_stats, token_stats
 from blockdiff.sampling.sampler import Sampler
 
@@ -83,6 +83,10 @@ class ScriptedModel:
             shaping,
         )
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in flat))
+
+    def all_but(self, token: int, device: torch.device) -> Tensor:
+        """The packed set as of `Vocabulary.all_but`."""
+        return pack_allowed((torch.arange(self.vocab_size, device=device) != token)[None])
 
     def class_stats(
         self,
