@@ -17,7 +17,7 @@ from blockdiff.diffusion.schedule import Cosine, Linear, Polynomial, Schedule
 from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.errors import RecipeError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from blockdiff.objective import Objective
+from blockdiff.objective import Losses, Objective
 from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -63,7 +63,7 @@ class Plain:
     only_corrupted: bool = False
     leave_one_out: bool = False
 
-    def losses(self, model: DiffusionGemma, encoder: DiffusionGemma, batch: Batch) -> tuple[Tensor, Tensor]:
+    def losses(self, model: DiffusionGemma, encoder: DiffusionGemma, batch: Batch) -> Losses:
         """The canvas and AR sums, encoded by `encoder` and denoised by `model`."""
         alpha_BC = self.schedule.alpha(batch.t_BC)
         noisy_BCL, is_corrupted_BCL = self.corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, SEED)
@@ -92,7 +92,7 @@ class Plain:
                     nll = nll * is_corrupted_BCL[b, c]
                 known = {"t": t, "tokens": batch.canvas_BCL[b, c], "is_corrupted": is_corrupted_BCL[b, c]}
                 canvas_sum = canvas_sum + (nll * eval(self.factor, known)).sum() * batch.weight_BC[b, c]
-        return canvas_sum, ar_sum
+        return {"canvas": canvas_sum, "ar": ar_sum}
 
 
 def fp64_logits(model: DiffusionGemma, hidden: Tensor) -> Tensor:
@@ -106,8 +106,10 @@ def gradients(model: DiffusionGemma, loss: Tensor) -> Gradients:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(got: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], model: DiffusionGemma) -> None:
-    for mine, exact in zip(got, truth, strict=True):
+def assert_same(got: Losses, truth: Losses, model: DiffusionGemma) -> None:
+    assert got.keys() == truth.keys()
+    for loss, exact in truth.items():
+        mine = got[loss]
         assert mine.item() == pytest.approx(exact.item(), rel=1e-6)
         mine_by_name, exact_by_name = gradients(model, mine), gradients(model, exact)
         assert set(exact_by_name) <= set(mine_by_name)

@@ -12,6 +12,7 @@ import torch
 
 from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.pages import Pages
+from blockdiff.models.weights import notice_steps
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.sampler import Sampler
@@ -77,6 +78,7 @@ def test_a_training_step_between_calls_counts_in_pages_that_are_kept(fused):
     model = small_model()
     pages = Pages(model, page_tokens=8, capacity=4096)
     optimiser = torch.optim.AdamW(model.parameters(), 0.05, fused=fused)
+    notice_steps(optimiser)
     sampler, engine = sampler_of(model, pages=pages), Engine(model, None, LIVELY, page_tokens=8)
     before = None
     for _ in range(2):
