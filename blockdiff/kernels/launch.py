@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.autocast import is_on
+from blockdiff.kernels.once_differentiable import once_differentiable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels compute with
 
@@ -142,7 +143,10 @@ class Registered:
 
     def __init__(self, custom: Any, make: Callable[..., Iterator[Any]]):
         self.custom, self.make = custom, make
-        self.register_autograd = custom.register_autograd
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """Give the op its gradient, as torch's function of this name does; it has no second derivative."""
+        self.custom.register_autograd(once_differentiable(backward), setup_context=setup_context)
 
     def __call__(self, *inputs: Any) -> Any:
         if asks_torch():

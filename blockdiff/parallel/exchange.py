@@ -17,6 +17,7 @@ from torch import Tensor, autograd, nn
 
 from blockdiff.errors import RunError
 from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.layers.experts import Experts
 from blockdiff.tensor_pieces import keep_part
 
@@ -134,6 +135,7 @@ class _ToExperts(autograd.Function):
         return routes.there(x_ND), routes.there(chosen)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_x_MD: Tensor, grad_chosen: Tensor) -> tuple[None, Tensor, Tensor]:
         return None, ctx.routes.back(grad_x_MD), ctx.routes.back(grad_chosen)
 
@@ -145,5 +147,6 @@ class _FromExperts(autograd.Function):
         return routes.back(y_MD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, Tensor]:
         return None, ctx.routes.there(grad_ND)

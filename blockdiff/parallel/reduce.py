@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, autograd
 
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.tensor_pieces import PlannedMesh
 
 
@@ -46,6 +47,7 @@ class _Copied(autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _total(grad, ctx.group), None
 
@@ -56,6 +58,7 @@ class _Summed(autograd.Function):
         return _total(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -68,6 +71,7 @@ class _MergedLogSum(autograd.Function):
         return total_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
         (share_N,) = ctx.saved_tensors
         return grad_N * share_N, None

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.opening import load_files, model_files
 from blockdiff.errors import RunError
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.layers.experts import Experts
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.model import BlockDiffusionModel
@@ -230,6 +231,7 @@ class _Touch(autograd.Function):
         return loss.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         return (gradients[0], *[None] * ctx.count)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.expert_mlp import torch as in_torch
 from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.stored import StoredMatrix
 
 STEP = 16  # the sides of a matrix that products.c takes are multiples
@@ -98,6 +99,7 @@ class _ExpertMLP(torch.autograd.Function):
         return groups.sum_of_slots(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, h, weight_M, gate_up_EFD, down_EDF, *low_rank = ctx.saved_tensors
         gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank

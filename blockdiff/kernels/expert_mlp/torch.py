@@ -18,6 +18,7 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp.activations import Activation, activation_named
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.op import Ops
 from blockdiff.kernels.stored import Decoded, StoredMatrix
 
@@ -155,6 +156,7 @@ class _ExpertMLP(torch.autograd.Function):
         return groups.combine(y, expert_weight_Nk).to(x_ND.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, h, activated, a, gate_up_EFD, down_EDF, expert_weight_Nk, *low_rank = ctx.saved_tensors
         gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank

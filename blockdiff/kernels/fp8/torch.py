@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.fp8.matrix import Fp8
+from blockdiff.kernels.once_differentiable import once_differentiable
 
 
 class _Linear(torch.autograd.Function):
@@ -19,6 +20,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, Fp8(codes, scale).decoded(x.dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad @ Fp8(*ctx.saved_tensors).decoded(grad.dtype), None, None
 

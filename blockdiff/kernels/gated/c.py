@@ -10,6 +10,7 @@ from torch import Tensor
 from blockdiff.kernels.c_library import call, serves
 from blockdiff.kernels.expert_mlp.c import KINDS
 from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.once_differentiable import once_differentiable
 
 
 class _Gated(torch.autograd.Function):
@@ -20,6 +21,7 @@ class _Gated(torch.autograd.Function):
         return _gated(gate, up, kind)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         width, of_gate, of_up = gate.shape[-1], torch.empty_like(gate), torch.empty_like(up)

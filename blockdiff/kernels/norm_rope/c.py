@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import BLOCKS, call, serves
 from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.once_differentiable import once_differentiable
 
 MOST = 3  # norms of one tensor that a call can make
 
@@ -32,6 +33,7 @@ class _Norms(torch.autograd.Function):
         return _norms(x, weights, eps, rstd)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, *weights = ctx.saved_tensors
         rows, width = _rows(x)
@@ -74,6 +76,7 @@ class _AddNorm(torch.autograd.Function):
         return _add_norm(x, y, weight, eps, scalar, rstd)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, rstd, weight, scalar = ctx.saved_tensors
         grad, (rows, width) = grad.contiguous(), _rows(y)
@@ -116,6 +119,7 @@ class _NormRope(torch.autograd.Function):
         return _norm_rope(x, weight, cos, sin, eps, rstd)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight, cos, sin = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import BLOCKS, call, serves
 from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.once_differentiable import once_differentiable
 
 
 class _Route(torch.autograd.Function):
@@ -20,6 +21,7 @@ class _Route(torch.autograd.Function):
         return index_Nk, weight_Nk
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Any, grad_Nk: Tensor) -> tuple[Tensor | None, ...]:
         index_Nk, share_Nk, scale_E = ctx.saved_tensors
         return *_route_backward(grad_Nk, index_Nk, share_Nk, scale_E), None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, seen_of
 from blockdiff.spans import Spans, Sweep
 
@@ -136,6 +137,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, prefix_k, prefix_v, k, v, bounds, out, lse = ctx.saved_tensors
         made = _Call(q, prefix_k, prefix_v, k, v, bounds, ctx.scale, ctx.columns)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.spans import Spans
 
 MASK = 1 << 20  # elements of [B, queries, keys] in a piece
@@ -53,6 +54,7 @@ class _InPieces(torch.autograd.Function):
         return _forward(q, (pk, pv, ok, ov), spans, scale, attend)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         q, *sources = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast, upcast
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.vocabulary.logits import chunks, fits, logits
 
 
@@ -63,6 +64,7 @@ class CrossEntropy(torch.autograd.Function):
         return loss_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss_N: Tensor) -> tuple[Tensor | None, ...]:
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         if not wants_table:

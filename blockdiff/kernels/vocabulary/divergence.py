@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.vocabulary.logits import chunks, logits
 
 
@@ -34,6 +35,7 @@ class _Divergence(torch.autograd.Function):
         return loss_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss_N: Tensor) -> tuple[Tensor | None, ...]:
         (grad_ND,) = ctx.saved_tensors
         return (grad_ND * grad_loss_N[:, None]).to(ctx.dtype), None, None, None

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty, of_logits, penalised
 from blockdiff.kernels.vocabulary.cross_entropy import linear_cross_entropy, token_scores
 from blockdiff.kernels.vocabulary.divergence import divergence
@@ -67,6 +68,7 @@ class _SoftEmbedding(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         if len(ctx.saved_tensors) == 1:
             grad_table = torch.mm(ctx.saved_tensors[0].t(), grad_ND)

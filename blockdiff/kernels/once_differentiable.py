@@ -1,0 +1,31 @@
+"""The refusal of second derivatives, which gradients written by hand do not have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from blockdiff.errors import BlockdiffError
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the backward of an autograd function raise BlockdiffError if its result is to be differentiated again.
+
+    Every autograd function of this package has it. Saved tensors and C calls lie outside torch's graph, so a second
+    derivative would leave them out without a word. torch's decorator of this name refuses only the part of it that
+    runs through the incoming gradient.
+    """
+    *_, op, file = backward.__module__.split(".")
+    name = op if file in ("c", "torch", "triton") else file
+    remedy = '; load the model with kernels="torch"' if file in ("c", "triton") else ""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # torch's engine does so for create_graph=True alone
+            raise BlockdiffError(f"{name}: no second derivative here (a backward with create_graph=True){remedy}")
+        return backward(ctx, *gradients)
+
+    return once
