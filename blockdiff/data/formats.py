@@ -240,7 +240,18 @@ def _objects(batch: Any, first: int, path: Path) -> Iterator[Value]:
         for index in range(batch.num_rows):  # one at a time, to say which
             yield from _objects(batch.slice(index, 1), first + index, path)
         return
-    yield from ((f"row {row}", value) for row, value in enumerate(rows, first))
+    yield from ((f"row {row}", as_written(value)) for row, value in enumerate(rows, first))
+
+
+def as_written(row: Any) -> Any:
+    """A row of Arrow without the nulls of its inner objects: each has all keys that another row's has."""
+    return {key: _without_nulls(value) for key, value in row.items()} if isinstance(row, dict) else row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 Reader = Callable[[Path, Skip, Choose], Iterator[Value]]

@@ -63,30 +63,25 @@ def checked_messages(value: Any, name: str, is_prompt: bool = False) -> tuple[Me
 
 
 def checked_tools(value: Any) -> tuple[Message, ...] | None:
-    """Declarations of tools in the form {"type": "function", "function": {...}}; None where there are none."""
+    """Declarations of tools in the form {"type": "function", "function": {...}}; None where there are none.
+
+    One in that form stays as it is, keys and their order: a template writes what it writes elsewhere.
+    """
     value = from_json(value, "tools", "[")
     if value is None or value in ([], (), ""):
         return None
     if not isinstance(value, list | tuple):
         raise BadRow(f"tools is {type_in_words(value)}; make it a list of declarations of functions")
     tools = []
-    for index, tool in enumerate(value):
+    for index, tool in enumerate(from_json(each, f"tools[{index}]", "{") for index, each in enumerate(value)):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f"tools[{index}] declares no function; write {{name, description, parameters}}")
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise BadRow(f"tools[{index}].parameters is {type_in_words(function['parameters'])}; write a JSON schema")
-        check_texts(function, f"tools[{index}]")
-        function = _without_nulls(function)  # Arrow files have a null wherever another row has something
-        schema = {"parameters": {"type": "object", **function["parameters"]}} if function.get("parameters") else {}
-        tools.append({"type": "function", "function": {"description": "", **function, **schema}})
+        check_texts(tool, f"tools[{index}]")
+        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
     return tuple(tools)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def left_out_tool(text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Message] | None) -> str | None:
@@ -212,6 +207,7 @@ def type_in_words(value: Any) -> str:
 
 
 def _message(value: Any, name: str, is_prompt: bool) -> Message:
+    value = from_json(value, name, "{")
     if not isinstance(value, Mapping):
         raise BadRow(f"{name} is {type_in_words(value)}; make it an object with role and content")
     is_sharegpt = "from" in value and "role" not in value

@@ -89,8 +89,21 @@ def _of_datasets(rows: Any, split: str | None) -> Any:
             raise DataError(f"rows has no split {split or TRAIN!r} (there are: {', '.join(rows)}); name one as split")
         rows = rows[split or TRAIN]
     if hasattr(rows, "column_names") and not hasattr(rows, "__len__"):
-        return list(rows)
+        return [_as_written(row, rows.features) for row in rows]
     return rows
+
+
+def _as_written(value: Any, feature: Any) -> Any:
+    """A value of `datasets` without the nulls of its inner objects: each has all keys that another row's has.
+
+    What is stored as JSON, and rows without features, stay as they are.
+    """
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        is_row = hasattr(feature, "arrow_schema")
+        kept = {key: each for key, each in value.items() if is_row or each is not None}
+        return {key: _as_written(each, feature.get(key)) for key, each in kept.items()}
+    inner = getattr(feature, "feature", None)
+    return [_as_written(each, inner) for each in value] if inner is not None and isinstance(value, list) else value
 
 
 def titles(sources: Sequence[Source]) -> list[str]:
@@ -256,11 +269,13 @@ class Table:
         return ((f"{self.place}{number}", value) for number, value in enumerate(self._values(0), start=1))
 
     def _values(self, skip: int) -> Iterator[Any]:
+        features = getattr(self.data, "features", None)
         try:
             if not hasattr(self.data, "skip"):
                 yield from islice(self.data, skip, None)
             elif not hasattr(self.data, "__len__") or skip < len(self.data):
-                yield from self.data.skip(skip) if skip else self.data
+                rows = self.data.skip(skip) if skip else self.data
+                yield from (_as_written(row, features) for row in rows)
         except Exception as error:  # whatever network and hub raise
             if self.source.path is None:
                 raise

@@ -197,7 +197,7 @@ def _arguments(function: Mapping[str, Any]) -> str:
     schema = function.get("parameters") or {}
     if not schema.get("properties") and not schema.get("additionalProperties"):
         return r"\{\}"
-    return schema_regex(schema)
+    return schema_regex({"type": "object", **schema})
 
 
 def _call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:

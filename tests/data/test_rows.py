@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import datasets
 import pytest
 
 from blockdiff.data.rows import Row, check_row, written_texts
@@ -111,12 +112,51 @@ def test_calls_of_tools_their_answers_and_declarations_come_out_in_one_form():
         assert made["content"] == "" and made["tool_calls"][0]["function"] == CALLS["tool_calls"][0]["function"]
         assert (row.messages[2]["role"], row.messages[2]["name"], row.messages[2]["content"]) == ("tool", "get", "sun")
     assert check_row({"messages": [user(), assistant()], "tools": []}, "f:1").tools is None
-    # A Parquet file has a null wherever another row has something.
-    parameters = {"type": "object", "properties": {"city": {"type": "string", "enum": None}, "day": None}}
-    filled = {"name": "get", "description": None, "parameters": parameters}
-    (tool,) = check_row({"messages": [user(), assistant()], "tools": [filled]}, "f:1").tools
-    assert tool["function"]["parameters"]["properties"] == {"city": {"type": "string"}}
-    assert tool["function"]["description"] == ""
+
+
+def test_a_declaration_stays_as_it_came_and_a_bare_or_written_out_one_is_only_wrapped():
+    schema = {"properties": {"zone": {"default": None, "type": "string"}, "unit": {"const": None}}, "type": "object"}
+    bare = {"parameters": schema, "name": "get"}
+    wrapped = {"function": bare, "type": "function", "strict": None}
+    for given, expected in (
+        ([wrapped], wrapped),
+        ([bare], {"type": "function", "function": bare}),
+        ([json.dumps(wrapped)], wrapped),
+        (json.dumps([bare]), {"type": "function", "function": bare}),
+    ):
+        (tool,) = check_row({"messages": [user(), assistant()], "tools": given}, "f:1").tools
+        assert json.dumps(tool) == json.dumps(expected)  # the order of keys, too
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "Dataset", "stream"])
+def test_nulls_that_columns_of_objects_invent_are_no_values_and_those_that_were_written_are(tmp_path, kind):
+    arguments = [{"city": "Bonn"}, {"zone": 1}]
+    rows = [{"messages": [user(), calls({"name": "get", "arguments": each}), assistant()]} for each in arguments]
+    table = datasets.Dataset.from_list(rows)
+    if kind == "parquet":
+        table.to_parquet(tmp_path / "rows.parquet")
+        source = Source(str(tmp_path / "rows.parquet"))
+    elif kind == "arrow":
+        table.save_to_disk(tmp_path / "rows")
+        source = Source(str(tmp_path / "rows"))
+    else:
+        source = Source(rows=table if kind == "Dataset" else table.to_iterable_dataset())
+    read = [row.messages[1]["tool_calls"][0]["function"]["arguments"] for row in read_rows(source)]
+    assert read == arguments
+    written = {"messages": [user(), calls({"name": "get", "arguments": {"city": None, "in": [None]}})]}
+    row = check_row(json.loads(json.dumps(written)), "f:1")
+    assert row.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": None, "in": [None]}
+
+
+def test_objects_that_datasets_keeps_as_json_are_read_with_their_own_nulls(tmp_path):
+    call = calls({"name": "get", "arguments": {"city": None, "zone": {"a": 1}}})
+    other = calls({"name": "get", "arguments": {"zone": "x"}})
+    rows = [{"messages": [user(), each, assistant()]} for each in (call, other)]
+    table = datasets.Dataset.from_list(rows, features=datasets.Features(messages=datasets.List(datasets.Json())))
+    table.to_parquet(tmp_path / "rows.parquet")
+    for source in (Source(rows=table), Source(str(tmp_path / "rows.parquet"))):
+        read = [row.messages[1]["tool_calls"][0]["function"]["arguments"] for row in read_rows(source)]
+        assert read == [{"city": None, "zone": {"a": 1}}, {"zone": "x"}]
 
 
 def test_answers_of_tools_are_given_to_calls_by_id_by_name_or_in_order():
