@@ -133,24 +133,46 @@ def registered(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[...
         schema = torch.library.infer_schema(run, mutates_args=mutates)
         custom = torch.library.custom_op(f"blockdiff::{name}", run, mutates_args=mutates, schema=schema)
         custom.register_fake(lambda *inputs: next(make(*inputs)))
-        return Registered(custom, make)
+        return Registered(custom, make, typing.get_origin(outputs) is list)
 
     return register
 
 
 class Registered:
-    """A function that torch knows, called past torch where nothing asks for it: on the host that costs a third."""
+    """A function that torch knows, called past torch if nothing asks for it: on the host that costs a third.
 
-    def __init__(self, custom: Any, make: Callable[..., Iterator[Any]]):
-        self.custom, self.make = custom, make
+    Its gradient is one pair of functions. Eagerly they are a `torch.autograd.Function` around the same body, which
+    costs the host half of what torch's own autograd of a registered op does; a compiler or a mode sees the op whole.
+    """
+
+    def __init__(self, custom: Any, make: Callable[..., Iterator[Any]], gives_list: bool):
+        self.custom, self.make, self.gives_list = custom, make, gives_list
+        self.recorded: Callable[..., Any] = custom  # called if gradients are recorded
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Give the op its gradient, as torch's function of this name does; it has no second derivative."""
-        self.custom.register_autograd(once_differentiable(backward), setup_context=setup_context)
+        backward, body, gives_list = once_differentiable(backward), self._call, self.gives_list
+        self.custom.register_autograd(backward, setup_context=setup_context)
+
+        class Recorded(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: Any) -> Any:
+                output = body(*inputs)
+                setup_context(ctx, inputs, output)
+                return tuple(output) if gives_list else output
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                return backward(ctx, list(grads)) if gives_list else backward(ctx, *grads)
+
+        self.recorded = Recorded.apply
 
     def __call__(self, *inputs: Any) -> Any:
         if asks_torch():
             return self.custom(*inputs)
+        return (self.recorded if is_grad_enabled() else self._call)(*inputs)
+
+    def _call(self, *inputs: Any) -> Any:
         making = self.make(*inputs)
         outputs = next(making)
         next(making, None)
@@ -166,8 +188,8 @@ def _made(making: Iterator[Any]) -> Any:
 
 
 def asks_torch() -> bool:
-    """True where torch has to see each op: it compiles, records gradients, or a mode (fake tensors, say) looks on."""
-    return is_grad_enabled() or is_compiling() or _modes() > 0
+    """True if torch has to see each op: it compiles, or a mode (fake tensors, say) looks on."""
+    return is_compiling() or _modes() > 0
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -8,9 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from blockdiff.kernels import launch as launching
 from blockdiff.kernels import tiles
 from blockdiff.kernels.gated.triton import gated_linear
 from blockdiff.kernels.launch import Launch, forget_sizes
+from blockdiff.kernels.norm_rope import triton as norms
 
 pytestmark = pytest.mark.quick
 
@@ -61,3 +63,18 @@ def test_nothing_is_launched_for_an_empty_grid_or_tensors_without_memory():
     assert not runs
     Launch(Kernel(), (1, 2), D=3)((None, x), 4)
     assert runs == [((1, 2), ((None, x), 4), {"D": 3})]
+
+
+def test_an_op_has_one_gradient_whether_torch_sees_it_or_not(monkeypatch):
+    seen: list[Any] = []
+    custom = norms._rms_norms.custom
+    monkeypatch.setattr(norms._rms_norms, "custom", lambda *inputs: seen.append(inputs) or custom(*inputs))
+    gradients = []
+    for asks in (False, True):
+        monkeypatch.setattr(launching, "asks_torch", lambda asks=asks: asks)
+        x, w = (torch.linspace(-1, 2, n).view(-1, 8).requires_grad_() for n in (40, 8))
+        first, second = norms.rms_norms(x, (w[0], None), 1e-6)
+        (first.sin() + second.cos()).sum().backward()
+        gradients.append((first, second, x.grad, w.grad))
+    assert len(seen) == 1
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
