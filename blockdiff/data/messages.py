@@ -235,7 +235,7 @@ def _message(value: Any, name: str, is_prompt: bool) -> Message:
         if value.get(key) is not None and message["role"] == "assistant":
             message["reasoning"] = checked_text(value[key], f"{name}.{key}")
     if calls:
-        message["tool_calls"] = _calls(calls, f"{name}.tool_calls")
+        message["tool_calls"] = _calls(calls, f"{name}.tool_calls", is_prompt)
     elif message["role"] == "assistant" and not is_prompt and not message["content"].strip():
         raise BadRow(f"{name}.{content_key} of the assistant is empty; fill it or remove the message")
     if message["role"] == "tool":
@@ -245,7 +245,8 @@ def _message(value: Any, name: str, is_prompt: bool) -> Message:
     return message
 
 
-def _calls(value: Any, name: str) -> list[Message]:
+def _calls(value: Any, name: str, is_prompt: bool) -> list[Message]:
+    """The calls of a message; of one in a prompt, arguments whose JSON is broken off stay the text they are."""
     if not isinstance(value, list):
         raise BadRow(f"{name} is {type_in_words(value)}; make it a list of calls")
     calls = []
@@ -254,12 +255,18 @@ def _calls(value: Any, name: str) -> list[Message]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f"{name}[{index}] calls no function; write {{name, arguments}}")
         where = f"{name}[{index}].arguments"
-        arguments = from_json(function.get("arguments") or {}, where, "{")
-        if not isinstance(arguments, Mapping):
+        arguments, is_broken = function.get("arguments") or {}, False
+        try:
+            arguments = from_json(arguments, where, "{")
+        except BadRow:
+            if not (is_broken := is_prompt):
+                raise
+        if not (is_broken or isinstance(arguments, Mapping)):
             raise BadRow(f"{where} is {type_in_words(arguments)}; make it an object")
         check_texts(function["name"], f"{name}[{index}].name")
         check_texts(arguments, where)
-        kept = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+        arguments = arguments if is_broken else dict(arguments)
+        kept = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         calls.append({**({"id": call["id"]} if call.get("id") is not None else {}), **kept})
     return calls
 

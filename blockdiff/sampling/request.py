@@ -42,7 +42,8 @@ class Request(RequestOptions):
     `prompt` says `<image>`, else before its text, or where `tokens` has their placeholders; messages have theirs as
     parts {"type": "image", "image": ...}. A request without `seed` gets one that follows from the seed of the call and
     its `id`. `tools` are declarations of functions that the conversation may call: {"type": "function", "function":
-    {name, description, parameters}}. `thinking` asks the chat template for reasoning, and `template_options` are
+    {name, description, parameters}}; an empty list says that none may be called, and what spells a call stays text.
+    `thinking` asks the chat template for reasoning, and `template_options` are
     further variables of the template, such as {"thinking_mode": "disabled"}. `scores` asks for the log-probability of
     every token of the answer, and `top_logprobs` for those of so many likeliest tokens in its place; `scores_prompt`
     asks for both of the prompt's tokens, too; of `best_of` answers, each with draws of its own, the result is the one
@@ -132,7 +133,7 @@ class Request(RequestOptions):
         if self.messages is not None and self.images:
             return "images stand beside a prompt; messages have theirs as parts of type image"
         if self.messages is None:
-            if self.tools is not None:
+            if self.tools:
                 return "tools are there, but no messages; only a conversation has a place for them"
             for name in ("thinking", "template_options"):
                 if getattr(self, name):

@@ -34,12 +34,14 @@ CONTEXT = 16  # tokens that are decoded again with new ones, for those before a 
 class ParsedResponse:
     """The text of a response, the reasoning before it, and its calls of tools in the form that messages have them.
 
-    reasoning, tool_calls: None where there are none. Special tokens have no text.
+    reasoning, tool_calls: None where there are none. is_call_cut: the response ended within a call, which is left out.
+    Special tokens have no text.
     """
 
     text: str = ""
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    is_call_cut: bool = False
 
 
 class GrowingText:
@@ -68,14 +70,15 @@ class ResponseParser:
     """Parses the response to a request; give `add` its tokens, in one piece or as they are committed.
 
     Reasoning is what stands between its tokens, wherever and however often; the text is all that stands outside and is
-    no call of a tool. Reasoning that is never closed has no text after it. prompt: its text, which may have opened the
-    reasoning.
+    no call of a tool. Reasoning that is never closed has no text after it. If the request has an empty list of tools,
+    nothing is a call. prompt: its text, which may have opened the reasoning.
     """
 
     def __init__(self, request: Request, settings: SamplingSettings, prompt: str):
         self._settings, self._tools, self._stops = settings, request.tools or (), request.stop
         self._opens, self._closes, self._name = reasoning_format(settings.tokenizer)
-        self._calls_format = call_format(settings.tokenizer)
+        may_call = request.tools is None or len(request.tools) > 0
+        self._calls_format = call_format(settings.tokenizer) if may_call else None
         self._is_open = self._opens is not None and opens_reasoning(prompt)
         self._thoughts: list[tuple[list[int], GrowingText]] = []  # the tokens of each reasoning, and their text
         self._text = GrowingText(settings.text)  # of the answer
@@ -105,17 +108,37 @@ class ResponseParser:
             self._text_tokens += self._answer[self._parsed : start if calls else end]
             self._parsed = end
 
-    def whole(self, is_stopped: bool = False) -> ParsedResponse:
-        """The response when no more tokens come; is_stopped: a stop text has ended it, before which its text ends."""
-        tokens = self._text_tokens + self._answer[self._parsed :]
+    def whole(self, is_stopped: bool = False, is_cut: bool = False) -> ParsedResponse:
+        """The response when no more tokens come.
+
+        is_stopped: a stop text has ended it, before which its text or its reasoning ends; is_cut: it has no more room.
+        A call that is not whole then is left out.
+        """
+        rest, begun = self._answer[self._parsed :], None
+        if self._calls_format and (is_stopped or is_cut) and not self._is_open:
+            begun = self._calls_format.begin(rest, self._tools)
+        tokens = self._text_tokens + rest[:begun]
         text = self._settings.text(tokens)
-        if is_stopped and not self._is_open:  # the last token has completed it
-            before = len(self._settings.text(tokens[:-1]).rstrip(HALF))
-            places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops)
-            text = text[: min((place for place in places if place >= 0), default=None)]
+        if is_stopped and not self._is_open and begun is None:
+            text = self._before_stop(text, tokens)
         if self._calls and not text.strip():
             text = ""
-        return ParsedResponse(text, self._reasoning(), self._calls or None)
+        reasoning = self._reasoning(is_stopped=is_stopped and self._is_open)
+        return ParsedResponse(text, reasoning, self._calls or None, begun is not None)
+
+    def _before_stop(self, text: str, tokens: list[int]) -> str:
+        """The text of tokens up to the first stop text, which the last of them has completed."""
+        before = len(self._settings.text(tokens[:-1]).rstrip(HALF))
+        places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops)
+        return text[: min((place for place in places if place >= 0), default=None)]
+
+    def _sure(self, text: str) -> str:
+        """The text without its end, if that may be half a character or begin a stop text."""
+        text = text.rstrip(HALF)
+        for stop in self._stops:
+            begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+            text = text[: len(text) - begun]
+        return text
 
     def so_far(self) -> ParsedResponse:
         """The beginning of the response that more tokens do not change.
@@ -125,19 +148,18 @@ class ResponseParser:
         rest = self._answer[self._parsed :]
         if self._calls_format and (begun := self._calls_format.begin(rest, self._tools)) is not None:
             rest = rest[:begun]
-        text = self._text.read(self._text_tokens + rest).rstrip(HALF)
-        for stop in self._stops:
-            begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-            text = text[: len(text) - begun]
+        text = self._sure(self._text.read(self._text_tokens + rest))
         if self._calls_format and not text.strip():  # a call may follow, of which white space is no text
             text = ""
         return ParsedResponse(text, self._reasoning(may_go_on=self._is_open), list(self._calls) or None)
 
-    def _reasoning(self, may_go_on: bool = False) -> str | None:
-        """All reasoning, each on a line of its own; None where there is none."""
+    def _reasoning(self, may_go_on: bool = False, is_stopped: bool = False) -> str | None:
+        """All reasoning, each on a line of its own; None where there is none. is_stopped: a stop text ends the last."""
         texts = [text.read(tokens) for tokens, text in self._thoughts]
+        if is_stopped:
+            texts[-1] = self._before_stop(texts[-1], self._thoughts[-1][0])
         if may_go_on and texts:
-            texts[-1] = "" if self._name.startswith(texts[-1]) else texts[-1].rstrip(HALF)
+            texts[-1] = "" if self._name.startswith(texts[-1]) else self._sure(texts[-1])
         texts = [text.removeprefix(self._name).strip() for text in texts]
         return "\n".join(text for text in texts if text) if texts else None
 
@@ -148,12 +170,17 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 def parse(
-    tokens: Sequence[int], request: Request, settings: SamplingSettings, prompt: str = "", is_stopped: bool = False
+    tokens: Sequence[int],
+    request: Request,
+    settings: SamplingSettings,
+    prompt: str = "",
+    is_stopped: bool = False,
+    is_cut: bool = False,
 ) -> ParsedResponse:
     """The parts of a response whose tokens are all there, as `ResponseParser.whole` has them."""
     parser = ResponseParser(request, settings, prompt)
     parser.add(tokens)
-    return parser.whole(is_stopped)
+    return parser.whole(is_stopped, is_cut)
 
 
 @functools.lru_cache(maxsize=4)

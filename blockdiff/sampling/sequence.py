@@ -322,7 +322,8 @@ class Sequence:
         """The result, as the caller of the engine gets it."""
         if self.error is not None:
             return Result.failed(self.request.id, self.error)
-        response = parse(self.tokens, self.request, settings, self.prompt, is_stopped=self.finish_reason == "stop")
+        is_stopped, is_cut = self.finish_reason == "stop", self.finish_reason == "length" and not self.request.form
+        response = parse(self.tokens, self.request, settings, self.prompt, is_stopped, is_cut)
         logprobs, top = self.logprobs, self.top_logprobs
         of_prompt, prompt_scores = len(self.prompt_tokens) - self.first_scored, None
         if of_prompt and logprobs is not None:

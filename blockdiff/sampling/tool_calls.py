@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 BARE = re.compile(r"([^{}\[\],:]+)(:?)")  # what Gemma writes without quotes
 BETWEEN_CALLS = "; \t\r\n"  # of Llama
+FIRST_KEY = re.compile(r'\{\s*(?:"(\w*)("?))?')
 TAG = re.compile(r"\s*<(/?)([^<>\s]+)(?:\s+name=\"([^\"]+)\")?\s*>", re.DOTALL)
 
 
@@ -155,6 +156,7 @@ class LlamaCalls:
     tokenizer: PreTrainedTokenizerBase
 
     MARK: ClassVar = "<|python_tag|>"  # the token by which the family is known
+    KEYS: ClassVar = ("name", "type", "parameters", "arguments")  # with which a call begins
 
     def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
         """See `EnclosedCalls.find`: the call with which the tokens from a place on begin, once it is whole."""
@@ -172,7 +174,13 @@ class LlamaCalls:
 
     def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
         """0 where tools are declared and the tokens begin as a call does; else None."""
-        return 0 if tools and tokens and self._text(tokens[:8])[:1] in ("", "{") else None
+        if not tools or not tokens:
+            return None
+        text = self._text(tokens[:16])
+        if not (key := FIRST_KEY.match(text)):
+            return None if text else 0
+        word, is_whole = key[1] or "", key[2] == '"'
+        return 0 if any(word == name if is_whole else name.startswith(word) for name in self.KEYS) else None
 
     def _object(self, tokens: Sequence[int]) -> tuple[Any, str] | None:
         """The JSON value with which tokens begin, and what else their text has; None where it is not whole."""

@@ -128,7 +128,7 @@ def api_call(body: ChatRequest, server: Server, terms: Terms) -> ApiCall:
     request = Request(
         uuid.uuid4().hex,
         messages=served_messages(body.messages, limits),
-        tools=declared if declared and body.tool_choice != "none" else None,
+        tools=declared if body.tool_choice != "none" else (),
         scores=body.logprobs,
         top_logprobs=body.top_logprobs,
         **fields,

@@ -88,7 +88,7 @@ def api_call(body: CompletionRequest, server: Server, terms: Terms) -> ApiCall:
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else [*prompt]
     check_size("n, for all prompts together", body.n * len(prompts), limits.answers)
     fields = common_fields(body, settings, limits, body.max_tokens)
-    fields |= dict(scores=body.logprobs is not None, scores_prompt=body.echo and body.logprobs is not None)
+    fields |= dict(tools=(), scores=body.logprobs is not None, scores_prompt=body.echo and body.logprobs is not None)
     streams, id = [], uuid.uuid4().hex
     for place, each in enumerate(prompts):
         given = {"prompt": each} if isinstance(each, str) else {"tokens": each}

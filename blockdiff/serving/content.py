@@ -14,7 +14,9 @@ from blockdiff.serving.limits import Limits
 from blockdiff.serving.mapping import check_size
 
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
-IGNORED = ("refusal", "annotations", "audio", "function_call")  # of an assistant's message; null in answers with text
+EMPTY = ("refusal", "annotations", "audio", "function_call", "images")  # that a message may have if nothing is there
+# What front ends keep with the messages of a history; it says nothing to a model.
+READ_OVER = ("id", "timestamp", "reasoning_details", "provider_specific_fields")
 
 
 def served_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> list[dict[str, Any]]:
@@ -42,12 +44,13 @@ def pixels(file: bytes) -> int:
 
 
 def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    given = {key: value for key, value in message.items() if value is not None or key == "content"}
-    if unknown := next((key for key in given if key not in FIELDS + IGNORED), None):
+    said = {key: value for key, value in message.items() if key not in READ_OVER}
+    given = {key: value for key, value in said.items() if value is not None or key == "content"}
+    if unknown := next((key for key in given if key not in FIELDS + EMPTY), None):
         raise RequestError(f"{name}.{unknown:.60} is not a field of a message; a message has role and content")
     if "role" not in given:
         raise RequestError(f"{name} has no role; add it")
-    if used := next((key for key in IGNORED if given.get(key)), None):
+    if used := next((key for key in EMPTY if given.get(key)), None):
         raise RequestError(f"{name}.{used} is not supported by this server; leave it out")
     served = {key: value for key, value in given.items() if key in FIELDS}
     if served.get("content") is None:  # of a call, and in the history of some front ends

@@ -101,9 +101,13 @@ class AnswerStream:
         if result.error is not None:
             raise EngineError(result.error)
         is_cut = self.max_tokens is not None and len(result.tokens) > self.max_tokens
-        if is_cut:
+        is_out = result.finish_reason == "length" and self.request.form is None  # a form is whole at any length
+        is_call_cut = False
+        if is_cut or (self.request.tools and self.forced is None and (is_out or result.finish_reason == "stop")):
             tokens, most = result.tokens[: self.max_tokens], self.max_tokens
-            parts = parse(tokens, self.request, self.settings, self.prompt)
+            is_stopped = result.finish_reason == "stop" and not is_cut
+            parts = parse(tokens, self.request, self.settings, self.prompt, is_stopped, is_cut or is_out)
+            is_call_cut = parts.is_call_cut
             result = replace(
                 result,
                 text=parts.text,
@@ -118,9 +122,8 @@ class AnswerStream:
         if self.most_calls is not None and result.tool_calls:
             result = replace(result, tool_calls=result.tool_calls[: self.most_calls])
         delta = self._delta(ParsedResponse(result.text, result.reasoning, result.tool_calls))
-        is_out = result.finish_reason == "length" and self.request.form is None  # a form is whole at any length
-        finish: FinishReason = "length" if is_cut or is_out else "stop"
-        if result.tool_calls:
+        finish: FinishReason = "length" if is_cut or is_out or is_call_cut else "stop"
+        if result.tool_calls and not is_call_cut:
             finish = "tool_calls"
         return replace(delta, finish=finish, result=result)
 

@@ -53,6 +53,26 @@ def test_every_channel_is_reasoning_and_all_text_outside_is_the_answer(text, rea
 
 
 @pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        (f"{OPENED}plan STOP", "plan", ""),
+        (f"{OPENED}a{CLOSED}b{OPENED}plan STOP", "a\nplan", "b"),
+        (f"{OPENED}S{CLOSED}b STOP", "S", "b "),
+    ],
+)
+def test_reasoning_ends_before_a_stop_text_as_an_answer_does(text, reasoning, answer):
+    settings, request = SimpleNamespace(tokenizer=TOKENIZER, text=TOKENIZER.decode), Request(0, stop=("STOP",))
+    parser, said = ResponseParser(request, settings, ""), ""
+    for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]:
+        so_far = parser.so_far().reasoning or ""
+        assert so_far.startswith(said) and reasoning.startswith(so_far)
+        said = so_far
+        parser.add([token])
+    found = parser.whole(is_stopped=True)
+    assert (found.reasoning, found.text) == (reasoning, answer)
+
+
+@pytest.mark.parametrize(
     ("text", "is_open", "reasoning", "answer"),
     [("<T>a</T>b", False, "a", "b"), ("a</T>b", True, "a", "b"), ("a b", True, "a b", "")],
 )

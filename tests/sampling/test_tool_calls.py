@@ -38,7 +38,7 @@ def ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def read(tokenizer, text, tools=()):
+def read(tokenizer, text, tools=None):
     settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode)
     request = Request(0, tools=tools)
     found, parser, said = parse(ids(tokenizer, text), request, settings), ResponseParser(request, settings, ""), ""
@@ -150,6 +150,7 @@ def test_calls_of_hermes_and_qwen_are_json_between_two_tokens(text, calls, rest)
         ('{"name": "leap", "parameters": {}}', LOOK, [], None),
         ('{"name": "look", "parameters": {"n": 1}} or so', LOOK, [("look", {"n": 1})], " or so"),
         ('{"name": "look", "parameters"', LOOK, [], None),
+        ('{"city": "Ulm"}', LOOK, [], None),
         ("I look.", LOOK, [], None),
     ],
 )
@@ -157,3 +158,36 @@ def test_a_call_of_llama_is_a_response_of_json_that_names_a_declared_tool(text, 
     tokenizer = chat_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
     assert read(tokenizer, text, tools) == (calls, text if rest is None else rest)
+
+
+CUT = [
+    ("so: <|tool_call>call:f{a:1}<tool_call|> <|tool_call>call:weather{city:", 1, "so:  "),
+    ("so: <|tool_call>call:weather{city:", 0, "so: "),
+    ("so: ", 0, "so: "),
+]
+
+
+@pytest.mark.parametrize(("text", "calls", "rest"), CUT)
+@pytest.mark.parametrize("end", ["is_cut", "is_stopped"])
+def test_a_call_that_is_cut_is_left_out_and_told(tokenizer, text, calls, rest, end):
+    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode)
+    found = parse(ids(tokenizer, text), Request(0, stop=("city:",)), settings, **{end: True})
+    assert (found.text, len(found.tool_calls or ())) == (rest, calls)
+    assert found.is_call_cut == text.endswith("city:")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_left_out"),
+    [('{"name": "look", "par', True), ('{ "', True), ('{"na', True), ('{"city": "Ulm', False), ("look {", False)],
+)
+def test_of_llama_only_what_begins_as_a_call_is_a_call_that_is_cut(text, is_left_out):
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode)
+    found = parse(ids(tokenizer, text), Request(0, tools=LOOK), settings, is_cut=True)
+    assert (found.text, found.is_call_cut) == ("" if is_left_out else text, is_left_out)
+
+
+def test_nothing_is_a_call_where_the_list_of_tools_is_empty(tokenizer):
+    text = "so: <|tool_call>call:f{a:1}<tool_call|>"
+    assert read(tokenizer, text, []) == ([], text)

@@ -221,6 +221,31 @@ def test_reasoning_and_calls_are_fields_and_not_text_whole_or_streamed():
     assert len([delta for delta in deltas if delta.content or getattr(delta, "reasoning_content", None)]) > 1
 
 
+@pytest.mark.parametrize(
+    ("options", "content", "calls", "finish"),
+    [
+        ({"tool_choice": "none"}, "so: call:weather{city:Ulm,days:2}", 0, "stop"),
+        ({"tools": openai.omit}, "so: call:weather{city:Ulm,days:2}", 0, "stop"),
+        ({"max_tokens": 25}, "so: ", 0, "length"),
+        ({"stop": "Ulm"}, "so: ", 0, "length"),
+        ({}, "so: ", 1, "tool_calls"),
+    ],
+)
+def test_what_no_call_may_be_is_content_and_a_call_that_is_cut_is_left_out(options, content, calls, finish):
+    text = 'so: <|tool_call>call:weather{city:<|"|>Ulm<|"|>,days:2}<tool_call|>'
+
+    async def use(asking):
+        asked = {**ASKED, "tools": [WEATHER], **options}
+        whole = await asking.openai.chat.completions.create(**asked)
+        return whole.choices[0], await streamed(asking, **asked)
+
+    whole, chunks = served(answering(text), use)
+    assert (whole.message.content or "", len(whole.message.tool_calls or ())) == (content, calls)
+    streamed_calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert (joined(chunks), len(streamed_calls)) == (content, calls)
+    assert whole.finish_reason == chunks[-1].choices[0].finish_reason == finish
+
+
 def test_a_stream_never_says_what_a_stop_text_or_half_a_character_takes_back():
     async def use(asking):
         options = dict(**ASKED, stop=["STOP", "!"])
@@ -315,6 +340,25 @@ def test_what_front_ends_send_as_history_is_taken(chatty):
         return found.json()["choices"][0]["message"]["content"]
 
     assert served(chatty, use) == alone.text
+
+
+def test_what_front_ends_keep_with_a_history_is_read_over_and_broken_arguments_stay_text(chatty):
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Be'}}
+    answered = {"role": "tool", "tool_call_id": "1", "content": "no JSON"}
+    plain = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answered, {**USER[0], "content": "so?"}]
+    kept = dict(id="m", timestamp=1, reasoning_details=[{"type": "x"}], provider_specific_fields={"a": 1}, images=[])
+    prompt = chatty.tokenizer.decode(Request(0, messages=plain).as_tokens(chatty.tokenizer, 384).tokens)
+    assert 'call:weather{"city": "Be<tool_call|>' in prompt
+
+    async def use(asking):
+        found = []
+        for messages in (plain, [message | kept for message in plain]):
+            answer = await asking.http.post("/v1/chat/completions", json={**ASKED, "messages": messages})
+            found.append(answer.json()["choices"][0]["message"]["content"])
+        return found, await asking.refusal(**{**ASKED, "messages": [{**USER[0], "images": ["a"]}]})
+
+    (alone, same), (status, error) = served(chatty, use)
+    assert alone == same and status == 400 and "messages[0].images" in error["message"]
 
 
 @pytest.mark.parametrize(
