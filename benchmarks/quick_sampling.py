@@ -18,6 +18,7 @@ from benchmarks.quick import RELEASED
 from benchmarks.quick_figures import Figures
 from benchmarks.quick_start import FACTOR, ceilings_of, random_model, released
 from benchmarks.step_operations import STEPS
+from blockdiff import memory
 from blockdiff.checkpoint import preset_config
 from blockdiff.checkpoint.config import config_from
 from blockdiff.checkpoint.generation import Generation
@@ -176,7 +177,8 @@ def sampling(figures: Figures, quantize: bool = False) -> None:
     if figures.is_cuda:
         before = figures.kept["free before"]
         total = torch.cuda.mem_get_info(device)[1]
-        figures.make("memory", lambda: memory_line(engine, before, free_bytes(device), total))
+        of_calls = {name: nbytes / 2**30 for name, nbytes in engine._calls.peaks.items()}
+        figures.make("memory", lambda: memory_line(engine, before, free_bytes(device), total) | dict(gib_of=of_calls))
 
 
 def in_fp8(figures: Figures) -> None:
@@ -233,10 +235,7 @@ def timed(times: list[float], floor: float | None) -> dict[str, Any]:
 
 def free_bytes(device: torch.device) -> int:
     """The bytes of a GPU that nobody holds; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+    return (memory.available_bytes(device) or 0) if device.type == "cuda" else 0
 
 
 def memory_line(engine: Engine, before: int, after: int, total: int) -> dict[str, Any]:

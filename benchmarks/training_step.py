@@ -98,7 +98,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
     def draw(seed: int) -> tuple[Batch, Batch]:
         """All canvases, and only those that are scored."""
         whole = rows_of(size, vocabulary, models.ours.canvas_length, case.canvases, seed).to(device)
-        is_scored_BC = (torch.arange(case.canvases, device=device) == scored).expand(whole.start_BC.shape)
+        is_scored_BC = (torch.arange(case.canvases) == scored).expand(whole.start_BC.shape)
         return whole, whole.select(is_scored_BC)[0]
 
     plain = case.dtype == torch.float32 and not case.autocast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -11,13 +12,18 @@ from blockdiff.errors import BlockdiffError
 
 
 def available_bytes(device: Any) -> int | None:
-    """Bytes that this process can still allocate on a device of torch, or by its name; None where that is not known."""
+    """Bytes that this process can still allocate on a device of torch, or by its name; None where that is not known.
+
+    Memory of a CUDA device that only garbage or torch's cache holds is given back before.
+    """
     import torch
 
     place = torch.device(device)
     if place.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(place)
-        return free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+        gc.collect()
+        with torch.cuda.device(place):
+            torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(place)[0])
     return _host_bytes(Path("/")) if place.type == "cpu" else None
 
 
@@ -43,19 +49,21 @@ def most_allocated(device: Any) -> int:
 
 
 def peak_of(work: Callable[[], object], device: Any) -> int:
-    """The bytes that work takes for a while on a CUDA device, beyond those that were allocated before it.
+    """Bytes of a CUDA device that torch reserves for work, beyond those that it held before.
 
-    torch's own count of the peak begins anew with it.
+    Reserved memory is in pieces, so it is more than what tensors have. torch's own counts of peaks begin anew.
     """
     import torch
 
     place = torch.device(device)
     torch.cuda.synchronize(place)
-    _MOST[place], before = most_allocated(place), torch.cuda.memory_allocated(place)
+    with torch.cuda.device(place):
+        torch.cuda.empty_cache()
+    _MOST[place], before = most_allocated(place), torch.cuda.memory_reserved(place)
     torch.cuda.reset_peak_memory_stats(place)
     work()
     torch.cuda.synchronize(place)
-    return torch.cuda.max_memory_allocated(place) - before
+    return torch.cuda.max_memory_reserved(place) - before
 
 
 def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | None = None) -> None:

@@ -5,8 +5,9 @@ The rows stand in for real ones: their tokens are written where padding is, so t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
     from blockdiff.sampling.settings import SamplingSettings
 
 PREFIX_TOKENS = 1000  # of the rows whose steps are captured
-MARGIN = 1.25  # times what calls took: free memory is in pieces, and no two calls are alike
-KEPT_BYTES = 1 << 30  # for captured steps, the features of images and the workspaces of libraries
+MARGIN = 1.25  # times what calls took: no two calls are alike
+KEPT_BYTES = 1 << 30  # for the features of images and the workspaces of libraries
 
 
 @dataclass
 class WarmUp:
     """The calls of an engine with these parts, each of which can be made without any request.
 
-    is_measured: whether it is known how much memory they take.
+    peaks: the bytes that the largest call of every kind takes, once they are known.
     """
 
     pages: Pages
@@ -44,26 +45,33 @@ class WarmUp:
     settings: SamplingSettings
     scheduler: Scheduler
     captured: CapturedEncode | None
-    is_measured: bool = False
+    peaks: dict[str, int] = field(default_factory=dict)
 
     @torch.no_grad()
     def measure(self) -> None:
         """Find the bytes that pages have to leave free, where they take all at once, by the largest call of every kind.
 
-        A captured step has memory of its own, so what the calls took is added up. Raises BlockdiffError where the
-        device has no memory for the calls.
+        Captured steps have memory of their own, and a step runs before it is captured, so steps count twice. Raises
+        BlockdiffError where the device has no memory for the calls.
         """
-        if self.pages.grows or self.is_measured:
+        if self.pages.grows or self.peaks:
             return
         device, rows = self.pages.model.device, self.scheduler.max_rows
+        calls: dict[str, Callable[[], None]] = {
+            "encode": self.encode,
+            "step": lambda: self.step(rows),
+            "filtered": lambda: self.filtered(rows),
+            "verify": self.verify,
+        }
         try:
-            peaks = [memory.peak_of(call, device) for call in (self.encode, lambda: self.step(rows), self.verify)]
+            peaks = {name: memory.peak_of(call, device) for name, call in calls.items()}
         except torch.cuda.OutOfMemoryError:
             raise BlockdiffError(
                 f"{device}: there is no memory for a step of {rows} rows; let fewer run together"
             ) from None
-        self.pages.kept_free = int(MARGIN * sum(peaks)) + KEPT_BYTES + self._image_bytes()
-        self.is_measured = True
+        of_calls = peaks["encode"] + 2 * max(peaks["step"], peaks["filtered"]) + peaks["verify"]
+        self.pages.kept_free = int(MARGIN * of_calls) + KEPT_BYTES + self._image_bytes()
+        self.peaks = peaks
 
     def encode(self) -> None:
         """Encode as many tokens as a step does at most."""
@@ -88,19 +96,21 @@ class WarmUp:
         self.proposer.propose([], times)
         self.proposer.denoised = before
 
-    def filtered(self) -> None:
-        """Denoise and verify a row of which tokens are drawn with top_p, unless the strategy has no filters."""
+    def filtered(self, rows: int = 1) -> None:
+        """Denoise and verify rows of which tokens are drawn with top_p, unless the strategy has no filters."""
         with suppress(RequestError):
-            self._asked(strategy=adjusted(self.settings.strategy, temperature=1.0, top_p=0.9))  # 0 would draw nothing
+            self._asked(
+                rows, strategy=adjusted(self.settings.strategy, temperature=1.0, top_p=0.9)
+            )  # 0 would draw nothing
 
     def constrained(self) -> None:
         """Denoise and verify a row with a constraint, unless the engine has no tokenizer, say, which that takes."""
         with suppress(RequestError):
-            self._asked(regex=".*")
+            self._asked(1, regex=".*")
 
-    def _asked(self, **asked: Any) -> None:
-        self.step(1, **asked)
-        self.verify(1, **asked)
+    def _asked(self, rows: int, **asked: Any) -> None:
+        self.step(rows, **asked)
+        self.verify(rows, **asked)
 
     def verify(self, rows: int | None = None, **asked: Any) -> None:
         """Verify a draft of so many rows (None: of as many as there may be), where drafts are verified."""
