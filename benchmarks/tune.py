@@ -31,6 +31,8 @@ from triton.runtime.jit import JITFunction
 from benchmarks.compiled import Wanted, compiled, fits
 from blockdiff.kernels import tiles
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8.triton import fp8_linear
 from blockdiff.kernels.launch import Unserved, forget_sizes
 from blockdiff.kernels.routing.triton import routed_tokens
 from blockdiff.kernels.span_attention.triton import span_attention
@@ -98,6 +100,14 @@ def experts(tokens: int, dtype: torch.dtype) -> None:
     expert_mlp(x, gate_up, down, index, torch.full((tokens, k), 1 / k, requires_grad=True)).sum().backward()
 
 
+@torch.no_grad()
+def fp8_products(dtype: torch.dtype) -> None:
+    """The linear layers of fp8 of a canvas of the released model, but for those of experts."""
+    for inner, columns in ((2816, 4096), (4096, 2816), (2816, 2048), (2112, 2816)):
+        codes = torch.randint(0, 0x48, (columns, inner), dtype=torch.uint8)
+        fp8_linear(torch.randn(256, inner).to(dtype), Fp8(codes, torch.ones(columns, 1)))
+
+
 def problems() -> list[Problem]:
     """The lines of the table that are chosen here, those first whose sizes others have to have."""
     found = []
@@ -115,6 +125,7 @@ def problems() -> list[Problem]:
         for name, stride in (("down", 704), ("grad_x", 1)):
             found.append(Problem(f"expert_mlp_{name}", "expert_mlp_product", up_to, mix, {"WEIGHT_N": stride}, rows))
     found.append(Problem("routed_tokens", "routed_tokens", 128, router, same={"columns": "routed_tokens"}))
+    found.append(Problem("fp8_product", "fp8_product", float("inf"), fp8_products))
     return found
 
 
@@ -238,7 +249,11 @@ def main() -> None:
     parser.add_argument(
         "--architecture", action="append", type=int, choices=SHARED_MEMORY, help="choose by compiling, without a GPU"
     )
-    parser.add_argument("--only", action="append", help="lines whose name has this in it (may be repeated)")
+    parser.add_argument(
+        "--only",
+        action="append",
+        help='lines whose name and limit ("expert_mlp_down inf") have this in them (may be repeated)',
+    )
     parser.add_argument("--bytes", type=int, choices=DTYPES, default=2, help="of an element (default: 2)")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="processes that compile (default: a core each)"
@@ -252,7 +267,7 @@ def main() -> None:
             if of == 90:
                 table.setdefault((kernel, architecture, size), list(entries))
         for problem in problems():
-            if not any(name in problem.line for name in options.only or ("",)):
+            if not any(name in f"{problem.line} {problem.up_to:g}" for name in options.only or ("",)):
                 continue
             key = problem.line, architecture, options.bytes
             base = dict(table[key] if on_gpu else table[problem.line, 90, options.bytes])[problem.up_to]
