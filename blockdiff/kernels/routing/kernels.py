@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NO_EXPERT = tl.constexpr(2**31 - 1)
-
 
 @triton.jit(do_not_specialize=["N"])
 def routed_tokens(
@@ -34,21 +32,16 @@ def routed_tokens(
         b = tl.load(weight + at, mask=(expert < E)[None, :] & (d < D)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     left = tl.where((expert < E)[None, :], total.to(x.dtype.element_ty).to(tl.float32), float("-inf"))
-    of_all = tl.load(expert_scale + expert, mask=expert < E, other=0.0).to(tl.float32)
     best = tl.full([ROWS, CHOICES], 0, tl.int32)
     score = tl.full([ROWS, CHOICES], float("-inf"), tl.float32)
-    factor = tl.zeros([ROWS, CHOICES], tl.float32)
     for i in tl.static_range(TOP_K):
-        peak = tl.max(left, 1)
-        found = tl.min(tl.where(left == peak[:, None], expert[None, :], NO_EXPERT), 1)
-        found = tl.minimum(found, E - 1)  # NaN equals nothing
-        is_found = expert[None, :] == found[:, None]
-        of_found = tl.sum(tl.where(is_found, of_all[None, :], 0.0), 1)
-        left = tl.where(is_found, float("-inf"), left)
+        peak, found = tl.max(left, 1, return_indices=True)
+        left = tl.where(expert[None, :] == found[:, None], float("-inf"), left)
         is_choice = (choice == i)[None, :]
         best = tl.where(is_choice, found[:, None], best)
         score = tl.where(is_choice, peak[:, None], score)
-        factor = tl.where(is_choice, of_found[:, None], factor)
+    best = tl.minimum(best, E - 1)  # where nothing is left but -inf
+    factor = tl.load(expert_scale + best).to(tl.float32)
     share = tl.exp(score - tl.max(score, 1)[:, None])
     share = share / tl.sum(share, 1)[:, None] * factor
     at, is_there = row[:, None] * TOP_K + choice[None, :], (row < N)[:, None] & (choice < TOP_K)[None, :]
