@@ -28,6 +28,8 @@ KERNELS = {
     "span_attention_backward_keys_k": "span_attention_backward_keys",
     "span_attention_backward_keys_v": "span_attention_backward_keys",
     "expert_mlp_down": "expert_mlp_product",
+    "expert_mlp_down_fp8": "expert_mlp_product",
+    "expert_mlp_gate_up_fp8": "expert_mlp_gate_up",
     "expert_mlp_grad_x": "expert_mlp_product",
 }
 Key = tuple[str, int, int, tuple[int, ...]]  # kernel, architecture, bytes of an element, sizes

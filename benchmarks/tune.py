@@ -93,11 +93,25 @@ def router(dtype: torch.dtype) -> None:
 def experts(tokens: int, dtype: torch.dtype) -> None:
     """Experts of the released model's sizes, forward and backward with everything trained."""
     E, k, D, F = 128, 8, 2816, 704
-    x, gate_up, down = (
-        torch.empty(shape, dtype=dtype, requires_grad=True) for shape in ((tokens, D), (E, 2 * F, D), (E, D, F))
-    )
+    x, gate_up, down = (torch.empty(shape, dtype=dtype) for shape in ((tokens, D), (E, 2 * F, D), (E, D, F)))
+    for each in (x, gate_up, down):
+        if each.is_cuda:  # zeros would take less power, and so less time
+            each.normal_(std=0.02)
+        each.requires_grad_()
     index = torch.rand(tokens, E).topk(k).indices
     expert_mlp(x, gate_up, down, index, torch.full((tokens, k), 1 / k, requires_grad=True)).sum().backward()
+
+
+@torch.no_grad()
+def experts_in_fp8(tokens: int, dtype: torch.dtype) -> None:
+    """The same experts with weights in fp8, forward."""
+    E, k, D, F = 128, 8, 2816, 704
+    gate_up, down = (
+        Fp8(torch.randint(0, 0x48, shape, dtype=torch.uint8), torch.ones(*shape[:-1], 1))
+        for shape in ((E, 2 * F, D), (E, D, F))
+    )
+    index = torch.rand(tokens, E).topk(k).indices
+    expert_mlp(torch.randn(tokens, D).to(dtype), gate_up, down, index, torch.full((tokens, k), 1 / k))
 
 
 @torch.no_grad()
@@ -124,6 +138,9 @@ def problems() -> list[Problem]:
             found.append(Problem(f"expert_mlp_{name}", f"expert_mlp_{name}", up_to, mix, same=same))
         for name, stride in (("down", 704), ("grad_x", 1)):
             found.append(Problem(f"expert_mlp_{name}", "expert_mlp_product", up_to, mix, {"WEIGHT_N": stride}, rows))
+        mix = partial(experts_in_fp8, tokens)
+        for name, kernel in (("gate_up", "expert_mlp_gate_up"), ("down", "expert_mlp_product")):
+            found.append(Problem(f"expert_mlp_{name}_fp8", kernel, up_to, mix, same=rows))
     found.append(Problem("routed_tokens", "routed_tokens", 128, router, same={"columns": "routed_tokens"}))
     found.append(Problem("fp8_product", "fp8_product", float("inf"), fp8_products))
     return found

@@ -95,7 +95,7 @@ def test_the_list_of_tiles_is_long_enough_for_the_worst_routing(rows):
 
 
 def test_all_products_over_rows_share_their_row_tiles():
-    names = ("gate_up", "down", "activation_backward", "grad_x")
+    names = ("gate_up", "down", "gate_up_fp8", "down_fp8", "activation_backward", "grad_x")
     for architecture, size in itertools.product(SHARED_MEMORY, (2, 4)):
         lines = [table()[f"expert_mlp_{name}", architecture, size] for name in names]
         for same in zip(*lines, strict=True):

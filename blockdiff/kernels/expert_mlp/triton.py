@@ -186,9 +186,11 @@ def _fill_slots(
     slots, (gate_up_A, gate_up_B, down_A, down_B) = N * k, low_rank
     x, gate_up, down, weight = x.contiguous(), gate_up.contiguous(), down.contiguous(), weight.contiguous()
     ranks = (0 if gate_up_A is None else gate_up_A.shape[1]), (0 if down_A is None else down_A.shape[1])
-    hardware = scales[0] is not None and decodes_fp8(x)
+    in_fp8 = scales[0] is not None
     sizes = slots, k, E, D, F, ranks, activation
-    tile, lengths, gate_up_launch, down_launch = _forward_of(*sizes, hardware, x.dtype, x.device)
+    tile, lengths, gate_up_launch, down_launch = _forward_of(
+        *sizes, in_fp8, in_fp8 and decodes_fp8(x), x.dtype, x.device
+    )
     plan = scratch(_plan, x, lengths) if memory is None else Plan(*memory.split_with_sizes(lengths))
     _sort(index, E, tile.rows, plan)
     a, narrow = x.new_empty(slots, F), None
@@ -202,12 +204,12 @@ def _fill_slots(
 @cached_by_sizes
 def _forward_of(
     slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str,
-    hardware: bool, dtype: torch.dtype, device: torch.device,
+    in_fp8: bool, hardware: bool, dtype: torch.dtype, device: torch.device,
 ) -> tuple[Tile, tuple[int, ...], Launch, Launch]:  # fmt: skip
     """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
 
     def tile_in(name: str) -> Tile:
-        return tile_for(f"expert_mlp_{name}", dtype, device, slots / max(1, E))
+        return tile_for(f"expert_mlp_{name}{'_fp8' if in_fp8 else ''}", dtype, device, slots / max(1, E))
 
     of_plan = tile_in("down")
     lengths, both = plan_lengths(slots, E, of_plan.rows), dict(E=E, HARDWARE=hardware, PRECISION=precision_of(dtype))
