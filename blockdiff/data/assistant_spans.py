@@ -34,6 +34,21 @@ def assistant_spans(
     return [_span(written, messages, place, whole) for place in (places[-1:] if only_last else places)]
 
 
+def span_owners(count: Callable[[Sequence[Message]], int], messages: Sequence[Message]) -> list[int]:
+    """The place of the message that each marked span of a conversation belongs to.
+
+    count: the number of spans that the template marks in messages. A message has those that come with it and with the
+    answers of tools behind it.
+    """
+    owners: list[int] = []
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            followers = range(place + 1, len(messages))
+            end = next((each for each in followers if messages[each]["role"] != "tool"), len(messages))
+            owners += [place] * (count(messages[:end]) - len(owners))
+    return owners
+
+
 def _span(
     written: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], place: int, whole: str
 ) -> Span:

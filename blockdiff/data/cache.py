@@ -23,7 +23,7 @@ from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
 from blockdiff.files import digest, remove_directory, remove_leftovers, seal, whole_directory
 
-VERSION = 6  # of the files and of what rows become; raise it when either changes
+VERSION = 7  # of the files and of what rows become; raise it when either changes
 TOKENS, FACTS = "tokens.arrow", "facts.json"
 STALE = 24 * 3600.0  # seconds after which what a killed process left is removed
 

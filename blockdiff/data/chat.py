@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from blockdiff.data.alterations import Alterations, find_alterations
 from blockdiff.data.control_tokens import ControlTokens, Guard, make_guard, why_not_encoded
@@ -34,8 +34,6 @@ from blockdiff.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A row, its tokens, its responses, its images, the number of the assistant's turns, and what was altered.
-Encoding = tuple[Row, list[int], list["Span"], list["ExampleImage"], int, Counter[str]]
 CHUNK = 128  # rows given to the tokenizer in one call; their offsets are many small objects
 
 
@@ -53,7 +51,8 @@ class ExampleImage:
 class Example:
     """A row as tokens, with the columns [start, end) of its responses; `sample_id` is its row number.
 
-    Of several sources, row numbers go on from one to the next. The tokens have all placeholders of `images`.
+    Of several sources, row numbers go on from one to the next. The tokens have all placeholders of `images`. Columns of
+    `excluded` are turns that the row marks as not to be learnt.
     """
 
     sample_id: int
@@ -62,6 +61,19 @@ class Example:
     is_truncated: bool = False
     where: str = ""
     images: tuple[ExampleImage, ...] = ()
+    excluded: tuple[Span, ...] = ()
+
+
+class Encoding(NamedTuple):
+    """A row as tokens, whole: its responses, those of them that are learnt, and what the row excludes from learning."""
+
+    row: Row
+    tokens: list[int]
+    responses: list[Span]
+    excluded: tuple[Span, ...]
+    images: list[ExampleImage]
+    context_turns: int  # turns of the assistant that are not learnt
+    changes: Counter[str]  # what the chat template altered
 
 
 def truncated(
@@ -175,8 +187,10 @@ class Encoder:
         `counts_bad` or `skips_bad_rows` such rows are left out and counted.
         """
         bad = statistics if counts_bad or self.skips_bad_rows else None
-        for sample_id, (row, tokens, responses, images, turns, changes) in enumerate(self._encoded(rows, bad)):
-            statistics.count_row(row.messages is not None, turns - len(responses), changes)
+        for sample_id, (row, tokens, responses, excluded, images, context_turns, changes) in enumerate(
+            self._encoded(rows, bad)
+        ):
+            statistics.count_row(row.messages is not None, context_turns, changes, row.unread)
             try:
                 fitted = self._fitted(tokens, responses, row.where)
             except DataError as error:
@@ -190,7 +204,8 @@ class Encoder:
             cut_tokens = len(tokens) - len(fitted[0])
             kept = tuple(image for image in images if image.column < len(fitted[0]))  # a cut is in no image
             statistics.count_example(fitted[0], fitted[1], [image.tokens for image in kept], cut_tokens=cut_tokens)
-            yield Example(sample_id, fitted[0], fitted[1], cut_tokens > 0, row.where, kept)
+            whole = tuple((start, min(end, len(fitted[0]))) for start, end in excluded if start < len(fitted[0]))
+            yield Example(sample_id, fitted[0], fitted[1], cut_tokens > 0, row.where, kept, whole)
 
     def nothing_left(self, rows: int, where: str = "") -> DataError:
         """The error for data of which no row is left."""
@@ -242,10 +257,11 @@ class Encoder:
         encoded_chats = iter(self._chats([row for row in rows if row.messages]))
         images = self._images(rows)
         for row in rows:
-            tokens, responses, changes = next(encoded_pairs if row.messages is None else encoded_chats)
-            tokens, responses, placed = self._placed(row, tokens, responses, [next(images) for _ in row.sources])
+            ids, spans, excluded, changes = next(encoded_pairs if row.messages is None else encoded_chats)
+            tokens, moved, placed = self._placed(row, ids, [*spans, *excluded], [next(images) for _ in row.sources])
+            responses, others = moved[: len(spans)], tuple(moved[len(spans) :])
             chosen = responses if self.turns == "all" else responses[-1:]
-            yield row, tokens, chosen, placed, len(responses), changes
+            yield Encoding(row, tokens, chosen, others, placed, len(moved) - len(chosen), changes)
 
     def _images(self, rows: Sequence[Row]) -> Iterator[ExampleImage]:
         """The images of some rows, one after the other, read together; where they stand is not known yet."""
@@ -278,15 +294,21 @@ class Encoder:
         moved = [(whole.moved[start], whole.moved[end]) for start, end in responses]
         return whole.ids, moved, [replace(image, column=at) for image, at in zip(images, whole.columns, strict=True)]
 
-    def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], Counter[str]]]:
+    def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], list[Span], Counter[str]]]:
         """Raw text: bos and prompt, then response and eos, tokenised apart so that no token joins them."""
+        text = next((row for row in rows if row.is_text), None)
+        if text is not None and self.canvas_length > 1:
+            raise DataError(
+                f"{text.where}: the row is one text, and canvases learn responses; write prompt (it may be empty) and "
+                "response, or train next tokens of a causal model"
+            )
         bos = self.tokenizer.bos_token_id
         head = [] if bos is None else [bos]
         responses = self._tokenise([row.response or "" for row in rows], rows)
         for (prompt, is_cut), response in zip(self._prompts(rows), responses, strict=True):
             start = prompt if prompt[:1] == head else [*head, *prompt]
             tokens = [*start, *response.ids, self.eos_id]
-            yield tokens, [(len(start), len(tokens))], Counter(spelt=is_cut or bool(response.cuts))
+            yield tokens, [(len(start), len(tokens))], [], Counter(spelt=is_cut or bool(response.cuts))
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], bool]]:
         """The tokens of raw prompts, with a placeholder for each image, and whether they spell a control token."""
@@ -310,18 +332,18 @@ class Encoder:
                     ids.append(self.reader.tokens[1])
             yield ids, is_cut
 
-    def _chats(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], Counter[str]]]:
+    def _chats(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], list[Span], Counter[str]]]:
         rendered = [self._rendered(row) for row in rows]
         encoded = self._tokenise([each.text for each in rendered], rows, [each.cuts for each in rendered])
         for row, encoding, each in zip(rows, encoded, rendered, strict=True):
             try:
-                responses = token_spans(encoding.offsets, each.spans)
+                responses, excluded = (token_spans(encoding.offsets, spans) for spans in (each.spans, each.excluded))
             except ValueError as error:
                 raise DataError(f"{row.where}: {error}; change the chat template") from None
             if not responses:
                 raise DataError(f"{row.where}: the chat template marks no assistant turn; change the template")
             changes = self.alterations.count(row.messages or ())
-            yield encoding.ids, responses, changes + Counter(spelt=bool(each.cuts))
+            yield encoding.ids, responses, excluded, changes + Counter(spelt=bool(each.cuts))
 
     def _rendered(self, row: Row) -> Rendered:
         messages = row.messages or ()
@@ -329,6 +351,12 @@ class Encoder:
             raise DataError(
                 f"{row.where}: the chat template writes tools with {self._unknown_tool_token}, which the tokenizer "
                 "does not have; take one that has it, or remove the row"
+            )
+        turns = [message for message in messages if message["role"] == "assistant"]
+        if self.turns == "last" and turns and not turns[-1].get("is_learnt", True):
+            raise DataError(
+                f"{row.where}: the last message of the assistant is marked as one not to learn, and data.turns: last "
+                "learns no other; remove the row, or write data.turns: all"
             )
         if self.system is not None and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system}, *messages)

@@ -261,14 +261,16 @@ class Collator:
 
     def _ar_weights(self, example: Example) -> list[float] | None:
         """The weight of each column's pair of tokens; None where all count 1."""
-        is_plain = self.ar_scope == "all" and self.normalisation == "token" and not example.images
+        is_plain = self.ar_scope == "all" and self.normalisation == "token"
+        is_plain = is_plain and not (example.images or example.excluded)
         if not self.scores_ar or is_plain:
             return None
         pairs = len(example.tokens) - 1
         spans = example.responses if self.ar_scope == "response" else [(1, pairs + 1)]
         # Nothing has to predict a placeholder, whose place is known as soon as there is an image.
         placeholders = {image.column + part for image in example.images for part in range(image.tokens)}
-        targets = [column for start, end in spans for column in range(max(start, 1), end) if column not in placeholders]
+        excluded = placeholders.union(*(range(start, end) for start, end in example.excluded))
+        targets = [column for start, end in spans for column in range(max(start, 1), end) if column not in excluded]
         columns = [target - 1 for target in targets]
         weights = [0.0] * (pairs + 1)
         for column in columns:

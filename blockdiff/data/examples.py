@@ -36,6 +36,7 @@ SCHEMA = pa.schema(
         ("file", pa.int32()),  # which of the source's files, so that they may move
         ("place", pa.string()),  # "17" or "row 17"
         ("images", pa.list_(IMAGE)),
+        ("excluded", pa.list_(pa.int32())),  # as responses
     ]
 )
 
@@ -55,6 +56,7 @@ def write_examples(file: IO[bytes], examples: Iterable[Example], files: Sequence
                 [number[name] for name, _, _ in places],
                 [place for _, _, place in places],
                 [[_record(image) for image in example.images] for example in chunk],
+                [[edge for span in example.excluded for edge in span] for example in chunk],
             ]
             writer.write_batch(pa.RecordBatch.from_pydict(dict(zip(SCHEMA.names, columns, strict=True)), SCHEMA))
             count += len(chunk)
@@ -117,7 +119,8 @@ class Examples(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        sample_id, tokens, edges, is_truncated, file, place, images = (column[index].as_py() for column in self.columns)
-        responses = list(zip(edges[::2], edges[1::2], strict=True))
+        values = [column[index].as_py() for column in self.columns]
+        sample_id, tokens, edges, is_truncated, file, place, images, others = values
+        responses, excluded = (list(zip(each[::2], each[1::2], strict=True)) for each in (edges, others))
         where = f"{self.files[file]}:{place}"
-        return Example(sample_id, tokens, responses, is_truncated, where, tuple(map(_image, images)))
+        return Example(sample_id, tokens, responses, is_truncated, where, tuple(map(_image, images)), tuple(excluded))

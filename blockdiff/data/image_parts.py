@@ -89,8 +89,9 @@ def replaced(messages: Sequence[Message], images: Sequence[ImageSource]) -> tupl
 
 
 def for_template(messages: Sequence[Message]) -> list[Message]:
-    """The messages as chat templates read them: parts of images without the images."""
-    return [_mapped(message, lambda part: {"type": "image"}) for message in messages]
+    """The messages as chat templates read them: parts of images without the images, and no word on what is learnt."""
+    shown = (_mapped(message, lambda part: {"type": "image"}) for message in messages)
+    return [{key: value for key, value in message.items() if key != "is_learnt"} for message in shown]
 
 
 def _mapped(message: Message, change: Any) -> Message:

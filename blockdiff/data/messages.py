@@ -13,20 +13,19 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from blockdiff.data.strict_json import DECODER
+from blockdiff.data.spellings import (
+    CALLERS,
+    MESSAGE_KEYS,
+    REASONING_KEYS,
+    ROLES,
+    SPEAKERS,
+    calls_of,
+    declared_function,
+    is_learnt,
+    without_blocks,
+)
+from blockdiff.data.strict_json import BadRow, from_json, type_in_words
 
-# What rows call the roles, and what they are called here.
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-}
-# Further names, in conversations of the ShareGPT form.
-SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
-REASONING_KEYS = ("reasoning", "reasoning_content")
 OF_ASSISTANT = (*REASONING_KEYS, "tool_calls")
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(file|blob):", re.IGNORECASE)
@@ -38,28 +37,47 @@ Part = dict[str, Any]
 ImageSource = Any
 
 
-class BadRow(Exception):
-    """The reason for refusing a row; the reader of the file adds the place."""
+def checked_messages(
+    value: Any, name: str, is_prompt: bool = False, unread: set[str] | None = None
+) -> tuple[Message, ...]:
+    """The messages of a conversation: a list of them, or a string with that list as JSON; see `named_messages`."""
+    return in_turn(named_messages(value, name, is_prompt, unread))
 
 
-def checked_messages(value: Any, name: str, is_prompt: bool = False) -> tuple[Message, ...]:
-    """The messages of a conversation: a list of them, or a string with that list as JSON.
+def named_messages(
+    value: Any, name: str, is_prompt: bool = False, unread: set[str] | None = None
+) -> list[tuple[str, Message]]:
+    """The messages of a list, each after its name; one that its author excludes from learning has `is_learnt` False.
 
-    is_prompt: it is to be answered, not learnt, and may have empty messages of the assistant.
+    is_prompt: they are to be answered, not learnt, and the assistant's may be empty; unread: takes the keys of messages
+    that nothing reads.
     """
     value = from_json(value, name, "[")
     if not isinstance(value, list | tuple):
         raise BadRow(f"{name} is {type_in_words(value)}; make it a list of objects with role and content")
-    messages = tuple(_message(message, f"{name}[{index}]", is_prompt) for index, message in enumerate(value))
-    calls: list[Message] = []
-    for index, message in enumerate(messages):
-        if message["role"] == "system" and index > 0:
-            raise BadRow(f"{name}[{index}] has role system; only the first message can")
-        if message["role"] == "tool":
-            _answer(message, calls, f"{name}[{index}]")
-        else:
-            calls = list(message.get("tool_calls", ()))
-    return messages
+    found = [_messages(each, f"{name}[{index}]", is_prompt, unread) for index, each in enumerate(value)]
+    return [(f"{name}[{index}]", message) for index, some in enumerate(found) for message in some]
+
+
+def in_turn(named: Sequence[tuple[str, Message]]) -> tuple[Message, ...]:
+    """Messages one after the other, each with its name: calls join the turn before, and answers find their calls."""
+    messages: list[Message] = []
+    calls: list[Message] | None = None  # those without an answer; None where the turn before calls nothing
+    for name, message in named:
+        before = messages[-1] if messages else {}
+        is_same_turn = message.pop("joins", False) and before.get("role") == "assistant"
+        if is_same_turn and before.get("is_learnt") == message.get("is_learnt"):
+            before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
+            calls = list(before["tool_calls"])
+            continue
+        if message["role"] == "system" and messages:
+            raise BadRow(f"{name} has role system; only the first message can")
+        if message["role"] != "tool":
+            calls = list(message["tool_calls"]) if message.get("tool_calls") else None
+        elif calls is not None:
+            _answer(message, calls, name)
+        messages.append(message)
+    return tuple(messages)
 
 
 def checked_tools(value: Any) -> tuple[Message, ...] | None:
@@ -73,14 +91,16 @@ def checked_tools(value: Any) -> tuple[Message, ...] | None:
     if not isinstance(value, list | tuple):
         raise BadRow(f"tools is {type_in_words(value)}; make it a list of declarations of functions")
     tools = []
-    for index, tool in enumerate(from_json(each, f"tools[{index}]", "{") for index, each in enumerate(value)):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    for index, each in enumerate(value):
+        tool = from_json(each, f"tools[{index}]", "{")
+        declared = declared_function(tool) if isinstance(tool, Mapping) else {}
+        function = declared.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f"tools[{index}] declares no function; write {{name, description, parameters}}")
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise BadRow(f"tools[{index}].parameters is {type_in_words(function['parameters'])}; write a JSON schema")
         check_texts(tool, f"tools[{index}]")
-        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+        tools.append(dict(declared))
     return tuple(tools)
 
 
@@ -189,38 +209,31 @@ def check_texts(value: Any, name: str) -> None:
             check_texts(each, name)
 
 
-def from_json(value: Any, name: str, opens: str) -> Any:
-    """The JSON value in a string that begins with `opens` (a CSV file has no lists); any other value as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith(opens):
-        return value
-    try:
-        return DECODER.decode(value)
-    except (ValueError, RecursionError) as error:
-        raise BadRow(f"{name} is a string that is not valid JSON ({error}); write JSON") from None
-
-
-def type_in_words(value: Any) -> str:
-    """The type of a JSON value, in words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    number = "a number" if isinstance(value, int | float) else type(value).__name__
-    return names.get(type(value), number)
-
-
-def _message(value: Any, name: str, is_prompt: bool) -> Message:
+def _messages(value: Any, name: str, is_prompt: bool, unread: set[str] | None) -> list[Message]:
+    """The messages that one of a row is: several where it has the answers of tools in its parts."""
     value = from_json(value, name, "{")
     if not isinstance(value, Mapping):
         raise BadRow(f"{name} is {type_in_words(value)}; make it an object with role and content")
+    if unread is not None:
+        unread |= {f"messages.{key}" for key, each in value.items() if key not in MESSAGE_KEYS and each is not None}
+    return [_message(each, name, is_prompt) for each in without_blocks(value, name)]
+
+
+def _message(value: Mapping[str, Any], name: str, is_prompt: bool) -> Message:
     is_sharegpt = "from" in value and "role" not in value
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
-    calls = None if is_sharegpt else value.get("tool_calls")
-    for key in (role_key, content_key):
-        if key not in value and not (key == "content" and calls):
-            raise BadRow(f"{name} has no {key}; add it")
+    if role_key not in value:
+        raise BadRow(f"{name} has no {role_key}; add it")
     role, roles = value[role_key], {**ROLES, **SPEAKERS} if is_sharegpt else ROLES
     if not isinstance(role, str) or role not in roles:
         raise BadRow(f"{name} has {'role' if not is_sharegpt else 'from'} {role!r}; use one of {', '.join(roles)}")
     message: Message = {"role": roles[role]}
     content = value.get(content_key)
+    calls = calls_of(value, role, content, name)
+    if content_key not in value and not (content_key == "content" and calls):
+        raise BadRow(f"{name} has no {content_key}; add it")
+    if role in CALLERS:
+        content, message["joins"] = "", True
     if message["role"] == "tool" and isinstance(content, Mapping):
         check_texts(content, f"{name}.{content_key}")
         message["content"] = content
@@ -228,9 +241,10 @@ def _message(value: Any, name: str, is_prompt: bool) -> Message:
         message["content"] = "" if content is None and calls else checked_content(content, f"{name}.{content_key}")
         if isinstance(message["content"], list) and message["role"] != "user":
             raise BadRow(f"{name} has an image but role {role}; only a user's message can have images")
-    for key in OF_ASSISTANT:
-        if value.get(key) and message["role"] != "assistant":
-            raise BadRow(f"{name} has {key} but role {role}; only an assistant message can have it")
+    if message["role"] != "assistant":
+        has = next((key for key in REASONING_KEYS if value.get(key)), "tool_calls" if calls else "")
+        if has:
+            raise BadRow(f"{name} has {has} but role {role}; only an assistant message can have it")
     for key in REASONING_KEYS:
         if value.get(key) is not None and message["role"] == "assistant":
             message["reasoning"] = checked_text(value[key], f"{name}.{key}")
@@ -242,6 +256,8 @@ def _message(value: Any, name: str, is_prompt: bool) -> Message:
         message.update({key: value[key] for key in ("name", "tool_call_id") if value.get(key) is not None})
     if value.get("tool_responses"):
         raise BadRow(f"{name} has tool_responses, which are not supported; write messages of role tool after it")
+    if not is_prompt and not is_learnt(value, message["role"], name):
+        message |= {"is_learnt": False} if message["role"] == "assistant" else {}
     return message
 
 
@@ -254,27 +270,34 @@ def _calls(value: Any, name: str, is_prompt: bool) -> list[Message]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f"{name}[{index}] calls no function; write {{name, arguments}}")
-        where = f"{name}[{index}].arguments"
-        arguments, is_broken = function.get("arguments") or {}, False
-        try:
-            arguments = from_json(arguments, where, "{")
-        except BadRow:
-            if not (is_broken := is_prompt):
-                raise
-        if not (is_broken or isinstance(arguments, Mapping)):
-            raise BadRow(f"{where} is {type_in_words(arguments)}; make it an object")
         check_texts(function["name"], f"{name}[{index}].name")
-        check_texts(arguments, where)
-        arguments = arguments if is_broken else dict(arguments)
+        arguments = _arguments(function.get("arguments"), f"{name}[{index}].arguments", is_prompt)
         kept = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         calls.append({**({"id": call["id"]} if call.get("id") is not None else {}), **kept})
     return calls
 
 
+def _arguments(value: Any, name: str, is_prompt: bool) -> dict[str, Any] | str:
+    """The arguments of a call; null and a text that says nothing or null are those of a call without any."""
+    if not value or (isinstance(value, str) and value.strip() in ("", "null")):
+        return {}
+    check_texts(value, name)
+    try:
+        arguments = from_json(value, name, "{")
+    except BadRow:
+        if is_prompt:
+            return str(value)
+        raise
+    if not isinstance(arguments, Mapping):
+        raise BadRow(f"{name} is {type_in_words(arguments)}; make it an object")
+    check_texts(arguments, name)
+    return dict(arguments)
+
+
 def _answer(message: Message, calls: list[Message], name: str) -> None:
     """Give the answer of a tool the name of the tool, which chat templates write: by its call's id, or by its place."""
     if not calls:
-        raise BadRow(f"{name} has role tool, but no call of a tool comes before it; add tool_calls or remove it")
+        raise BadRow(f"{name} has role tool, but every call before it has its answer; add the call or remove it")
     asked = message.get("tool_call_id")
     found = next((call for call in calls if asked is not None and call.get("id") == asked), None)
     if found is None and asked is not None and any(call.get("id") is not None for call in calls):

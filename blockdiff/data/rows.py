@@ -22,14 +22,26 @@ from blockdiff.data.messages import (
     checked_messages,
     checked_text,
     checked_tools,
+    in_turn,
+    named_messages,
     type_in_words,
 )
+from blockdiff.data.spellings import JUDGEMENTS
 from blockdiff.errors import DataError
 
 CONVERSATION_KEYS = ("messages", "conversations")
 ALPACA_KEYS = ("instruction", "input", "output")
 KEYS = ("prompt", "response", "messages", "tools", "system", "image", "images", "id")
-CONTENT_KEYS = {"prompt", "response", "completion", "history", *ALPACA_KEYS, *CONVERSATION_KEYS}
+CONTENT_KEYS = {"prompt", "response", "completion", "history", "text", *JUDGEMENTS, *ALPACA_KEYS, *CONVERSATION_KEYS}
+# The keys that are read of a row, by the one that says which form it has.
+COMMON = ("id", "image", "images", "system", *JUDGEMENTS)
+READ = {
+    "messages": ("messages", "tools"),
+    "conversations": ("conversations", "tools"),
+    "prompt": ("prompt", "response", "completion", "tools"),
+    "instruction": ALPACA_KEYS,
+    "text": ("text",),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,8 @@ class Row:
     """One row: either `prompt` and `response`, or `messages` and maybe `tools` that it declares.
 
     `where` is "file:line" or "file:row N". A row that is to be answered needs no response. Images are in the parts of
-    messages; those of a prompt are `images`, at its markers or before it.
+    messages; those of a prompt are `images`, at its markers or before it. A row that is one text (`is_text`) has it as
+    response. `unread` are its keys, and those of its messages, that nothing reads.
     """
 
     where: str
@@ -47,6 +60,8 @@ class Row:
     id: str | None = None
     tools: tuple[Message, ...] | None = None
     images: tuple[ImageSource, ...] = ()
+    is_text: bool = False
+    unread: frozenset[str] = frozenset()
 
     @property
     def sources(self) -> list[ImageSource]:
@@ -62,7 +77,7 @@ class Row:
 
     def as_conversation(self) -> Row:
         """The same row with its prompt as the user's turn and its response as the assistant's."""
-        if self.messages is not None:
+        if self.messages is not None or self.is_text:
             return self
         asked = text_with_images(self.prompt or "", self.images) if self.images else self.prompt or ""
         messages = {"role": "user", "content": asked}, {"role": "assistant", "content": self.response or ""}
@@ -85,23 +100,33 @@ def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, 
     """Check one row, wherever it comes from, and make it a `Row`; raises DataError naming `where`.
 
     `columns` maps keys of KEYS to the column that holds them; without an entry a key is looked up by its name.
-    Other forms are read as well: `prompt` and `completion`; the ShareGPT form, `conversations` of `from` and `value`;
-    the Alpaca form, `instruction`, `input` and `output`, which becomes a conversation. With `is_asked` the row is to
-    be answered, so it needs no response, and one beside its prompt is left alone. A `value` that could not be read is
-    the DataError itself.
+    Other forms are read as well: `prompt` and `completion`, as texts or as lists of messages; the ShareGPT form,
+    `conversations` of `from` and `value`; the Alpaca form, `instruction`, `input` and `output`, which becomes a
+    conversation; `text` alone. With `is_asked` the row is to be answered, so it needs no response, and one beside its
+    prompt is left alone. A `value` that could not be read is the DataError itself.
     """
     if isinstance(value, DataError):
         raise value
     try:
-        return _row(_renamed(value, columns) if columns else value, where, is_asked)
+        if not isinstance(value, Mapping):
+            needed = "prompt" if is_asked else "prompt and response"
+            raise BadRow(f"the row is {type_in_words(value)}, not an object; write {{...}} with messages, or {needed}")
+        judged = [key for key in JUDGEMENTS if value.get(key) is False]
+        if judged and not is_asked:
+            raise BadRow(f"{judged[0]} is false, so its answer is one not to learn; remove the row")
+        unread: set[str] = set()
+        named = _renamed(value, columns) if columns else value
+        form = _form(named, is_asked)
+        row = _row(named, form, where, is_asked, unread)
     except BadRow as bad:
         raise DataError(f"{where}: {bad}") from None
+    read = {*READ[form], *COMMON, *(columns or {}).values()}
+    unread |= {str(key) for key, each in value.items() if key not in read and each is not None}
+    return replace(row, unread=frozenset(unread))
 
 
-def _renamed(value: Any, columns: Mapping[str, str]) -> Any:
+def _renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
     """The row with its columns under our names; where `columns` names one form of rows, the other form is left out."""
-    if not isinstance(value, Mapping):
-        return value
     for key, column in columns.items():
         if column not in value:
             columns_of_row = ", ".join(map(repr, value)) or "none"
@@ -114,63 +139,111 @@ def _renamed(value: Any, columns: Mapping[str, str]) -> Any:
     return {**kept, **{key: value[column] for key, column in columns.items()}}
 
 
-def _row(value: Any, where: str, is_asked: bool) -> Row:
-    pair_of = "prompt" if is_asked else "prompt and response"
-    if not isinstance(value, Mapping):
-        raise BadRow(f"the row is {type_in_words(value)}, not an object; write {{...}} with messages, or {pair_of}")
-    identity = value.get("id")
-    if identity is not None and (not isinstance(identity, str | int) or isinstance(identity, bool)):
-        raise BadRow(f"id is {type_in_words(identity)}; make it a string or an integer")
-    identity = None if identity is None else str(identity)
-    is_pair = "prompt" in value or "response" in value
-    images = column_of_images(value)
-    conversations = [key for key in CONVERSATION_KEYS if key in value]
-    if conversations:
-        if is_pair:
-            raise BadRow(f"both {conversations[0]} and prompt/response are there; keep one form")
-        if len(conversations) > 1:
-            raise BadRow("both messages and conversations are there; keep one")
-        messages = checked_messages(value[conversations[0]], conversations[0])
-        if not is_asked and not any(message["role"] == "assistant" for message in messages):
-            raise BadRow("no assistant message, so nothing can be learnt; add one or remove the row")
-        if not messages:
-            raise BadRow(f"{conversations[0]} has no message; write what is asked")
-        tools, messages = checked_tools(value.get("tools")), with_images(messages, images)
-        return Row(where, messages=_with_system(messages, value.get("system")), id=identity, tools=tools)
-    if not is_pair and "instruction" in value and (is_asked or "output" in value):
-        messages = with_images(_alpaca(value, is_asked), images)
-        return Row(where, messages=_with_system(messages, value.get("system")), id=identity)
-    if not is_pair:
-        raise BadRow(_neither(value, pair_of))
+def _form(value: Mapping[str, Any], is_asked: bool) -> str:
+    """The key of READ that says which form a row has; one whose value is null says so only where no other does."""
+    there = [key for key in value if value[key] is not None]
+    conversations = [key for key in CONVERSATION_KEYS if key in there]
+    pair = [key for key in ("prompt", "response") if key in there]
+    if conversations and pair:
+        raise BadRow(
+            f"both {conversations[0]} and prompt/response are there; keep one form, or say which with data.columns, "
+            f"such as messages: {conversations[0]}"
+        )
+    if len(conversations) > 1:
+        raise BadRow("both messages and conversations are there; keep one")
+    if conversations or pair:
+        return (*conversations, "prompt")[0]
+    if "instruction" in value and (is_asked or "output" in value):
+        return "instruction"
+    if "text" in there and not is_asked:
+        return "text"
+    found = next((key for key in (*CONVERSATION_KEYS, "prompt", "response") if key in value), None)
+    if found is None:
+        raise BadRow(_neither(value, "prompt" if is_asked else "prompt and response"))
+    return found if found in READ else "prompt"
+
+
+def _row(value: Mapping[str, Any], form: str, where: str, is_asked: bool, unread: set[str]) -> Row:
+    """A row of one of the forms of READ; `unread` takes the keys of its messages that nothing reads."""
+    identity, images = _identity(value.get("id")), column_of_images(value)
+    turns = _turns(value, form, is_asked, unread)
+    if turns is not None:
+        if not turns:
+            raise BadRow(f"{form} has no message; write what is asked")
+        messages = _with_system(with_images(turns, images), value.get("system"))
+        tools = None if form == "instruction" else checked_tools(value.get("tools"))
+        return Row(where, messages=messages, id=identity, tools=tools)
     for key in ("system", "tools"):
         if value.get(key):
-            raise BadRow(f"{key} is there, but prompt rows have no turns; put it into prompt or write messages")
+            raise BadRow(f"{key} is there, but {form} rows have no turns; put it into {form} or write messages")
+    if form == "text":
+        text = checked_text(value["text"], "text")
+        if not text or images:
+            raise BadRow(f"text {'has images beside it' if text else 'is empty'}; write prompt and response")
+        return Row(where, prompt="", response=text, id=identity, is_text=True)
     if "prompt" not in value:
         raise BadRow(_missing(value, "prompt"))
+    prompt = _of_pair(value, "prompt") if not is_asked else checked_text(value["prompt"], "prompt")
+    if images:  # each needs a place
+        text_with_images(prompt, images)
     if is_asked:
-        return Row(where, prompt=_asked(checked_text(value["prompt"], "prompt"), images), id=identity, images=images)
+        return Row(where, prompt=prompt, id=identity, images=images)
     name = "response" if "response" in value else "completion"
     if name not in value:
         raise BadRow(_missing(value, "response"))
-    prompt, response = _of_pair(value, "prompt"), _of_pair(value, name)
+    response = _of_pair(value, name)
     if not response:
         raise BadRow(f"{name} is empty, so nothing can be learnt; fill it or remove the row")
-    return Row(where, prompt=_asked(prompt, images), response=response, id=identity, images=images)
+    return Row(where, prompt=prompt, response=response, id=identity, images=images)
 
 
-def _asked(prompt: str, images: tuple[ImageSource, ...]) -> str:
-    """A prompt that has a place for each of its images."""
-    if images:
-        text_with_images(prompt, images)
-    return prompt
+def _identity(value: Any) -> str | None:
+    """The id of a row as a string."""
+    if isinstance(value, float) and value.is_integer():  # an integer in a column with nulls
+        value = int(value)
+    if value is not None and (not isinstance(value, str | int) or isinstance(value, bool)):
+        raise BadRow(f"id is {type_in_words(value)}; make it a string or an integer")
+    return None if value is None else str(value)
+
+
+def _turns(value: Mapping[str, Any], form: str, is_asked: bool, unread: set[str]) -> tuple[Message, ...] | None:
+    """The messages of a row; None where it has texts. BadRow where a row to learn from has nothing to be learnt."""
+    if form in CONVERSATION_KEYS:
+        messages = checked_messages(value[form], form, unread=unread)
+    elif form == "instruction":
+        messages = _alpaca(value, is_asked)
+    elif form == "prompt" and isinstance(value.get("prompt"), list | tuple):
+        messages = _continued(value, is_asked, unread)
+    else:
+        return None
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not is_asked and not answers:
+        raise BadRow("no assistant message, so nothing can be learnt; add one or remove the row")
+    if not is_asked and not any(message.get("is_learnt", True) for message in answers):
+        raise BadRow("each message of the assistant is marked as one not to learn; remove the row")
+    return messages
+
+
+def _continued(value: Mapping[str, Any], is_asked: bool, unread: set[str]) -> tuple[Message, ...]:
+    """The turns of a row whose prompt and completion are lists of messages; those of the prompt are not learnt."""
+    asked = named_messages(value["prompt"], "prompt", unread=unread)
+    if is_asked:
+        return in_turn(asked)
+    for _, message in asked:
+        message |= {"is_learnt": False} if message["role"] == "assistant" else {}
+    name = "response" if "response" in value else "completion"
+    if not isinstance(value.get(name), list | tuple):
+        there = f"{name} is {type_in_words(value[name])}" if name in value else "there is no completion"
+        raise BadRow(f"prompt is a list of messages, but {there}; write both as lists of messages")
+    return in_turn([*asked, *named_messages(value[name], name, unread=unread)])
 
 
 def _of_pair(value: Mapping[str, Any], key: str) -> str:
-    """A text of a row with a prompt; lists of messages, which other programs write there, are refused with a remedy."""
+    """A text of a row with a prompt; a list of messages needs another one beside it."""
     if isinstance(value[key], list):
         raise BadRow(
-            f"{key} is a list, but prompt and response are texts; write all messages as one list, messages, or say "
-            "with columns which columns hold the texts"
+            f"{key} is a list, but prompt is {type_in_words(value['prompt'])}; write both as texts or as lists of "
+            "messages, or say with columns which columns hold them"
         )
     return checked_text(value[key], key)
 

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -202,11 +203,17 @@ class Files:
         skip = skip or Skip()
         for path in self.paths:
             is_empty, before = True, skip.left
-            for place, value in values(path, skip, self.source.choose):
+            for place, value in values(path, skip, partial(self._chosen, counts)):
                 is_empty = False
                 yield from _checked(value, f"{path}:{place}", self.source, counts)
             if is_empty and skip.left == before:
                 raise DataError(f"{path}: has no rows; write one JSON object per line")
+
+    def _chosen(self, counts: Statistics | None, names: list[str]) -> list[str]:
+        chosen = self.source.choose(names)
+        if counts is not None:
+            counts.count_unread({*names} - {*chosen})
+        return chosen
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Their rows as they stand there, each after its place."""
@@ -242,15 +249,19 @@ class Table:
     """Rows that are not in files: a data set that `datasets` opened, or a sequence of mappings.
 
     `place` and a row's number, counted from 1, say where it is. `content` is what `datasets` knows the content by;
-    None says that the rows themselves are to be compared.
+    None says that the rows themselves are to be compared; `left_out` are columns that are not in them.
     """
 
-    def __init__(self, source: Source, data: Any, place: str, content: str | None) -> None:
-        self.source, self.data, self.place, self.content = source, data, place, content
+    def __init__(
+        self, source: Source, data: Any, place: str, content: str | None, left_out: Sequence[str] = ()
+    ) -> None:
+        self.source, self.data, self.place, self.content, self.left_out = source, data, place, content, left_out
         self.files = [place.rpartition(":")[0]]
 
     def rows(self, skip: Skip | None = None, counts: Statistics | None = None) -> Iterator[Row]:
         """Its rows in order but those that `skip` takes; DataError "place: reason; what to do" for a bad one."""
+        if counts is not None:
+            counts.count_unread(self.left_out)
         asked = skip.left if skip else 0
         found = self._values(asked)
         first = next(found, None)
@@ -287,7 +298,8 @@ class Table:
             return _hash(self.source, [self.content])
         counts = Statistics(1)
         rows = (
-            (row.prompt, row.response, row.messages, row.id, row.tools, row.images) for row in self.rows(counts=counts)
+            (row.prompt, row.response, row.messages, row.id, row.tools, row.images, row.is_text)
+            for row in self.rows(counts=counts)
         )
         parts = [repr(row) for row in rows]
         return _hash(self.source, [*parts, *([f"{counts.bad} {counts.first_bad}"] if counts.bad else [])])
@@ -319,12 +331,15 @@ def on_hub(source: Source, streaming: bool) -> Table:
             f"{source.path}: no such file, and as a data set of the hub (split {split}{subset}) it cannot be "
             f"loaded ({_one_line(error)}); correct the name, subset or split, or see to the network"
         ) from None
+    left_out: list[str] = []
     if found.column_names is not None:
-        found = found.select_columns(source.choose(list(found.column_names)))
+        chosen = source.choose(list(found.column_names))
+        left_out = [name for name in found.column_names if name not in chosen]
+        found = found.select_columns(chosen)
     for name, feature in (found.features or {}).items():
         if isinstance(feature, datasets.Image):  # the bytes of the files; pictures are decoded when they are needed
             found = found.cast_column(name, datasets.Image(decode=False))
-    return Table(source, found, f"{source.path}:{split}:row ", content)
+    return Table(source, found, f"{source.path}:{split}:row ", content, left_out)
 
 
 def _hash(source: Source, parts: Iterable[str]) -> str:

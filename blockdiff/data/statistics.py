@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,8 @@ from blockdiff.data.alterations import WORDS
 from blockdiff.errors import DataError
 from blockdiff.terminal import counted
 
-MOST = 10  # bad rows whose reasons are kept
+MOST = 10  # bad rows whose reasons are kept, and unread keys that are named
+MOST_KEYS = 200  # unread keys that are kept
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
@@ -51,14 +52,36 @@ class Statistics:
     unreasoned: int = 0
     unanswered: int = 0
     spelt: int = 0
+    unread: list[str] = field(default_factory=list)
 
-    def count_row(self, is_conversation: bool, unscored_turns: int, changes: Mapping[str, int] = NOTHING) -> None:
-        """Count a row, whether it stays or not, and what its chat template altered by the keys of `WORDS`."""
+    def count_row(
+        self,
+        is_conversation: bool,
+        unscored_turns: int,
+        changes: Mapping[str, int] = NOTHING,
+        unread: Iterable[str] = (),
+    ) -> None:
+        """Count a row, whether it stays or not, its unread keys, and what was altered by the keys of `WORDS`."""
         self.rows += 1
         self.conversations += is_conversation
         self.unscored_turns += unscored_turns
+        self.count_unread(unread)
         for name, count in changes.items():
             setattr(self, name, getattr(self, name) + count)
+
+    def count_unread(self, keys: Iterable[str]) -> None:
+        """Keep the names of keys that nothing reads, some hundreds of them at most."""
+        new = sorted({*keys} - {*self.unread})[: MOST_KEYS - len(self.unread)]
+        self.unread = sorted([*self.unread, *new]) if new else self.unread
+
+    @property
+    def unread_keys(self) -> str:
+        """The keys that nothing reads, in words; empty where there are none."""
+        if not self.unread:
+            return ""
+        more = len(self.unread) - MOST
+        listed = ", ".join([*self.unread[:MOST], *[f"{more:,} more"] * (more > 0)])
+        return f"{counted(len(self.unread), 'key')} {'is' if len(self.unread) == 1 else 'are'} not read: {listed}"
 
     def count_dropped(self, where: str) -> None:
         """Count a row that is left out; `where` is its file and line."""
@@ -114,6 +137,7 @@ class Statistics:
         sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
         sums |= {"canvas_length": self.canvas_length, "longest": max(self.longest, other.longest)}
         firsts = {"first_dropped": self.first_dropped or other.first_dropped, "first_bad": sums["first_bad"][:MOST]}
+        firsts["unread"] = sorted({*sums["unread"]})[:MOST_KEYS]
         return Statistics(**sums | firsts)
 
     def to_record(self) -> dict[str, Any]:

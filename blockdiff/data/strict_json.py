@@ -49,3 +49,24 @@ def parsed(text: str, where: str, decode: Callable[..., Any] = DECODER.decode, *
         raise DataError(f"{where}: JSON is nested too deeply; write flat objects") from None
     except ValueError as error:  # a key that appears twice, NaN, an integer of thousands of digits
         raise DataError(f"{where}: {error}") from None
+
+
+class BadRow(Exception):
+    """The reason for refusing a row; the reader of the file adds the place."""
+
+
+def type_in_words(value: Any) -> str:
+    """The type of a JSON value, in words."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    number = "a number" if isinstance(value, int | float) else type(value).__name__
+    return names.get(type(value), number)
+
+
+def from_json(value: Any, name: str, opens: str) -> Any:
+    """The JSON value in a string that begins with one of `opens` (CSV has no lists); any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(tuple(opens)):
+        return value
+    try:
+        return DECODER.decode(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{name} is a string that is not valid JSON ({error}); write JSON") from None

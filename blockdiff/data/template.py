@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blockdiff.data.assistant_spans import UnprovedError, assistant_spans
+from blockdiff.data.assistant_spans import UnprovedError, assistant_spans, span_owners
 from blockdiff.data.control_tokens import OPEN, Guard
 from blockdiff.data.image_parts import for_template
 from blockdiff.data.messages import Message, left_out_tool
@@ -55,11 +55,15 @@ class RefusedByTemplate(DataError):
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, the character spans of its assistant, and where it is cut for the tokenizer."""
+    """The text of a conversation, the character spans of its assistant, and where it is cut for the tokenizer.
+
+    `excluded` are the spans of turns that the row marks as not to be learnt.
+    """
 
     text: str
     spans: list[Span]
     cuts: tuple[int, ...] = ()
+    excluded: tuple[Span, ...] = ()
 
 
 def packaged_template(*, verbatim: bool = False) -> str:
@@ -154,7 +158,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     ends = []
     for turn in ENDED:
         try:
-            text, spans, _ = marked(tokenizer, training_template(tokenizer), [QUESTION, turn])
+            text, spans, *_ = marked(tokenizer, training_template(tokenizer), [QUESTION, turn])
         except DataError:  # no such template, or one that refuses tools
             continue
         written = tokenizer.encode(text[slice(*spans[-1])] if spans else "", add_special_tokens=False)
@@ -171,7 +175,7 @@ def render(
     guard: Guard = OPEN,
     is_prompt: bool = False,
 ) -> Rendered:
-    """The text of a conversation, and the character spans the template marks, touching ones merged.
+    """The text of a conversation, and the character spans the template marks, in their order.
 
     variables: what else the template is told; is_prompt: it ends where the assistant begins, and no spans are found.
     Raises RefusedByTemplate.
@@ -200,7 +204,7 @@ def render(
     text, cuts = guard.show(texts[0], hidden)
     if name := left_out_tool(text, messages, tools):
         raise RefusedByTemplate(f"it does not write the tool {name!r}")
-    return Rendered(text, merged(spans[0]) if spans else [], cuts)
+    return Rendered(text, list(spans[0]) if spans else [], cuts)
 
 
 def marked(
@@ -216,15 +220,23 @@ def marked(
 
     only_last: the last of the assistant's messages has to be found, and the others are left out without tags.
     """
-    rendered = render(tokenizer, template, messages, variables, tools, guard)
-    if GENERATION_TAG.search(template):
-        return rendered
 
-    def written(some: Sequence[Message], is_prompt: bool) -> str:
-        return render(tokenizer, template, some, variables, tools, guard, is_prompt).text
+    def of(some: Sequence[Message], is_prompt: bool = False) -> Rendered:
+        return render(tokenizer, template, some, variables, tools, guard, is_prompt)
 
+    rendered = of(messages)
+    assistants = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    is_whole = all(message.get("is_learnt", True) for message in messages)
     try:
-        return rendered._replace(spans=merged(assistant_spans(written, messages, only_last)))
+        if not GENERATION_TAG.search(template):
+            only_last = only_last and is_whole
+            spans = assistant_spans(lambda some, is_prompt: of(some, is_prompt).text, messages, only_last)
+            owners = assistants[-1:] if only_last else assistants
+        else:
+            spans = rendered.spans
+            owners = [0] * len(spans) if is_whole else span_owners(lambda some: len(of(some).spans), messages)
+            if len(owners) != len(spans):
+                raise UnprovedError("it cannot be said which of its parts the row excludes from learning")
     except UnprovedError as error:
         remedies = ["name a file as data.template that is the same with {% generation %} tags around what is learnt"]
         if any("reasoning" in message for message in messages) and not variables.get("enable_thinking"):
@@ -232,6 +244,11 @@ def marked(
         if not only_last:
             remedies.append("train on data.turns: last")
         raise RefusedByTemplate(f"{error}; {', or '.join(remedies)}") from None
+    learnt = [messages[owner].get("is_learnt", True) for owner in owners]
+    return rendered._replace(
+        spans=merged([span for span, kept in zip(spans, learnt, strict=True) if kept]),
+        excluded=tuple(merged([span for span, kept in zip(spans, learnt, strict=True) if not kept])),
+    )
 
 
 def is_variable(name: str, template: str) -> bool:

@@ -124,6 +124,7 @@ class Data:
                 f"          {'' if title == TOTAL else _why_dropped(statistics, self.encoder)}",
                 f"          {f'left out: {statistics.bad_rows}' if statistics.bad and title != TOTAL else ''}",
                 f"          {statistics.altered}",
+                f"          {'' if title == TOTAL else statistics.unread_keys}",
             )
             if line.strip()
         ]

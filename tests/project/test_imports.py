@@ -55,7 +55,8 @@ LIGHT_TRAINING = (
     *("training.checkpoint_content", "training.checkpoint_reader", "training.checkpoint_writer"),
 )
 LIGHT_DATA = (
-    *("data", "data.assistant_spans", "data.control_tokens", "data.messages", "data.rows", "data.strict_json"),
+    *("data", "data.assistant_spans", "data.control_tokens", "data.messages", "data.rows", "data.spellings"),
+    "data.strict_json",
     *("data.template", "data.tokenise", "data.image_parts", "data.images"),
 )
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 GOOD = '{"prompt": "1+1=", "response": "2"}'
 USER = {"role": "user", "content": "hello"}
 ASSISTANT = {"role": "assistant", "content": "hi"}
+CALL = {"role": "assistant", "tool_calls": [{"name": "get"}]}
+ANSWER = {"role": "tool", "content": "a"}
 
 
 def line(**row: Any) -> str:
@@ -78,7 +80,11 @@ CORPUS: dict[str, tuple[str, str | bytes, str, str]] = {
     "no role": ("a.jsonl", talk({"content": "a"}), ":3: ", "messages[0] has no role"),
     "no content": ("a.jsonl", talk(USER, {"role": "assistant"}), ":3: ", "messages[1] has no content"),
     "an unknown role": ("a.jsonl", talk({"role": "wizard", "content": "a"}), ":3: ", "'wizard'"),
-    "a tool": ("a.jsonl", talk(USER, {"role": "tool", "content": "a"}, ASSISTANT), ":3: ", "no call of a tool"),
+    "a second answer": ("a.jsonl", talk(USER, CALL, ANSWER, ANSWER, ASSISTANT), ":3: ", "every call before it"),
+    "nothing to learn": ("a.jsonl", talk(USER, {**ASSISTANT, "weight": 0}), ":3: ", "not to learn"),
+    "half a weight": ("a.jsonl", talk(USER, {**ASSISTANT, "weight": 0.5}), ":3: ", "weight is 0.5"),
+    "a learnt question": ("a.jsonl", talk({**USER, "train": True}, ASSISTANT), ":3: ", "role user"),
+    "a bad answer": ("a.jsonl", line(prompt="a", completion="b", label=False), ":3: ", "label is false"),
     "null as content": ("a.jsonl", talk({"role": "user", "content": None}, ASSISTANT), ":3: ", "content is null"),
     "an answer of spaces": ("a.jsonl", talk(USER, {**ASSISTANT, "content": " \n"}), ":3: ", "is empty"),
     "calls of tools": ("a.jsonl", talk(USER, {**ASSISTANT, "tool_calls": [{}]}), ":3: ", "tool_calls"),
