@@ -16,6 +16,7 @@ PROMPTS, SAMPLING, CONTROL = "Prompts", "Sampling", "Control"  # groups of optio
 MOST_STEPS = 1_000_000  # of a canvas
 MOST_PENALTY = 1000.0
 MOST_TOP = 20  # likeliest tokens beside each token of an answer
+MOST_STOPS, MOST_STOP = 64, 1024  # texts that end an answer, and the characters of each
 MOST_DRAWS = 1024  # answers to one request, of which the best is given
 
 
@@ -67,7 +68,12 @@ def _number(least: float, most: float, words: str) -> Rule:
 
 FLAG, TEXT = Rule(bool, "true or false"), Rule(str, "text")
 SEED = Rule(int, "an integer from 0 to 2**64 - 1", lambda value: 0 <= value < 2**64)
-TEXTS = Rule(Sequence, "a list of texts", is_list, _is_text)
+STOPS = Rule(
+    Sequence,
+    f"a list of at most {MOST_STOPS} texts of at most {MOST_STOP:,} characters",
+    lambda value: is_list(value) and len(value) <= MOST_STOPS,
+    lambda each: _is_text(each) and len(each) <= MOST_STOP,
+)
 TEXTS_OR_IDS = Rule(Sequence, "a list of texts and token ids", is_list, lambda each: is_integer(each) or _is_text(each))
 PENALTY = _number(1 / MOST_PENALTY, MOST_PENALTY, f"a number from {1 / MOST_PENALTY} to {MOST_PENALTY:g}")
 
@@ -137,7 +143,7 @@ class RequestOptions:
         least=0,
         most=1,
     )
-    stop: Sequence[str] = option((), TEXTS, "A text that ends the answer (repeatable).", metavar="TEXT")
+    stop: Sequence[str] = option((), STOPS, "A text that ends the answer (repeatable).", metavar="TEXT")
 
 
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(RequestOptions)}

@@ -55,6 +55,11 @@ class Server:
         """The names of the model and of its adapters, as `/v1/models` lists them."""
         return [self.names[0], *(name for name in self.engine.models if name != BASE)]
 
+    @property
+    def most_answers(self) -> int:
+        """The most answers that a request may ask for; more would never be taken, however few others there are."""
+        return min(self.limits.most_answers, self.engine.max_unanswered)
+
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a request names as its model; Refused for a model that is not served here."""
         if name is None or name in self.names:

@@ -107,7 +107,7 @@ class ChatFormat:
 def api_call(body: ChatRequest, server: Server, terms: Terms) -> ApiCall:
     """The requests of a body: one for each of `n` answers."""
     (_, settings), limits = server.engine.models[terms.adapter], server.limits
-    check_size("n", body.n, limits.answers)
+    check_size("n", body.n, server.most_answers)
     check_size("the characters of tools", len(json.dumps(body.tools)), limits.form_characters)
     try:
         declared = checked_tools(body.tools) or ()
@@ -125,9 +125,11 @@ def api_call(body: ChatRequest, server: Server, terms: Terms) -> ApiCall:
         forced = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else ""
         set_form(fields, regex=regex_of_call(declared, forced))
         fields["stop"] = ()  # which would cut the call
+    messages = served_messages(body.messages, limits)
+    body.messages = []  # a second copy of images while the answer runs
     request = Request(
         uuid.uuid4().hex,
-        messages=served_messages(body.messages, limits),
+        messages=messages,
         tools=declared if body.tool_choice != "none" else (),
         scores=body.logprobs,
         top_logprobs=body.top_logprobs,

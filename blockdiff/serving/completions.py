@@ -86,7 +86,7 @@ def api_call(body: CompletionRequest, server: Server, terms: Terms) -> ApiCall:
     if isinstance(prompt, list) and not prompt:
         raise Refused("prompt: is an empty list; give a text, tokens, or a list of either", param="prompt")
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else [*prompt]
-    check_size("n, for all prompts together", body.n * len(prompts), limits.answers)
+    check_size("n, for all prompts together", body.n * len(prompts), server.most_answers)
     fields = common_fields(body, settings, limits, body.max_tokens)
     fields |= dict(tools=(), scores=body.logprobs is not None, scores_prompt=body.echo and body.logprobs is not None)
     streams, id = [], uuid.uuid4().hex

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HEAD_BYTES, HEADERS = 1 << 16, 100  # of a request: its line and headers, and the trailers of its body; 431 beyond
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -11,11 +12,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class Limits:
     """The most that one request may ask for; the rest is refused with a 4xx that names the limit.
 
-    body_bytes: of its JSON; bodies_bytes: of all that are read at a time; prompt_tokens, max_tokens: of its prompt and
-    of each answer (None: as many as the model's positions and the memory of the pages hold); images, pixels: the images
-    of its messages, and the pixels of them all; answers: `n`, for all prompts together, and `best_of`; answers_each:
-    that are under way for one key, or one connection; answer_seconds: for an answer, or a read; steps: of a canvas;
-    draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: for
+    body_bytes: of its JSON; bodies_bytes: of all whose answers have not ended; prompt_tokens, max_tokens: of its prompt
+    and of each answer (None: as many as the model's positions and the memory of the pages hold); images, pixels: the
+    images of its messages, and the pixels of them all; answers: `n`, for all prompts together, and `best_of`;
+    answers_each: that are under way for one key, or one address; answer_seconds: for an answer, or a read; steps: of a
+    canvas; draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: for
     which its constraint may wait for others, and for which it may then compile; read_seconds: for which a client may
     keep a body unsent, or a stream unread; stall_seconds: after which a step that has not ended makes the server not
     ready.
@@ -38,6 +39,11 @@ class Limits:
     prepare_seconds: float = 10.0
     read_seconds: float = 60.0
     stall_seconds: float = 60.0
+
+    @property
+    def most_answers(self) -> int:
+        """The most answers to one request."""
+        return self.answers if self.answers_each is None else min(self.answers, self.answers_each)
 
     def seconds(self, asked: float | None) -> float | None:
         """The seconds that an answer may take where a request asks for so many (None: it does not say)."""

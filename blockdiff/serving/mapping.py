@@ -21,12 +21,12 @@ def common_fields(
     body: GenerationBody, settings: SamplingSettings, limits: Limits, max_tokens: int | None
 ) -> dict[str, Any]:
     """The fields of `Request` that every answer to a body shares; RequestError for what is beyond a limit."""
-    check_size("best_of", body.best_of, limits.answers)
+    check_size("best_of", body.best_of, limits.most_answers)
     check_size("steps", body.steps or 1, limits.steps)
     if max_tokens is not None and limits.max_tokens is not None:
         check_size("max_tokens", max_tokens, limits.max_tokens)
     options = {name: getattr(body, served) for name, served in SERVED.items()}
-    for name, value in (*options.items(), ("stop", body.stop)):
+    for name, value in options.items():
         check_size(f"the characters of {name}", _characters(value), limits.form_characters)
     if body.n > 1 and body.best_of > 1:
         raise RequestError("n and best_of: best_of draws several answers and gives one of them; give one of the two")

@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import resource
 import socket
-from typing import Any, ClassVar
+from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.serving.async_engine import AsyncEngine
+from blockdiff.serving.connection import PROTOCOL, Connection
+from blockdiff.serving.limits import HEAD_BYTES
 
 BACKLOG = 128  # connections that are taken at a time
 KEEP_SECONDS = 20  # an idle connection: longer than httpx (5 s) and aiohttp (15 s), so none closes as it is used
-HEAD_SECONDS = 20.0  # from a connection, or the last answer on it, to the end of a request's head
-MOST_IDLE = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # connections without a request
 CLOSE_SECONDS = 5  # for what is written after the last answer
-
-
-class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-    """A connection that ends where no request comes on it for a time; of too many such ones the oldest end."""
-
-    idle: ClassVar[dict[Any, asyncio.TimerHandle]] = {}  # those without a request, the oldest first, and their ends
-
-    def connection_made(self, transport: Any) -> None:
-        """Begin, and wait for a request."""
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        """Take data, of a request that begins, goes on or ends."""
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        super().on_response_complete()
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
-        self._forget()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        has_request = self.cycle is not None and not self.cycle.response_complete
-        if has_request:
-            self._forget()
-        elif self not in self.idle:
-            self.idle[self] = self.loop.call_later(HEAD_SECONDS, self.transport.close)
-            if len(self.idle) > MOST_IDLE:
-                oldest = next(iter(self.idle))
-                oldest._forget()
-                oldest.transport.abort()
-
-    def _forget(self) -> None:
-        if (end := self.idle.pop(self, None)) is not None:
-            end.cancel()
 
 
 class Process(uvicorn.Server):
@@ -68,17 +24,12 @@ class Process(uvicorn.Server):
     Meanwhile it listens, so that `/ready` can say that it drains.
     """
 
-    def __init__(self, asgi: Any, engine: AsyncEngine, drain_seconds: float):
-        options: dict[str, Any] = dict(log_level="warning", access_log=False, lifespan="on", http=Connection)
-        super().__init__(
-            uvicorn.Config(
-                asgi,
-                timeout_graceful_shutdown=CLOSE_SECONDS,
-                timeout_keep_alive=KEEP_SECONDS,
-                backlog=BACKLOG,
-                **options,
-            )
-        )
+    def __init__(
+        self, asgi: Any, engine: AsyncEngine, drain_seconds: float, protocol: type[Connection] = PROTOCOL
+    ) -> None:
+        options: dict[str, Any] = dict(log_level="warning", access_log=False, lifespan="on", http=protocol, ws="none")
+        options |= dict(timeout_graceful_shutdown=CLOSE_SECONDS, timeout_keep_alive=KEEP_SECONDS, backlog=BACKLOG)
+        super().__init__(uvicorn.Config(asgi, h11_max_incomplete_event_size=HEAD_BYTES, **options))
         self._engine, self._drain_seconds = engine, drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

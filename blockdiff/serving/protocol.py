@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from annotated_types import MaxLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-from blockdiff.request_options import OPTIONS, SERVED, RequestOptions
+from blockdiff.request_options import MOST_STOP, MOST_STOPS, OPTIONS, SERVED, RequestOptions
 
 # Fields that change no answer.
 INERT = {"user", "store", "metadata", "service_tier", "safety_identifier"}
@@ -42,6 +42,7 @@ T = TypeVar("T")
 # A list is refused at its first item of another type: the errors of a million items would take gigabytes.
 Items = Annotated[list[T], Field(fail_fast=True)]
 Short = Annotated[str, MaxLen(1000)]
+Stop = Annotated[str, MaxLen(MOST_STOP)]
 MOST_MESSAGES, MOST_TEXTS = 10_000, 1000
 
 
@@ -93,7 +94,7 @@ class GenerationBody(ServedOptions):
     seed: int | None = None
     n: int = Field(1, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | Annotated[Items[str], MaxLen(MOST_TEXTS)] | None = None
+    stop: Stop | Annotated[Items[Stop], MaxLen(MOST_STOPS)] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool = False

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from blockdiff.errors import BlockdiffError, Closed, Full, RequestError, TimedOut
+from blockdiff.serving.limits import HEAD_BYTES, HEADERS
 
 RETRY_SECONDS = "1"
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -19,6 +20,11 @@ class Refused(RequestError):
     def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+
+
+HEAD_TOO_LARGE = Refused(
+    f"the head has more than {HEAD_BYTES} bytes or {HEADERS} headers; send fewer", 431, "head_too_large"
+)
 
 
 def error_body(error: Exception, id: str | None = None) -> tuple[int, dict[str, Any]]:
@@ -52,6 +58,8 @@ def error_response(error: Exception, id: str | None = None) -> JSONResponse:
     headers = dict(getattr(error, "headers", None) or {})
     if status in (429, 503):
         headers["retry-after"] = RETRY_SECONDS
+    if status == 431:
+        headers["connection"] = "close"
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(body, status, headers=headers)

@@ -6,16 +6,19 @@ import asyncio
 import hmac
 import logging
 import re
+import string
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import MutableHeaders
 
 from blockdiff.errors import BlockdiffError, Full
-from blockdiff.serving.limits import Access, Limits
+from blockdiff.serving.limits import HEAD_BYTES, HEADERS, Access, Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
-from blockdiff.serving.refusals import Refused, error_body, error_response
+from blockdiff.serving.refusals import HEAD_TOO_LARGE, Refused, error_body, error_response
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,7 +26,12 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("blockdiff.serving")
 OPEN_PATHS = ("/", "/health", "/ready")  # what needs no key: it says nothing about anybody's requests
 ID_HEADER = "x-request-id"
+MOST_PATH = 200  # characters in the log
 IDS = re.compile(r"[\w.:-]{1,100}", re.ASCII)
+
+
+class Left(Exception):
+    """The client left before its request was whole."""
 
 
 class Guard:
@@ -35,7 +43,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, access: Access, limits: Limits, metrics: Metrics):
         self.app, self.access, self.limits, self.metrics = app, access, limits, metrics
-        self._held = 0  # bytes of bodies
+        self._held = 0  # bytes of bodies, of requests that are not answered
+        self._most_bytes = min(limits.body_bytes, limits.bodies_bytes)
         self._keys = [key.encode() for key in access.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,13 +52,16 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        is_large = _is_large(scope)
+        given = [] if is_large else scope["headers"]
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in given}
         id = headers.get(ID_HEADER, "")
         if IDS.fullmatch(id) is None:
             id = f"req-{uuid.uuid4().hex}"
-            own = [(name, value) for name, value in scope["headers"] if name.lower() != ID_HEADER.encode()]
+            own = [(name, value) for name, value in given if name.lower() != ID_HEADER.encode()]
             scope["headers"] = [*own, (ID_HEADER.encode(), id.encode())]
-        measures = scope.setdefault("state", {})["measures"] = CallMetrics(self.metrics, scope["path"], id)
+        path = quote(scope.get("raw_path") or scope["path"], safe=string.punctuation)[:MOST_PATH]
+        measures = scope.setdefault("state", {})["measures"] = CallMetrics(self.metrics, path, id)
         has_begun = False
 
         async def tagged(message: Message) -> None:
@@ -60,10 +72,16 @@ class Guard:
             await send(message)
 
         try:
+            if is_large:
+                raise HEAD_TOO_LARGE
             key = self._check(scope["path"], headers)
-            client = "" if scope.get("client") is None else "{}:{}".format(*scope["client"])
-            scope["state"]["owner"] = client if key is None else f"key {key}"
-            await self.app(scope, await self._read(receive), tagged)
+            address = scope["client"][0] if scope.get("client") else ""
+            scope["state"]["owner"] = address if key is None else f"key {key}"
+            async with self._body(receive) as replayed:
+                await self.app(scope, replayed, tagged)
+        except Left:
+            LOG.debug("%s %s left while its body was sent", id, measures.path)
+            self.metrics.requests.labels("left").inc()
         except Exception as error:
             if not isinstance(error, BlockdiffError):
                 LOG.exception("%s failed", id)
@@ -75,35 +93,36 @@ class Guard:
         finally:
             measures.close()
 
-    async def _read(self, receive: Receive) -> Receive:
-        """A function that gives the messages of the body once it is read; Refused for one that is too large or slow."""
-        seconds = self.limits.read_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                read = await self._body(receive)
-        except TimeoutError:
-            raise Refused(f"the body did not come within {seconds:g} s", 408, "body_too_slow") from None
+    @asynccontextmanager
+    async def _body(self, receive: Receive) -> AsyncIterator[Receive]:
+        """Read the body, and count it until the request ends, for what is made of it is as large.
+
+        The value gives its messages once, and then those that follow. Raises Refused for a body that is too large or
+        slow, Full for one beside too many others, and Left.
+        """
+        read: list[Message] = []
+        held, seconds = 0, self.limits.read_seconds
 
         async def replayed() -> Message:
             return read.pop(0) if read else await receive()
 
-        return replayed
-
-    async def _body(self, receive: Receive) -> list[Message]:
-        read: list[Message] = []
-        held = 0
         try:
-            while True:
-                read.append(await receive())
-                size = len(read[-1].get("body", b""))
-                held += size
-                self._held += size
-                if held > self.limits.body_bytes:
-                    raise self._too_large()
-                if self._held > self.limits.bodies_bytes:
-                    raise Full("the bodies of too many requests are being read; ask later")
-                if not read[-1].get("more_body"):
-                    return read
+            try:
+                async with asyncio.timeout(seconds):
+                    while not read or read[-1].get("more_body"):
+                        read.append(await receive())
+                        if read[-1]["type"] == "http.disconnect":
+                            raise Left
+                        size = len(read[-1].get("body", b""))
+                        held += size
+                        self._held += size
+                        if held > self._most_bytes:
+                            raise self._too_large()
+                        if self._held > self.limits.bodies_bytes:
+                            raise Full("the bodies of too many requests are held; ask later")
+            except TimeoutError:
+                raise Refused(f"the body did not come within {seconds:g} s", 408, "body_too_slow") from None
+            yield replayed
         finally:
             self._held -= held
 
@@ -125,13 +144,21 @@ class Guard:
                 raise Refused(words, 401, "invalid_api_key")
             found = is_known.index(True)
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self.limits.body_bytes:
+        if not length.isdecimal() or int(length) > self._most_bytes:
             raise self._too_large()
         return found
 
     def _too_large(self) -> Refused:
-        most = self.limits.body_bytes
-        return Refused(f"the body has more than the {most} bytes that this server takes", 413, "body_too_large")
+        return Refused(
+            f"the body has more than the {self._most_bytes} bytes that this server takes", 413, "body_too_large"
+        )
+
+
+def _is_large(scope: Scope) -> bool:
+    """True for a head of more bytes or headers than any that is taken."""
+    headers = scope["headers"]
+    size = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
+    return len(headers) > HEADERS or size + sum(len(name) + len(value) for name, value in headers) > HEAD_BYTES
 
 
 def _name(host: str) -> str:

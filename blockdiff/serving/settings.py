@@ -86,9 +86,10 @@ class ServeSettings(BaseModel):
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "not UTF-8"
             raise BlockdiffError(f"{self.api_key_file}: cannot be read ({why})") from None
-        keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+        lines = (line.strip() for line in text.splitlines())
+        keys = tuple(line for line in lines if line and not line.startswith("#"))
         if not keys:
-            raise BlockdiffError(f"{self.api_key_file}: has no key; write one a line")
+            raise BlockdiffError(f"{self.api_key_file}: has no key; write one a line, without # before it")
         return keys
 
 

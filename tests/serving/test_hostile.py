@@ -6,20 +6,20 @@ import asyncio
 import base64
 import io
 import json
-import socket
+import sys
 import threading
 import time
 
-import httpx
 import pytest
 from PIL import Image
 
+from blockdiff.errors import RequestError
 from blockdiff.sampling import Request, Sampler
 from blockdiff.sampling.constraints.outlines import TooSlow, seconds_left
-from blockdiff.serving import Access, AsyncEngine, Limits, app
+from blockdiff.serving import Access, AsyncEngine, Limits
 from blockdiff.serving.bodies import parsed_body
 from blockdiff.serving.completions import PATH as COMPLETIONS
-from blockdiff.serving.process import Process, listener
+from blockdiff.serving.metrics import Metrics
 from blockdiff.serving.protocol import ChatRequest, CompletionRequest, ReadRequest
 from blockdiff.serving.refusals import Refused
 from blockdiff.serving.security import Guard
@@ -243,32 +243,132 @@ def test_the_bytes_of_all_bodies_that_are_read_are_bounded(chatty):
     assert served(chatty, use) == (429, 400, 0)
 
 
-def test_half_sent_heads_and_idle_connections_neither_fill_the_server_nor_stay(chatty, monkeypatch):
-    """400 of them and of idle ones, where a process may have 300 files open and so 75 connections without a request."""
-    monkeypatch.setattr("blockdiff.serving.process.MOST_IDLE", 75)
-    monkeypatch.setattr("blockdiff.serving.process.HEAD_SECONDS", 1.0)
-    asgi = app(chatty)
-    with listener("127.0.0.1", 0) as listening:
-        port = listening.getsockname()[1]
-        process = Process(asgi, asgi.state.server.engine, 5)
-        thread = threading.Thread(target=process.run, kwargs={"sockets": [listening]})
-        thread.start()
-        halves = []
-        for n in range(400):
-            halves.append(socket.create_connection(("127.0.0.1", port)))
-            halves[-1].sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1" + b"\r\n\r\n" * (n % 2))
-        assert process.config.timeout_keep_alive > 15  # what aiohttp keeps (httpx: 5 s); else both ends race
-        health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=5)
-        held = len(process.server_state.connections)
-        end = time.monotonic() + 10
-        while process.server_state.connections and time.monotonic() < end:
-            time.sleep(0.05)
-        left = len(process.server_state.connections)
-        process.should_exit = True
-        thread.join(30)
-        for each in halves:
-            each.close()
-    assert health.status_code == 200 and held <= 80 and left == 0
+def scope_of(path: str = COMPLETIONS, raw_path: bytes | None = None, method: str = "POST"):
+    """The ASGI scope of a request with JSON."""
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = dict(type="http", method=method, path=path, raw_path=raw_path or path.encode(), headers=headers, state={})
+    scope |= dict(http_version="1.1", scheme="http", server=("127.0.0.1", 80), query_string=b"", root_path="")
+    return scope | dict(asgi={"version": "3.0", "spec_version": "2.3"}, client=("127.0.0.1", 1))
+
+
+def test_a_body_counts_until_its_answer_ends():
+    async def use():
+        has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def answer(scope, receive, send):
+            assert len((await receive())["body"]) == 6000
+            has_begun.set()
+            await may_end.wait()
+
+        async def receive():
+            return {"type": "http.request", "body": b"x" * 6000}
+
+        sent = asyncio.Queue()
+        guard = Guard(answer, Access(), Limits(bodies_bytes=10_000), Metrics())
+        first = asyncio.create_task(guard(scope_of(), receive, sent.put))
+        await has_begun.wait()
+        await guard(scope_of(), receive, sent.put)
+        may_end.set()
+        await first
+        return (await sent.get())["status"], guard._held
+
+    assert asyncio.run(use()) == (429, 0)
+
+
+def test_the_text_of_a_body_is_let_go_once_it_is_parsed(chatty):
+    async def use(asking):
+        content = json.dumps({"messages": USER, "stream": True, "max_tokens": 2048, "metadata": {"a": "b" * 99_999}})
+        body, left, sent = [content.encode()], asyncio.Event(), asyncio.Queue()
+        own, before = body[0], sys.getrefcount(body[0])
+
+        async def receive():
+            if body:
+                return {"type": "http.request", "body": body.pop()}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.create_task(asking.http._transport.app(scope_of("/v1/chat/completions"), receive, sent.put))
+        started = await sent.get()
+        held = sys.getrefcount(own) - before
+        left.set()
+        await task
+        return started["status"], held
+
+    status, held = served(chatty, use, max_rows=1)
+    assert status == 200 and held < 0  # `body` has let it go, too
+
+
+def test_a_client_that_leaves_while_its_body_is_sent_is_no_error(chatty, caplog):
+    async def use(asking):
+        parts = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"{", "more_body": True}]
+
+        async def receive():
+            return parts.pop()
+
+        sent = asyncio.Queue()
+        await asking.http._transport.app(scope_of(), receive, sent.put)
+        return sent.empty(), (await asking.http.get("/metrics")).text
+
+    with caplog.at_level("INFO", "blockdiff.serving"):
+        is_silent, metrics = served(chatty, use)
+    assert is_silent and not caplog.records
+    assert 'blockdiff_requests_total{outcome="left"} 1.0' in metrics and 'outcome="error"' not in metrics
+
+
+def test_no_path_forges_a_line_of_the_log_or_commands_a_terminal(chatty, caplog):
+    path = "/v1/a%0A2026 req-1 /v1/b answered%1b[31m\x9b"
+
+    async def use(asking):
+        async def receive():
+            return {"type": "http.request"}
+
+        for raw_path in (b"/v1/%0a%1b\x1b\x9b\n" + b"x" * 9999, None):
+            scope = scope_of("/v1/\n\x1b\x9b") | {"raw_path": raw_path}
+            await asking.http._transport.app(scope, receive, asyncio.Queue().put)
+        return await asking.http.get(path)
+
+    with caplog.at_level("INFO", "blockdiff.serving"):
+        served(chatty, use)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3 and all(line.isprintable() and line.isascii() and len(line) < 400 for line in lines)
+    assert all("%0" in line for line in lines)
+
+
+def test_stop_texts_are_few_and_short(chatty):
+    for stop in (["a"] * 65, "a" * 1025, ["a" * 1025]):
+        status, error = served(chatty, lambda asking, stop=stop: asking.refusal(messages=USER, stop=stop))
+        assert status == 400 and error["param"].startswith("stop")
+    with pytest.raises(RequestError, match="stop"):
+        Request("a", prompt="a", stop=["a" * 1025]).check()
+
+
+@pytest.mark.parametrize("options", [{"limits": Limits(answers_each=2)}, {"max_rows": 1, "max_waiting": 1}])
+def test_more_answers_than_are_ever_taken_are_refused_for_good(chatty, options):
+    async def use(asking):
+        chat = await asking.refusal(messages=USER, n=3)
+        return [chat, await asking.refusal(COMPLETIONS, prompt=["a", "b", "c"])]
+
+    assert [(status, "more than the 2" in error["message"]) for status, error in served(chatty, use, **options)] == [
+        (400, True)
+    ] * 2
+
+
+def test_connections_from_one_address_are_one_owner():
+    owners = set()
+
+    async def note(scope, receive, send):
+        owners.add(scope["state"]["owner"])
+
+    async def receive():
+        return {"type": "http.request"}
+
+    async def use():
+        guard = Guard(note, Access(), Limits(), Metrics())
+        for port in (1, 2):
+            await guard(scope_of() | {"client": ("127.0.0.1", port)}, receive, None)
+
+    asyncio.run(use())
+    assert owners == {"127.0.0.1"}
 
 
 def test_a_stream_begins_when_it_is_accepted_although_it_waits_for_others(chatty):
@@ -285,11 +385,7 @@ def test_a_stream_begins_when_it_is_accepted_although_it_waits_for_others(chatty
             await left.wait()
             return {"type": "http.disconnect"}
 
-        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-        scope = dict(type="http", method="POST", path="/v1/chat/completions", headers=headers, query_string=b"")
-        scope |= dict(http_version="1.1", scheme="http", server=("127.0.0.1", 80), raw_path=b"", root_path="", state={})
-        scope |= dict(asgi={"version": "3.0", "spec_version": "2.3"}, client=("127.0.0.1", 1))
-        task = asyncio.create_task(asking.http._transport.app(scope, receive, sent.put))
+        task = asyncio.create_task(asking.http._transport.app(scope_of("/v1/chat/completions"), receive, sent.put))
         start, first = await sent.get(), await sent.get()
         unanswered = engine.unanswered
         left.set()

@@ -119,7 +119,7 @@ def test_the_hosts_of_a_file_count_whatever_the_address(tmp_path, text, names):
 
 
 def test_the_command_line_goes_over_the_file(tmp_path):
-    (tmp_path / "keys").write_text("one\n\ntwo\n")
+    (tmp_path / "keys").write_text("# of the team\none\n\n  # two, until May\ntwo\n")
     (tmp_path / "serve.yaml").write_text(
         f"port: 1\nmax_rows: 4\napi_key_file: {tmp_path}/keys\nlimits: {{answers: 2}}\n"
     )
