@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import io
 import json
 import os
 import re
@@ -12,12 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 FIRST_SECONDS = 1.0  # of work without a line
+ESCAPED = "blockdiff.escaped"  # the handler of characters that an encoding lacks: they are written as JSON writes them
 
 
 def console(stderr: bool = False, wraps: bool = False) -> Console:
@@ -58,12 +61,80 @@ def printable(text: str) -> str:
 
     Line breaks and tabs stay. JSON stays JSON of the same values.
     """
-    return _COMMANDS.sub(_escape, text)
+    return _COMMANDS.sub(lambda found: _escape(found[0]), text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    units = found[0].encode("utf-16-be", "surrogatepass")
+def _escape(text: str) -> str:
+    units = text.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+def _escape_missing(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return _escape(error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(ESCAPED, _escape_missing)
+
+
+class _Unread(io.RawIOBase):
+    """The bytes of a stream; what cannot be written, because nobody reads or a disk is full, is dropped."""
+
+    def __init__(self, stream: IO[str], name: str) -> None:
+        self._handle, self._is_terminal, self._name = stream.fileno(), stream.isatty(), name
+        self._is_lost = False
+
+    def write(self, content: Any) -> int:
+        try:
+            return os.write(self._handle, content)
+        except OSError as error:
+            if not self._is_lost:
+                self._is_lost = True
+                with suppress(OSError):
+                    os.write(
+                        2, f"blockdiff: {self._name} cannot be written ({error.strerror}); work goes on\n".encode()
+                    )
+            return len(content)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._handle
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def outliving(name: str) -> Any:
+    """`sys.stdout` or `sys.stderr` as a stream whose reader may leave; as it is if no file or pipe is behind it."""
+    stream: Any = getattr(sys, name)
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return stream
+    with suppress(OSError):
+        stream.flush()
+    buffer = io.BufferedWriter(_Unread(stream, name))
+    return io.TextIOWrapper(buffer, stream.encoding, ESCAPED, line_buffering=stream.line_buffering)
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Surrounds work that goes on if nobody reads what it prints any more: the streams of the process are `outliving`.
+
+    One line on stderr says when stdout is lost.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = outliving("stdout"), outliving("stderr")
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, AttributeError):
+                stream.flush()
+        sys.stdout, sys.stderr = before
 
 
 def shown(text: str, file: IO[str]) -> str:
@@ -77,6 +148,8 @@ def say(text: str, file: IO[str] | None = None) -> None:
     It is written at once with its line break, so that no other thread or process writes between the two.
     """
     file = file or sys.stderr
+    if file is None:  # the process was started without
+        return
     file.write(shown(text, file) + "\n")
     file.flush()
 

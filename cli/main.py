@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import io
 import os
 import sys
 import warnings
@@ -29,7 +30,7 @@ from blockdiff.cli.sample import sample
 from blockdiff.cli.serve import serve
 from blockdiff.cli.train import train
 from blockdiff.errors import BlockdiffError
-from blockdiff.terminal import say, say_error
+from blockdiff.terminal import ESCAPED, outliving, say, say_error
 
 OURS = (Path(blockdiff.__file__).parent, Path(__file__).parent)
 REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room there and start again")
@@ -127,6 +128,9 @@ def options(
 def main() -> None:
     """Entry point of the console script and of `python -m blockdiff`."""
     warnings.showwarning = _show_warning
+    sys.stderr = outliving("stderr")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=ESCAPED)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's own warnings of a lost rank are stacks of C++
     try:
         app()

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT during training: the first waits for the optimiser step to be done, a second ends at once.
+"""SIGTERM, SIGINT and SIGHUP in training: the first waits for the optimiser step to be done, a second ends at once.
 
 torchrun, and so `accelerate launch`, passes them on to its ranks. Where it is killed itself, they stop as by SIGTERM.
 """
@@ -10,10 +10,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-HANDLED = (signal.SIGTERM, signal.SIGINT)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ECHO = 1.0  # seconds in which another signal is the same wish: launchers pass on what the terminal also sent
 
 
@@ -30,7 +30,7 @@ class Stopped(Exception):
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that a signal ended, as shells expect it: 143 for SIGTERM, 130 for SIGINT."""
+        """The exit code that shells expect of a process that a signal ended: 143 for SIGTERM, 130 for SIGINT."""
         return 128 + self.signal_number
 
 
@@ -58,7 +58,8 @@ class Signals:
             self._number, self._since = number, now
             if self._speaks:  # not print(): the signal may have come in the middle of one
                 name = signal.Signals(number).name
-                os.write(2, f"{name}: saving after this optimiser step; a second one ends at once\n".encode())
+                with suppress(OSError):  # a terminal that was closed says so by SIGHUP, and shows nothing any more
+                    os.write(2, f"{name}: saving after this optimiser step; a second one ends at once\n".encode())
 
 
 @contextmanager
@@ -67,10 +68,14 @@ def caught(speaks: bool = True, is_alone: bool = True) -> Iterator[Signals]:
 
     Handlers are put back at the end; but one of several ranks (not `is_alone`) that ends with an exception ignores
     SIGTERM from then on, because launchers send it to all ranks once one has ended, and it is about to say why it ends.
-    In another thread than the main one Python allows no handlers, so nothing is caught.
+    In another thread than the main one Python allows no handlers, so nothing is caught. SIGHUP stays ignored where it
+    is (`nohup`).
     """
     signals, is_main = Signals(speaks), threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, signals.handle) for number in HANDLED if is_main}
+    before = {}
+    for number in HANDLED:
+        if is_main and not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
+            before[number] = signal.signal(number, signals.handle)
     try:
         yield signals
     except BaseException:

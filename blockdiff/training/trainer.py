@@ -28,7 +28,7 @@ from blockdiff.parallel.accelerate_config import refuse_settings
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.sampling import Sampler
-from blockdiff.terminal import counted
+from blockdiff.terminal import counted, unread
 from blockdiff.training import export
 from blockdiff.training.build import build
 from blockdiff.training.built import Built
@@ -359,7 +359,7 @@ class Trainer:
         ranks = from_accelerate(timeout=r.train.timeout)
         catching = caught(speaks=ranks.is_main, is_alone=ranks.world == 1)
         try:
-            with ranks.guarded(lambda: self.doing), catching as signals:
+            with unread(), ranks.guarded(lambda: self.doing), catching as signals:
                 self.ranks = replace(ranks, is_stopping=signals.is_stopping, ranks_per_row=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 self.recipe, said = decided(self.recipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import blockdiff
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import stored_tensors
-from blockdiff.metrics import METRICS, decisive_metrics
+from blockdiff.metrics import METRICS, decisive_metrics, reproducible
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.run import Run
@@ -72,6 +73,16 @@ def test_the_recipe_in_a_run_directory_repeats_the_run(workshop: Path, tmp_path:
     works("train", workshop / "run" / "recipe.yaml", "--output", tmp_path / "again")
     losses = [[record.get("loss") for record in metrics(folder)] for folder in (workshop / "run", tmp_path / "again")]
     assert losses[0] == losses[1]
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(workshop: Path, tmp_path: Path, monkeypatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        monkeypatch.setattr("sys.stderr", pipe)
+        run = blockdiff.train(workshop / "recipe.yaml", output=tmp_path / "run")
+    assert reproducible(run.records) == reproducible(metrics(workshop / "run")) and run.report
 
 
 def test_training_says_what_trains_and_what_the_data_are(workshop: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first is remembered, its echo ignored, a second ends the process; handlers are put back."""
+"""SIGTERM, SIGINT and SIGHUP: a first is remembered, a second ends the process; handlers are put back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockdiff.parallel.signals import Stopped, caught
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_first_signal_is_remembered_with_one_line(number, capfd):
     before = signal.getsignal(number)
     with caught() as signals:
@@ -27,6 +27,23 @@ def test_a_first_signal_is_remembered_with_one_line(number, capfd):
     assert capfd.readouterr().err.splitlines() == [
         f"{signal.Signals(number).name}: saving after this optimiser step; a second one ends at once"
     ]
+
+
+def test_a_signal_is_remembered_where_nobody_reads_what_it_says(monkeypatch):
+    monkeypatch.setattr("os.write", lambda *_: (_ for _ in ()).throw(BrokenPipeError))
+    with caught() as signals:
+        signal.raise_signal(signal.SIGHUP)
+        assert signals.is_stopping() == signal.SIGHUP
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with caught() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.is_stopping() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_other_ranks_say_nothing(capfd):
@@ -75,5 +92,9 @@ def test_a_second_signal_ends_the_process_by_that_signal():
 
 
 def test_the_exit_code_is_what_a_shell_expects():
-    assert [Stopped(3, number).exit_code for number in (signal.SIGTERM, signal.SIGINT)] == [143, 130]
+    assert [Stopped(3, number).exit_code for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == [
+        143,
+        130,
+        129,
+    ]
     assert str(Stopped(3, signal.SIGINT)) == "stopped by SIGINT after step 3"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import blockdiff
 import blockdiff.cli.main
 from blockdiff.cli.main import _show_warning, report
 from blockdiff.errors import BlockdiffError
-from blockdiff.terminal import counted, printable, say, shown
+from blockdiff.terminal import ESCAPED, counted, outliving, printable, say, shown, unread
 from blockdiff.training.progress import Progress
 from blockdiff.training.report import epochs_in_words
 
@@ -93,3 +95,38 @@ def test_whatever_is_printed_on_stderr_goes_through_the_functions_for_it() -> No
     files = [*Path(blockdiff.__file__).parent.rglob("*.py"), *Path(blockdiff.cli.main.__file__).parent.glob("*.py")]
     found = [file.name for file in files if re.search(r"file=sys\.stderr|\berr=True", file.read_text())]
     assert found == ["__main__.py"]  # which has no other thread
+
+
+@pytest.mark.quick
+def test_work_goes_on_when_its_reader_leaves_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    with open(writing, "w", encoding="ascii") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        with unread():
+            print("é", flush=True)
+            assert os.read(reading, 100) == b"\\u00e9\n"
+            os.close(reading)
+            for number in range(5000):
+                print(number)
+            Progress(1, is_shown=True).line("more")
+        assert sys.stdout is pipe
+    assert [line.split(" cannot")[0] for line in capfd.readouterr().err.splitlines()] == ["blockdiff: stdout"]
+
+
+@pytest.mark.quick
+def test_a_stream_without_a_file_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (None, Terminal()):
+        monkeypatch.setattr("sys.stderr", stream)
+        assert outliving("stderr") is stream
+    monkeypatch.setattr("sys.stderr", None)
+    with unread():
+        say("nobody")
+
+
+@pytest.mark.quick
+def test_what_an_encoding_cannot_write_is_written_as_json_writes_it() -> None:
+    text = "ä→😀"
+    assert text.encode("ascii", ESCAPED) == json.dumps(text)[1:-1].encode()
+    assert "\ud800".encode("utf-8", ESCAPED) == b"\\ud800"
