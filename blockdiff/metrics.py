@@ -150,18 +150,13 @@ METRICS: dict[str, Metric] = {
     "sample_seconds": Metric("sample", "time spent on sampling prompts", "lower", ".1f", "s"),
 }
 MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers depend on clocks and machines
-ABSENT_AT_0 = (
-    "canvas_loss",
-    "ar_loss",
-    "skipped",
-    "reward_failures",
-)  # of 0: a causal model has no canvases, or no weight in the recipe
+UNTOLD_AT_0 = ("skipped", "reward_failures")  # counts of what went wrong
 
 
 def measured(record: Mapping[str, Any], key: str) -> float | None:
     """A record's value of a metric; None if it was not measured or is not finite."""
     value = record.get(key)
-    if not isinstance(value, int | float) or not math.isfinite(value) or (value == 0 and key in ABSENT_AT_0):
+    if not isinstance(value, int | float) or not math.isfinite(value) or (value == 0 and key in UNTOLD_AT_0):
         return None
     return value
 

@@ -176,8 +176,9 @@ class Objective(nn.Module):
         if batch.visited is not None:
             tokens_BCL = batch.visited.tokens_BCL
             return replace(batch, canvas_BCL=tokens_BCL), tokens_BCL != batch.canvas_BCL
-        alpha_BC = self.schedule.alpha(batch.t_BC)
-        made = self.corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, self.seed)
+        # copies, for parts from Python may write into their arguments
+        alpha_BC = self.schedule.alpha(batch.t_BC.clone())
+        made = self.corruption.corrupt(batch.canvas_BCL.clone(), alpha_BC, batch.address_BC3.clone(), self.seed)
         noisy_BCL, is_corrupted_BCL = _noise(made, batch.canvas_BCL, self.corruption, self.model.vocab_size)
         return replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL
 
@@ -282,7 +283,8 @@ class Objective(nn.Module):
         has_loss_BCL = batch.is_scored_BCL
         if self.positions == "corrupted":
             has_loss_BCL = has_loss_BCL & is_corrupted_BCL
-        weight_BCL = self.weight.weigh(self.schedule, batch.t_BC, batch.canvas_BCL, is_corrupted_BCL)
+        copies = (x.clone() for x in (batch.t_BC, batch.canvas_BCL, is_corrupted_BCL))
+        weight_BCL = self.weight.weigh(self.schedule, *copies)
         if (
             not isinstance(weight_BCL, Tensor)
             or weight_BCL.dim() != 3

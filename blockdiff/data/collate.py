@@ -22,7 +22,7 @@ from blockdiff.data.messages import ImageSource
 from blockdiff.data.order import AnyOrder
 from blockdiff.data.packing import best_fit, deal
 from blockdiff.diffusion.schedule import TimeDraw
-from blockdiff.errors import DataError
+from blockdiff.errors import DataError, RecipeError
 from blockdiff.images import PlacedImage
 from blockdiff.seeding import Stream, uniform
 
@@ -192,7 +192,7 @@ class Collator:
         epoch_N, slot_N = torch.tensor(epochs)[row_N], torch.tensor(list(slots))[row_N]
         sample_N = torch.tensor(samples)[row_N]
         coin_N = uniform(self.seed, Stream.COIN, (epoch_N, sample_N, canvas_N), 1)[:, 0] < self.coin_probability
-        t_N = self.time.draw(self.seed, step, slot_N, rank_N, total_slots)
+        t_N = self._times(self.time.draw(self.seed, step, slot_N, rank_N, total_slots), len(flat))
         canvases_of: list[list[Canvas]] = [[] for _ in examples]
         scored = [sum(self._scored(pieces[row][canvas]) for canvas in canvases) for row, canvases in enumerate(chosen)]
         for (row, canvas, _), t, coin in zip(flat, t_N.tolist(), coin_N.tolist(), strict=True):
@@ -210,6 +210,18 @@ class Collator:
             images = [image for image in images if image.end <= len(seen)]
             result.append(CleanRow(seen, canvases, example.sample_id, ar_weights=weights, images=images))
         return result
+
+    def _times(self, t_N: torch.Tensor, count: int) -> torch.Tensor:
+        """The times that were drawn; RecipeError unless they are `count` numbers from 0 to 1."""
+        wrong = None
+        if not isinstance(t_N, torch.Tensor) or t_N.shape != (count,):
+            shape = f"shape {[*t_N.shape]}" if isinstance(t_N, torch.Tensor) else f"a {type(t_N).__name__}"
+            wrong = f"{shape} for {count} canvases; return a tensor of one time each"
+        elif (outside := ~((t_N >= 0) & (t_N <= 1))).any():
+            wrong = f"t = {float(t_N[outside][0]):g}; return times from 0 to 1"
+        if wrong is not None:
+            raise RecipeError(f"objective.time: {type(self.time).__name__} drew {wrong}")
+        return t_N
 
     def _cut(self, response: tuple[int, int]) -> list[tuple[int, int]]:
         """The columns of each canvas of a response, or of each block."""

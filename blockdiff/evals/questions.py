@@ -74,6 +74,17 @@ class Task:
     group: str | None = None
     is_open: bool = False
 
+    def solves(self, question: Question, text: str) -> bool:
+        """Return whether a text answers a question; DataError for an `is_solved` that gives a share, say."""
+        found: Any = self.is_solved(question, text)
+        is_solved = found.item() if hasattr(found, "item") else found  # numpy and torch have booleans of their own
+        if not isinstance(is_solved, bool):
+            raise DataError(
+                f"task {self.name}: is_solved gave {found!r:.60}, and it has to be True or False; give shares as "
+                "`facts`, or train on them as a reward"
+            )
+        return is_solved
+
 
 def check_solved(name: str, is_solved: Callable[[Question, str], bool], question: Question) -> None:
     """Raises DataError for a row of the task `name` whose response does not solve its prompt."""

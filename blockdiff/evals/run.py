@@ -106,7 +106,7 @@ def _record(question: Question, result: Result, task: Task) -> dict[str, Any]:
         "prompt": question.prompt if isinstance(question.prompt, str) else list(for_template(question.prompt)),
         "reference": question.reference,
         "text": result.text,
-        "is_solved": result.error is None and bool(task.is_solved(question, result.text)),
+        "is_solved": result.error is None and task.solves(question, result.text),
         **task.facts(question, result.text),
         "steps": list(result.steps),
         "forwards": asdict(result.forwards),

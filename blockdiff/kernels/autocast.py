@@ -23,8 +23,8 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that autocast, where it is on for their device, computes products in."""
-    if not is_on(tensors[0]):
+    """The tensors in the dtype in which autocast, if it is on for their device, computes products; fp64 stays."""
+    if not is_on(tensors[0]) or tensors[0].dtype is torch.float64:  # which torch's autocast leaves alone, too
         return tensors
     dtype = torch.get_autocast_dtype(_device_of(tensors[0]))
     return tuple(x.to(dtype) for x in tensors)

@@ -133,7 +133,7 @@ def _fill(module: nn.Module, name: str, values: Tensor) -> None:
     if is_spread(parameter):
         fill_piece(parameter, values)
     else:
-        setattr(module, name, nn.Parameter(values))
+        setattr(module, name, nn.Parameter(values, parameter.requires_grad))
 
 
 @torch.no_grad()

@@ -205,8 +205,10 @@ class BlockDiffusionModel(nn.Module):
 
         tokens_BS: int64, rows right-padded; lengths: valid tokens of each row, int64 [B] (None: all valid); images: of
         each row, by columns of this call (`images.images_between` has those of a part of a row).
-        Returns the Prefix that `denoise` and further calls read; its `hidden` is [B, S, D].
+        Returns the Prefix that `denoise` and further calls read; its `hidden` is [B, S, D]. Raises BlockdiffError for
+        lengths that the rows do not have.
         """
+        _require_lengths(lengths, tokens_BS)
         placed = None if images is None else self.placed(images, tokens_BS.shape[1])
         column = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         doc_start_BS = torch.zeros_like(tokens_BS)
@@ -235,8 +237,14 @@ class BlockDiffusionModel(nn.Module):
         """Hidden states [B, L, D] of one canvas per row, after the final norm; leaves the prefix as it is.
 
         canvas_BL: int64 noisy tokens, standing right after the row's cached tokens; soft_embedding: [B, L, D] signal
-        of the last prediction (None, or rows of zeros: no signal). Raises BlockdiffError for a causal model.
+        of the last prediction (None, or rows of zeros: no signal). Raises BlockdiffError for a causal model and for a
+        canvas longer than the model's.
         """
+        if self.denoises and canvas_BL.shape[1] > self.canvas_length:
+            raise BlockdiffError(
+                f"denoise: a canvas of {canvas_BL.shape[1]} tokens, and the model's have {self.canvas_length} at most; "
+                "denoise and encode one canvas after the other"
+            )
         positions_BL, spans, rope = prefix.canvas(canvas_BL.shape[1], self.rope)
         hidden, _ = self(canvas_BL, positions_BL, spans, prefix.layers(), True, soft_embedding, rope)
         return hidden
@@ -248,6 +256,19 @@ class BlockDiffusionModel(nn.Module):
     def soft_embedding(self, logits: Tensor) -> Tensor:
         """Soft embedding [..., D] of logits [..., V]: a convenience, see `vocabulary.soft_embedding`."""
         return self.vocabulary.soft_embedding_of(logits)
+
+
+def _require_lengths(lengths: Tensor | None, tokens_BS: Tensor) -> None:
+    """Raise BlockdiffError unless every row of `tokens_BS` has a length from 0 to the width of the call."""
+    if lengths is None:
+        return
+    (B, S), wrong = tokens_BS.shape, None
+    if lengths.shape != (B,):
+        wrong = f"shape {[*lengths.shape]} for {B} rows"
+    elif len(outside := lengths[(lengths < 0) | (lengths > S)]):
+        wrong = f"{int(outside[0])} of {S} columns"
+    if wrong is not None:
+        raise BlockdiffError(f"encode: lengths have {wrong}; give the number of valid tokens of each row")
 
 
 def wanted(x: Tensor, is_noisy: bool | Tensor, tokens: int) -> tuple[Tensor, bool | Tensor]:

@@ -24,7 +24,7 @@ from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
 Reward = Callable[[Mapping[str, Any], Result], float]
 NAMED = 3  # failures that lines name
-LARGEST = 1e12  # of a reward, whose square and sums are numbers, too
+LARGEST = 1e12  # of a reward and of its weight, of which sums and squares are finite, too
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ def _of_task(name: str, prompts: Sequence[Prompt]) -> Callable[[Prompt, Result],
     for prompt in prompts:
         where = prompt.question.where
         try:
-            needs_reference = task.is_solved(prompt.question, "")
+            needs_reference = task.solves(prompt.question, "")
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         if needs_reference:
             raise DataError(f"{where}: {name} compares with the row's response, and there is none; add it")
-    return lambda prompt, result: float(task.is_solved(prompt.question, result.text))
+    return lambda prompt, result: float(task.solves(prompt.question, result.text))
 
 
 def _imported(name: str) -> Reward:

@@ -265,7 +265,10 @@ def _pins(request: Request, settings: SamplingSettings) -> list[int] | None:
         raise RequestError("the template has the token that ends a response; leave it out, it comes by itself")
     if settings.diffusion.mask_id in pins:
         raise RequestError("the template has the mask token of the model's noise; write a hole instead")
-    rest = -len(pins) % settings.canvas_length
+    length = settings.template_length or settings.canvas_length
+    rest = -len(pins) % length if length > 1 else 1
+    if not settings.denoises:  # the same answer as of canvases, whose further fill nobody sees
+        return pins + ([eos_ids[0]] if rest and eos_ids else [])
     if rest and not eos_ids:
         raise RequestError(
             f"the template has {len(pins)} tokens, and no eos is known that could follow them; "

@@ -91,6 +91,7 @@ def sampling_settings(
         is_drafted=drafter is not None,
         block=block,
         image_reader=None if drafter is not None and block is None else _image_reader(model, tokenizer),
+        template_length=model.canvas_length if block is None else 1,
     )
     require_fitting(strategy, settings)
     return settings
@@ -175,9 +176,11 @@ def prepare_sequences(
         images,
         control=control,
     )
-    is_verified = way.denoises and first.round.head is not None
-    if (first.is_scored or is_verified) and settings.diffusion.objective.get("ar_loss", "not said") in ("none", None):
-        vain = "its next-token predictions, which verify drafts, know" if is_verified else "its scores say"
+    reads_head, trained = first.round.head is not None, settings.diffusion.objective
+    is_untrained = trained.get("ar_loss", "not said") in ("none", None) and trained.get("over") != "next_token"
+    if (first.is_scored or reads_head) and is_untrained:
+        use = "verify drafts" if way.denoises else "write the answer"
+        vain = f"its next-token predictions, which {use}, know" if reads_head else "its scores say"
         warnings.warn(
             f"this model was trained without the next-token loss (objective.ar_loss: none): {vain} nothing",
             stacklevel=1,

@@ -28,7 +28,8 @@ class SamplingSettings:
     denoises: whether responses grow by canvases, and not by next tokens; positions: the most tokens that the model can
     see (None: no bound); is_drafted: whether another model drafts; block: the most tokens of its blocks, the accepted
     one included (None: it drafts canvases, or nothing drafts); image_reader: of images in prompts (None: the model
-    takes none).
+    takes none); template_length: the number of tokens to whose multiples templates are filled up with eos (None: that
+    of a canvas; 1: one eos follows).
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -42,6 +43,7 @@ class SamplingSettings:
     is_drafted: bool = False
     block: int | None = None
     image_reader: ImageReader | None = None
+    template_length: int | None = None
 
     @property
     def round_length(self) -> int:

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from blockdiff.errors import RunError
+from blockdiff.models.adapters import is_adapter
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import frozen_weights
 
@@ -29,7 +30,8 @@ def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: 
     """Take the parameters whose names match (`*`, `?`, `[ab]`) out of training; returns parameters by pattern.
 
     Without `trains_routers` those of the routers too, and in any case those that no loss reaches. Raises RunError for
-    a pattern that matches nothing, naming close ones, and when nothing would be left to train.
+    a pattern that matches nothing, naming close ones, for one that matches no adapter of a model that has some, and
+    when nothing would be left to train.
     """
     named = dict(model.named_parameters())
     for part in model.config.selecting_parts:
@@ -38,11 +40,16 @@ def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: 
     if not trains_routers:
         for parameter in model.parameters_of("router"):
             parameter.requires_grad_(False)
-    counts: dict[str, int] = {}
+    counts, is_adapted = dict[str, int](), any(map(is_adapter, named))
     for pattern in patterns:
         matching = [name for name in named if fnmatchcase(name, pattern)]
         if not matching:
             raise RunError(f"optim.freeze: {pattern!r} matches no parameter{_close(pattern, list(named))}")
+        if is_adapted and not any(map(is_adapter, matching)):
+            raise RunError(
+                f"optim.freeze: {pattern!r} matches no adapter, and adapters alone train; leave it out, "
+                "or name some (`*lora_*`)"
+            )
         counts[pattern] = sum(named[name].numel() for name in matching)
     frozen = {name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if not any(parameter.requires_grad and name not in frozen for name, parameter in named.items()):

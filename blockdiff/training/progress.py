@@ -113,7 +113,7 @@ class Progress:
         """Show a metrics record as one line, and its loss, speed and memory beside the bar."""
         step = record["step"]
         keys = [key for key, metric in METRICS.items() if metric.in_line]
-        if sum(bool(record.get(key)) for key in record if key.endswith("_loss")) < 2:  # the only one is the loss
+        if sum(key.endswith("_loss") for key in record) < 2:  # the only one is the loss
             keys.remove("loss")
         shown = list(texts(record, keys).values())
         words = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *shown]

@@ -65,7 +65,8 @@ class Gradient:
     """The gradient that the backward passes of an optimiser step left in the parameters, and its losses."""
 
     sums: Tensor  # float64 [micro-batches of this rank, losses]
-    losses: Record  # "loss", their weighted sum, and each loss as NAME_loss: means over all ranks
+    names: tuple[str, ...]  # of the losses
+    losses: Record  # "loss", their weighted sum, and each as NAME_loss unless it is a mean of nothing, over all ranks
     norm: float
 
     @property
@@ -110,8 +111,8 @@ def backpropagate(
     means: Record = {}
     totals = dict(zip(losses, ranks.sum_of_rows(sums.sum(0)).tolist(), strict=True))
     means["loss"] = _total(totals, losses, counts)
-    means |= {f"{name}_loss": total / (counts.of_losses[name] or 1.0) for name, total in totals.items()}
-    return Gradient(sums, means, gradient_norm(weights, ranks))
+    means |= {f"{name}_loss": total / count for name, total in totals.items() if (count := counts.of_losses[name])}
+    return Gradient(sums, tuple(losses), means, gradient_norm(weights, ranks))
 
 
 def _total(sums: Mapping[str, Any], losses: Mapping[str, Loss], counts: Counts) -> Any:
@@ -179,7 +180,7 @@ def culprit(batches: Sequence[Batch], gradient: Gradient, ranks: Ranks) -> tuple
 
     The samples of a loss are those of the micro-batches in which it is not finite; of the gradient they are all.
     """
-    keys = [key for key in gradient.losses if key != "loss"]
+    keys = [f"{name}_loss" for name in gradient.names]
     names = [*(METRICS[key].label if key in METRICS else key.replace("_", " ") for key in keys), "gradient"]
     samples: dict[str, list[int]] = {name: [] for name in names}
     for batch, of_batch in zip(batches, gradient.sums.isfinite().tolist(), strict=False):

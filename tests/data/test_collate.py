@@ -21,7 +21,7 @@ from blockdiff.data.collate import (
 )
 from blockdiff.data.order import Order
 from blockdiff.diffusion.schedule import StratifiedTime, UniformTime
-from blockdiff.errors import DataError
+from blockdiff.errors import DataError, RecipeError
 
 pytestmark = pytest.mark.quick
 
@@ -218,6 +218,25 @@ def test_an_ar_scope_of_responses_scores_the_pairs_whose_target_is_in_one():
     from_the_start = Example(0, [2, 5, 6], [(0, 3)])  # nothing predicts the first token of a row
     batch = replace(collator(), ar_scope="response")([from_the_start], epoch=0, step=1, slots=[0], total_slots=1)
     assert batch.is_ar_scored_BS.tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda n: torch.full((n,), 1.5), r"drew t = 1\.5; return times from 0 to 1"),
+        (lambda n: torch.full((n,), float("nan")), "drew t = nan"),
+        (lambda n: torch.zeros(n + 1), r"drew shape \[5\] for 4 canvases"),
+        (lambda n: [0.5] * n, "drew a list for 4 canvases"),
+    ],
+    ids=["beyond 1", "no number", "too many", "a list"],
+)
+def test_times_of_ones_own_are_those_of_the_canvases_and_from_0_to_1(made, said):
+    class Own:
+        def draw(self, seed, step, slot_N, canvas_N, total):
+            return made(len(slot_N))
+
+    with pytest.raises(RecipeError, match=r"^objective\.time: Own " + said):
+        collator(time=Own())(EXAMPLES[:4], epoch=0, step=1, slots=range(4), total_slots=4)
 
 
 @pytest.mark.parametrize("coin, share", [(0.0, 0.0), (1.0, 1.0)])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from decimal import Decimal
 
+import numpy as np
 import pytest
+import torch
 
 from blockdiff.errors import DataError
 from blockdiff.evals import TASKS, task
 from blockdiff.evals.gsm8k import answer, flexible_answer
-from blockdiff.evals.questions import Question
+from blockdiff.evals.questions import Question, Task
 
 pytestmark = pytest.mark.quick
 
@@ -22,6 +24,17 @@ def test_every_task_is_found_by_its_name():
     assert [task(name).name for name in TASKS] == list(TASKS)
     with pytest.raises(ValueError, match=r"'chess'.*countdown, exact, gsm8k, pixel_sudoku, sudoku"):
         task("chess")
+
+
+@pytest.mark.parametrize("found", [True, False, np.True_, np.bool_(False), torch.tensor(True)], ids=repr)
+def test_a_task_says_true_or_false(found):
+    assert Task("own", is_solved=lambda question, text: found).solves(question("a"), "b") is bool(found)
+
+
+@pytest.mark.parametrize("found", [0.5, 1, 1.0, None, "no", np.float64(0.5)], ids=repr)
+def test_a_task_that_says_something_else_is_refused(found):
+    with pytest.raises(DataError, match=r"^task own: is_solved gave .*True or False"):
+        Task("own", is_solved=lambda question, text: found).solves(question("a"), "b")
 
 
 @pytest.mark.parametrize(

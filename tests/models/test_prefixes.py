@@ -123,6 +123,21 @@ def test_denoise_leaves_the_prefix_as_it_is(mine, lengths):
     assert torch.equal(mine.denoise(tokens(4, L, seed=1), prefix), first)
 
 
+@pytest.mark.parametrize("lengths", [[19, 11], [18, -1], [18], [[18, 11]]], ids=str)
+def test_lengths_that_the_rows_do_not_have_are_refused(mine, lengths):
+    with pytest.raises(BlockdiffError, match=r"^encode: lengths have"):
+        mine.encode(tokens(2, 18), torch.tensor(lengths))
+    with pytest.raises(BlockdiffError, match=r"^encode: lengths have"):
+        mine.encode(tokens(2, 18), torch.tensor(lengths), mine.encode(tokens(2, 3)))
+    assert mine.encode(tokens(2, 18), torch.tensor([18, 0])).hidden.isfinite().all()
+
+
+def test_a_canvas_longer_than_the_model_s_is_refused(mine):
+    prefix = mine.encode(tokens(2, 5))
+    with pytest.raises(BlockdiffError, match=f"a canvas of {L + 1} tokens.* {L} at most"):
+        mine.denoise(tokens(2, L + 1), prefix)
+
+
 def test_a_prefix_that_was_consumed_says_so_in_one_line(mine):
     prefix = mine.encode(tokens(2, 5))
     mine.encode(tokens(2, L, seed=1), prefix=prefix)

@@ -301,3 +301,41 @@ def test_evaluation_of_absent_canvases_and_of_none_at_all(model):
     torch.testing.assert_close(measured.signal_loss_BCL[1], expected.signal_loss_BCL[0])
     none = objective.evaluate(lay_out([CleanRow(a, [])], L, pad_id=0))
     assert not none.loss_BCL.any() and none.ar_loss_BS.any()
+
+
+class WritesInPlace:
+    """Uniform noise, and a weight of the noise level, that write into all tensors that they are given."""
+
+    def corrupt(self, canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        noisy_BCL, is_corrupted_BCL = UniformCorruption(V).corrupt(canvas_BCL, alpha_BC, address_BC3, seed)
+        address_BC3.zero_()
+        return canvas_BCL.copy_(noisy_BCL), is_corrupted_BCL
+
+    def weigh(self, schedule: Schedule, t_BC: Tensor, canvas_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+        canvas_BCL.zero_()
+        is_corrupted_BCL.zero_()
+        return t_BC.mul_(2)[..., None]
+
+
+class Doubled:
+    def weigh(self, schedule: Schedule, t_BC: Tensor, canvas_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+        return 2 * t_BC[..., None]
+
+
+def test_parts_that_write_into_their_arguments_change_neither_targets_nor_times(model):
+    own, same = WritesInPlace(), batch()
+    mine = Objective(model, Linear(), own, SEED, weight=own, positions="corrupted")
+    plain = Objective(model, Linear(), UniformCorruption(V), SEED, weight=Doubled(), positions="corrupted")
+    given = batch()
+    assert {name: x.item() for name, x in mine(given).items()} == {name: x.item() for name, x in plain(same).items()}
+    for one, other in zip(mine.evaluate(given), plain.evaluate(same), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(given.canvas_BCL, same.canvas_BCL) and torch.equal(given.t_BC, same.t_BC)
+
+
+def test_autocast_leaves_an_fp64_model_alone(model):
+    """As it leaves torch's own operations on fp64."""
+    objective = Objective(model, Linear(), UniformCorruption(V), SEED)
+    with torch.autocast("cpu"):
+        found = objective(batch())
+    assert {name: x.item() for name, x in found.items()} == {name: x.item() for name, x in objective(batch()).items()}

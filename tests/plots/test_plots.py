@@ -292,15 +292,16 @@ LEVELS = [
 ]
 
 
-def measured(scale: float = 1.0, ar: float = 0.0, **more: object) -> list[dict]:
+def measured(scale: float = 1.0, ar: float | None = None, **more: object) -> list[dict]:
     """Two training records, an evaluation between them and one at the end."""
     first = [{**LEVELS[0], "corrupted_loss": 9.0}]
     rates = {"grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 100.0 * scale}
+    rates |= {} if ar is None else {"ar_loss": ar}
     held = {"heldout_canvas_loss": 2.5 * scale, "heldout_levels": LEVELS, **more}
     return [
-        {"step": 1, "kind": "train", "canvas_loss": 4.0 * scale, "ar_loss": ar, **rates},
+        {"step": 1, "kind": "train", "canvas_loss": 4.0 * scale, **rates},
         {"step": 1, "kind": "heldout", "heldout_canvas_loss": 3.5, "heldout_levels": first},
-        {"step": 2, "kind": "train", "canvas_loss": 2.0 * scale, "ar_loss": ar, **rates},
+        {"step": 2, "kind": "train", "canvas_loss": 2.0 * scale, **rates},
         {"step": 2, "kind": "heldout", **held},
     ]
 
@@ -378,7 +379,7 @@ def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
 @pytest.mark.quick
 def test_drafters_are_compared_by_their_loss_and_by_what_would_stand() -> None:
     records = [
-        {"step": 1, "kind": "train", "loss": 2.0, "draft_loss": 2.0, "ar_loss": 0.0},
+        {"step": 1, "kind": "train", "loss": 2.0, "draft_loss": 2.0},
         {"step": 1, "kind": "heldout", "heldout_accepted_length": 1.5},
     ]
     panels = make_panels([NamedRun("a", records), NamedRun("b", records)])

@@ -299,6 +299,32 @@ def test_a_reward_that_fails_is_0_and_counted(inputs, tmp_path, monkeypatch, cap
     assert "3 of 6 rewards failed and count 0: reward: " in (said := capsys.readouterr().out) and told[kind] in said
 
 
+def test_a_reward_that_fails_for_all_answers_of_a_round_ends_the_run_with_its_weights_saved(inputs, tmp_path):
+    calls = itertools.count()
+
+    def reward(row: dict[str, Any], result: Result) -> float:
+        if next(calls) >= 6:
+            raise KeyError("answer")
+        return 1.0
+
+    changes = ["train.save_every=0"]
+    with pytest.raises(DataError, match=r"step 2: the reward reward has failed for all 6 .*KeyError.*saved at step 1"):
+        blockdiff.train(inputs, changes, tmp_path / "run", reward=reward)
+    assert (tmp_path / "run" / "checkpoints" / "step-1").is_dir()
+    resumed = blockdiff.train(inputs, changes, tmp_path / "run", resume=True, reward=mended(reward))
+    assert resumed.records[-1]["step"] == 4
+
+
+def mended(reward: Callable[..., float]) -> Callable[..., float]:
+    """A reward that works, recorded as the one that did not."""
+
+    def works(row: dict[str, Any], result: Result) -> float:
+        return 1.0
+
+    works.__name__, works.__qualname__ = reward.__name__, reward.__qualname__
+    return works
+
+
 def test_rewards_compute_in_their_own_precision_and_without_gradients(inputs, tmp_path):
     """Of rollouts and of held-out prompts that are drawn under autocast."""
     found = []
@@ -455,6 +481,7 @@ RL = {"objective": POLICY, "model": {"path": "a", "preset": None}, "lora": {}}
             {"objective": POLICY | {"reward": {"sudoku": float("nan")}}},
             r"objective\.reward\.sudoku: .*finite",
         ),
+        ({"objective": POLICY | {"reward": {"sudoku": 1e308, "exact": 1e308}}}, r"objective\.reward\.sudoku: "),
         ({"objective": POLICY | {"corruption": "mask"}}, r"objective\.corruption: uniform"),
         (
             {"objective": POLICY | {"prediction": "leave_one_out"}},

@@ -242,6 +242,14 @@ def test_a_start_that_would_not_do_what_it_says_is_refused(inputs, overrides, me
         blockdiff.train(inputs, overrides, tmp_path / "run")
 
 
+def test_freezing_what_adapters_leave_frozen_is_refused_and_adapters_can_be_frozen(inputs, tmp_path):
+    with pytest.raises(RunError, match=r"optim\.freeze: 'layers\.0\.mlp\.\*weight' matches no adapter"):
+        blockdiff.train(inputs, ["optim.freeze=['layers.0.mlp.*weight']"], tmp_path / "run")
+    run = blockdiff.train(inputs, ["optim.freeze=['layers.0.*']", "train.steps=1"], tmp_path / "run")
+    moved = {name for name, x in adapter_tensors(run.model()).items() if name.endswith("lora_B") and x.any()}
+    assert moved and not any(name.startswith("layers.0.") for name in moved)
+
+
 def test_training_all_weights_of_a_checkpoint_has_to_be_asked_for(inputs, tmp_path):
     unasked = {key: value for key, value in inputs.items() if key != "lora"}
     with pytest.raises(RecipeError, match="what trains"):

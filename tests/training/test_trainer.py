@@ -149,6 +149,14 @@ def test_a_mapping_with_rows_in_memory_trains_a_whole_run(plain):
 
 
 @pytest.mark.quick
+def test_a_loss_that_has_nothing_to_score_is_in_no_record(inputs, tmp_path):
+    run = blockdiff.train(inputs, ("train.steps=1", "objective.ar_loss=none"), tmp_path / "run")
+    assert [key for record in run.records for key in record if "ar_loss" in key] == []
+    [record] = [record for record in run.records if record["kind"] == "train"]
+    assert record["loss"] == record["canvas_loss"] > 0
+
+
+@pytest.mark.quick
 def test_overrides_and_the_metric_that_decides(inputs, tmp_path):
     run = blockdiff.train(inputs, ("train.steps=2", "evaluation.best=heldout_canvas_loss"), tmp_path / "run")
     step, value = run.best

@@ -126,8 +126,9 @@ class Denoising(Kind):
 
     def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
         """A batch with its noise."""
-        alpha_BC = self.schedule.alpha(batch.t_BC)
-        return Drawn(batch, *self.noise(base).corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed))
+        alpha_BC = self.schedule.alpha(batch.t_BC.clone())
+        arguments = batch.canvas_BCL.clone(), alpha_BC, batch.address_BC3.clone(), recipe.seed
+        return Drawn(batch, *self.noise(base).corrupt(*arguments))
 
     def losses(self) -> dict[str, Loss]:
         """The canvas loss and the next-token loss."""

@@ -23,7 +23,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.rl.batches import ROWS, worst_rollouts
 from blockdiff.rl.policy import PolicyObjective, policy_of, rollout_strategy
 from blockdiff.rl.prompts import Prompts, read_prompts
-from blockdiff.rl.reward import Rewards, failure_lines, make_rewards
+from blockdiff.rl.reward import LARGEST, Rewards, failure_lines, make_rewards
 from blockdiff.sampling import Sampler
 from blockdiff.terminal import counted, printable
 from blockdiff.training.built import Built, Source
@@ -41,6 +41,7 @@ from blockdiff.training.samples import Sampled
 from blockdiff.training.starting_model import StartingModel
 from blockdiff.training.step import Counts, Loss
 
+RewardWeight = Annotated[FiniteFloat, Field(ge=-LARGEST, le=LARGEST)]
 OF_RESPONSES = {"data": ("pack", "streaming", "max_length", "on_bad_row", "turns")}
 
 
@@ -52,7 +53,7 @@ class Policy(Canvas):
 
     kind: str = "policy"
     over: Literal["next_token", "canvas"]  # whose draws are the actions
-    reward: str | dict[str, FiniteFloat] | None = None  # a task or module:function, or weights of several
+    reward: str | dict[str, RewardWeight] | None = None  # a task or module:function, or weights of several
     strategy: StrategyText | None = None  # of the rollouts; null = docs/rl.md
     answers: Annotated[int, Field(ge=2)] = 8  # to each prompt
     prompts_per_round: Positive = 16  # of rollouts

@@ -163,6 +163,7 @@ class Rollouts(Source):
         began, group, size = time.perf_counter(), self.shape.answers, self.shape.batch_size
         self.sampler.forget()  # where no weight has changed since, a resumed run has nothing encoded, either
         answers, spread = self._answers(number), False
+        self._require_rewards(answers, step)
         if not self._round:  # no optimiser step has run here, so nobody knows what memory one takes
             self.sampler.release()
         for first in range(0, len(answers), group):
@@ -233,6 +234,15 @@ class Rollouts(Source):
             raise DataError(refusals[0])
         found = [Answer(**dict(zip(names, values, strict=True))) for _, of_rank in gathered for values in of_rank]
         return sorted(found, key=lambda answer: answer.place)
+
+    def _require_rewards(self, answers: Sequence[Answer], step: int) -> None:
+        """Raise DataError, on all ranks, for a reward function that has failed for every answer of a round."""
+        for name in self.rewards.functions:
+            if all(name in answer.failures for answer in answers):
+                raise DataError(
+                    f"step {step}: the reward {name} has failed for all {len(answers)} answers of the round "
+                    f"({answers[0].failures[name]}); mend it"
+                )
 
     def check(self, rows: Sequence[Prompt]) -> None:
         """Raise DataError for a prompt that cannot be answered, and not in the middle of a run."""
