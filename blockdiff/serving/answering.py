@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -22,18 +21,19 @@ from blockdiff import __version__
 from blockdiff.errors import BlockdiffError
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.trace import CommittedCanvas, Step
-from blockdiff.serving.answers import Answer, CachedTokens, Choice, Chunk, ReasoningTokens, Usage
+from blockdiff.serving.answers import CachedTokens, ReasoningTokens, Usage
 from blockdiff.serving.async_engine import AsyncEngine, Terms
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.engine_thread import BASE, Accepted
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
-from blockdiff.serving.protocol import GenerationBody, ReadRequest
+from blockdiff.serving.protocol import GenerationBody, ReadRequest, SampledBody
 from blockdiff.serving.refusals import Refused, error_body
 
 LOG = logging.getLogger("blockdiff.serving")
 FINGERPRINT = f"blockdiff-{__version__}"
 LEFT = 499  # nobody reads this answer
+Event = dict[str, str]  # of a stream: its `data`, and the name of its type in `event` where the protocol has one
 T = TypeVar("T")
 
 
@@ -69,24 +69,28 @@ class Server:
             raise Refused(words, 404, "model_not_found", "model")
         return name
 
-    def terms(self, http: HttpRequest, body: GenerationBody | ReadRequest) -> Terms:
+    def terms(self, http: HttpRequest, body: SampledBody | ReadRequest) -> Terms:
         """The terms of a request; Refused for a model that is not served here."""
         seconds = self.limits.seconds(body.timeout)
         return Terms(http.state.measures.began, http.state.owner, seconds, self.adapter_of(body.model))
 
 
 class AnswerFormat(Protocol):
-    """The form of the answers of one route."""
+    """The form of the answers of one route. head: the fields that say which answer of which model it is."""
 
     prefix: ClassVar[str]
-    object: ClassVar[str]
-    chunk_object: ClassVar[str]
 
-    def choice(self, stream: AnswerStream, delta: Delta) -> Choice:
-        """A whole answer, of its last delta."""
+    def whole(self, head: dict[str, Any], call: ApiCall, ends: Sequence[Delta]) -> dict[str, Any]:
+        """All answers as one object, of their last deltas."""
 
-    def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> Choice | None:
-        """A delta as a choice of a chunk; None where it says nothing."""
+    def events(self, head: dict[str, Any], stream: AnswerStream, delta: Delta, is_first: bool) -> Iterable[Event]:
+        """The events of a stream for a delta; none where it says nothing. The first delta is empty."""
+
+    def end(self, head: dict[str, Any], call: ApiCall, ends: Sequence[Delta]) -> Iterable[Event]:
+        """The events after all answers, of their last deltas."""
+
+    def error(self, head: dict[str, Any], error: dict[str, Any]) -> Iterable[Event]:
+        """The events of an error, which ends the stream."""
 
 
 @dataclass(frozen=True)
@@ -110,20 +114,23 @@ async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
     if not call.body.stream:
         found = await unless_left(http, _whole(server, call, measures, head))
         return Response(status_code=LEFT) if found is None else JSONResponse(found)
-    chunks = _chunks(server, call, measures, head)
-    first = await unless_left(http, anext(chunks))  # what is refused is refused with a status
+    groups = _grouped(server, call, measures, head)
+    first = await unless_left(http, anext(groups))  # what is refused is refused with a status
     if first is None:
-        await chunks.aclose()
+        await groups.aclose()
         return Response(status_code=LEFT)
-    return _Stream(chunks, _events(first, chunks, measures), send_timeout=server.limits.read_seconds, sep="\n")
+    events = _events(first, groups, call.format, head, measures)
+    return _Stream(groups, events, send_timeout=server.limits.read_seconds, sep="\n")
 
 
 class _Stream(EventSourceResponse):
-    """A stream that closes its chunks however it ends: nobody may read them any more, or too slowly."""
+    """A stream that closes what it is made of however it ends: nobody may read it any more, or too slowly."""
 
-    def __init__(self, chunks: AsyncGenerator[str, None], events: AsyncGenerator[dict[str, str], None], **options: Any):
+    def __init__(
+        self, groups: AsyncGenerator[list[Event], None], events: AsyncGenerator[Event, None], **options: Any
+    ) -> None:
         super().__init__(events, **options)
-        self._chunks, self._events = chunks, events
+        self._groups, self._events = groups, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -131,7 +138,7 @@ class _Stream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
-            await self._chunks.aclose()
+            await self._groups.aclose()
 
 
 async def _whole(server: Server, call: ApiCall, measures: CallMetrics, head: dict[str, Any]) -> dict[str, Any]:
@@ -141,55 +148,46 @@ async def _whole(server: Server, call: ApiCall, measures: CallMetrics, head: dic
             if each.result is not None:
                 ends[index] = each
     measures.outcome = ends[0].finish
-    choices = [call.format.choice(stream, ends[stream.index]) for stream in call.streams]
-    usage = usage_of(call, [ends[stream.index].result for stream in call.streams])
-    return _written(Answer(object=call.format.object, choices=choices, usage=usage, **head))
+    return call.format.whole(head, call, [ends[stream.index] for stream in call.streams])
 
 
-async def _chunks(
+async def _grouped(
     server: Server, call: ApiCall, measures: CallMetrics, head: dict[str, Any]
-) -> AsyncGenerator[str, None]:
-    """The chunks of a stream as JSON; "" where there is nothing to say but that an answer is accepted."""
-    head = dict(head, object=call.format.chunk_object)
+) -> AsyncGenerator[list[Event], None]:
+    """The events of a stream, those of a delta at a time, which may be none."""
     ends: dict[int, Delta] = {}
     has_begun = set[int]()
     async with aclosing(_merged([_deltas(server, call, stream, measures) for stream in call.streams])) as deltas:
         async for index, each in deltas:
-            if each.frame is not None:
-                yield _dumped(Chunk(choices=[], frame=each.frame, **head))
-                continue
-            delta = call.format.delta(call.streams[index], each, index not in has_begun)
-            if delta is not None:
-                yield _dumped(Chunk(choices=[delta], **head))
-            elif index not in has_begun:
-                yield ""
+            yield [*call.format.events(head, call.streams[index], each, index not in has_begun)]
             has_begun.add(index)
             if each.result is not None:
                 ends[index] = each
     measures.outcome = ends[0].finish
-    if call.body.stream_options is not None and call.body.stream_options.include_usage:
-        usage = usage_of(call, [ends[stream.index].result for stream in call.streams])
-        yield _dumped(Chunk(choices=[], usage=usage, **head))
+    yield [*call.format.end(head, call, [ends[stream.index] for stream in call.streams])]
 
 
 async def _events(
-    first: str, chunks: AsyncGenerator[str, None], measures: CallMetrics
-) -> AsyncGenerator[dict[str, str], None]:
+    first: list[Event],
+    groups: AsyncGenerator[list[Event], None],
+    form: AnswerFormat,
+    head: dict[str, Any],
+    measures: CallMetrics,
+) -> AsyncGenerator[Event, None]:
     """Server-sent events; an error under way is one, too."""
-    if first:
-        yield {"data": first}
+    for event in first:
+        yield event
     try:
-        async for chunk in chunks:
-            if chunk:
-                yield {"data": chunk}
+        async for group in groups:
+            for event in group:
+                yield event
     except Exception as error:
         if not isinstance(error, BlockdiffError):
             LOG.exception("%s failed", measures.id)
         status, body = error_body(error, measures.id)
         measures.failed(status, body)
-        yield {"data": json.dumps(body)}
-        return
-    yield {"data": "[DONE]"}
+        for event in form.error(head, body["error"]):
+            yield event
 
 
 async def _deltas(
@@ -267,9 +265,9 @@ async def unless_left(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | No
                 await each
 
 
-def usage_of(call: ApiCall, results: Sequence[Result | None]) -> Usage:
-    """The counts of all answers; a prompt counts once, however many answers it gets."""
-    found = [result for result in results if result is not None]
+def usage_of(call: ApiCall, ends: Sequence[Delta]) -> Usage:
+    """The counts of all answers, of their last deltas; a prompt counts once, however many answers it gets."""
+    found = [end.result for end in ends if end.result is not None]
     of_prompts = found[:: call.body.n]
     prompt, completion = sum(each.prompt_tokens for each in of_prompts), sum(len(each.tokens) for each in found)
     tokenizer = call.streams[0].settings.tokenizer
@@ -286,18 +284,3 @@ def usage_of(call: ApiCall, results: Sequence[Result | None]) -> Usage:
         denoising_steps=sum(sum(each.steps) for each in found),
         forwards=sum(each.forwards.total for each in found),
     )
-
-
-def _written(answer: Answer) -> dict[str, Any]:
-    """An answer as JSON has it: null is left out where the protocol does not ask for it."""
-    found = answer.model_dump(exclude_none=True)
-    for choice in found["choices"]:
-        choice.setdefault("finish_reason", None)
-        choice.setdefault("logprobs", None)
-        if "message" in choice:
-            choice["message"].setdefault("content", None)
-    return found
-
-
-def _dumped(chunk: Chunk) -> str:
-    return json.dumps(_written(chunk), ensure_ascii=False, separators=(",", ":"))

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from blockdiff import __version__
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.serving import chat, completions, operations, page, reads
+from blockdiff.serving import chat, completions, operations, page, reads, responses
 from blockdiff.serving.answering import Server
 from blockdiff.serving.async_engine import AsyncEngine
 from blockdiff.serving.limits import Access, Limits
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel
 
 # A file each; each takes the Server.
-ROUTERS = (chat.router, completions.router, reads.router, operations.router, page.router)
+ROUTERS = (chat.router, completions.router, responses.router, reads.router, operations.router, page.router)
 
 
 def app(
@@ -73,8 +73,6 @@ async def _unknown(http: HttpRequest, error: Exception) -> JSONResponse:
     """The answer for a path or method that there is not."""
     assert isinstance(error, HTTPException)
     error.detail = f"{http.method} {http.url.path}: {error.detail}"
-    if http.url.path.startswith("/v1/responses"):
-        error.detail = "/v1/responses is not served; use /v1/chat/completions (docs/serving.md says why)"
     status, body = error_body(error)
     http.state.measures.failed(status, body)
     return error_response(error, http.state.measures.id)

@@ -38,13 +38,18 @@ def _alone(parse: Callable[..., B], *arguments: Any) -> B:
 
 
 def parsed_body(content: bytes, kind: type[B], path: str) -> B:
-    """The object that the JSON says; Refused says what is wrong first, and quotes little of it."""
+    """The body that the JSON says; Refused says what is wrong first."""
     try:
         given = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise Refused(NO_OBJECT) from None
     if not isinstance(given, dict):
         raise Refused(NO_OBJECT)
+    return checked_body(given, kind, path)
+
+
+def checked_body(given: dict[str, Any], kind: type[B], path: str) -> B:
+    """The body that an object is; Refused says what is wrong first, and quotes little of it."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:

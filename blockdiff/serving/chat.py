@@ -32,6 +32,7 @@ from blockdiff.serving.answers import (
 )
 from blockdiff.serving.async_engine import Terms
 from blockdiff.serving.bodies import read_body
+from blockdiff.serving.chunks import ChunkFormat
 from blockdiff.serving.content import served_messages
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.mapping import check_size, common_fields, seed_of
@@ -50,14 +51,18 @@ def router(server: Server) -> APIRouter:
     async def chat(http: HttpRequest) -> Response:
         body = await read_body(http, ChatRequest)
         terms = server.terms(http, body)
-        kind: Kind = "plain" if body.tool_choice in ("none", "auto") else "heavy"  # which compiles a schema
-        made = server.engine.prepared(partial(api_call, body, server, terms), kind, terms)
+        made = server.engine.prepared(partial(api_call, body, server, terms), kind_of(body.tool_choice), terms)
         return await respond(server, http, await made)
 
     return routes
 
 
-class ChatFormat:
+def kind_of(choice: Any) -> Kind:
+    """The kind of work that it is to make the requests of a body with this choice of tools."""
+    return "plain" if choice in ("none", "auto") else "heavy"  # which compiles a schema
+
+
+class ChatFormat(ChunkFormat):
     """The form of a chat's answers."""
 
     prefix: ClassVar = "chatcmpl-"
@@ -68,7 +73,7 @@ class ChatFormat:
         """A whole answer."""
         result = delta.result
         assert result is not None
-        calls = [_call(stream, number, call) for number, call in enumerate(result.tool_calls or ())]
+        calls = [tool_call(stream, number, call) for number, call in enumerate(result.tool_calls or ())]
         message = Message(
             role="assistant",
             content=result.text if result.text or not calls else None,
@@ -80,12 +85,12 @@ class ChatFormat:
             message=message,
             finish_reason=delta.finish,
             steps=result.steps,
-            logprobs=_logprobs(stream, delta),
+            logprobs=logprobs_of(stream, delta),
         )
 
     def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> ChatDelta | None:
         """The delta of an answer, where it says something."""
-        calls = [_call(stream, delta.first_call + n, call, is_indexed=True) for n, call in enumerate(delta.calls)]
+        calls = [tool_call(stream, delta.first_call + n, call, is_indexed=True) for n, call in enumerate(delta.calls)]
         if not (is_first or delta.text or delta.reasoning or calls or delta.finish):
             return None
         message = Message(
@@ -100,7 +105,7 @@ class ChatFormat:
             delta=message,
             finish_reason=delta.finish,
             steps=steps,
-            logprobs=_logprobs(stream, delta),
+            logprobs=logprobs_of(stream, delta),
         )
 
 
@@ -202,7 +207,8 @@ def _arguments(function: Mapping[str, Any]) -> str:
     return schema_regex({"type": "object", **schema})
 
 
-def _call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:
+def tool_call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:
+    """A call of a response, the one with this number; is_indexed: in a stream."""
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return ToolCall(
@@ -212,7 +218,7 @@ def _call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_indexed
     )
 
 
-def _logprobs(stream: AnswerStream, delta: Delta) -> ChatLogprobs | None:
+def logprobs_of(stream: AnswerStream, delta: Delta) -> ChatLogprobs | None:
     """The log-probabilities of all tokens of an answer, which its last delta brings."""
     result = delta.result
     if result is None or result.logprobs is None or not stream.request.scores:

@@ -16,6 +16,7 @@ from blockdiff.serving.answering import ApiCall, Server, respond
 from blockdiff.serving.answers import CompletionChoice, CompletionLogprobs
 from blockdiff.serving.async_engine import Terms
 from blockdiff.serving.bodies import read_body
+from blockdiff.serving.chunks import ChunkFormat
 from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.mapping import check_size, common_fields, seed_of
 from blockdiff.serving.protocol import CompletionRequest
@@ -37,7 +38,7 @@ def router(server: Server) -> APIRouter:
 
 
 @dataclass(frozen=True)
-class CompletionFormat:
+class CompletionFormat(ChunkFormat):
     """The form of completions; echoes: they begin with their prompt."""
 
     echoes: bool = False

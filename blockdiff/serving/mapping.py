@@ -12,7 +12,7 @@ from blockdiff.sampling.strategies import adjusted, as_strategy, next_token_head
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.seeding import child_seed
 from blockdiff.serving.limits import Limits
-from blockdiff.serving.protocol import GenerationBody
+from blockdiff.serving.protocol import GenerationBody, SampledBody
 
 FILTERS = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}  # of what a step draws from, and the values that keep all
 
@@ -37,7 +37,7 @@ def common_fields(
     )
 
 
-def strategy_of(body: GenerationBody, settings: SamplingSettings) -> Strategy | None:
+def strategy_of(body: SampledBody, settings: SamplingSettings) -> Strategy | None:
     """The strategy of a body; None for that of the server.
 
     Where canvases are denoised, temperature 0 leaves the strategy as it is, and `seed_of` makes the answer repeatable.
@@ -51,7 +51,7 @@ def strategy_of(body: GenerationBody, settings: SamplingSettings) -> Strategy | 
     return adjusted(strategy or settings.strategy, temperature, **filters)
 
 
-def seed_of(body: GenerationBody, number: int) -> int | None:
+def seed_of(body: SampledBody, number: int) -> int | None:
     """The seed of an answer: the first has the one that was given, the others' follow from it; None: a new one."""
     seed = 0 if body.seed is None and body.temperature == 0 else body.seed
     return seed if seed is None or number == 0 else child_seed(seed, number)

@@ -6,7 +6,7 @@ Every field is honoured, passed because it changes no answer, or refused by name
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 from annotated_types import MaxLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
@@ -35,6 +35,9 @@ INSTEAD = {
     "function_call": "tool_choice",
     "suffix": "template",
     "logit_bias": "banned",
+    "previous_response_id": "input, with all items so far",
+    "conversation": "input, with all items so far",
+    "prompt": "instructions and input",
 }
 
 
@@ -87,24 +90,22 @@ ServedOptions: Any = create_model(
 )
 
 
-class GenerationBody(ServedOptions):
-    """The fields that chats and completions share; those of requests come with `ServedOptions`."""
+class SampledBody(ServedOptions):
+    """The fields of all bodies that ask for answers; those of requests come with `ServedOptions`."""
+
+    neutral: ClassVar = NEUTRAL
 
     model: Short | None = None
     seed: int | None = None
-    n: int = Field(1, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
     stop: Stop | Annotated[Items[Stop], MaxLen(MOST_STOPS)] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool = False
-    stream_options: StreamOptions | None = None
 
     # beyond the protocol
     timeout: float | None = Field(None, gt=0)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    stream_frames: bool = False
     strategy: Short | None = None
 
     @model_validator(mode="before")
@@ -115,10 +116,10 @@ class GenerationBody(ServedOptions):
             return given
         kept = {}
         for name, value in given.items():
-            if value is None or name in INERT:
+            if value is None or (name in INERT and name not in cls.model_fields):
                 continue
-            if name in NEUTRAL and name not in cls.model_fields:
-                if value in NEUTRAL[name]:
+            if name in cls.neutral and name not in cls.model_fields:
+                if value in cls.neutral[name]:
                     continue
                 instead = f"; use {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
                 raise ValueError(f"{name} {value!r:.60} is not supported by this server{instead}")
@@ -129,6 +130,15 @@ class GenerationBody(ServedOptions):
     def stops(self) -> tuple[str, ...]:
         """The stop texts."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class GenerationBody(SampledBody):
+    """The fields that chats and completions share."""
+
+    n: int = Field(1, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    stream_options: StreamOptions | None = None
+    stream_frames: bool = False  # beyond the protocol
 
 
 class JsonSchemaFormat(Body):
