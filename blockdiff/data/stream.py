@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
-
-import numpy as np
+from typing import Any
 
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.dataset import Watch, check_conversations, with_total
@@ -20,18 +19,18 @@ from blockdiff.data.statistics import Statistics
 from blockdiff.files import piecewise_digest, seal
 from blockdiff.seeding import Stream, permutation
 
-WINDOWS = 2  # kept, for a global batch may reach over the edge of one
 FIRST_ROWS = 100  # of each source, by which a stream knows whether it has conversations
 
 
 class StreamedExamples:
     """The examples of endless passes over the sources, mixed by weight: `stream[place]`, places from 0 in rising order.
 
-    Places form windows of `shuffle_buffer` examples, each in a random order of its own (address: the window), so what
-    stands at a place depends on nothing but the data, the options and the seed. `sample_id` is the running number of
-    an example, so a second pass over the data has fresh noise. Places in a window before the last two are
-    reached by reading from the start again. The examples up to the end of the first window that is asked for, which a
-    run waits for, pass through `watch`.
+    Each source goes through epochs of its own, in which every row comes once. An epoch forms windows of
+    `shuffle_buffer` examples, the last one of what is left, each in a random order of its own (address: source, epoch,
+    window); so what stands at a place depends on nothing but the data, the options and the seed. `sample_id` is the
+    place, so a second pass over the data has fresh noise. Places before those that are kept, two windows of each source
+    at least, are reached by reading from the start again. The examples up to the end of the first window of a source
+    that is asked for, which a run waits for, pass through `watch`.
     """
 
     summary = "read while training goes on"
@@ -44,19 +43,23 @@ class StreamedExamples:
         seed: int,
         watch: Watch = lambda examples: examples,
     ) -> None:
-        self.encoder, self.shuffle_buffer, self.seed, self._watch = encoder, shuffle_buffer, seed, watch
+        self.encoder, self.seed = encoder, seed
         self._titles = titles(sources)
-        self._passes = [_Pass(source, encoder) for source in sources]
+        self._passes = [
+            _Pass(source, encoder, shuffle_buffer, (seed, number), watch) for number, source in enumerate(sources)
+        ]
         self._counts = mixture_counts([source.weight for source in sources])
-        self._windows: dict[int, list[Example]] = {}
-        self._next = 0  # the running number of the example that is read next
+        self._is_checked = False
 
     def __getitem__(self, place: int) -> Example:
-        window, inside = divmod(place, self.shuffle_buffer)
-        if window not in self._windows:
-            self._read(window)
-        example = self._windows[window][inside]
-        return replace(example, tokens=list(example.tokens))
+        block, inside = divmod(place, BLOCK)
+        source, rank = mixture_block(self.seed, block, self._counts)[inside].tolist()
+        example = self._passes[source].example(block * self._counts[source] + rank)
+        if not self._is_checked and all(each.statistics.rows for each in self._passes):
+            self._is_checked = True
+            if not any(each.has_jumped for each in self._passes):  # the rows before were enough for the run so far
+                check_conversations(self.encoder, self.statistics[-1][1].conversations > 0)
+        return replace(example, sample_id=place, tokens=list(example.tokens))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -87,48 +90,18 @@ class StreamedExamples:
         """The statistics of the rows read so far (repeated passes count again), as in `Dataset`."""
         return with_total(self._titles, [each.statistics for each in self._passes])
 
-    def _read(self, window: int) -> None:
-        first = window * self.shuffle_buffer
-        if first < self._next:
-            self._next = 0
-            for each in self._passes:
-                each.restart()
-        watch = (lambda examples: examples) if self._windows else self._watch
-        for source, each in enumerate(self._passes):
-            each.skip(self._given(source, first) - self._given(source, self._next), watch)
-        self._next = first
-        taken = list(watch(self._take() for _ in range(self.shuffle_buffer)))
-        order = permutation(self.seed, Stream.WINDOW, (window,), self.shuffle_buffer).tolist()
-        self._windows[window] = [taken[number] for number in order]
-        for old in list(self._windows)[:-WINDOWS]:  # the ones that were read first
-            del self._windows[old]
-        if not window:  # a restart further on has not seen the rows before, which were enough for the run so far
-            check_conversations(self.encoder, self.statistics[-1][1].conversations > 0)
-
-    def _given(self, source: int, number: int) -> int:
-        """The number of examples before `number` that come from a source."""
-        blocks, rest = divmod(number, BLOCK)
-        inside = mixture_block(self.seed, blocks, self._counts)[:rest, 0] == source
-        return blocks * self._counts[source] + int(np.count_nonzero(inside))
-
-    def _take(self) -> Example:
-        block, inside = divmod(self._next, BLOCK)
-        source = int(mixture_block(self.seed, block, self._counts)[inside, 0])
-        example = next(self._passes[source])
-        # Held as machine integers: a window is many examples, and Python integers are eight times as large.
-        compact = replace(example, sample_id=self._next, tokens=array("i", example.tokens))  # type: ignore[arg-type]
-        self._next += 1
-        return compact
-
 
 class _Pass:
-    """One source, read again and again."""
+    """One source, read again and again in windows; `address` begins that of its draws: the seed and its number."""
 
-    def __init__(self, source: Source, encoder: Encoder) -> None:
+    def __init__(self, source: Source, encoder: Encoder, size: int, address: tuple[int, int], watch: Watch) -> None:
         self.source, self.encoder = source.with_defaults(TRAIN, {}), encoder
+        self.size, self.address, self._watch = size, address, watch
         self.opened = open_source(source, streaming=True)
         self.statistics = Statistics(encoder.canvas_length)
-        self.restart()
+        self.has_jumped = False
+        self._length = 0  # examples of an epoch, once one has been read to its end
+        self._restart()
 
     @property
     def options(self) -> str:
@@ -143,38 +116,84 @@ class _Pass:
             return seal([piecewise_digest(path) for path in self.opened.paths])
         return self.opened.fingerprint()
 
-    def restart(self) -> None:
-        """Begin again with the first row."""
-        self._examples: Iterator[Example] | None = None
-
-    def __next__(self) -> Example:
-        while True:
-            is_whole_pass = self._examples is None
-            if self._examples is None:
-                self._examples = self.encoder.examples(self.opened.rows(counts=self._counts), self.statistics)
-            example = next(self._examples, None)
-            if example is not None:
-                return example
-            if is_whole_pass:
-                raise self.encoder.nothing_left(self.statistics.rows, self.opened.files[0])
-            self._examples = None
+    def example(self, number: int) -> Example:
+        """The example of this number, counted from 0 through all epochs."""
+        if number < self._first:
+            self._restart()
+        if number >= self._next:
+            self._reach(number)
+            self._watch = _unwatched
+        first, examples = next(window for window in reversed(self._windows) if window[0] <= number)
+        return examples[number - first]
 
     @property
-    def _counts(self) -> Statistics | None:
-        """Where bad rows are counted; None: the first one is an error."""
-        return self.statistics if self.encoder.skips_bad_rows else None
+    def _first(self) -> int:
+        """The number of the first example that is kept, or that comes next."""
+        return self._windows[0][0] if self._windows else self._next
 
-    def skip(self, count: int, watch: Watch) -> None:
-        """Pass over `count` examples: without looking at the rows where each is sure to become an example."""
-        if self._examples is None and self.encoder.max_length is None and not self.encoder.skips_bad_rows:
-            skip = Skip(count)
-            while self._examples is None:
-                before, rows = skip.left, self.opened.rows(skip)
-                first = next(rows, None)
-                if first is not None:
-                    self._examples = self.encoder.examples(chain([first], rows), self.statistics)
-                else:  # a whole pass was skipped, and so can be all the others
-                    skip.left %= before - skip.left
+    def _restart(self) -> None:
+        """Begin again with the first row."""
+        self._examples: Iterator[Example] | None = None
+        self._windows: list[tuple[int, list[Example]]] = []  # the number of the first, and the examples of each
+        self._epoch = 0
+        self._epoch_begin = self._next = 0  # the numbers with which the epoch and the next window begin
+
+    def _reach(self, number: int) -> None:
+        """Read on until there is an example of this number; epochs and windows before it are passed over."""
+        is_each_row = self.encoder.max_length is None and not self.encoder.skips_bad_rows
+        if not self._next and number >= self.size and is_each_row and self._examples is None:
+            self._jump(number)
+        while number >= self._next:
+            if self._examples is None:
+                whole = (number - self._next) // self._length if self._length else 0
+                self._begin(self._epoch + whole, self._next + whole * self._length)
+                rows = self.opened.rows(counts=self.statistics if self.encoder.skips_bad_rows else None)
+                self._examples = self.encoder.examples(rows, self.statistics)
+            self._read_window()
+
+    def _jump(self, number: int) -> None:
+        """Go to the window of an example without looking at rows, each of which is sure to become an example."""
+        epoch, at = 0, number // self.size * self.size
+        skip = Skip(at)
+        rows = self.opened.rows(skip)
+        first = next(rows, None)
+        if first is None:  # a whole epoch was passed over, and so can be all the others
+            self._length = at - skip.left
+            epoch, inside = divmod(number, self._length)
+            at = inside // self.size * self.size
+            rows = self.opened.rows(Skip(at))
+            first = next(rows)
+        self.has_jumped = True
+        self._begin(epoch, epoch * self._length)
+        self._next += at
+        self._examples = self.encoder.examples(chain([first], rows), self.statistics)
+
+    def _begin(self, epoch: int, number: int) -> None:
+        """Go to the beginning of an epoch whose first example has this number."""
+        if number != self._next:
+            self._windows = []
+        self._epoch, self._epoch_begin, self._next = epoch, number, number
+
+    def _read_window(self) -> None:
+        assert self._examples is not None
+        taken = list(self._watch(islice(self._examples, self.size)))
+        if not taken:
+            if self._next == self._epoch_begin:
+                raise self.encoder.nothing_left(self.statistics.rows, self.opened.files[0])
+            self._examples, self._length = None, self._next - self._epoch_begin
+            self._epoch += 1
+            self._epoch_begin = self._next
             return
-        for _ in watch(islice(iter(self.__next__, None), count)):
-            pass
+        seed, source = self.address
+        window = (self._next - self._epoch_begin) // self.size
+        order = permutation(seed, Stream.WINDOW, (source, self._epoch, window), len(taken)).tolist()
+        # Held as machine integers: a window is many examples, and Python integers are eight times as large.
+        held = [replace(each, tokens=array("i", each.tokens)) for each in taken]
+        self._windows.append((self._next, [held[number] for number in order]))
+        self._next += len(taken)
+        while len(self._windows) > 2 and self._next - self._windows[1][0] >= 2 * self.size:
+            del self._windows[0]  # a global batch may reach over the edge of one, and of many small ones
+
+
+def _unwatched(examples: Iterator[Any]) -> Iterator[Any]:
+    return examples

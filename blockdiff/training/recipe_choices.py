@@ -169,7 +169,7 @@ class ArLoss:
 
 @dataclass(frozen=True)
 class Streaming:
-    """Rows are read as they are needed; `shuffle_buffer` of them are shuffled among themselves."""
+    """Rows are read as they are needed; `shuffle_buffer` of a source are shuffled among themselves."""
 
     shuffle_buffer: Positive = 10_000
 

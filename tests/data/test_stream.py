@@ -45,30 +45,46 @@ def line(example):
     return int(example.where.rpartition(":")[2])
 
 
-def test_every_pass_has_every_row_and_running_numbers_as_sample_ids(path):
-    rows = stream(path)
-    examples = [rows[place] for place in range(46)]
-    assert sorted(example.sample_id for example in examples[:40]) == list(range(40))
-    by_number = {example.sample_id: line(example) for example in examples}
-    assert all(row == number % 23 + 1 for number, row in by_number.items())
-    assert [example.sample_id for example in examples[:10]] != list(range(10))  # shuffled
+@pytest.mark.parametrize("buffer", [5, 10, 23, 10_000])
+def test_every_epoch_has_every_row_once_and_reads_the_file_once(path, monkeypatch, buffer):
+    opened = []
+    rows = Files.rows
+    monkeypatch.setattr(Files, "rows", lambda self, *_, **more: opened.append(1) or rows(self, *_, **more))
+    streamed = stream(path, buffer=buffer)
+    examples = [streamed[place] for place in range(46)]
+    assert [example.sample_id for example in examples] == list(range(46))
+    epochs = [[line(example) for example in examples[first : first + 23]] for first in (0, 23)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(1, 24))
+    assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
     assert all(isinstance(token, int) for token in examples[0].tokens) and type(examples[0].tokens) is list
-    assert rows.statistics[0][1].rows == 50
+    assert len(opened) == 2 and streamed.statistics[0][1].rows <= 46 + 10
+
+
+def test_a_mixture_gives_each_source_epochs_of_its_own(path, tmp_path):
+    small = tmp_path / "small.jsonl"
+    small.write_text("".join(json.dumps({"prompt": str(n), "response": "y"}) + "\n" for n in range(4)))
+    streamed = stream(path, small)
+    found = {str(file): [] for file in (path, small)}
+    for place in range(60):
+        found[streamed[place].where.rpartition(":")[0]].append(line(streamed[place]))
+    assert sorted(found[str(path)][:23]) == list(range(1, 24))
+    of_small = found[str(small)]
+    assert all(sorted(of_small[first : first + 4]) == [1, 2, 3, 4] for first in range(0, len(of_small) - 3, 4))
 
 
 def test_rows_are_shuffled_within_their_window_by_an_order_of_its_own(path):
-    orders = [[stream(path)[10 * window + place].sample_id - 10 * window for place in range(10)] for window in (0, 1)]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(10)) and orders[0] != orders[1]
-    assert orders[0] != [stream(path, seed=1)[place].sample_id for place in range(10)]
+    orders = [[line(stream(path)[10 * window + place]) - 10 * window for place in range(10)] for window in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(1, 11)) and orders[0] != orders[1]
+    assert orders[0] != [line(stream(path, seed=1)[place]) for place in range(10)]
 
 
-@pytest.mark.parametrize(("encoder", "before"), [(ENCODER, 0), (TIGHT, 50)], ids=["rows skipped", "rows replayed"])
-def test_what_a_run_waits_for_at_its_start_is_watched(path, encoder, before):
+@pytest.mark.parametrize(("encoder", "read"), [(ENCODER, 10), (TIGHT, 29)], ids=["rows skipped", "rows replayed"])
+def test_what_a_run_waits_for_at_its_start_is_watched(path, encoder, read):
     watched = []
     sources = [Source(str(path))]
     rows = StreamedExamples(sources, encoder, 10, seed=0, watch=lambda them: (watched.append(0) or x for x in them))
-    assert rows[57] and len(watched) == before + 10
-    assert rows[61] and len(watched) == before + 10
+    assert rows[57] and len(watched) == read  # an epoch, to know how long one is, and a window
+    assert rows[77] and len(watched) == read
 
 
 @pytest.mark.parametrize("encoder", [ENCODER, TIGHT], ids=["rows skipped", "rows replayed"])
@@ -103,8 +119,10 @@ def test_a_restart_far_away_looks_at_no_row_it_does_not_need(path, monkeypatch):
     opened = []
     rows = Files.rows
     monkeypatch.setattr(Files, "rows", lambda self, skip=None: opened.append(1) or rows(self, skip))
-    assert line(stream(path)[1_000_000]) == stream(path)[1_000_000].sample_id % 23 + 1
-    assert len(looked) < 100 and len(opened) < 10
+    streamed = stream(path)
+    begin = 1_000_000 // 23 * 23
+    assert sorted(line(streamed[place]) for place in range(begin + 20, begin + 23)) == [21, 22, 23]
+    assert len(looked) < 10 and len(opened) == 2
 
 
 def test_a_batch_over_the_edge_of_a_window_may_be_taken_in_any_order(path):
@@ -112,7 +130,7 @@ def test_a_batch_over_the_edge_of_a_window_may_be_taken_in_any_order(path):
     slots = [index for _, index in StreamOrder(6)(2)]
     assert slots == [6, 7, 8, 9, 10, 11]
     expected = [stream(path)[place] for place in slots]
-    assert [whole[place] for place in (10, 7, 11, 6, 9, 8)] == [expected[place - 6] for place in (10, 7, 11, 6, 9, 8)]
+    assert [whole[place] for place in (6, 10, 7, 11, 9, 8)] == [expected[place - 6] for place in (6, 10, 7, 11, 9, 8)]
     assert whole.statistics[0][1].rows == 20  # nothing was read twice
 
 
