@@ -16,7 +16,11 @@ WORDS = {
     "stripped": "{:,} texts stripped of white space",
     "glued": "{:,} assistant messages glued to the one before",
     "moved": "{:,} texts moved behind the tool's answer",
+    "thought": "{:,} texts in <think> read as reasoning",
+    "untold": "{:,} texts beside calls left out",
     "unreasoned": "{:,} messages without their reasoning",
+    "bare": "{:,} turns without the empty reasoning in which their prompts end",
+    "endless": "{:,} turns without the end that the last one has",
     "unanswered": "{:,} conversations end without an answer",
     "spelt": "{:,} rows spell control tokens",
 }
@@ -28,26 +32,21 @@ class Alterations:
 
     strips: frozenset[str]
     glues: bool
-    drops_reasoning: bool  # that before the last message of the user
     moves: bool  # a text beside a call behind the answer of the tool
 
     def count(self, messages: Sequence[Message]) -> Counter[str]:
         """The number of altered messages of a conversation, by the keys of WORDS."""
-        roles = [message["role"] for message in messages]
-        last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else -1
         found: Counter[str] = Counter()
-        for number, message in enumerate(messages):
+        for message in messages:
             content = message["content"]
             if isinstance(content, str) and message["role"] in self.strips and content != content.strip():
                 found["stripped"] += 1
-            if self.drops_reasoning and number < last_user and "reasoning" in message:
-                found["unreasoned"] += 1
         for before, after in pairwise(messages):
             if self.glues and before["role"] == after["role"] == "assistant":
                 found["glued"] += 1
             if self.moves and before.get("tool_calls") and before["content"].strip() and after["role"] == "tool":
                 found["moved"] += 1
-        found["unanswered"] += roles[-1] != "assistant"
+        found["unanswered"] += messages[-1]["role"] != "assistant"
         return found
 
 
@@ -68,7 +67,6 @@ def find_alterations(written: Callable[[Sequence[Message]], str]) -> Alterations
         "user": (padded["user"], end),
         "assistant": (user, padded["assistant"]),
     }
-    thought = {**first, "reasoning": "probe-thought"}
     asked = {**first, "tool_calls": [CALL]}
     answer = {"role": "tool", "tool_call_id": "1", "name": "probe", "content": "probe-answer"}
     try:
@@ -79,6 +77,5 @@ def find_alterations(written: Callable[[Sequence[Message]], str]) -> Alterations
     return Alterations(
         frozenset(role for role, messages in conversations.items() if has(padded[role]["content"], *messages) is False),
         glues=has("probe-oneprobe-two", user, first, second) is True,
-        drops_reasoning=has("probe-thought", user, thought, user, end) is False,
         moves=moves,
     )

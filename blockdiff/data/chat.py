@@ -15,7 +15,7 @@ from blockdiff.data.alterations import Alterations, find_alterations
 from blockdiff.data.control_tokens import ControlTokens, Guard, make_guard, why_not_encoded
 from blockdiff.data.image_parts import text_with_images
 from blockdiff.data.images import ImageReader
-from blockdiff.data.messages import ImageSource
+from blockdiff.data.messages import ImageSource, with_thought_apart
 from blockdiff.data.rows import Row
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.template import (
@@ -24,6 +24,7 @@ from blockdiff.data.template import (
     Rendered,
     Span,
     marked,
+    reads_thoughts,
     render,
     token_spans,
     training_template,
@@ -129,20 +130,44 @@ class Encoder:
         return training_template(self.tokenizer, verbatim=self.verbatim)
 
     @cached_property
+    def tool_template(self) -> str:
+        """The chat template of rows with tools, for which a tokenizer may keep one of its own, called tool_use."""
+        return training_template(self.tokenizer, ({},), verbatim=self.verbatim)
+
+    @cached_property
     def guard(self) -> Guard:
         """The guard that keeps the texts of rows from becoming control tokens."""
         return make_guard(self.tokenizer, str(self.tokenizer.chat_template or ""), self.control_tokens)
 
+    @property
+    def kept_template(self) -> str | dict[str, str]:
+        """The chat template for the tokenizer of a trained model: if it has several, all of them."""
+        if not isinstance(self.tokenizer.chat_template, dict) or self.verbatim:
+            return self.template
+        named = {"default": self.template, "tool_use": self.tool_template}
+        return self.tokenizer.chat_template | named if self.template != self.tool_template else self.template
+
     @cached_property
-    def alterations(self) -> Alterations:
-        """The changes that the chat template makes to messages beside writing them."""
-        return find_alterations(lambda messages: render(self.tokenizer, self.template, messages).text)
+    def _alterations(self) -> dict[str, Alterations]:
+        """The changes that chat templates make to messages beside writing them, as far as they were looked up."""
+        return {}
+
+    def _alterations_of(self, template: str) -> Alterations:
+        if template not in self._alterations:
+            self._alterations[template] = find_alterations(
+                lambda messages: render(self.tokenizer, template, messages, self._variables).text
+            )
+        return self._alterations[template]
+
+    @property
+    def _variables(self) -> dict[str, bool]:
+        return {"enable_thinking": self.enable_thinking}
 
     @cached_property
     def _unknown_tool_token(self) -> str | None:
         """The first token that the chat template writes around tools, but that the tokenizer does not have."""
-        vocabulary = self.tokenizer.get_vocab()
-        return next((token for token in TOOL_TOKENS if token in self.template and token not in vocabulary), None)
+        template, vocabulary = self.tool_template, self.tokenizer.get_vocab()
+        return next((token for token in TOOL_TOKENS if token in template and token not in vocabulary), None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -151,9 +176,9 @@ class Encoder:
             raise _slow()
         backend = rust_tokenizer(self.tokenizer)
         try:
-            template = self.template
+            template = self.tool_template + self.template * (self.template != self.tool_template)
         except DataError:  # only conversations need one
-            template = ""
+            template = str(self.tokenizer.chat_template or "")
         options = (self.eos_id, self.canvas_length, self.max_length, self.enable_thinking, self.turns, self.system)
         more = (self.too_long, self.chat, self.tokenizer.special_tokens_map, self.tokenizer.bos_token_id)
         is_split = bool(self.tokenizer.split_special_tokens)
@@ -334,20 +359,22 @@ class Encoder:
 
     def _chats(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], list[Span], Counter[str]]]:
         rendered = [self._rendered(row) for row in rows]
-        encoded = self._tokenise([each.text for each in rendered], rows, [each.cuts for each in rendered])
-        for row, encoding, each in zip(rows, encoded, rendered, strict=True):
+        encoded = self._tokenise([each.text for each, _ in rendered], rows, [each.cuts for each, _ in rendered])
+        for row, encoding, (each, changes) in zip(rows, encoded, rendered, strict=True):
             try:
                 responses, excluded = (token_spans(encoding.offsets, spans) for spans in (each.spans, each.excluded))
             except ValueError as error:
                 raise DataError(f"{row.where}: {error}; change the chat template") from None
             if not responses:
                 raise DataError(f"{row.where}: the chat template marks no assistant turn; change the template")
-            changes = self.alterations.count(row.messages or ())
-            yield encoding.ids, responses, excluded, changes + Counter(spelt=bool(each.cuts))
+            yield encoding.ids, responses, excluded, changes
 
-    def _rendered(self, row: Row) -> Rendered:
+    def _rendered(self, row: Row) -> tuple[Rendered, Counter[str]]:
+        """A conversation as its chat template writes it, and what the template alters."""
         messages = row.messages or ()
-        if self._unknown_tool_token and (row.tools or any("tool_calls" in message for message in messages)):
+        has_tools = bool(row.tools) or any("tool_calls" in message for message in messages)
+        template = self.tool_template if row.tools else self.template
+        if has_tools and self._unknown_tool_token:
             raise DataError(
                 f"{row.where}: the chat template writes tools with {self._unknown_tool_token}, which the tokenizer "
                 "does not have; take one that has it, or remove the row"
@@ -360,14 +387,17 @@ class Encoder:
             )
         if self.system is not None and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system}, *messages)
-        variables = {"enable_thinking": self.enable_thinking}
+        apart = [with_thought_apart(message) for message in messages] if reads_thoughts(template) else list(messages)
         try:
             is_last = self.turns == "last"
-            return marked(self.tokenizer, self.template, messages, variables, row.tools, self.guard, is_last)
+            each = marked(self.tokenizer, template, apart, self._variables, row.tools, self.guard, is_last)
         except RefusedByTemplate as error:
             raise DataError(f"{row.where}: the chat template refuses it ({error}); change the row") from None
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from None
+        changes = self._alterations_of(template).count(apart) + Counter(each.changes)
+        thoughts = sum(one is not other for one, other in zip(apart, messages, strict=True))
+        return each, changes + Counter(thought=thoughts, spelt=bool(each.cuts))
 
     def _tokenise(
         self, texts: Sequence[str], rows: Sequence[Row], cuts: Sequence[tuple[int, ...]] | None = None

@@ -26,6 +26,7 @@ from blockdiff.data.spellings import (
 )
 from blockdiff.data.strict_json import BadRow, from_json, type_in_words
 
+THOUGHT = re.compile(r"\s*<think>\n*(.*?)\n*</think>\n*", re.DOTALL)  # reasoning at the beginning of a content
 OF_ASSISTANT = (*REASONING_KEYS, "tool_calls")
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(file|blob):", re.IGNORECASE)
@@ -104,11 +105,13 @@ def checked_tools(value: Any) -> tuple[Message, ...] | None:
     return tuple(tools)
 
 
-def left_out_tool(text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Message] | None) -> str | None:
-    """The name of a tool that is declared or called, but that a chat template left out of the text."""
-    sources = (tools, *(message.get("tool_calls") for message in messages))
-    names = [each["function"]["name"] for source in sources for each in source or ()]
-    return next((name for name in names if name not in text), None)
+def with_thought_apart(message: Message) -> Message:
+    """The message with the reasoning that its content begins with, between <think> and </think>, as its reasoning."""
+    content = message["content"]
+    found = THOUGHT.match(content) if isinstance(content, str) and "reasoning" not in message else None
+    if found is None or message["role"] != "assistant" or not content[found.end() :].strip():
+        return message
+    return {**message, "reasoning": found[1], "content": content[found.end() :]}
 
 
 def checked_content(value: Any, name: str) -> str | list[Part]:

@@ -25,7 +25,7 @@ class Statistics:
     (file and line, without its directory). `bad` rows cannot be used, for the reasons in `first_bad`. `truncated` ones
     were cut at a canvas boundary and lost `cut_tokens`. `clean_tokens` are in rows (prompts too), `response_tokens` in
     responses, and `image_tokens` stand for `images`. Of the `conversations` among the rows, `unscored_turns` of the
-    assistant are context only. The last six say what became of messages (`blockdiff.data.alterations.WORDS`), and how
+    assistant are context only. The last ten say what became of messages (`blockdiff.data.alterations.WORDS`), and how
     many rows spell control tokens.
     """
 
@@ -49,7 +49,11 @@ class Statistics:
     stripped: int = 0
     glued: int = 0
     moved: int = 0
+    thought: int = 0
+    untold: int = 0
     unreasoned: int = 0
+    bare: int = 0
+    endless: int = 0
     unanswered: int = 0
     spelt: int = 0
     unread: list[str] = field(default_factory=list)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blockdiff.data.assistant_spans import UnprovedError, assistant_spans, span_owners
+from blockdiff.data.assistant_spans import (
+    STAND_INS,
+    Turns,
+    UnprovedError,
+    assistant_turns,
+    behind_prompts,
+    span_owners,
+)
 from blockdiff.data.control_tokens import OPEN, Guard
 from blockdiff.data.image_parts import for_template
-from blockdiff.data.messages import Message, left_out_tool
+from blockdiff.data.left_out import Probe
+from blockdiff.data.messages import Message
 from blockdiff.errors import DataError
 from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
@@ -26,6 +36,8 @@ TURN_TOKENS = (*TURN_EDGES, "<|channel>", "<channel|>", "<|think|>")  # the Gemm
 TOOL_TOKENS = (
     *("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
 )
+TEMPLATES_REASONING = ("reasoning_content", "thinking")  # what templates call the reasoning of a message
+NOTHING: Mapping[str, int] = MappingProxyType({})
 VERBATIM = "{%- set verbatim = true -%}"  # the first line of a template that alters nothing
 NO_THINKING = {"enable_thinking": False}
 # What `render` says itself; special tokens come beside them.
@@ -57,13 +69,15 @@ class RefusedByTemplate(DataError):
 class Rendered(NamedTuple):
     """The text of a conversation, the character spans of its assistant, and where it is cut for the tokenizer.
 
-    `excluded` are the spans of turns that the row marks as not to be learnt.
+    excluded: the spans of turns that the row marks as not to be learnt;
+    changes: the number of messages by what the template left out of them (`blockdiff.data.alterations.WORDS`).
     """
 
     text: str
     spans: list[Span]
     cuts: tuple[int, ...] = ()
     excluded: tuple[Span, ...] = ()
+    changes: Mapping[str, int] = NOTHING
 
 
 def packaged_template(*, verbatim: bool = False) -> str:
@@ -106,7 +120,7 @@ def give_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     tokenizer.chat_template = text
 
 
-def own_template(tokenizer: PreTrainedTokenizerBase, tools: list[Message] | None = None) -> str | None:
+def own_template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] | None = None) -> str | None:
     """The chat template of a tokenizer, of several the one for conversations with these tools; None where it has none.
 
     Raises DataError where it has several and none is the default.
@@ -114,7 +128,7 @@ def own_template(tokenizer: PreTrainedTokenizerBase, tools: list[Message] | None
     if not tokenizer.chat_template:
         return None
     try:
-        return str(tokenizer.get_chat_template(tools=tools))
+        return str(tokenizer.get_chat_template(tools=list(tools) if tools else None))
     except ValueError:
         names = ", ".join(tokenizer.chat_template)
         raise DataError(
@@ -123,14 +137,16 @@ def own_template(tokenizer: PreTrainedTokenizerBase, tools: list[Message] | None
         ) from None
 
 
-def training_template(tokenizer: PreTrainedTokenizerBase, *, verbatim: bool = False) -> str:
-    """The template that writes conversations of training: the tokenizer's own, or the packaged one.
+def training_template(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] | None = None, *, verbatim: bool = False
+) -> str:
+    """The template that writes conversations of training with these tools: the tokenizer's own, or the packaged one.
 
     The packaged one is used where the tokenizer's own writes the Gemma 4 turn format without tags, as the released one
     does, and where there is none but the vocabulary has the turn tokens. `verbatim` always takes the packaged one, and
     needs the turn tokens. Raises DataError where there is no template.
     """
-    template = own_template(tokenizer)
+    template = own_template(tokenizer, tools)
     has_turns = all(token in tokenizer.get_vocab() for token in TURN_EDGES)
     if verbatim:
         if not has_turns:
@@ -178,13 +194,39 @@ def render(
     """The text of a conversation, and the character spans the template marks, in their order.
 
     variables: what else the template is told; is_prompt: it ends where the assistant begins, and no spans are found.
-    Raises RefusedByTemplate.
+    Raises RefusedByTemplate, also for tools, calls and answers that the template leaves out.
     """
+    rendered = _written(tokenizer, template, messages, variables, tools, guard, is_prompt)
+    probe = Probe(messages, tools, is_prompt)
+    if not probe.may_tell(rendered.text):
+        return rendered
+    try:
+        lost = probe.left_out(
+            _written(tokenizer, template, probe.messages, variables, probe.tools, OPEN, is_prompt).text
+        )
+    except RefusedByTemplate:  # it wants names that it knows
+        lost = probe.unseen(rendered.text)
+    for part in lost:
+        if part.key is None:
+            raise RefusedByTemplate(f"it does not write {part.name}")
+    return rendered._replace(changes=Counter(part.key for part in lost if part.key))
+
+
+def _written(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    tools: Sequence[Message] | None,
+    guard: Guard = OPEN,
+    is_prompt: bool = False,
+) -> Rendered:
+    """`render`, whatever the template leaves out."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     written = for_template(messages)
-    if "reasoning_content" in template:  # the name that Qwen3 and others have for it
-        written = [each | {"reasoning_content": each["reasoning"]} if "reasoning" in each else each for each in written]
+    names = [name for name in TEMPLATES_REASONING if name in template]
+    written = [each | dict.fromkeys(names, each["reasoning"]) if "reasoning" in each else each for each in written]
     asked = [written, None if tools is None else list(tools), dict(variables)]
     (shown, declared, told), hidden = guard.hide(asked)
     try:
@@ -202,8 +244,6 @@ def render(
     except Exception as error:  # a template is somebody's program: it may raise anything
         raise RefusedByTemplate(str(error) or type(error).__name__) from None
     text, cuts = guard.show(texts[0], hidden)
-    if name := left_out_tool(text, messages, tools):
-        raise RefusedByTemplate(f"it does not write the tool {name!r}")
     return Rendered(text, list(spans[0]) if spans else [], cuts)
 
 
@@ -220,35 +260,72 @@ def marked(
 
     only_last: the last of the assistant's messages has to be found, and the others are left out without tags.
     """
+    rendered = render(tokenizer, template, messages, variables, tools, guard)
 
-    def of(some: Sequence[Message], is_prompt: bool = False) -> Rendered:
-        return render(tokenizer, template, some, variables, tools, guard, is_prompt)
+    def written(some: Sequence[Message], is_prompt: bool = False) -> Rendered:
+        return _written(tokenizer, template, some, variables, tools, guard, is_prompt)
 
-    rendered = of(messages)
-    assistants = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    is_whole = all(message.get("is_learnt", True) for message in messages)
     try:
-        if not GENERATION_TAG.search(template):
-            only_last = only_last and is_whole
-            spans = assistant_spans(lambda some, is_prompt: of(some, is_prompt).text, messages, only_last)
-            owners = assistants[-1:] if only_last else assistants
+        if GENERATION_TAG.search(template):
+            found, owners = _tagged(written, template, messages, rendered)
         else:
-            spans = rendered.spans
-            owners = [0] * len(spans) if is_whole else span_owners(lambda some: len(of(some).spans), messages)
-            if len(owners) != len(spans):
-                raise UnprovedError("it cannot be said which of its parts the row excludes from learning")
+            only_last = only_last and all(message.get("is_learnt", True) for message in messages)
+            found = assistant_turns(lambda some, is_prompt: written(some, is_prompt).text, messages, only_last)
+            owners = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            owners = owners[-1:] if only_last else owners
     except UnprovedError as error:
-        remedies = ["name a file as data.template that is the same with {% generation %} tags around what is learnt"]
-        if any("reasoning" in message for message in messages) and not variables.get("enable_thinking"):
+        remedies = [error.remedy]
+        is_told = is_variable("enable_thinking", template) and not variables.get("enable_thinking")
+        if is_told and any("reasoning" in message for message in messages):
             remedies.insert(0, "set data.thinking: true, as it has reasoning")
-        if not only_last:
+        if not only_last and error.is_past:
             remedies.append("train on data.turns: last")
         raise RefusedByTemplate(f"{error}; {', or '.join(remedies)}") from None
     learnt = [messages[owner].get("is_learnt", True) for owner in owners]
-    return rendered._replace(
-        spans=merged([span for span, kept in zip(spans, learnt, strict=True) if kept]),
-        excluded=tuple(merged([span for span, kept in zip(spans, learnt, strict=True) if not kept])),
+    place, inserted = found.inserted.place, found.inserted
+    changes = Counter(rendered.changes) + Counter(bare=found.bare, endless=found.endless)
+    changes["unreasoned"] -= bool(inserted.reasoning)
+    cuts = [at + len(inserted.text) * (at > place) for at in rendered.cuts]
+    cuts += [place + len(inserted.before) + at for at in guard.cuts(inserted.reasoning)]
+    return Rendered(
+        rendered.text[:place] + inserted.text + rendered.text[place:],
+        merged([span for span, kept in zip(found.spans, learnt, strict=True) if kept]),
+        tuple(sorted(cuts)),
+        tuple(merged([span for span, kept in zip(found.spans, learnt, strict=True) if not kept])),
+        +changes,
     )
+
+
+def _tagged(
+    written: Callable[..., Rendered], template: str, messages: Sequence[Message], rendered: Rendered
+) -> tuple[Turns, list[int]]:
+    """The turns that a template marks with tags, and the place of each one's message (0 if the row excludes none)."""
+    spans, last = rendered.spans, len(messages) - 1
+    if not template.endswith(packaged_template()):
+        plain = [*messages[:-1], {"role": "assistant", "content": STAND_INS[0]}]
+        if _has_no_end(rendered, messages[-1]) and _has_no_end(written(plain), plain[-1]):
+            reason = "the template's {% generation %} tags end before the turn does, so answers would not end"
+            raise UnprovedError(last, reason, "move them in the file that data.template names", is_past=False)
+        spans = behind_prompts(lambda some, is_prompt: written(some, is_prompt).text, messages, rendered.text, spans)
+    excluding = next((index for index, message in enumerate(messages) if not message.get("is_learnt", True)), None)
+    if excluding is None:
+        return Turns(spans), [0] * len(spans)
+    owners = span_owners(lambda some: len(written(some).spans), messages)
+    if len(owners) != len(spans):
+        raise UnprovedError(excluding, "it cannot be said which of its parts the row excludes from learning")
+    return Turns(spans), owners
+
+
+def reads_thoughts(template: str) -> bool:
+    """True for a template without tags that knows reasoning between <think> and </think>."""
+    return "</think>" in template and GENERATION_TAG.search(template) is None
+
+
+def _has_no_end(rendered: Rendered, last: Message) -> bool:
+    """True if the last turn that a template marks ends with the content of the last message."""
+    content = str(last["content"]).strip()
+    learnt = rendered.text[slice(*rendered.spans[-1])] if rendered.spans else ""
+    return last["role"] == "assistant" and bool(content) and learnt.rstrip().endswith(content)
 
 
 def is_variable(name: str, template: str) -> bool:

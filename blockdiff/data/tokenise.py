@@ -243,7 +243,7 @@ def chat_prompt(
     sources = images_in(checked)
     marker = str(tokenizer.convert_ids_to_tokens(_placeholder(reader))) if sources else ""
     try:
-        text, _, cuts, _ = render(tokenizer, template, checked, options, declared, guard, is_prompt=True)
+        text, _, cuts, *_ = render(tokenizer, template, checked, options, declared, guard, is_prompt=True)
     except RefusedByTemplate as error:
         raise DataError(f"the chat template refuses these messages: {error}") from None
     tokens, images = _with_images(_ids(text, tokenizer, guard, cuts), sources, tokenizer, reader)

@@ -277,7 +277,7 @@ def settle_template(
     """
     if has_conversations:
         if learns or recipe.data.template == "verbatim":
-            base.tokenizer.chat_template = encode.template
+            base.tokenizer.chat_template = encode.kept_template
     elif recipe.data.template != "tokenizer":
         raise DataError(
             "data.template: is set, but no row is a conversation; write messages rows, set data.chat: true, or leave "

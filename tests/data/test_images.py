@@ -380,7 +380,8 @@ def test_bad_pictures_are_left_out_where_bad_rows_are(folder):
 def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder, tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*image.*reads"):
         encoded(folder, ROWS[0], reader=None)
-    blind = chat_tokenizer("{{ bos_token }}{% for m in messages %}{% generation %}a{% endgeneration %}{% endfor %}")
+    turn = "{% generation %}{{ m.content ~ eos_token if m.role == 'assistant' }}{% endgeneration %}"
+    blind = chat_tokenizer("{{ bos_token }}{% for m in messages %}" + turn + "{% endfor %}")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*template.*0 of 1 images"):
         replace(encoder(), tokenizer=blind).encode(list(read_rows(written(folder, ROWS[2]))))
     with pytest.raises(DataError, match=r"no preprocessor_config\.json"):
