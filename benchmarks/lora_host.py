@@ -25,7 +25,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels import Kernels
 from blockdiff.kernels import launch as launching
 from blockdiff.layers.lora import LowRank
-from blockdiff.models.adapters import adapt, draw_adapters, targets
+from blockdiff.models.adapters import adapt, cast_once, draw_adapters, targets
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
 from blockdiff.training.step import checkpoint_activations
@@ -50,8 +50,9 @@ def made(layers: int, recomputes: bool) -> tuple[Objective, Batch]:
 
 def step(objective: Objective, batch: Batch) -> None:
     """The gradient of a step."""
-    sums: Any = objective(batch)
-    (sums["canvas"] / 16 + sums["ar"] / 30).backward()
+    with cast_once(objective):
+        sums: Any = objective(batch)
+        (sums["canvas"] / 16 + sums["ar"] / 30).backward()
     for parameter in objective.parameters():
         parameter.grad = None
 

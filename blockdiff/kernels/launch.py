@@ -154,18 +154,16 @@ class Registered:
         backward, body, gives_list = once_differentiable(backward), self._call, self.gives_list
         self.custom.register_autograd(backward, setup_context=setup_context)
 
-        class Recorded(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *inputs: Any) -> Any:
-                output = body(*inputs)
-                setup_context(ctx, inputs, output)
-                return tuple(output) if gives_list else output
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = body(*inputs)
+            setup_context(ctx, inputs, output)
+            return tuple(output) if gives_list else output
 
-            @staticmethod
-            def backward(ctx: Any, *grads: Any) -> Any:
-                return backward(ctx, list(grads)) if gives_list else backward(ctx, *grads)
+        def of_outputs(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, list(grads)) if gives_list else backward(ctx, *grads)
 
-        self.recorded = Recorded.apply
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(of_outputs)}
+        self.recorded = type("Recorded", (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
 
     def __call__(self, *inputs: Any) -> Any:
         if asks_torch():

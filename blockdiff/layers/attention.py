@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PrefixTensor, written
-from blockdiff.layers.linear import Linear
+from blockdiff.layers.linear import Linear, outputs
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.spans import Spans, Sweep
 
@@ -73,5 +73,9 @@ class Attention(nn.Module):
         them."""
         q_proj, v_proj = self.q_proj, self.v_proj
         x_BTD = q_proj.entering(x_BTD)
-        q, k = q_proj(x_BTD[:, first:] if first else x_BTD), self.k_proj(x_BTD)
-        return q, k, k if v_proj is None else v_proj(x_BTD)
+        of_keys = (self.k_proj,) if v_proj is None else (self.k_proj, v_proj)
+        if first:
+            q, (k, *v) = q_proj(x_BTD[:, first:]), outputs(of_keys, x_BTD)
+        else:
+            q, k, *v = outputs((q_proj, *of_keys), x_BTD)
+        return q, k, v[0] if v else k

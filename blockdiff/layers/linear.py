@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from blockdiff.kernels import IN_TORCH, Kernels
+from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.stored import StoredMatrix
-from blockdiff.layers.lora import LowRank
+from blockdiff.layers.lora import Adapted, Casts, products
 from blockdiff.layers.weights import HasWeights
 
 
@@ -67,29 +70,67 @@ class Linear(HasWeights, nn.Linear):
         return x if self.split is None else self.split.entering(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        matrix, bias, low_rank, split = self.matrix(), self._parameters["bias"], self.low_rank, self.split
-        flat = x if low_rank is None else x.reshape(-1, x.shape[-1])
+        if self.low_rank is not None:
+            return _adapted((self,), x)[0]
+        matrix, bias, split = self.matrix(), self._parameters["bias"], self.split
         if not isinstance(matrix, Tensor):
-            out = matrix.product(self.kernels, flat)
+            out = matrix.product(self.kernels, x)
         elif bias is None or split is None:
-            out = F.linear(flat, matrix, bias)
+            out = F.linear(x, matrix, bias)
         else:
-            out = F.linear(flat, matrix, split.bias(bias))
-        if low_rank is not None:
-            out = self._add_low_rank(out, flat, low_rank).view(*x.shape[:-1], out.shape[-1])
+            out = F.linear(x, matrix, split.bias(bias))
         return out if split is None else split.leaving(out)
 
-    def _add_low_rank(self, out: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-        """Add the adapter's product in place: no second output is made."""
-        if self.training and low_rank.dropout:
-            x = F.dropout(x, low_rank.dropout)
-        A, B = (self.lora_A, self.lora_B) if self.split is None else self.split.low_rank(self.lora_A, self.lora_B)
-        narrowed = F.linear(x, A.to(x.dtype))
-        return out.addmm_(narrowed.to(out.dtype), B.to(out.dtype).t(), alpha=low_rank.scale)
+    def terms(self, x: Tensor) -> Adapted:
+        """The tensors of the layer and its adapter for tokens x."""
+        matrix, split, low_rank = self.matrix(), self.split, self.low_rank
+        A: Tensor = self.lora_A
+        B: Tensor = self.lora_B
+        bias: Tensor | None = self._parameters["bias"]
+        assert low_rank is not None
+        if split is not None:
+            A, B = split.low_rank(A, B)
+            bias = None if bias is None else split.bias(bias)
+        if isinstance(matrix, Tensor):
+            (matrix,) = in_autocast(matrix)
+            return Adapted(matrix, None, bias, A, B, low_rank.scale)
+        return Adapted(None, matrix.product(self.kernels, x), bias, A, B, low_rank.scale)
+
+    @property
+    def shares(self) -> bool:
+        """True if the adapter's product can be made together with those of other layers."""
+        is_called = self._forward_hooks or self._forward_pre_hooks
+        has_own_input = self.low_rank is None or (self.training and self.low_rank.dropout)
+        return not is_called and not has_own_input
+
+
+def outputs(layers: Sequence[Linear], x: Tensor) -> Sequence[Tensor]:
+    """The outputs of layers that read the same x; adapters of all of them are one autograd function if they can be."""
+    if all(layer.shares for layer in layers):
+        return _adapted(tuple(layers), x)
+    return [layer(x) for layer in layers]
+
+
+def _adapted(layers: tuple[Linear, ...], x: Tensor) -> Sequence[Tensor]:
+    """The outputs of adapted layers that read the same x; one with dropout is alone."""
+    first, dropped = layers[0], None
+    (x,) = in_autocast(x)
+    if first.training and first.low_rank is not None and first.low_rank.dropout:
+        dropped = F.dropout(x, first.low_rank.dropout)
+    terms = [layer.terms(x) for layer in layers]
+    key, kept = (x.dtype, layers), None if is_compiling() or terms[0].A.dtype is x.dtype else first.kept_casts
+    casts = None if kept is None else kept.get(key)
+    if casts is None:
+        casts = Casts.of(terms, x.dtype)
+        if kept is not None:
+            kept[key] = casts
+    outs = products(x, terms, casts, dropped)
+    return [out if layer.split is None else layer.split.leaving(out) for layer, out in zip(layers, outs, strict=True)]
 
 
 def gated_product(gate: Linear, up: Linear, x: Tensor, activation: str, kernels: Kernels) -> Tensor:
     """`f(gate x) * g(up x)` of two linear layers."""
     if gate.is_product and up.is_product:
         return kernels.gated_linear(x, gate.matrix(), up.matrix(), activation)
-    return kernels.gated(gate(x), up(x), activation)
+    of_gate, of_up = outputs((gate, up), x)
+    return kernels.gated(of_gate, of_up, activation)

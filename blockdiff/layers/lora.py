@@ -7,11 +7,15 @@ in both passes, so each weight has one adapter, and merging it once is exact.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.stored import StoredMatrix
 
 LOW_RANK = ("lora_A", "lora_B", "gate_up_lora_A", "gate_up_lora_B", "down_lora_A", "down_lora_B")
@@ -66,3 +70,114 @@ def merged(
             own = (weight if n is ... else weight.part(n)).decoded(wide)
         out[n].copy_(torch.addmm(own, B[n].to(wide), A[n].to(wide), alpha=scale))
     return out
+
+
+class Adapted(NamedTuple):
+    """A linear layer with its adapter: the weight, or `base`, which is the product with a stored weight."""
+
+    weight: Tensor | None
+    base: Tensor | None
+    bias: Tensor | None
+    A: Tensor
+    B: Tensor
+    scale: float
+
+
+class Casts(NamedTuple):
+    """The adapters of layers that read the same tokens, in one dtype: A of all layers as one matrix, and each B.
+
+    None: the matrix of the one layer itself, and B itself.
+    """
+
+    A_RD: Tensor | None
+    B: tuple[Tensor | None, ...]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, layers: Sequence[Adapted], dtype: torch.dtype) -> Casts:
+        """Cast the adapters of layers."""
+        is_cast, A = layers[0].A.dtype is not dtype, [layer.A.to(dtype) for layer in layers]
+        together = torch.cat(A) if len(A) > 1 else A[0] if is_cast else None
+        return cls(together, tuple([layer.B.to(dtype) if is_cast else None for layer in layers]))
+
+
+def products(x: Tensor, layers: Sequence[Adapted], casts: Casts, dropped: Tensor | None = None) -> tuple[Tensor, ...]:
+    """`W x + bias + scale B A dropped` of layers that read the same x [..., D].
+
+    casts: in x's dtype. dropped: x after the adapters' dropout; None: x itself.
+    """
+    scales = tuple([layer.scale for layer in layers])
+    parts = [part for layer, B in zip(layers, casts.B, strict=True) for part in (*layer[:5], B)]
+    outs: tuple[Tensor, ...] = _Products.apply(scales, x, dropped, casts.A_RD, *parts)
+    return outs
+
+
+class _Products(torch.autograd.Function):
+    """All products of adapted layers in one function: torch's own records of them cost the host several times more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scales: tuple[float, ...], x: Tensor, dropped: Tensor | None, A_RD: Tensor | None, *parts: Any
+    ) -> tuple[Tensor, ...]:
+        weights, bases, biases = parts[0::6], parts[1::6], parts[2::6]
+        A_RD = parts[3] if A_RD is None else A_RD
+        casts = [B if cast is None else cast for B, cast in zip(parts[4::6], parts[5::6], strict=True)]
+        narrowed_NR = F.linear(_rows(x if dropped is None else dropped), A_RD)
+        outs = []
+        terms = zip(weights, bases, biases, casts, scales, _columns(narrowed_NR, casts), strict=True)
+        for weight, base, bias, B, scale, narrowed in terms:
+            out = base.clone() if weight is None else F.linear(x, weight, bias)
+            out.view(-1, out.shape[-1]).addmm_(narrowed, B.t(), alpha=scale)
+            outs.append(out)
+        ctx.scales, ctx.dtype = scales, parts[3].dtype
+        ctx.save_for_backward(x, dropped, narrowed_NR, A_RD, *weights, *casts)
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, dropped, narrowed_NR, A_RD, *rest = ctx.saved_tensors
+        weights, casts, flat = rest[: len(grads)], rest[len(grads) :], [_rows(grad) for grad in grads]
+        _, needs_x, needs_dropped, _, *needs = ctx.needs_input_grad
+        grad_narrowed_NR = torch.empty_like(narrowed_NR)
+        for grad, B, scale, made in zip(flat, casts, ctx.scales, _columns(grad_narrowed_NR, casts), strict=True):
+            made.addmm_(grad, B, beta=0, alpha=scale)
+        of_parts: list[Tensor | None] = [None] * len(needs)
+        for n, grad in enumerate(grads):
+            of_parts[6 * n] = flat[n].t() @ _rows(x) if needs[6 * n] else None
+            of_parts[6 * n + 1] = grad if needs[6 * n + 1] else None
+            of_parts[6 * n + 2] = flat[n].sum(0) if needs[6 * n + 2] else None
+        if any(needs[3::6]) or any(needs[4::6]):
+            # one tensor for the gradients of all A and B, so that one operation casts them
+            shapes = [(B.shape[1], A_RD.shape[1]) for B in casts] + [B.shape for B in casts]
+            sizes = [rows * columns for rows, columns in shapes]
+            together = A_RD.new_empty(sum(sizes))
+            read_ND = _rows(x if dropped is None else dropped)
+            torch.mm(grad_narrowed_NR.t(), read_ND, out=together[: A_RD.numel()].view(A_RD.shape))
+            of_B = together.split(sizes)[len(casts) :]
+            terms = zip(flat, _columns(narrowed_NR, casts), ctx.scales, of_B, casts, strict=True)
+            for grad, narrowed, scale, made, B in terms:
+                made.view(B.shape).addmm_(grad.t(), narrowed, beta=0, alpha=scale)
+            cast = together.to(ctx.dtype).split(sizes)
+            of_adapters = [part.view(shape) for part, shape in zip(cast, shapes, strict=True)]
+            of_parts[3::6], of_parts[4::6] = of_adapters[: len(casts)], of_adapters[len(casts) :]
+        grad_x = grad_dropped = None
+        if needs_x:
+            pairs = [(grad, weight) for grad, weight in zip(flat, weights, strict=True) if weight is not None]
+            pairs += [(grad_narrowed_NR, A_RD)] if dropped is None else []
+            for pair in pairs:
+                grad_x = torch.mm(*pair) if grad_x is None else grad_x.addmm_(*pair)
+            grad_x = None if grad_x is None else grad_x.view(x.shape)
+        if needs_dropped:
+            grad_dropped = torch.mm(grad_narrowed_NR, A_RD).view(x.shape)
+        return None, grad_x, grad_dropped, None, *of_parts
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Tokens [..., D] as [N, D]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _columns(narrowed_NR: Tensor, B: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The products with A of each layer, among those of all."""
+    return narrowed_NR.split([each.shape[1] for each in B], 1)

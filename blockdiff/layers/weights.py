@@ -42,6 +42,7 @@ class HasWeights(nn.Module):
     WEIGHTS: ClassVar[dict[str, str]]
     stored: Form | None = None
     low_rank: LowRank | None = None
+    kept_casts: dict[Any, Any] | None = None  # of the adapter, within `adapters.cast_once`
 
     def held(self, weight: str) -> Any:
         """The weight as the module holds it: a parameter, or a stored matrix; on several ranks of DTensors."""

@@ -96,6 +96,19 @@ def without_adapters(model: BlockDiffusionModel) -> Iterator[None]:
             module.low_rank = low_rank
 
 
+@contextmanager
+def cast_once(model: nn.Module) -> Iterator[None]:
+    """Inside, adapters are cast to the dtype of tokens once, in the first pass: nobody may change them there."""
+    adapted = [module for module in model.modules() if isinstance(module, HasWeights) and module.low_rank is not None]
+    for module in adapted:
+        module.kept_casts = {}
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.kept_casts = None
+
+
 def is_adapter(name: str) -> bool:
     """True where a parameter of this name belongs to an adapter and not to the family's own tensors."""
     return name == TOKEN_ROWS or is_low_rank(name)

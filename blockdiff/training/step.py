@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from blockdiff.canvas import PADDING_ROW, Batch, lay_out
 from blockdiff.errors import RunError
 from blockdiff.metrics import METRICS, Record
+from blockdiff.models.adapters import cast_once
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import exchange_others, exchanging, loss_factor, require_sums
@@ -92,20 +93,21 @@ def backpropagate(
     if mesh.is_split:
         batches = _as_many(batches, ranks)
     sums = torch.zeros(max(1, len(batches)), len(losses), dtype=torch.float64, device=ranks.device)
-    for index, batch in enumerate(batches):
-        with exchanging(module, now=index == len(batches) - 1):
-            with autocast(ranks.device, precision):
-                found = module(batch.to(ranks.device, non_blocking=True))
-                require_sums(found)
-            if found.keys() != losses.keys():
-                raise RunError(
-                    f"objective: its forward gave the losses {', '.join(found)}; return those of the kind of run, "
-                    f"{', '.join(losses)}"
-                )
-            total = _total(found, losses, counts)
-            if total.requires_grad:
-                (factor * total).backward()  # where the ranks' gradients are averaged, the factor makes a sum of it
-        sums[index] = torch.stack([found[name].detach() for name in losses])
+    with cast_once(module):
+        for index, batch in enumerate(batches):
+            with exchanging(module, now=index == len(batches) - 1):
+                with autocast(ranks.device, precision):
+                    found = module(batch.to(ranks.device, non_blocking=True))
+                    require_sums(found)
+                if found.keys() != losses.keys():
+                    raise RunError(
+                        f"objective: its forward gave the losses {', '.join(found)}; return those of the kind of run, "
+                        f"{', '.join(losses)}"
+                    )
+                total = _total(found, losses, counts)
+                if total.requires_grad:
+                    (factor * total).backward()  # where the ranks' gradients are averaged, the factor makes a sum of it
+            sums[index] = torch.stack([found[name].detach() for name in losses])
     fill_gradients(weights)
     exchange_others(module, weights, mesh)
     means: Record = {}
