@@ -74,6 +74,7 @@ def init(
     if (directory / "config.json").exists():
         raise CheckpointError(f"{directory}: holds a checkpoint already; name another directory or remove it")
     from blockdiff import checkpoint
+    from blockdiff.checkpoint.opening import require_as_written
     from blockdiff.checkpoint.tokenizer import load_tokenizer
     from blockdiff.terminal import counted
 
@@ -86,6 +87,7 @@ def init(
         model = checkpoint.drafter_for(drafter_for, layers, block, seed, dtype or "float32", mask_token)
         origin = f"a drafter of {counted(layers, 'layer')} and blocks of {block} tokens for {drafter_for}"
     elif source is not None:
+        require_as_written(source)
         config = checkpoint.read_config(source)
         if add_tokens is not None and config.denoises:
             if canvas_length is not None:

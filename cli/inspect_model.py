@@ -10,7 +10,7 @@ from typing import Any
 from blockdiff import checkpoint
 from blockdiff.checkpoint.adapters import adapted_checkpoint
 from blockdiff.checkpoint.added import added_in
-from blockdiff.checkpoint.digests import has_digests, read_back
+from blockdiff.checkpoint.digests import compare
 from blockdiff.checkpoint.files import ADDED, first_line, stored_tensors
 from blockdiff.checkpoint.opening import model_files
 from blockdiff.errors import CheckpointError
@@ -64,9 +64,9 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
             f"{', '.join(f'{each} {list(size_of)}' for each, size_of in shapes.items()) or 'code alone'}"
         )
         stored["added"] = {each: list(size_of) for each, size_of in shapes.items()}
-    if compared := [read_back(each) for each in (directory, adapter) if each is not None and has_digests(each)]:
+    if compared := compare([directory, adapter]):
         show.line("digests   the weights are as they were written")
-    return {**shape, "stored": {**stored, "digests_compared": bool(compared)}}
+    return {**shape, "stored": {**stored, "digests_compared": compared}}
 
 
 def show_shape(

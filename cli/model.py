@@ -93,6 +93,12 @@ class ModelOptions:
         adapters = [] if files.adapter is None else [piecewise_digest(files.adapter / WEIGHTS)]
         return [*map(fingerprint, models), *adapters]
 
+    def require_as_written(self, *adapters: str) -> None:
+        """Compare the weights of the model and what goes with it, and of other adapters, with their digests."""
+        from blockdiff.checkpoint.opening import require_as_written
+
+        require_as_written(self.readable, self.adapter, self.draft_model, *adapters)
+
     def open(
         self,
         strategy: Strategy | str | None,

@@ -167,6 +167,9 @@ Dtype = Annotated[
         callback=_one_of("auto", "float32", "bfloat16", "float16", "float64"),
     ),
 ]
+Verify = Annotated[
+    bool, flag(DEVICE, "--verify", "Read the weights first and compare them with the digests beside them.")
+]
 Quantize = Annotated[
     str | None,
     option(

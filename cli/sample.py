@@ -72,6 +72,7 @@ def sample(
     ] = None,
     batch_size: options.BatchSize = 32,
     tensor_parallel: options.TensorParallel = 1,
+    verify: options.Verify = False,
     opened: ModelOptions,
     sampling: SamplingOptions,
 ) -> None:
@@ -122,6 +123,8 @@ def sample(
     settings = {**numbers, "strategy": chosen, **opened.identity} | ({"as_rows": True} if as_rows else {})
     if output is not None:
         settings["weights"] = opened.weights
+    if verify:
+        opened.require_as_written()
     answers = Answers(
         output,
         [fingerprint(entry, settings) for entry in entries],

@@ -64,6 +64,7 @@ def serve(
     quiet()
     names = settings.names(opened.model)
     opened = replace(opened, **settings.model_options())
+    opened.require_as_written(*settings.adapters.values())
     sampler = opened.open(strategy)
     adapters = {
         name: replace(opened, adapter=directory).open(strategy, over=sampler.model)

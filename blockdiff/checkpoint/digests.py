@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.checkpoint.files import ADDED, read_json, read_tensors, stored_tensors, tensors_in
+from blockdiff.checkpoint.files import ADDED, read_json, read_tensors, require_regular, stored_tensors, tensors_in
 from blockdiff.errors import CheckpointError
 from blockdiff.files import WORKERS, piecewise_digest, seal, write_json
 
@@ -35,9 +35,20 @@ def has_digests(directory: Path) -> bool:
 def read_back(directory: Path) -> Path:
     """Read what was written to a directory and compare it with its digests; returns the directory.
 
-    Raises CheckpointError naming a file that is missing or not as it was written.
+    Raises CheckpointError naming a file that is missing or not as it was written, and for digests that are not those of
+    all weights of the directory and of nothing else.
     """
-    for name, digest in read_json(directory / DIGESTS).items():
+    digests = read_json(directory / DIGESTS)
+    for name, digest in digests.items():
+        if Path(name).name != name or not isinstance(digest, str):
+            raise CheckpointError(f"{directory / DIGESTS}: {name!r} is no file of the directory with its digest")
+    if missing := sorted({file.name for file in directory.glob("*.safetensors")} - digests.keys()):
+        raise CheckpointError(
+            f"{directory / DIGESTS}: has no digest of {missing[0]}; write the directory again, "
+            f"or remove {DIGESTS} if the file was added on purpose"
+        )
+    for name, digest in digests.items():
+        require_regular(directory / name)
         try:
             is_same = piecewise_digest(directory / name) == digest
         except OSError as error:
@@ -48,6 +59,14 @@ def read_back(directory: Path) -> Path:
                 f"or remove {DIGESTS} if it was changed on purpose"
             )
     return directory
+
+
+def compare(directories: Iterable[Path | None]) -> bool:
+    """Read the weights of directories and compare them with the digests there; False if none of them has digests.
+
+    Raises CheckpointError as `read_back` does.
+    """
+    return bool([read_back(each) for each in directories if each is not None and has_digests(each)])
 
 
 def weights_digest(directory: Path) -> str:

@@ -16,7 +16,7 @@ from blockdiff.checkpoint.adapter_names import Part, adapts_images
 from blockdiff.checkpoint.adapters import adapted_checkpoint, check_parts, load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
-from blockdiff.checkpoint.digests import read_back
+from blockdiff.checkpoint.digests import compare, read_back
 from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.opening import model_files
 from blockdiff.checkpoint.read import carried_by, empty, resolve_dtype, stored_matrices, stored_weights
@@ -51,10 +51,12 @@ def export(
     checkpoint. peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the
     adapter names). dtype: of what is written ("auto": as it is stored). quantize: as in `load`; weights in fp8 that an
     adapter is added to are fp8 no more, unless it says so: much of what the adapter has learnt would be rounded away.
-    One that was trained over rounded weights is added to these. Raises CheckpointError.
+    One that was trained over rounded weights is added to these. Raises CheckpointError, also for weights that
+    are not as their digests say.
     """
     check_quantize(quantize)
     files = model_files(source, adapter)
+    compare([files.weights, files.adapter])
     weights, beside = files.weights, files.adapter
     model = empty(read_config(weights), "torch")
     below = None if beside is None else form_below(beside)

@@ -16,6 +16,7 @@ import torch
 from blockdiff.checkpoint.adapter_base import warn_of_other_weights
 from blockdiff.checkpoint.adapters import adapted_checkpoint, fill_adapters, has_adapter, read_adapter
 from blockdiff.checkpoint.config import read_config
+from blockdiff.checkpoint.digests import compare
 from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, find
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.read import empty, load_weights, weights_dtype
@@ -64,6 +65,15 @@ def model_files(path_or_hub_id: str | Path, adapter: str | Path | None = None, w
     if adapter is not None:
         raise CheckpointError(f"{path_or_hub_id}: is an adapter itself; name the model that {adapter} adapts")
     return ModelFiles(find(adapted_checkpoint(directory), with_weights), directory)
+
+
+def require_as_written(path_or_hub_id: str | Path, *others: str | Path | None) -> None:
+    """Compare the weights of a model with the digests beside them, and those of other models and adapters (None: none).
+
+    Raises CheckpointError for others than were written. A directory without digests is not compared.
+    """
+    files = model_files(path_or_hub_id)
+    compare(dict.fromkeys([files.weights, files.adapter, *(find(each) for each in others if each is not None)]))
 
 
 def load(

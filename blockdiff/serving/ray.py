@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
+from blockdiff.checkpoint.opening import require_as_written
 from blockdiff.errors import BlockdiffError, EngineError, Full
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.serving import Access, application, operations
@@ -40,6 +41,7 @@ class Replica:
 
     def __init__(self, given: Settings):
         options = dict(names=given.names(given.model), limits=given.limits, **given.engine_options())
+        require_as_written(given.model, given.adapter, given.draft_model, *given.adapters.values())
         sampler = Sampler.from_pretrained(given.model, **given.model_options())
         options["adapters"] = {
             name: Sampler.from_pretrained(given.model, adapter=directory, over=sampler.model)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.opening import require_as_written
 from blockdiff.errors import RunError
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.models.model import BlockDiffusionModel
@@ -51,6 +52,10 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         show.line(line)
     kind.check_data(recipe, data)
     require_step(objective, recipe, base, ranks, data, show)
+
+    for name in [*([] if recipe.model.path is None else [recipe.model.path]), *kind.others()]:
+        with show.waiting(f"model     comparing {name} with its digests"):
+            ranks.from_main(f"comparing {name}", partial(require_as_written, name))
 
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)

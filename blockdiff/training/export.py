@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint.added import fill
-from blockdiff.checkpoint.digests import read_back
+from blockdiff.checkpoint.digests import compare, read_back
 from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find
 from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
@@ -189,6 +189,7 @@ def consolidate(
         for name in model.state_dict()
     }
     if recipe.model.path is not None:
+        compare([find(recipe.model.path)])
         model.carried = carried_by(find(recipe.model.path), model)
     else:
         images = {} if model.image_side is not None else drawn_images(model.config, recipe.seed, kept)

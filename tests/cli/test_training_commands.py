@@ -46,13 +46,74 @@ def test_a_run_directory_is_complete(workshop: Path) -> None:
     assert checkpoint.load(folder / "model", dtype="auto").canvas_length == 9
 
 
-def test_inspect_says_whether_an_exported_model_is_as_it_was_written(workshop: Path, tmp_path: Path) -> None:
-    shutil.copytree(workshop / "run" / "model", model := tmp_path / "model")
-    assert "the weights are as they were written" in works("inspect", model)
-    content = bytearray((model / "model.safetensors").read_bytes())
+def flip(file: Path) -> None:
+    """Flip a bit of a file of weights."""
+    content = bytearray(file.read_bytes())
     content[-1000] ^= 1
-    (model / "model.safetensors").write_bytes(content)
-    assert "model.safetensors: is not as it was written" in refusal("inspect", model)
+    file.write_bytes(content)
+
+
+def test_weights_that_are_not_as_they_were_written_are_not_built_upon(workshop: Path, tmp_path: Path, prompt) -> None:
+    shutil.copytree(workshop / "run" / "model", model := tmp_path / "model")
+    sampled = ("sample", model, "--prompt", prompt)
+    assert "the weights are as they were written" in works("inspect", model)
+    works(*sampled, "--verify")
+    over = ["train", workshop / "recipe.yaml", "--set", "model.preset=null", "--set", f"model.path={model}"]
+    over += ["--set", "train.steps=1", "--set", "data.heldout=null", "--set", "train.eval_every=0"]
+    works(*over, "--set", "lora.rank=2", "--output", tmp_path / "run")
+    flip(model / "model.safetensors")
+    attempts = [
+        ("inspect", model),
+        (*sampled, "--verify"),
+        (*over, "--set", "lora=none", "--output", tmp_path / "full"),
+        (*over, "--set", "lora.rank=2", "--output", tmp_path / "lora"),
+        ("export", tmp_path / "run", "--output", tmp_path / "merged"),
+        ("export", tmp_path / "run", "--checkpoint", "last", "--output", tmp_path / "merged"),
+        ("init", "--from", model, tmp_path / "more", "--add-tokens", tmp_path / "tokens"),
+        ("serve", model, "--port", 0),
+    ]
+    (tmp_path / "tokens").write_text("<new>")
+    for words in attempts:
+        assert "model.safetensors: is not as it was written" in refusal(*words), words
+    works(*sampled)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_that_is_not_as_it_was_written_is_neither_merged_nor_served(workshop: Path, tmp_path: Path) -> None:
+    model, adapter = workshop / "run" / "model", tmp_path / "run" / "adapter"
+    over = ["train", workshop / "recipe.yaml", "--set", "model.preset=null", "--set", f"model.path={model}"]
+    works(*over, "--set", "train.steps=1", "--set", "lora.rank=2", "--output", tmp_path / "run")
+    flip(adapter / "adapter_model.safetensors")
+    (tmp_path / "serve.yaml").write_text(f"adapters: {{one: {adapter}}}")
+    for words in (
+        ("export", tmp_path / "run", "--output", tmp_path / "merged"),
+        ("serve", model, "--port", 0, "--adapter", adapter),
+        ("serve", model, "--port", 0, "--config", tmp_path / "serve.yaml"),
+    ):
+        assert "adapter_model.safetensors: is not as it was written" in refusal(*words), words
+
+
+@pytest.mark.parametrize(
+    ("digests", "named"),
+    [
+        ({"../model.safetensors": "1:2"}, "'../model.safetensors' is no file of the directory"),
+        ({"..": "1:2"}, "has no digest of model.safetensors"),
+        ({"model.safetensors": 3}, "'model.safetensors' is no file of the directory with its digest"),
+        ({}, "has no digest of model.safetensors"),
+        ({"model.safetensors": "as written", "zero": "1:2"}, "zero: not a regular file"),
+        ({"model.safetensors": "as written", "": "1:2"}, "model: not a regular file"),
+        ({"model.safetensors": "1:2", "gone": "1:2"}, "model.safetensors: is not as it was written"),
+        ([], "a JSON object was expected"),
+    ],
+)
+def test_digests_are_of_the_files_of_a_directory_and_of_all_its_weights(
+    workshop: Path, tmp_path: Path, digests: Any, named: str
+) -> None:
+    shutil.copytree(workshop / "run" / "model", model := tmp_path / "model")
+    (model / "zero").symlink_to("/dev/zero")
+    as_written = json.loads((model / "digests.json").read_text())["model.safetensors"]
+    (model / "digests.json").write_text(json.dumps(digests).replace("as written", as_written))
+    assert named in refusal("inspect", model)
 
 
 def test_the_metrics_that_can_decide_are_those_that_are_measured(workshop: Path) -> None:

@@ -230,6 +230,10 @@ class Distil(Denoising):
             "or choose a teacher that was trained longer",
         )
 
+    def others(self) -> list[str]:
+        """The teacher, if it is not the model itself."""
+        return [] if self.teacher is None else [self.teacher]
+
     def source(self, recipe: Recipe, built: Built, ranks: Ranks, show: Progress) -> Source:
         """The rows' batches, rolled out; RecipeError for a teacher of other tokens or canvases."""
         directory, base = find(self.teacher or str(recipe.model.path)), built.base

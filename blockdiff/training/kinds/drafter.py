@@ -78,6 +78,10 @@ class Drafter(Kind):
         except BlockdiffError as error:
             raise RecipeError(f"objective.target: {error}") from None
 
+    def others(self) -> list[str]:
+        """The target."""
+        return [self.target]
+
     def load_others(self, recipe: Recipe, objective: Any, mesh: Mesh) -> list[tuple[str, str, BlockDiffusionModel]]:
         """Load the target, spread over the ranks as the drafter is; adapters over it are not merged."""
         dtype = recipe.train.autocast or recipe.model.dtype

@@ -154,6 +154,10 @@ class Kind(ObjectiveSection):
         """The module whose forward returns the sums of the losses of a batch by name, over a model without weights."""
         raise NotImplementedError
 
+    def others(self) -> list[str]:
+        """The names of the models that a run reads in addition to the one that it trains."""
+        return []
+
     def load_others(self, recipe: Recipe, objective: Any, mesh: Mesh) -> list[tuple[str, str, BlockDiffusionModel]]:
         """Load the models beside the one that trains; returns each with a word for it and its name."""
         return []
