@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from blockdiff.errors import Full
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
     from blockdiff.sampling.sequence import Sequence
 
 
+MOST_OWNERS = 1000  # whose turns are remembered
+
+
 @dataclass
 class Scheduler:
     """The sequences that are admitted, and a queue of at most `max_waiting` before them.
 
-    They come in the order of their arrival, or by turns of their owners.
+    They come in the order of their arrival, or by turns of their owners: rows and chunks of prompts alike.
 
     At most `max_rows` sequences run. Up to as many more are encoded meanwhile, in groups, so that another one can take
     the place of a sequence that ends in the same step.
@@ -29,7 +33,7 @@ class Scheduler:
     chunk_tokens: a prompt is encoded in chunks that end at multiples of it, and a response in chunks of `answer_chunk`;
     round_length: that of the settings; tokens_per_step: the tokens that a step encodes and denoises: prompts wait where
     canvases and commits leave no room, but one chunk is encoded in every step; preemptions: the number of sequences
-    sent back to the queue so far.
+    sent back to the queue so far; turns: the steps that encoded prompts of each owner, the one longest ago first.
     """
 
     pages: Pages
@@ -43,6 +47,7 @@ class Scheduler:
     max_rows: int = 1
     tokens_per_step: int = 0
     preemptions: int = 0
+    turns: dict[str, int] = field(default_factory=dict)
 
     def limit(self, max_rows: int, tokens_per_step: int | None = None) -> None:
         """Set how many sequences run at most, and the tokens of a step; ValueError for too few tokens.
@@ -61,23 +66,42 @@ class Scheduler:
         self.waiting.extend(sequences)
 
     def admit(self) -> None:
-        """Admit sequences that wait, as long as memory has room for all their tokens and a canvas."""
+        """Admit sequences that wait, as long as memory has room for all their tokens and a canvas.
+
+        An owner who has none comes at once, if need be in the place of one of another owner's several.
+        """
         max_admitted = self.max_rows * (2 if self.running else 1)
-        if 2 * (len(self.admitted) - len(self.running)) >= self.max_rows:
-            return
-        if self.waiting and len(self.admitted) < max_admitted:
-            self.pages.follow_weights()
-        while self.waiting and len(self.admitted) < max_admitted:
+        begins_group = 2 * (len(self.admitted) - len(self.running)) < self.max_rows
+        has_followed = False
+        while self.waiting:
             first = self._next()
+            has_none = bool(first.owner) and all(each.owner != first.owner for each in self.admitted)
+            has_place = begins_group and len(self.admitted) < max_admitted
+            if has_none and not has_place:
+                has_place = len(self.admitted) < 2 * self.max_rows or self._free_place()
+            if not has_place:
+                return
+            if not has_followed:
+                self.pages.follow_weights()
+                has_followed = True
             first.paged, shared = self.pages.open(), first.shared_tokens
             self._reuse(first)
             tokens = first.num_tokens_until_commit(self.round_length)
-            if self.admitted and not self.pages.has_room(first.paged, tokens):
-                self._release(first)
-                first.shared_tokens = shared  # it finds them again
-                return
+            while self.admitted and not self.pages.has_room(first.paged, tokens):
+                if not (has_none and self._free_place()):
+                    self._release(first)
+                    first.shared_tokens = shared  # it finds them again
+                    return
             self.waiting.remove(first)
             self.admitted.append(first)
+
+    def _free_place(self) -> bool:
+        """Send the last sequence that does not run of the owner with most back to the queue; False if none has two."""
+        counts, running = Counter(each.owner for each in self.admitted), set(map(id, self.running))
+        several = [each for each in reversed(self.admitted) if counts[each.owner] > 1 and id(each) not in running]
+        if several:
+            self._preempt(max(several, key=lambda each: counts[each.owner]))
+        return bool(several)
 
     def _next(self) -> Sequence:
         """The next sequence to admit: the first of those whose owner has the fewest."""
@@ -128,7 +152,8 @@ class Scheduler:
         unencoded = [each for each in candidates if each.round.to_encode(each) > 0]
         if not unencoded:
             return []
-        unencoded.sort(key=lambda each: each.is_prompting)  # stable: both groups stay in the order of their admission
+        prompting = [each for each in unencoded if each.is_prompting]
+        unencoded = [each for each in unencoded if not each.is_prompting] + self._by_turns(prompting)
         room = self.tokens_per_step - len(self.running) * self.round_length
         chosen: list[tuple[Sequence, int]] = []
         pages: set[tuple[int, ...]] = set()  # encoded in this step; each is its tokens and all tokens before them
@@ -143,7 +168,30 @@ class Scheduler:
             if self._make_room(sequence, count):
                 chosen.append((sequence, count))
                 room -= count
+        for owner in {sequence.owner for sequence, _ in chosen if sequence.owner and sequence.is_prompting}:
+            self.turns[owner] = self.turns.pop(owner, 0) + 1  # and is the last now
+            if len(self.turns) > MOST_OWNERS:
+                del self.turns[next(iter(self.turns))]
         return [(sequence, count) for sequence, count in chosen if sequence.paged is not None]
+
+    def _by_turns(self, prompting: list[Sequence]) -> list[Sequence]:
+        """Prompts in the order in which they are encoded: that of their admission, or by turns of their owners.
+
+        An owner's prompts come in the order of their admission and the shortest first, by turns, so that no long one
+        keeps the others waiting and none waits for ever.
+        """
+        if not any(each.owner for each in prompting):
+            return prompting
+        of_owner: dict[str, list[Sequence]] = {}
+        for each in prompting:
+            of_owner.setdefault(each.owner, []).append(each)
+        for owner, own in of_owner.items():
+            if self.turns.get(owner, 0) % 2:
+                own.sort(key=lambda each: each.num_uncomputed)
+        last = {owner: place for place, owner in enumerate(self.turns)}
+        owners = sorted(of_owner, key=lambda owner: last.get(owner, -1))
+        ranks = zip_longest(*(of_owner[owner] for owner in owners))
+        return [each for rank in ranks for each in rank if each is not None]
 
     def start_running(self) -> list[Sequence]:
         """Choose the running sequences among those with nothing left to encode; those that were running come first."""

@@ -430,3 +430,31 @@ def test_forwards_are_the_calls_that_the_model_ran(model, monkeypatch, options, 
     assert calls["encode"] >= 3 and result.tokens_per_forward == len(result.tokens) / calls.total()
     if not asked and len(options) == 0:
         assert result.forwards.denoise == sum(result.steps)
+
+
+def ends_by_turns(model, owners: str, lengths: list[int], **options) -> list[int]:
+    """The order in which requests of owners, with prompts of such lengths, are answered; alone is what they answer."""
+    settings = Generation(max_steps=2, max_new_tokens=L, eos_ids=())
+    engine = Engine(model, generation=settings, page_tokens=8, chunk_tokens=16, tokens_per_step=16, **options)
+    requests = [Request(n, tokens=[12 + n] * length, seed=n) for n, length in enumerate(lengths)]
+    for owner, request in zip(owners, requests, strict=True):
+        draws = prepare_sequences(request, engine.settings, 0, model.device)
+        draws[0].owner = owner
+        engine.submit(request, draws=draws)
+    results = []
+    while engine.unfinished:
+        engine.step()
+        results += [each for each in engine.events() if isinstance(each, Result)]
+    assert {each.id: each for each in results} == alone(model, requests, settings)
+    return [each.id for each in results]
+
+
+@pytest.mark.parametrize("options", [{"max_rows": 2}, {"max_rows": 1}, {"max_rows": 2, "capacity": 250}])
+def test_long_prompts_of_one_owner_delay_no_short_one_of_another(model, options):
+    """Nor where they hold all places, or all memory."""
+    assert ends_by_turns(model, "aab", [200, 200, 10], **options)[0] == 2
+
+
+def test_an_owners_short_prompt_does_not_wait_for_its_long_one_nor_that_for_all_short_ones(model):
+    order = ends_by_turns(model, "aaaaaaaa", [100, *[10] * 7], max_rows=8)
+    assert order[0] == 1 and order.index(0) == 5
