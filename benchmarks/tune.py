@@ -279,7 +279,10 @@ def main() -> None:
     made, table = json.loads(tiles.FILE.read_text(encoding="utf-8"))["made"], tiles.table()
     on_gpu = not options.architecture
     pool = multiprocessing.get_context("spawn").Pool(options.jobs) if on_gpu else None
+    how = f"timed on {torch.cuda.get_device_name()}" if on_gpu else "compiled for it, not timed"
+    versions = f"Triton {triton.__version__}, torch {torch.__version__}"
     for architecture in options.architecture or [tiles.architecture(torch.device("cuda", 0))]:
+        made[str(architecture)] = f"{how}: {versions}, {datetime.date.today().isoformat()}"
         for (kernel, of, size), entries in list(table.items()):
             if of == 90:
                 table.setdefault((kernel, architecture, size), list(entries))
@@ -296,10 +299,7 @@ def main() -> None:
             chosen = by_timing(problem, key, choices, base, pool) if pool else by_compiling(problem, key, choices)
             table[key] = [(limit, chosen if limit == problem.up_to else tile) for limit, tile in table[key]]
             print(f"sm_{architecture}, {problem.line}, up to {problem.up_to:g}: {chosen}", flush=True)
-        how = f"timed on {torch.cuda.get_device_name()}" if on_gpu else "compiled for it, not timed"
-        versions = f"Triton {triton.__version__}, torch {torch.__version__}"
-        made[str(architecture)] = f"{how}: {versions}, {datetime.date.today().isoformat()}"
-        write(dict(sorted(made.items(), key=lambda pair: int(pair[0]))))
+            write(dict(sorted(made.items(), key=lambda pair: int(pair[0]))))
 
 
 if __name__ == "__main__":
