@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks import step_operations
+import json
+
+from benchmarks import step_operations, variants
 from tests.support.launches import RequestPath, calls_within
 
 
@@ -23,3 +25,10 @@ def test_a_constrained_step_has_few_operations_though_its_canvas_has_256_places(
     assert constrained["automaton_look_ahead"] == constrained["automaton_reach"] == 1
     assert constrained["vocabulary_classes"] == 1 and 50 < sum(plain.values()) < 100
     assert sum(count for name, count in constrained.items() if name.startswith("torch ")) <= 300
+
+
+def test_every_variant_that_a_gpu_is_to_judge_runs(capsys):
+    variants.main(["qkv", "streams", "soft", "experts", "--device", "cpu", "--preset", "tiny"])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {line["part"] for line in found} == {"qkv", "streams", "soft", "experts"}
+    assert all(float(line["relative_error"]) < 1e-6 for line in found if line["part"] == "soft")

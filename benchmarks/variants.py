@@ -1,0 +1,280 @@
+"""Ways that only a GPU can judge, beside the program's: `python -m benchmarks.variants [PART...]`, a line of JSON each.
+
+Every way is timed in bf16 at the released model's shapes with random weights, alone on the GPU, and where it is part of
+sampling as a captured graph. `--device cpu --preset tiny` runs the same lines, whose figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.quick_start import config_of, random_model
+from blockdiff.canvas import Canvas, CleanRow, lay_out
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.kernels import relaunch, resolve, tiles
+from blockdiff.kernels.gated import triton as gated
+from blockdiff.kernels.launch import forget_sizes
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, cast_once, draw_adapters, targets
+from blockdiff.models.diffusion_gemma.model import Layer, layer_scalar, wanted
+from blockdiff.objective import Objective
+from blockdiff.training.step import checkpoint_activations
+
+LAYERS, REPEATS, SETS = 6, 20, 4  # SETS of weights are more than a cache holds
+Work = Callable[[], Any]
+
+
+class Machine:
+    """The device, the preset's config, and the clock."""
+
+    def __init__(self, device: torch.device, preset: str):
+        self.device, self.preset = device, preset
+        self.is_cuda = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.is_cuda else torch.float32
+        self.config = config_of(preset, LAYERS)
+
+    def drawn(self, *shape: int) -> Tensor:
+        """Random numbers of the deviation that weights have."""
+        return torch.randn(*shape, device=self.device, dtype=self.dtype) * 0.02
+
+    def model(self) -> Any:
+        """A model of a few layers."""
+        return random_model(self.config, self.device, kernels=resolve("auto"))
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def captured(self, work: Work) -> Work:
+        """The work as a graph, on a CPU itself."""
+        work()
+        if not self.is_cuda:
+            return work
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            work()
+        self.wait()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+    def seconds(self, *ways: Work) -> list[float]:
+        """The median seconds of each way, in turns."""
+        found: list[list[float]] = [[] for _ in ways]
+        for _ in range(REPEATS):
+            for way, seconds in zip(ways, found, strict=True):
+                self.wait()
+                begin = time.perf_counter()
+                way()
+                self.wait()
+                seconds.append(time.perf_counter() - begin)
+        return [statistics.median(each) for each in found]
+
+
+def say(part: str, way: str, **figures: Any) -> None:
+    """Print a line."""
+    rounded = {name: round(each, 4) if isinstance(each, float) else each for name, each in figures.items()}
+    print(json.dumps(dict(part=part, way=way) | rounded), flush=True)
+
+
+@torch.no_grad()
+def qkv(machine: Machine) -> None:
+    """Queries, keys and values of a sliding layer: three products, or one with the three weights in one tensor."""
+    config, tokens = machine.config, machine.config.canvas_length
+    heads, of_layer = config.num_attention_heads, config.heads[0]
+    sizes = [n * of_layer.head_dim for n in (heads, of_layer.num_key_value_heads, of_layer.num_key_value_heads)]
+    x = machine.drawn(tokens, config.hidden_size)
+    weights = [machine.drawn(sum(sizes), config.hidden_size) for _ in range(SETS)]
+    ways = (
+        machine.captured(lambda: [F.linear(x, part) for weight in weights for part in weight.split(sizes)]),
+        machine.captured(lambda: [F.linear(x, weight) for weight in weights]),
+    )
+    for way, seconds in zip(("three products", "one product"), machine.seconds(*ways), strict=True):
+        say("qkv", way, tokens=tokens, microseconds=1e6 * seconds / SETS)
+
+
+@torch.no_grad()
+def streams(machine: Machine) -> None:
+    """A denoising pass whose dense MLP runs after the experts, or beside them on a second stream."""
+    if not machine.is_cuda:
+        return say("streams", "needs a GPU")
+    model, length = machine.model(), machine.config.canvas_length
+    prefix = model.encode(torch.randint(3, 300, (1, 1024), device=machine.device))
+    canvas = torch.randint(3, 300, (1, length), device=machine.device)
+    soft, side = machine.drawn(1, length, machine.config.hidden_size), torch.cuda.Stream()
+
+    def beside(self: Layer, x: Tensor, rope: Any, spans: Any, past: Any, is_noisy: Any) -> Any:
+        kernels, eps, main = self.kernels, self.eps, torch.cuda.current_stream()
+        (normed,) = kernels.rms_norms(x, (self.input_norm.weight,), eps)
+        attended, kv = self.attention(normed, rope, spans, past)
+        x, is_noisy = wanted(x, is_noisy, attended.shape[1])
+        weights = self.pre_mlp_norm.weight, self.pre_experts_norm.weight, None
+        of_norm = self.post_attention_norm.weight
+        x, for_mlp, for_experts, for_router = kernels.residual_norms(x, attended, of_norm, weights, eps)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            dense = self.mlp(for_mlp)
+        routed = self.experts.slots(for_experts, *self.router(for_router))
+        main.wait_stream(side)
+        norms = self.post_mlp_norm.weight, self.post_experts_norm.weight, self.post_ff_norm.weight
+        scalar = layer_scalar(self, is_noisy, x.dtype)
+        return kernels.layer_end(x, dense, routed, norms, eps, scalar), kv
+
+    def work() -> Tensor:
+        return model.denoise(canvas, prefix, soft)
+
+    after = machine.captured(work)
+    with patch.object(Layer, "forward", beside):
+        aside = machine.captured(work)
+    for way, seconds in zip(("one stream", "two streams"), machine.seconds(after, aside), strict=True):
+        say("streams", way, milliseconds_of_a_layer=1e3 * seconds / LAYERS)
+    return None
+
+
+@torch.no_grad()
+def soft(machine: Machine) -> None:
+    """The signal p E of a canvas: one product, or parts of the vocabulary summed in fp32."""
+    config = machine.config
+    V, tokens, parts = config.vocab_size, config.canvas_length, 8
+    V -= V % parts
+    p = torch.randn(tokens, V, device=machine.device).mul_(4).softmax(-1).to(machine.dtype)
+    table = machine.drawn(V, config.hidden_size)
+
+    def split() -> Tensor:
+        of_p, of_table = p.view(tokens, parts, V // parts).transpose(0, 1), table.view(parts, V // parts, -1)
+        pieces = torch.bmm(of_p, of_table, torch.float32) if machine.is_cuda else torch.bmm(of_p, of_table)
+        return pieces.sum(0).to(machine.dtype)
+
+    ways: dict[str, Work] = {"one product": lambda: p @ table, "eight parts, summed in fp32": split}
+    truth = p[:16].double() @ table.double()
+    captured = [machine.captured(way) for way in ways.values()]
+    for (name, way), seconds in zip(ways.items(), machine.seconds(*captured), strict=True):
+        error = float((way()[:16].double() - truth).norm() / truth.norm())
+        say("soft", name, milliseconds=1e3 * seconds, relative_error=f"{error:.2e}")
+
+
+@torch.no_grad()
+def experts(machine: Machine) -> None:
+    """Experts of 48 to 384 rows each, with the tiles of 64 rows and with those of 128."""
+    model = machine.model()
+    layer, config = model.layers[0].experts, machine.config
+    E, k = config.experts, config.experts_per_token
+    wide = {name: table[-1][1] for (name, on, size), table in tiles.table().items() if (on, size) == (90, 2)}
+    few = {
+        name: table[-2][1] for (name, on, size), table in tiles.table().items() if (on, size) == (90, 2) and table[1:]
+    }
+    for rows in (48, 96, 128, 192, 384):
+        tokens = max(1, rows * E // k)
+        x, weight = machine.drawn(tokens, config.hidden_size), torch.ones(tokens, k, device=machine.device)
+        index = torch.rand(tokens, E, device=machine.device).topk(k).indices
+        ways = []
+        for chosen in (few, wide):
+            lines = {key: [(float("inf"), chosen.get(key[0], table[-1][1]))] for key, table in tiles.table().items()}
+            with patch.object(tiles, "table", lambda lines=lines: lines):
+                forget_sizes()
+                ways.append(machine.captured(lambda: layer(x, index, weight)))  # noqa: B023 (called in this turn)
+        forget_sizes()
+        for way, seconds in zip(("64 rows", "128 rows"), machine.seconds(*ways), strict=True):
+            say("experts", way, rows_of_an_expert=rows, milliseconds=1e3 * seconds)
+
+
+@torch.no_grad()
+def gate_up(machine: Machine) -> None:
+    """The gated half of the dense MLP of many tokens: two products and a walk, one product and a walk, one kernel."""
+    config, kernels = machine.config, resolve("auto")
+    D, width = config.hidden_size, config.intermediate_size
+    both = machine.drawn(2 * width, D)
+    gate, up = both.split(width)
+
+    def of_halves(product: Tensor) -> Tensor:
+        return kernels.gated(product[:, :width], product[:, width:], "gelu_tanh")
+
+    for tokens in (1024, 2048, 4096, 8192):
+        x = machine.drawn(tokens, D)
+        ways: dict[str, Work] = {
+            "two products": lambda: kernels.gated(F.linear(x, gate), F.linear(x, up), "gelu_tanh"),  # noqa: B023
+            "one product": lambda: of_halves(F.linear(x, both)),  # noqa: B023
+        }
+        if machine.is_cuda:
+            ways["one kernel"] = lambda: gated.gated_linear(x, gate, up, "gelu_tanh")  # noqa: B023
+        with patch.object(gated, "FEW_ROWS", 1 << 20):
+            captured = [machine.captured(way) for way in ways.values()]
+        for way, seconds in zip(ways, machine.seconds(*captured), strict=True):
+            say("gate_up", way, tokens=tokens, microseconds=1e6 * seconds)
+
+
+def lora(machine: Machine) -> None:
+    """A LoRA micro-batch of 4,096 tokens: the step, and the host until all of it is queued, with relaunch and without.
+
+    The floor of the device is not known here: where the host's time is the step's, the host is what bounds it.
+    """
+    model, length = machine.model().train(), machine.config.canvas_length
+    adapt(model, targets(model, {part: LowRank(16, 32) for part in ("attention", "mlp")}))
+    draw_adapters(model, 0, machine.device, model.dtype)
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=5)
+    canvases = 8
+    row = torch.randint(3, 300, (canvases * length + 1,)).tolist()
+    starts = [1 + n * length for n in range(canvases)]
+    cut = [Canvas(row[s : s + length], s, 0, None, 0.4, True, address=(0, 0, s)) for s in starts]
+    batch = lay_out([CleanRow(row, cut, 0)], length, pad_id=0).to(machine.device)
+
+    def step() -> float:
+        begin = time.perf_counter()
+        with cast_once(objective):
+            sums: Any = objective(batch)
+            (sums["canvas"] / 16 + sums["ar"] / 30).backward()
+        queued = time.perf_counter() - begin
+        for parameter in model.parameters():
+            parameter.grad = None
+        return queued
+
+    for recomputes in (False, True):
+        if recomputes:
+            checkpoint_activations(model)
+        for is_on in (True, False):
+            with patch.object(relaunch, "IS_ON", is_on):
+                forget_sizes()
+                for _ in range(3):
+                    step()
+                hosts: list[float] = []
+                (seconds,) = machine.seconds(lambda hosts=hosts: hosts.append(step()))  # type: ignore[misc]
+            words = f"{'with' if recomputes else 'without'} recomputation, relaunch {'on' if is_on else 'off'}"
+            host = statistics.median(hosts)
+            milliseconds = dict(milliseconds_of_a_layer=1e3 * seconds / LAYERS, queued_after=1e3 * host / LAYERS)
+            say("lora", words, layers=LAYERS, **milliseconds)
+    forget_sizes()
+
+
+PARTS = {each.__name__: each for each in (lora, qkv, streams, soft, experts, gate_up)}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the parts that are named, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.variants", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--preset", default="diffusiongemma-26b-a4b")
+    options = parser.parse_args(words)
+    if unknown := set(options.parts) - PARTS.keys():
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    machine = Machine(torch.device(options.device), options.preset)
+    for name in options.parts or PARTS:
+        PARTS[name](machine)
+        if machine.is_cuda:
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
