@@ -263,4 +263,11 @@ def family_of(values: Mapping[str, Any]) -> type[Family]:
     if not found:
         known = ", ".join(repr(name) for name in families())
         raise CheckpointError(f"model_type is {model_type!r}; blockdiff reads {known}")
+    if not any(family.is_drafter for family in found):
+        ours = [family for family in families().values() if family.is_drafter]
+        words = ("draft", *(family.model_type for family in ours))
+        for other in map(str, values.get("architectures") or ()):
+            if any(word in other.lower() for word in words):
+                known = ", ".join(family.architecture for family in ours)
+                raise CheckpointError(f"{other!r:.80} is a drafter of another kind; blockdiff reads those of {known}")
     return next((family for family in found if family.model_type != model_type), found[0])

@@ -161,6 +161,10 @@ def test_the_layers_read_by_default_are_those_of_the_reference():
         ({"conv_kernel_size": 3}, "conv_kernel_size .*3"),
         ({"output_multiplier": 0.5}, r"output_multiplier .*0\.5"),
         ({"input_embedding_scale": 0}, "input_embedding_scale .*0"),
+        ({"sample_from_anchor": True}, "sample_from_anchor is True"),
+        ({"use_swa": True}, "dflash_config.use_swa is True"),
+        ({"causal": True, "is_causal": False}, "is_causal False and causal True: give one"),
+        ({"is_causal": 1}, "is_causal 1"),
     ],
 )
 def test_what_a_drafter_does_not_compute_is_refused(change, said):
@@ -168,6 +172,23 @@ def test_what_a_drafter_does_not_compute_is_refused(change, said):
     values.pop("block_size", None)
     values["dflash_config"] |= change
     with pytest.raises(CheckpointError, match=f"here: {said}"):
+        config_from(values, "here")
+
+
+@pytest.mark.parametrize("name", ["is_causal", "causal", "causal_head"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_block_is_causal_by_any_of_the_names_that_trainers_give_it(name, is_causal):
+    values = drafter_values(CONFIGS["qwen3"]())
+    values.pop("is_causal", None)
+    values["dflash_config"] |= {name: is_causal, "sample_from_anchor": False, "use_swa": False, "draft_arch": "x"}
+    config = config_from(values, "here")
+    assert config.is_causal is is_causal and config.to_dict()["dflash_config"][name] is is_causal
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3DFlashDraftModel", "DFlash2DraftModel", "Eagle3LlamaForCausalLM"])
+def test_a_drafter_of_another_kind_is_called_one(architecture):
+    values = drafter_values(CONFIGS["qwen3"]()) | {"architectures": [architecture]}
+    with pytest.raises(CheckpointError, match=f"here: '{architecture}' is a drafter .* DFlashDraftModel, "):
         config_from(values, "here")
 
 

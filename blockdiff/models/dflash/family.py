@@ -17,7 +17,17 @@ from blockdiff.models.names import Names
 
 DEFAULT_BLOCK = 16
 # Fields of other kinds of drafters, which change what is computed: only these values are.
-ONE_VALUE: dict[str, Any] = {"conv_kernel_size": None, "selector_rank": None, "output_multiplier": 1.0}
+ONE_VALUE: dict[str, Any] = {
+    **dict.fromkeys(("conv_kernel_size", "selector_rank")),
+    "output_multiplier": 1.0,
+    "sample_from_anchor": False,  # the place of the anchor predicts a token, too
+}
+# What trainers call the field `is_causal` of a block's tokens.
+CAUSAL = ("is_causal", "causal", "causal_head")
+# Keys of `dflash_config` that are read, and those that change nothing here: the target has its own logits. Every other
+# key must be null, false or empty.
+READ = ("block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale", "num_target_layers", *CAUSAL)
+INERT = ("final_logit_softcapping", "draft_arch", *ONE_VALUE)
 
 # `{}` is the layer number.
 TABLE: tuple[tuple[str, str], ...] = (
@@ -80,19 +90,34 @@ class DFlashFamily(Qwen3Family):
 
     @classmethod
     def own_fields(cls, theirs: Any) -> dict[str, Any]:
-        ids, layers, depth = _value_of(theirs, "target_layer_ids"), theirs.num_hidden_layers, theirs.num_target_layers
+        ids, layers, depth = (
+            _value_of(theirs, "target_layer_ids"),
+            theirs.num_hidden_layers,
+            _value_of(theirs, "num_target_layers"),
+        )
         return super().own_fields(theirs) | {
             "canvas_length": int(_value_of(theirs, "block_size", DEFAULT_BLOCK)),
             "denoises": True,
             "mask": int(_value_of(theirs, "mask_token_id")),
             "target_layer_ids": tuple(default_ids(depth, layers) if ids is None else ids),
-            "is_causal": getattr(theirs, "is_causal", None),
+            "num_target_layers": depth,
+            "is_causal": next(iter(_causal(theirs).values()), None),
             "input_embedding_scale": float(_value_of(theirs, "input_embedding_scale", 1.0)),
         }
 
     @classmethod
     def wrong(cls, theirs: Any) -> Iterator[str]:
         yield from super().wrong(theirs)
+        own = getattr(theirs, "dflash_config", None) or {}
+        if not isinstance(own, Mapping):
+            yield f"dflash_config is {own!r:.60}; it must be an object"
+            return
+        for name, value in own.items():
+            if name not in (*READ, *INERT) and value not in (None, False, "", [], {}):
+                yield f"dflash_config.{name} is {value!r:.60}; drafters with it are not supported"
+        said = _causal(theirs)
+        if len({*said.values()}) > 1 or not all(isinstance(value, bool) for value in said.values()):
+            yield f"{' and '.join(f'{name} {value!r:.20}' for name, value in said.items())}: give one, true or false"
         for name, only in ONE_VALUE.items():
             if (value := _value_of(theirs, name, only)) not in (only, None):
                 yield f"{name} is {value!r}; drafters with it are not supported"
@@ -102,7 +127,7 @@ class DFlashFamily(Qwen3Family):
         mask = _value_of(theirs, "mask_token_id")
         if not isinstance(mask, int) or not 0 <= mask < theirs.vocab_size:
             yield f"mask_token_id is {mask!r}; it must be one of the target's {theirs.vocab_size} tokens"
-        depth, ids = getattr(theirs, "num_target_layers", None), _value_of(theirs, "target_layer_ids")
+        depth, ids = _value_of(theirs, "num_target_layers"), _value_of(theirs, "target_layer_ids")
         if not isinstance(depth, int) or depth < 2:
             yield f"num_target_layers is {depth!r}; it must be the number of the target's layers, at least 2"
             return
@@ -169,6 +194,11 @@ class DFlashFamily(Qwen3Family):
 def _value_of(theirs: Any, name: str, default: Any = None) -> Any:
     """A value that a drafter has in `dflash_config` or beside it."""
     return (getattr(theirs, "dflash_config", None) or {}).get(name, getattr(theirs, name, default))
+
+
+def _causal(theirs: Any) -> dict[str, Any]:
+    """The values of `is_causal` by the names under which they are given."""
+    return {name: value for name in CAUSAL if (value := _value_of(theirs, name)) is not None}
 
 
 def default_ids(target_layers: int, layers: int) -> list[int]:
