@@ -50,7 +50,8 @@ def init(
         typer.Option(metavar="NAME", help="float32 (the default) or bfloat16; with --from that of the model."),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIR", help="A directory or hub id whose tokenizer is copied.")
+        str | None,
+        typer.Option(metavar="DIR", help="A directory or hub id; its tokenizer is copied, a preset has its tokens."),
     ] = None,
 ) -> None:
     """Write a model in Hub layout: with random weights, a denoiser made of a causal model (`--from`), or a drafter."""
@@ -100,7 +101,7 @@ def init(
             model = checkpoint.with_rows_for(model, loaded)
             origin += f", {counted(len(new_tokens), 'new token')}"
     else:
-        model = checkpoint.init(str(preset), seed=seed, dtype=dtype or "float32")
+        model = checkpoint.init(str(preset), seed, loaded, dtype or "float32")
     checkpoint.save(model, directory, tokenizer=loaded)
     count = sum(parameter.numel() for parameter in model.parameters())
     written = str(model.dtype).removeprefix("torch.")

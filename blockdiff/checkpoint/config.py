@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, CONFIG, find, read_json
+from blockdiff.checkpoint.tokenizer import rows_needed
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import Family, family_of
 
@@ -69,9 +70,9 @@ def released_preset(hub_id: str) -> str | None:
 
 
 def fitted(config: Family, tokenizer: Any) -> Family:
-    """`config` with the vocabulary size and special tokens of `tokenizer`, None where it has none."""
+    """`config` with the vocabulary size, the special tokens (None where there are none) and the tokens of images."""
     special = {key: getattr(tokenizer, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return config.with_tokens(len(tokenizer), special)
+    return config.with_tokens(rows_needed(tokenizer), special, tokenizer.get_vocab())
 
 
 def _preset_directory() -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev", "heldout"),
 }
+NAMED = 5  # files of a directory that a line names
 SPLITS_STATE = "dataset_dict.json"  # beside the directories of splits that `datasets` saves
 ARROW_STATE = "state.json"  # beside the Arrow files that `datasets` saves
 
@@ -182,7 +184,20 @@ def _in_directory(path: Path, split: str) -> list[Path]:
     named = sorted({name for name in of_split.values() if name})
     if not chosen and named:
         raise DataError(f"{path}: has files for {', '.join(named)} but none for split {split!r}; name a file in it")
+    nameless = [each.name for each in files if of_split[each] is None]
+    if chosen and nameless:
+        warnings.warn(
+            f"{path}: read are {_listed([each.name for each in chosen])}, whose names say {split}, and not "
+            f"{_listed(nameless)}; a pattern, {path / '*'}, names all",
+            stacklevel=2,
+        )
     return chosen or files
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names of a list, and the number of the others."""
+    more = len(names) - NAMED
+    return ", ".join([*names[:NAMED], *[f"{more:,} more"] * (more > 0)])
 
 
 def _split_of(path: Path) -> str | None:

@@ -38,7 +38,8 @@ class Family:
     transformers or, for a drafter, in what serves it; is_drafter: whether its models draft for another one and are
     nothing without it; makes_drafters: whether it has `for_target`; is_written: whether checkpoints are written, too;
     has_self_conditioning: whether a denoiser reads the soft embedding of its last prediction; default_strategy: the
-    text of the strategy that its models are sampled by (None: the released rules for a denoiser, else next tokens).
+    text of the strategy that its models are sampled by (None: the released rules for a denoiser, else next tokens);
+    image_spellings: the keys of config.json that have the ids of the tokens of images, and how these are spelt.
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
     have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so they are
@@ -73,6 +74,7 @@ class Family:
     is_written: ClassVar[bool] = True
     has_self_conditioning: ClassVar[bool] = True
     default_strategy: ClassVar[str | None] = None
+    image_spellings: ClassVar[Mapping[str, str]] = {}
 
     values: Mapping[str, Any] = field(repr=False, hash=False)
     vocab_size: int
@@ -132,10 +134,18 @@ class Family:
         """The content of config.json, all keys as they were read."""
         return copy.deepcopy(dict(self.values))
 
-    def with_tokens(self, vocab_size: int, special: Mapping[str, int | None]) -> Self:
-        """The config with another vocabulary; special: bos_token_id, eos_token_id and pad_token_id."""
+    def with_tokens(
+        self, vocab_size: int, special: Mapping[str, int | None], vocabulary: Mapping[str, int] | None = None
+    ) -> Self:
+        """The config with another vocabulary; special: bos_token_id, eos_token_id and pad_token_id.
+
+        vocabulary: the ids by the tokens; those of images are found in it, and a model without them takes no images.
+        """
         values = self.to_dict()
         self.text_of(values).update(vocab_size=vocab_size, **special)
+        if vocabulary is not None:
+            found = {key: vocabulary.get(token, vocab_size) for key, token in self.image_spellings.items()}
+            values |= {key: token for key, token in found.items() if values.get(key) is not None}
         return self.read(values)
 
     def with_canvases(self, canvas_length: int) -> Self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from blockdiff.checkpoint import (
@@ -19,7 +20,7 @@ from blockdiff.checkpoint import (
 )
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.cli.main import app
-from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import CheckpointError
 from tests.support.hub_files import assert_same, in_transformers
 
@@ -63,24 +64,19 @@ def test_drawing_weights_leaves_torchs_own_random_state_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens():
-    class Tokenizer:
-        bos_token_id, eos_token_id, pad_token_id = 7, 8, 9
-
-        def __len__(self) -> int:
-            return 23
-
-    class Bare:
-        eos_token_id = 5
-
-        def __len__(self) -> int:
-            return 23
-
-    text = init("tiny", tokenizer=Bare(), device="cpu").config
-    assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (None, 5, None)
-    text = init("tiny", tokenizer=Tokenizer(), device="cpu").config
-    assert (text.vocab_size, text.bos_token_id, text.eos_token_id, text.pad_token_id) == (23, 7, 8, 9)
-    assert text.heads[3].head_dim == 32
+def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens_those_of_images_too():
+    tokenizer = byte_level_bpe(["how many apples are there " * 9], 400)
+    made = init("tiny", tokenizer=tokenizer, device="cpu")
+    config, count = made.config, len(tokenizer)
+    assert made.vocabulary.table.shape[0] == config.vocab_size == count < 384
+    assert (config.pad_token_id, config.eos_token_id, config.bos_token_id) == (0, 1, 2)
+    assert config.image_tokens() is None  # none of its words is the place of an image
+    assert config.heads[3].head_dim == 32
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image>", "<|image|>", "<image|>"]})
+    assert init("tiny", tokenizer=tokenizer, device="cpu").config.image_tokens() == (count, count + 1, count + 2)
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    config = init("tiny", tokenizer=bare, device="cpu").config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 1, None)
 
 
 @pytest.mark.quick

@@ -16,6 +16,7 @@ import torch
 import blockdiff
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import stored_tensors
+from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.metrics import METRICS, decisive_metrics, reproducible
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.training.recipe_files import read_recipe
@@ -235,6 +236,7 @@ def test_init_writes_a_model_that_loads(workshop: Path, tmp_path: Path) -> None:
                  workshop / "puzzles" / "tokenizer")  # fmt: skip
     model = checkpoint.load(tmp_path / "m", dtype="auto")
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in text
+    assert model.config.vocab_size == len(load_tokenizer(tmp_path / "m"))
     assert len(works("sample", tmp_path / "m", "--prompt", "1=", "--steps", "1")) > 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +128,18 @@ def test_a_directory_gives_the_files_of_the_split_and_never_mixes_test_rows_into
     for file in tmp_path.glob("t*.jsonl"):
         file.rename(file.with_name("part" + file.name.replace("train", "").replace("test", "")))
     assert len(list(read_rows(Source(path)))) == 3
+
+
+def test_files_that_a_directory_leaves_out_because_they_say_no_split_are_named(tmp_path):
+    for name in ("my_train", "test", *(f"part{number}" for number in range(7))):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(PAIRS[0]) + "\n")
+    with pytest.warns(UserWarning, match=r"my_train\.jsonl.*train.*part0\.jsonl.*part4\.jsonl, 2 more.*pattern"):
+        assert len(list(read_rows(Source(str(tmp_path))))) == 1
+    for number in range(7):
+        (tmp_path / f"part{number}.jsonl").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(read_rows(Source(str(tmp_path))))) == 1
 
 
 def test_what_datasets_saved_to_disk_is_a_source(tmp_path):

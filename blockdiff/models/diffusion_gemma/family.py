@@ -79,6 +79,11 @@ class DiffusionGemmaFamily(Family):
     predictions = ("posterior", "leave_one_out")
     corruptions = ("uniform", "mask")
     meshes = ("replicate", "shard", "experts", "tensor")
+    image_spellings: ClassVar = {
+        "boi_token_id": "<|image>",
+        "image_token_id": "<|image|>",
+        "eoi_token_id": "<image|>",
+    }
 
     hidden_activation: str
     layer_types: tuple[str, ...]

@@ -167,7 +167,9 @@ class Eagle3Family(Family):
         which = ", ".join(map(str, self.layer_ids)) if self.layer_ids else "by default"
         return f"EAGLE3 head, hidden {self.hidden_size}, {tokens}, layer ids {which}", self.layer.lines[1]
 
-    def with_tokens(self, vocab_size: int, special: Mapping[str, int | None]) -> Self:
+    def with_tokens(
+        self, vocab_size: int, special: Mapping[str, int | None], vocabulary: Mapping[str, int] | None = None
+    ) -> Self:
         """Raise CheckpointError: a head drafts the tokens that it was trained for."""
         raise CheckpointError("an EAGLE3 head has the tokens of its target and takes no others")
 
