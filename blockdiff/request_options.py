@@ -89,6 +89,14 @@ class RequestOptions:
     )
     template_options: Mapping[str, Any] | None = option(None, Rule(Mapping, "an object of variables"))
     max_new_tokens: int | None = option(None, Rule(int, "an integer of at least 1", lambda value: value >= 1))
+    min_tokens: int = option(
+        0,
+        Rule(int, "an integer of at least 0", lambda value: value >= 0),
+        "The answer does not end before N tokens.",
+        metavar="N",
+        served="min_tokens",
+        least=0,
+    )
     max_steps: int | None = option(None, _integer(1, MOST_STEPS), served="steps", least=1)
     best_of: int = option(
         1,

@@ -22,10 +22,10 @@ from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, texts_w
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT, any_object
 from blockdiff.sampling.constraints.json_schema import schema_regex
 from blockdiff.sampling.constraints.outlines import compile_limit
-from blockdiff.sampling.constraints.paths import completable, completable_pins, forced
+from blockdiff.sampling.constraints.paths import completable, completable_later, completable_pins, forced
 from blockdiff.sampling.constraints.regex import regex_automaton
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, token_automaton
-from blockdiff.sampling.constraints.tokens import token_texts
+from blockdiff.sampling.constraints.tokens import Tokens, token_texts
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.template import parse_template
 from blockdiff.seeding import Stream, signed, uniform
@@ -47,7 +47,8 @@ class Control:
     denoising starts, each replaced by noise with probability `noise`. penalty: the factor by which tokens that were
     seen before are less likely. classes, automaton: those of `CanvasControl`, the automaton on the CPU. open_NS: from
     which states a response can be completed, by the number of tokens that are left, of which more than there are rows
-    make no difference.
+    make no difference; min_tokens, early_NS: the tokens before which none ends it, and the same states by the number of
+    tokens that are left of these.
 
     num_taken: the number of tokens taken; state, is_seen_V: the automaton's state after them, and which tokens they and
     the prompt have.
@@ -64,6 +65,8 @@ class Control:
     classes: Classes | None = None
     automaton: TokenAutomaton | None = None
     open_NS: Tensor | None = None
+    min_tokens: int = 0
+    early_NS: Tensor | None = None
     num_taken: int = 0
     state: int = 0
     is_seen_V: Tensor | None = None
@@ -142,6 +145,8 @@ class Control:
     def _is_open(self, place: int) -> Tensor:
         """The states from which the response from this place on can be completed, bool [S + 1]."""
         assert self.open_NS is not None
+        if self.early_NS is not None and place <= self.min_tokens:
+            return self.early_NS[min(self.min_tokens - place, len(self.early_NS) - 1)]
         return self.open_NS[min(self.max_tokens - place, len(self.open_NS) - 1)]
 
     def _canvases(self, first: int, length: int, states: list[int], seed: int, seen_BV: Tensor | None) -> CanvasControl:
@@ -155,7 +160,8 @@ class Control:
             given_BL = pinned_BL = torch.tensor(self.pins[first : first + B * length]).view(B, length)
         if self.automaton is not None:
             is_final_BS = torch.stack([self._is_open(first + (n + 1) * length) for n in range(B)])
-            is_text_BL = (given_BL < 0) if self.pins is not None else torch.zeros(B, length, dtype=torch.bool)
+            place_BL = torch.arange(first, first + B * length).view(B, length)
+            is_text_BL = (given_BL < 0) if self.pins is not None else place_BL < self.min_tokens
             # What the constraint leaves no choice of is pinned, so that the model sees it from the first step on.
             each = zip(states, is_final_BS, given_BL, is_text_BL, strict=True)
             pinned_BL = torch.stack([forced(self.automaton, *of_canvas) for of_canvas in each])
@@ -200,13 +206,22 @@ def compile_control(
     max_tokens = max_tokens if pins is None else len(pins)
     forbidden = {token for token in (*request.banned, mask_id) if isinstance(token, int)}
     vocab_size, eos_ids, banned = settings.vocab_size, generation.eos_ids, tuple(sorted(forbidden))
-    classes = automaton = open_NS = seen_V = None
-    if languages:
+    classes = automaton = open_NS = early_NS = seen_V = None
+    if languages or request.min_tokens:
         is_text = request.regex is not None or request.json_schema is not None
+        tokenizer = settings.tokenizer if languages else None  # any text, so that no token's text is looked at
         automaton = _automaton(
-            settings.tokenizer, vocab_size, languages, eos_ids, generation.pad_id, banned, is_text=is_text
+            tokenizer,
+            vocab_size,
+            languages or (texts_without(()),),
+            eos_ids,
+            generation.pad_id,
+            banned,
+            is_text=is_text,
         )
         classes, open_NS = automaton.on(device).classes, _open(automaton, pins, max_tokens)
+        if request.min_tokens:
+            early_NS = _early(automaton, request.min_tokens, max_tokens)
     elif pins is not None or banned or request.repetition_penalty != 1.0:
         classes = _one_class(None if pins is None else settings.tokenizer, vocab_size, eos_ids, banned, device)
     if request.repetition_penalty != 1.0:
@@ -225,6 +240,8 @@ def compile_control(
         classes,
         automaton,
         open_NS,
+        request.min_tokens,
+        early_NS,
         is_seen_V=seen_V,
     )
 
@@ -238,6 +255,18 @@ def _open(automaton: TokenAutomaton, pins: list[int] | None, max_tokens: int) ->
         raise RequestError("no text of the template's form satisfies the constraint; change one of the two")
     raise RequestError(
         f"no text of at most {max_tokens} tokens satisfies the constraint; raise max_new_tokens (over HTTP, max_tokens)"
+    )
+
+
+def _early(automaton: TokenAutomaton, min_tokens: int, max_tokens: int) -> Tensor:
+    """`Control.early_NS`; RequestError if no response is so long."""
+    if min_tokens <= max_tokens:
+        early_NS = completable_later(automaton, min_tokens, max_tokens - min_tokens)
+        if bool(early_NS[-1, 0]):
+            return early_NS
+    raise RequestError(
+        f"no response of at most {max_tokens} tokens that may be given has min_tokens, {min_tokens}; lower it, or "
+        "raise max_new_tokens (over HTTP, max_tokens)"
     )
 
 
@@ -314,7 +343,7 @@ def _languages(request: Request, settings: SamplingSettings) -> tuple[ByteAutoma
 
 @functools.lru_cache(maxsize=32)
 def _automaton(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     languages: tuple[ByteAutomaton, ...],
     eos_ids: tuple[int, ...],
@@ -322,10 +351,14 @@ def _automaton(
     banned: tuple[int, ...],
     is_text: bool,
 ) -> TokenAutomaton:
-    """The automaton over tokens of all languages at once, made once for each set of them and tokenizer."""
-    tokens = token_texts(tokenizer, vocab_size)
+    """The automaton over tokens of all languages at once, made once for each set of them and tokenizer.
+
+    Without a tokenizer no token has a text.
+    """
+    tokens = Tokens((), vocab_size) if tokenizer is None else token_texts(tokenizer, vocab_size)
     language = functools.reduce(ByteAutomaton.both, languages)
-    fill = pad_id if pad_id is not None and pad_id < vocab_size and not tokens.texts[pad_id] else None
+    has_fill = tokenizer is not None and pad_id is not None and pad_id < vocab_size and not tokens.texts[pad_id]
+    fill = pad_id if has_fill else None
     return token_automaton(language, tokens, eos_ids, fill, banned, allows_special=not is_text)
 
 

@@ -203,6 +203,6 @@ def _require_plain(strategy: Strategy, max_steps: int) -> None:
     """Raise RequestError for a strategy that changes the distributions of a step."""
     if not all(strategy.shape(step, max_steps).is_plain for step in range(max_steps)):
         raise RequestError(
-            "a strategy with top_k, top_p or min_p changes the draws that a template, a constraint, banned texts or a "
-            "penalty hold; leave one of the two out"
+            "a strategy with top_k, top_p or min_p changes the draws that a template, a constraint, banned texts, "
+            "min_tokens or a penalty hold; leave one of the two out"
         )

@@ -54,9 +54,9 @@ class Request(RequestOptions):
     denoising steps of a canvas; strategy: how canvases are denoised.
 
     The other fields say what may stand in the response (docs/control.md). template: its form, with holes; regex;
-    json_schema; banned: texts or token ids; repetition_penalty: 1 for none; draft: a text to start from, noised to
-    level `noise` in [0, 1]. Where the prompt's texts spell control tokens, such as `<turn|>`, they are read as text,
-    unless `allow_control_tokens`.
+    json_schema; banned: texts or token ids; min_tokens: before which no eos stands; repetition_penalty: 1 for none;
+    draft: a text to start from, noised to level `noise` in [0, 1]. Where the prompt's texts spell control tokens, such
+    as `<turn|>`, they are read as text, unless `allow_control_tokens`.
     """
 
     id: str | int
@@ -96,6 +96,8 @@ class Request(RequestOptions):
             words.append(f"JSON schema {self.json_schema}")
         if self.banned:
             words.append(f"none of {', '.join(map(repr, sorted(self.banned, key=is_integer)))}")
+        if self.min_tokens:
+            words.append(f"at least {self.min_tokens} tokens")
         if self.repetition_penalty != 1.0:
             words.append(f"repetition penalty {self.repetition_penalty:g}")
         if self.draft is not None:
@@ -146,6 +148,11 @@ class Request(RequestOptions):
                 return f"{name} is empty; leave it out, or say what the whole response is"
         if self.regex is not None and self.json_schema is not None:
             return "give one of regex and json_schema, not both"
+        if self.min_tokens and self.template is not None:
+            return "a template says how long the response is, which leaves min_tokens nothing to say; give one"
+        if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
+            most = f"max_new_tokens, {self.max_new_tokens} (over HTTP, max_tokens)"
+            return f"min_tokens {self.min_tokens} is more than {most}; lower it"
         if self.thinking and self.form is not None:
             return f"{self.form} says the form of the whole response and leaves no place for thinking; give one"
         if self.noise is not None and self.draft is None:

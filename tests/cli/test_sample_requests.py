@@ -74,6 +74,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "json_schema": (["--json-schema", "-"], '{"type": "null"}'),
     "banned": (["--banned", "a", "--banned", "b"], ("a", "b")),
     "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
+    "min_tokens": (["--min-tokens", "2"], 2),
     "draft": (["--draft", "ab"], "ab"),
     "noise": (["--draft", "ab", "--noise", "0.25"], 0.25),
     "stop": (["--stop", "a"], ("a",)),

@@ -310,6 +310,31 @@ def test_constraints_and_templates_hold_under_any_strategy(strategy):
         assert result.error is None and re.fullmatch(request.regex or "a[a-d]{7}b", result.text)
 
 
+def ending():
+    """A model that would end every response at once."""
+    return lambda last, canvas, step: 20.0 * torch.nn.functional.one_hot(torch.full((L,), EOS), V).float()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"regex": "[a-d]{0,8}"}, {"banned": ["aa"]}, {"banned": [5]}, {"scores": False}]
+)
+@pytest.mark.parametrize("strategy", [None, "confident"])
+@pytest.mark.parametrize("least", [1, 3, 4, 7])
+def test_an_answer_ends_as_soon_as_it_has_its_least_tokens_and_not_before(options, strategy, least):
+    asked = Request(0, tokens=[3], min_tokens=least, strategy=strategy, **options)
+    [found] = sampler(2, script=ending()).generate([asked])
+    assert found.error is None and found.finish_reason == "eos"
+    assert len(found.tokens) == least + 1 and found.tokens[-1] == EOS and EOS not in found.tokens[:-1]
+
+
+def test_least_tokens_need_no_tokenizer_and_are_reached_where_a_constraint_lets_them():
+    [found] = sampler(2, tokenizer=None, script=ending()).generate([Request(0, tokens=[3], min_tokens=5)])
+    assert len(found.tokens) == 6
+    words = [Request(n, tokens=[3], regex="a{2}|a{6}", min_tokens=least) for n, least in enumerate((0, 2, 3, 6))]
+    texts = [result.text for result in sampler(2, script=ending()).generate(words)]
+    assert texts == ["aa", "aa", "aaaaaa", "aaaaaa"]
+
+
 # -- requests side by side --------------------------------------------------------------------------------------
 
 
@@ -359,6 +384,11 @@ def test_the_engine_answers_as_the_loop_in_lockstep_does_and_groups_of_rows_chan
         ({"json_schema": 3}, "json_schema must be an object or its JSON"),
         ({"json_schema": {"type": "integer"}}, "no tokens for any text"),
         ({"banned": "ab"}, "banned must be a list"),
+        ({"min_tokens": -1}, "min_tokens must be an integer of at least 0"),
+        ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens 9 is more than max_new_tokens, 8"),
+        ({"min_tokens": 19}, "min_tokens 19 is more than max_new_tokens, 18"),
+        ({"min_tokens": 4, "regex": "a{3}"}, "no response of at most 18 tokens .* min_tokens, 4"),
+        ({"min_tokens": 1, "template": "a<?2>"}, "a template says how long"),
         ({"banned": [""]}, "banned must be a list of texts and token ids, got ''"),
         ({"banned": [V]}, f"not one of the model's {V} ids"),
         ({"banned": list(range(V))}, "every token is banned"),

@@ -185,7 +185,13 @@ def test_responses_reach_the_last_position_and_one_token_more_is_refused(target,
 
 
 def test_scores_best_of_and_penalties_are_those_of_next_tokens(target, either):
-    for options in ({"scores": True, "top_logprobs": 2}, {"best_of": 3}, {"repetition_penalty": 1.3}, {"banned": (5,)}):
+    for options in (
+        {"scores": True, "top_logprobs": 2},
+        {"best_of": 3},
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 6},
+        {"banned": (5,)},
+    ):
         asked = requests(4, seed=9, **options)
         one, other = (
             answered(each, strategy, asked)

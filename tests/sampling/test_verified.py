@@ -313,6 +313,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [12, "b"]}, "b": {"type
         {"regex": "(ab|cd){2,6}", "template": "ab<?6>"},
         {"json_schema": SCHEMA},
         {"banned": ["ab", "c", 5], "repetition_penalty": 1.7},
+        {"min_tokens": 7},
         {"regex": "[a-d]{9}", "repetition_penalty": 2.0, "draft": "abcdabcda"},
     ],
     ids=str,

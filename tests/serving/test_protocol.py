@@ -52,7 +52,7 @@ def joined(chunks, index=0):
 
 def test_each_option_of_a_request_that_a_body_has_is_passed_on_alone(chatty):
     given = dict(template="a<?2>", regex="a", json_schema={"type": "null"}, banned=["a", 3], draft="ab")
-    given |= dict(max_steps=3, best_of=2, repetition_penalty=1.5, noise=0.25)
+    given |= dict(max_steps=3, min_tokens=2, best_of=2, repetition_penalty=1.5, noise=0.25)
     assert given.keys() == SERVED.keys()
     for kind, prompt in ((ChatRequest, {"messages": USER}), (CompletionRequest, {"prompt": "a"})):
         unasked = common_fields(kind(**prompt), chatty.settings, Limits(), None)

@@ -68,6 +68,24 @@ def completable(automaton: TokenAutomaton, tokens: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
+def completable_later(automaton: TokenAutomaton, before: int, after: int) -> Tensor:
+    """The states from which n tokens that do not end the text, and `after` further ones, can lead to acceptance.
+
+    For n = 0 .. `before`: bool [N, S + 1], with fewer rows where the rest would all be equal.
+    """
+    is_open_NS, next_of_text = completable(automaton, after), automaton.next_SC[:, ~automaton.is_end_C]
+    is_open_S = is_open_NS[min(after, len(is_open_NS) - 1)].clone()
+    is_open_S[automaton.states - 1] = False
+    rows_NS = [is_open_S]
+    for _ in range(before):
+        earlier_S = rows_NS[-1][next_of_text].any(-1)
+        if bool((earlier_S == rows_NS[-1]).all()):
+            break
+        rows_NS.append(earlier_S)
+    return torch.stack(rows_NS)
+
+
+@functools.lru_cache(maxsize=64)
 def completable_pins(automaton: TokenAutomaton, pins: tuple[int, ...]) -> Tensor:
     """The states from which the last n pins (-1: text) lead to acceptance, n = 0, 1, ...: bool [N + 1, S + 1]."""
     is_open_S, next_of_text = automaton.is_accepting_S, automaton.next_SC[:, ~automaton.is_end_C]
