@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdiff.cli import options, together
-from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
+from blockdiff.cli.model import ModelOptions, SamplingOptions, note_raw_rows, with_groups
 from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.evals import TASKS
 from blockdiff.evals import task as find_task
@@ -52,6 +52,7 @@ def evaluate(
     split: options.Split = "test",
     limit: Annotated[int | None, options.option(options.ROWS, "N", "Answer only the first N rows.", min=1)] = None,
     chat: Annotated[bool, options.flag(options.PROMPTS, "--chat", "Put raw prompts into the chat template.")] = False,
+    raw: options.Raw = False,
     system: options.System = None,
     thinking: options.Thinking = False,
     allow_control_tokens: options.AllowControlTokens = False,
@@ -76,6 +77,8 @@ def evaluate(
     model = opened.place
     if output == options.STREAM:
         raise typer.BadParameter("the numbers are printed by --json", param_hint="--output")
+    if chat and raw:
+        raise typer.BadParameter("it leaves prompts as they are; give it or --chat", param_hint="--raw")
     say: Say = _say_nothing if as_json else print
     is_of_harness = task.startswith(HARNESS)
     if task == HARNESS:
@@ -87,7 +90,9 @@ def evaluate(
         options.require_free(output, model, overwrite=overwrite)
         options.make_parent(output)
         asked: dict[str, Any] = dict(seed=sampling.seed, steps=sampling.steps, max_gen_toks=sampling.max_new_tokens)
-        asked |= dict(batch_size=batch_size, chat=chat, limit=limit, thinking=thinking)
+        asked |= dict(
+            batch_size=batch_size, chat=chat or (not raw and opened.asks_chat), limit=limit, thinking=thinking
+        )
         written = _by_harness(opened, sampling.strategy_for(opened), task, data, say, **asked)
         _write(written, output, as_json)
         return
@@ -106,25 +111,24 @@ def evaluate(
 
     source = Source(data, subset=subset, split=split, columns=options.parse_columns(columns))
     rows = [row.located() for row in islice(read_rows(source), limit)]
-    rows = [row.as_conversation() if chat else row for row in rows]
+    rows = [row.as_conversation() for row in rows] if chat else rows
     questions_of(rows, find_task(task))  # refused now rather than after the weights are read
-    for name, is_asked in (("--thinking", thinking), ("--system", system is not None)):
-        if is_asked:
-            _require_conversations(rows, name)
-    if system is not None:
-        rows = [_with_system(row, system) for row in rows]
     options.require_free(output, model, compare, data, overwrite=overwrite)
     options.make_parent(output)
     quiet()
     models = [opened]
     if compare is not None:
         models.append(replace(opened, model=compare, checkpoint=None, adapter=None, draft_model=None))
+    rows_of_models = [
+        _asked(rows, not (chat or raw) and each.puts_into_chat(rows), system, thinking) for each in models
+    ]
     strategies = [sampling.strategy_for(each) for each in models]
     settings: dict[str, Any] = dict(batch_size=batch_size, seed=sampling.seed, thinking=thinking, best_of=best_of)
     settings |= dict(max_steps=sampling.steps, max_new_tokens=sampling.max_new_tokens)
     settings |= dict(allow_control_tokens=allow_control_tokens) | ({} if mesh is None else {"ranks": mesh.ranks})
     reports = [
-        _report(each, chosen, mesh, rows, task, data, settings) for each, chosen in zip(models, strategies, strict=True)
+        _report(each, chosen, mesh, own, task, data, settings)
+        for each, chosen, own in zip(models, strategies, rows_of_models, strict=True)
     ]
     if compare is None:
         [written] = reports
@@ -167,6 +171,7 @@ def _report(
     from blockdiff.evals.settings import settings_record
 
     sampler = opened.open(strategy, mesh=mesh)
+    note_raw_rows(sum(row.messages is None for row in rows), sampler, "--chat puts them into it")
     numbers = answer(sampler, rows, find_task(task), **settings)
     failed = _failures(numbers)
     if len(failed) == numbers["count"]:
@@ -240,6 +245,15 @@ def _by_harness(
     kept: dict[str, Any] = {name: found.get(name) for name in ("results", "costs", "samples", "configs", "n-shot")}
     about = {"model": opened.place, "task": task, "data": directory, "settings": settings, "seconds": seconds}
     return {**about, **asked, **kept}
+
+
+def _asked(rows: list[Row], is_chat: bool, system: str | None, thinking: bool) -> list[Row]:
+    """The rows as one of the models is asked them: in its chat template, if raw prompts go into it."""
+    rows = [row.as_conversation() for row in rows] if is_chat else rows
+    for name, is_asked in (("--thinking", thinking), ("--system", system is not None)):
+        if is_asked:
+            _require_conversations(rows, name)
+    return rows if system is None else [_with_system(row, system) for row in rows]
 
 
 def _require_conversations(rows: list[Row], option: str) -> None:

@@ -6,7 +6,7 @@ import atexit
 import functools
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,15 @@ import typer
 from blockdiff.cli import options
 from blockdiff.errors import RequestError
 from blockdiff.request_options import OPTIONS, RequestOptions
+from blockdiff.terminal import say
 
 if TYPE_CHECKING:
     from blockdiff.checkpoint.generation import Generation
     from blockdiff.checkpoint.opening import ModelFiles
+    from blockdiff.data.rows import Row
     from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.parallel.mesh import Mesh
-    from blockdiff.sampling import Sampler
+    from blockdiff.sampling import Request, Result, Sampler
     from blockdiff.sampling.strategy import Strategy
 
 
@@ -72,6 +74,19 @@ class ModelOptions:
         from blockdiff.checkpoint.opening import model_files
 
         return model_files(self.readable, self.adapter, with_weights=False)
+
+    @cached_property
+    def asks_chat(self) -> bool:
+        """True for a model that was trained on conversations: rows of raw text are put into its chat template."""
+        return self.files.diffusion().prompts == "chat"
+
+    def puts_into_chat(self, rows: Sequence[Row | Request | Result]) -> bool:
+        """`asks_chat`, told to the user if some of the rows are raw prompts."""
+        count = sum(getattr(row, "prompt", None) is not None for row in rows)
+        if count and self.asks_chat:
+            prompts = "1 raw prompt is" if count == 1 else f"{count:,} raw prompts are"
+            say(f"note: {prompts} put into the chat template, as {self.place} was trained; --raw leaves them out of it")
+        return self.asks_chat
 
     @property
     def identity(self) -> dict[str, str]:
@@ -125,6 +140,13 @@ class ModelOptions:
             mesh=mesh,
             over=over,
         )
+
+
+def note_raw_rows(count: int, sampler: Sampler, remedy: str) -> None:
+    """Say that `count` rows are raw prompts, of a model with a chat template that was not trained on raw ones."""
+    if count and sampler.diffusion.prompts is None and getattr(sampler.tokenizer, "chat_template", None):
+        prompts = "1 row is a raw prompt" if count == 1 else f"{count:,} rows are raw prompts"
+        say(f"note: {prompts}, and the model has a chat template; {remedy}")
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,9 @@ Images = Annotated[
 ]
 Thinking = Annotated[bool, of_request("thinking")]
 AllowControlTokens = Annotated[bool, of_request("allow_control_tokens")]
+Raw = Annotated[
+    bool, flag(PROMPTS, "--raw", "Leave raw prompts of rows as they are, also for a model trained on conversations.")
+]
 Columns = Annotated[str | None, option(ROWS, "ROLE=COLUMN,...", "Names of the columns, such as prompt=question.")]
 Subset = Annotated[str | None, option(ROWS, "NAME", "Configuration of a hub data set.")]
 Split = Annotated[str, option(ROWS, "NAME", "Split of a hub data set or of a directory.")]

@@ -28,7 +28,19 @@ def asked_requests(
     return [Request(1, messages=[user_message(str(chat), images)])]
 
 
-def user_message(text: str, images: Sequence[str]) -> dict[str, Any]:
+def as_conversations(entries: Sequence[Request | Result]) -> list[Request | Result]:
+    """The requests with their raw prompts and images as a user's message; failed lines as they are."""
+    from blockdiff.sampling import Request
+
+    return [
+        replace(each, prompt=None, images=(), messages=(user_message(each.prompt, each.images),))
+        if isinstance(each, Request) and each.prompt is not None
+        else each
+        for each in entries
+    ]
+
+
+def user_message(text: str, images: Sequence[Any]) -> dict[str, Any]:
     """A user's message with images where its text says `<image>`, else before it; DataError for another number."""
     from blockdiff.data.image_parts import text_with_images
     from blockdiff.data.messages import BadRow

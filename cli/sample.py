@@ -16,8 +16,8 @@ import typer
 from blockdiff import terminal
 from blockdiff.cli import options, together
 from blockdiff.cli.answers import Answers, fingerprint
-from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
-from blockdiff.cli.requests import asked_requests, check_fields, drawn, with_options
+from blockdiff.cli.model import ModelOptions, SamplingOptions, note_raw_rows, with_groups
+from blockdiff.cli.requests import as_conversations, asked_requests, check_fields, drawn, with_options
 from blockdiff.cli.tally import AnsweredSoFar, Tally
 from blockdiff.errors import RequestError
 from blockdiff.request_options import RequestOptions
@@ -48,6 +48,7 @@ def sample(
             "JSONL with prompt or messages, optionally id, seed and other options; - reads stdin.",
         ),
     ] = None,
+    raw: options.Raw = False,
     image: options.Images = None,
     system: options.System = None,
     answers_per_prompt: Annotated[
@@ -107,6 +108,8 @@ def sample(
     fields = options.request_fields(asked)
     check_fields(fields, is_raw=prompt is not None)
     read = asked_requests(prompt, chat, prompts, image or ())
+    if prompts is not None and not raw and opened.puts_into_chat(read):
+        read = as_conversations(read)
     wanted = list(drawn(with_options(read, fields, system), answers_per_prompt, sampling.seed))
     entries = [each.entry for each in wanted]
 
@@ -138,6 +141,9 @@ def sample(
     mine = ranks.agree(answers.missing)[ranks.row_rank :: ranks.row_world]
     sampler = opened.open(chosen, mesh=mesh, device=str(ranks.device) if ranks.world > 1 else None)
 
+    if prompts is not None and ranks.is_main:
+        count = sum(isinstance(entry, Request) and entry.prompt is not None for entry in entries)
+        note_raw_rows(count, sampler, "write them as messages to use it")
     recorder = view = None
     if trace is not None:
         ids = [entry.id for entry in entries if isinstance(entry, Request)]

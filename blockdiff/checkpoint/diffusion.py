@@ -1,4 +1,4 @@
-"""The settings of a model's diffusion that sampling follows: `blockdiff.json` beside the weights."""
+"""The settings of a model's training that sampling follows: `blockdiff.json` beside the weights."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ from blockdiff.checkpoint.files import DIFFUSION, read_json
 from blockdiff.errors import CheckpointError
 from blockdiff.files import write_json
 
+PromptForm = Literal["raw", "chat"]
+
 
 @dataclass(frozen=True)
 class DiffusionSettings:
     """The prediction and the corruption that a model was trained with, and for the record the rest of its objective.
 
     prediction: what the logits mean; corruption: what a canvas starts from and what stands where nothing is accepted,
-    uniform tokens or the mask token `mask_id`; objective: the parts of the objective by name. The
-    defaults are those of the released model, whose directory has no such file.
+    uniform tokens or the mask token `mask_id`; objective: the parts of the objective by name; prompts: the form of the
+    prompts that it was trained on, raw text or conversations (None: both, or not known). The defaults are those of the
+    released model, whose directory has no such file.
     """
 
     prediction: Literal["posterior", "leave_one_out"] = "posterior"
     corruption: Literal["uniform", "mask"] = "uniform"
     mask_id: int | None = None
     objective: Mapping[str, Any] = field(default_factory=dict)
+    prompts: PromptForm | None = None
 
     def __post_init__(self) -> None:
         if self.prediction not in ("posterior", "leave_one_out"):
             raise ValueError(f"prediction must be posterior or leave_one_out, not {self.prediction!r}")
         if self.corruption not in ("uniform", "mask"):
             raise ValueError(f"corruption must be uniform or mask, not {self.corruption!r}")
+        if self.prompts not in ("raw", "chat", None):
+            raise ValueError(f"prompts must be raw, chat or null, not {self.prompts!r}")
         is_id = isinstance(self.mask_id, int) and not isinstance(self.mask_id, bool) and self.mask_id >= 0
         if is_id != (self.corruption == "mask"):
             raise ValueError(f"mask_id must be a token id with mask corruption, else null, not {self.mask_id!r}")

@@ -16,8 +16,9 @@ import torch
 from blockdiff.checkpoint.adapter_base import warn_of_other_weights
 from blockdiff.checkpoint.adapters import adapted_checkpoint, fill_adapters, has_adapter, read_adapter
 from blockdiff.checkpoint.config import read_config
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.digests import compare
-from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, find
+from blockdiff.checkpoint.files import DIFFUSION, GENERATION, VOCABULARY_FILES, find
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.read import empty, load_weights, weights_dtype
 from blockdiff.checkpoint.stored import chosen_layers, form_below, stored_as, warn_of_inputs
@@ -52,6 +53,10 @@ class ModelFiles:
     def generation(self) -> Generation:
         """The settings of generation."""
         return Generation.from_pretrained(self.holding(GENERATION))
+
+    def diffusion(self) -> DiffusionSettings:
+        """The settings of training that sampling follows."""
+        return DiffusionSettings.from_pretrained(self.holding(DIFFUSION))
 
 
 def model_files(path_or_hub_id: str | Path, adapter: str | Path | None = None, with_weights: bool = True) -> ModelFiles:

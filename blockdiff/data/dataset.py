@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,13 @@ from blockdiff.errors import DataError
 TOTAL = "total"
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 Watch = Callable[[Iterator[Any]], Iterator[Any]]  # gives rows on as they are, and may say how many there were
+
+
+def prompt_form(conversations: int, rows: int) -> Literal["raw", "chat"] | None:
+    """The form of the prompts of rows, `conversations` of which the chat template writes; None if there are both."""
+    if not 0 < conversations < rows:
+        return "chat" if conversations else "raw"
+    return None
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,11 @@ class Dataset:
     def has_conversations(self) -> bool:
         """True where at least one row teaches the model the format of the chat template."""
         return self.total.conversations > 0
+
+    @property
+    def form(self) -> Literal["raw", "chat"] | None:
+        """The form of the prompts: raw text, conversations, or None if there are both."""
+        return prompt_form(self.total.conversations, self.total.rows)
 
     def to_record(self) -> dict[str, Any]:
         """The data in numbers, for JSON: counts, shares and quantiles of the lengths of every source, and of all."""

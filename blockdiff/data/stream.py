@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.dataset import Watch, check_conversations, with_total
+from blockdiff.data.dataset import Watch, check_conversations, prompt_form, with_total
 from blockdiff.data.formats import Skip
 from blockdiff.data.order import BLOCK, mixture_block, mixture_counts
 from blockdiff.data.sources import TRAIN, Files, Source, open_source, titles
@@ -78,12 +78,20 @@ class StreamedExamples:
         """
         return [each.content() for each in self._passes]
 
-    @cached_property
+    @property
     def has_conversations(self) -> bool:
         """True where the first rows of a source teach the model the format of the chat template."""
+        return self.form != "raw"
+
+    @cached_property
+    def form(self) -> Literal["raw", "chat"] | None:
+        """The form of the prompts of the first rows of every source: raw text, conversations, or None for both."""
+        if self.encoder.chat:
+            return "chat"
         counts = Statistics(1) if self.encoder.skips_bad_rows else None
         rows = chain.from_iterable(islice(each.opened.rows(counts=counts), FIRST_ROWS) for each in self._passes)
-        return self.encoder.chat or any(row.messages is not None for row in rows)
+        are_conversations = [row.messages is not None for row in rows]
+        return prompt_form(sum(are_conversations), len(are_conversations))
 
     @property
     def statistics(self) -> list[tuple[str, Statistics]]:

@@ -20,7 +20,7 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     row's question once and both answers side by side. Raises ValueError where the rows are not the same.
     """
     pairs = list(zip(first["records"], second["records"], strict=True))
-    if any(a[name] != b[name] for a, b in pairs for name in OWN):
+    if any(_asked(a[name]) != _asked(b[name]) for a, b in pairs for name in OWN):
         raise ValueError("the two reports are not of the same rows")
     solved = [(bool(a["is_solved"]), bool(b["is_solved"])) for a, b in pairs]
     only_first, only_second = solved.count((True, False)), solved.count((False, True))
@@ -43,6 +43,12 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         },
         "records": [{**{name: a[name] for name in OWN}, "first": _answer(a), "second": _answer(b)} for a, b in pairs],
     }
+
+
+def _asked(value: Any) -> Any:
+    """A value of a record; of a prompt that is a user's message the text, as a model asked in raw text has it."""
+    is_question = isinstance(value, list) and [message["role"] for message in value] == ["user"]
+    return value[0]["content"] if is_question else value
 
 
 def binomial_test(one: int, other: int) -> float:

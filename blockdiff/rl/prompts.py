@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from blockdiff.data.dataset import Watch
+from blockdiff.data.dataset import Watch, prompt_form
 from blockdiff.data.rows import Row, check_row
 from blockdiff.data.sources import Source, open_source
 from blockdiff.errors import DataError
@@ -48,7 +48,12 @@ class Prompts:
     @property
     def has_conversations(self) -> bool:
         """True where the chat template writes some of the prompts."""
-        return any(not isinstance(row.question.prompt, str) for row in self.rows)
+        return self.form != "raw"
+
+    @property
+    def form(self) -> Literal["raw", "chat"] | None:
+        """The form of the prompts: raw text, conversations, or None if there are both."""
+        return prompt_form(sum(not isinstance(row.question.prompt, str) for row in self.rows), len(self.rows))
 
 
 def read_prompts(

@@ -69,7 +69,9 @@ def sampling_settings(
     if diffusion is None:
         diffusion = _diffusion(origin, config)
         if drafter is not None and block is None:
-            diffusion = replace(_diffusion(_origin(drafter), drafter.config), objective=diffusion.objective)
+            diffusion = replace(
+                _diffusion(_origin(drafter), drafter.config), objective=diffusion.objective, prompts=diffusion.prompts
+            )
     if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
         raise CheckpointError(
             f"{DIFFUSION}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"
@@ -137,6 +139,12 @@ def prepare_sequences(
     the first follow from that one's.
     """
     prompt, tokens, images = request.as_tokens(settings.tokenizer, settings.vocab_size, settings.image_reader)
+    if request.prompt is not None and settings.diffusion.prompts == "chat":
+        warnings.warn(
+            "this model was trained on conversations, and a raw prompt goes without its chat template; give messages "
+            "(--chat) to ask it as it was trained",
+            stacklevel=1,
+        )
     strategy = settings.strategy
     if request.strategy is not None:
         strategy = as_strategy(request.strategy, settings.generation)

@@ -124,7 +124,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         learning_rate=learning_rate,
         average=average,
         source=Source(),
-        diffusion=kind.diffusion(objective),
+        diffusion=replace(kind.diffusion(objective), prompts=data.train.form),
         facts=facts,
         steps=data.steps,
         step=step,

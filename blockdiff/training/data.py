@@ -145,7 +145,8 @@ class Data:
     def report(self) -> dict[str, Any]:
         """The counts of rows kept, dropped and cut, per source: for data.json in the run directory."""
         sets = {"train": self.train, "heldout": self.heldout}
-        return {name: dataset.to_record() for name, dataset in sets.items() if isinstance(dataset, Dataset)}
+        counts = {name: dataset.to_record() for name, dataset in sets.items() if isinstance(dataset, Dataset)}
+        return {"prompts": self.train.form, **counts}
 
 
 def _why_dropped(statistics: Statistics, encoder: Encoder) -> str:

@@ -10,9 +10,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from blockdiff import checkpoint
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.digests import compare, read_back
-from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find
+from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find, read_json
 from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.checkpoint.stream import TensorSource
@@ -134,6 +135,14 @@ def write_sampled(saved: Path, directory: Path) -> None:
     consolidate(saved, directory, peft=recipe.lora.trains)
 
 
+def _prompt_form(run: Path, recipe: Recipe) -> Literal["raw", "chat"] | None:
+    """The form of the prompts that a run was trained on, which it has written beside its counts of rows."""
+    if recipe.data.chat:
+        return "chat"
+    form = read_json(run / DATA).get("prompts") if (run / DATA).is_file() else None
+    return form if form in ("raw", "chat") else None
+
+
 def consolidate(
     saved: Path,
     directory: str | Path,
@@ -161,7 +170,7 @@ def consolidate(
     typical = found.config.model_class.typical
     kept = weights[typical if typical in weights else next(iter(weights))].dtype
     objective = kind.without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
-    model, diffusion = objective.model, kind.diffusion(objective)
+    model, diffusion = objective.model, replace(kind.diffusion(objective), prompts=_prompt_form(run, recipe))
     beside = {"tokenizer": found.tokenizer, "generation": found.generation, "diffusion": diffusion}
 
     def read(name: str, target: torch.dtype | None = None) -> Tensor:

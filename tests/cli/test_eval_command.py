@@ -11,6 +11,7 @@ import pytest
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint import init
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.data.template import packaged_template
 from blockdiff.sampling import Generation, Sampler
 from tests.support.chat_tokenizer import chat_tokenizer
@@ -122,10 +123,41 @@ def test_an_adapter_is_compared_with_the_model_under_it(model, tmp_path, monkeyp
         return read(path, **how)
 
     monkeypatch.setattr(Sampler, "from_pretrained", from_pretrained)
-    data = write(tmp_path / "test.jsonl", [CHAT])
-    result = run("eval", model, "--adapter", "a", "--compare", model, "--task", "exact", "--data", data)
+    data, adapter = write(tmp_path / "test.jsonl", [CHAT]), tmp_path / "a"
+    adapter.mkdir()
+    result = run("eval", model, "--adapter", adapter, "--compare", model, "--task", "exact", "--data", data)
     assert result.exit_code == 0, result.output
-    assert loaded == [(str(model), "a"), (str(model), None)]
+    assert loaded == [(str(model), str(adapter)), (str(model), None)]
+
+
+def test_rows_are_asked_in_the_form_that_the_model_was_trained_in(model, tmp_path):
+    taught = tmp_path / "model"
+    shutil.copytree(model, taught)
+    raw, chat = {"prompt": "2+3", "response": "5"}, CHAT
+    data = write(tmp_path / "test.jsonl", [raw, chat])
+    words = ("--task", "exact", "--data", data, "--steps", "1", "--output", tmp_path / "e.json", "--overwrite")
+
+    def asked(place: Path, *more: str) -> tuple[list[Any], str]:
+        result = run("eval", place, *words, *more)
+        assert result.exit_code == 0, result.output
+        return [r["prompt"] for r in json.loads((tmp_path / "e.json").read_text())["records"]], str(result.stderr)
+
+    question = [{"role": "user", "content": "2+3"}]
+    DiffusionSettings(prompts="chat").save(taught)
+    prompts, said = asked(taught)
+    assert prompts == [question, question] and "note: 1 raw prompt is put into the chat template" in said
+    with pytest.warns(UserWarning, match="was trained on conversations, and a raw prompt .*--chat"):
+        assert asked(taught, "--raw") == (["2+3", question], "")
+    DiffusionSettings(prompts="raw").save(taught)
+    assert asked(taught) == (["2+3", question], "")
+    prompts, said = asked(model)
+    assert prompts == ["2+3", question] and "note: 1 row is a raw prompt, and the model has a chat template" in said
+    assert asked(model, "--chat") == ([question, question], "")
+    assert "--raw" in refusal("eval", model, *words, "--raw", "--chat")
+    DiffusionSettings(prompts="chat").save(taught)
+    result = run("eval", model, *words, "--compare", taught)  # each as it was trained
+    assert result.exit_code == 0, result.output
+    assert "1 raw prompt is put" in result.stderr and "1 row is a raw prompt" in result.stderr
 
 
 def test_thinking_is_asked_for_in_chats_only(model, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
 from blockdiff.request_options import OPTIONS, RequestOptions
@@ -146,3 +148,24 @@ def test_completion_completes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMP_WORDS", "blockdiff sample m --temp")
     monkeypatch.setenv("COMP_CWORD", "3")
     assert "--temperature" in piped("").stdout
+
+
+def test_prompts_of_a_file_are_asked_in_the_form_that_the_model_was_trained_in(
+    model: Path, tmp_path: Path, asked: list[Request]
+) -> None:
+    taught = tmp_path / "model"
+    shutil.copytree(model, taught)
+    DiffusionSettings(prompts="chat").save(taught)
+    lines = '{"prompt": "Hi", "seed": 3}\n{"messages": [{"role": "user", "content": "Ho"}]}\nnonsense\n'
+    result = piped(lines, "sample", taught, "--prompts", "-", *QUICK)
+    assert "note: 1 raw prompt is put into the chat template" in result.stderr
+    first, second, _ = asked
+    assert (first.prompt, first.messages, first.seed) == (None, ({"role": "user", "content": "Hi"},), 3)
+    assert second.messages == ({"role": "user", "content": "Ho"},)
+    asked.clear()
+    with pytest.warns(UserWarning, match="trained on conversations"):
+        piped(lines, "sample", taught, "--prompts", "-", "--raw", *QUICK)
+        works("sample", taught, "--prompt", "Hi", *QUICK)
+    assert [each.prompt for each in asked if isinstance(each, Request)] == ["Hi", None, "Hi"]
+    result = piped(lines, "sample", model, "--prompts", "-", *QUICK)
+    assert "note: 1 row is a raw prompt, and the model has a chat template; write" in result.stderr

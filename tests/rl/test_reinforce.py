@@ -188,6 +188,8 @@ def test_a_record_of_a_resumed_run_covers_the_rounds_before_its_checkpoint(input
     assert reproducible(again.records) == [record] and record["step"] == 4
     exported = consolidate(again.directory / "checkpoints" / "step-4", tmp_path / "exported")
     assert (exported / "model.safetensors").exists()  # though rows and reward were given from Python
+    at_end, made = (folder / "blockdiff.json" for folder in (again.directory / "model", exported))
+    assert made.read_text() == at_end.read_text() and json.loads(made.read_text())["prompts"] == "raw"
 
 
 def test_the_time_of_updates_is_without_that_of_evaluations(inputs, tmp_path):

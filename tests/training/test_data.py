@@ -52,8 +52,24 @@ def test_the_tokenizer_gets_the_template_of_training_if_rows_were_conversations(
     for _ in range(1 + cached):
         base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
         base.tokenizer.chat_template = None
-        read_data(recipe, base)
+        data = read_data(recipe, base)
         assert base.tokenizer.chat_template == (packaged_template() if expected else None)
+        kinds = {"messages" in row or chat for row in rows}
+        assert data.train.form == (None if len(kinds) > 1 else "chat" if kinds == {True} else "raw")
+
+
+@pytest.mark.parametrize(
+    ("rows", "chat", "asked"), [([TALK], False, 1), ([PAIR], True, 1), ([PAIR], False, 0), ([PAIR, TALK], False, 0)]
+)
+def test_prompts_of_evaluations_are_asked_in_the_form_of_the_rows(rows, chat, asked):
+    data = {"train": [{"rows": rows}], "cache": "off", "chat": chat}
+    tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
+    tree["evaluation"] = {"prompts": [{"rows": [PAIR]}]}
+    base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    read = read_data(Recipe.model_validate(tree), base)
+    ((example,), _) = read.encoder.encode(read.prompts)
+    start = base.tokenizer.decode(example.tokens[: example.responses[0][0]])
+    assert start == ("<bos><|turn>user\na<turn|>\n<|turn>model\n" if asked else "<bos>a")
 
 
 def test_a_template_that_writes_no_row_is_refused():

@@ -330,6 +330,7 @@ def test_what_the_sampler_has_to_know_comes_from_the_objects(inputs, tmp_path):
     run = blockdiff.train(inputs, ("train.steps=1",), tmp_path / "run", schedule=Squared(3.0))
     written = (run.directory / "model" / "blockdiff.json").read_text()
     assert "Squared" in written and "3.0" in written
+    assert json.loads(written)["prompts"] == "raw"
 
 
 def test_the_schedule_scales_the_rates_of_every_parameter_group_of_ones_own_optimiser(inputs, tmp_path):

@@ -177,7 +177,7 @@ class Kind(ObjectiveSection):
         train, order = self.read_rows(recipe, reading)
         heldout = reading.heldout(recipe)
         settle_template(recipe, base, reading.encode, train.has_conversations, self.learns_template)
-        prompts = [] if recipe.evaluation.prompts is None else self.read_prompts(recipe, reading)
+        prompts = [] if recipe.evaluation.prompts is None else self.read_prompts(recipe, reading, train.form == "chat")
         collator = self.collator(recipe, base, reader)
         return Data(recipe, reading.encode, train, heldout, prompts, collator, order)
 
@@ -185,9 +185,14 @@ class Kind(ObjectiveSection):
         """The rows that a run trains on, and their order."""
         return reading.examples(recipe)
 
-    def read_prompts(self, recipe: Recipe, reading: Reading) -> Any:
-        """The rows of `evaluation.prompts`; DataError for one that is no question of `evaluation.task`."""
+    def read_prompts(self, recipe: Recipe, reading: Reading, is_chat: bool) -> Any:
+        """The rows of `evaluation.prompts`; DataError for one that is no question of `evaluation.task`.
+
+        is_chat: raw prompts are a user's turns, as the run trains on conversations.
+        """
         rows = reading.prompts(recipe)
+        if is_chat and not reading.encode.chat:  # which does it by itself
+            rows = [row.as_conversation() for row in rows]
         questions_of(rows, evals.task(recipe.evaluation.task), reading.encode)
         return rows
 

@@ -187,10 +187,10 @@ class Policy(Canvas):
         check_conversations(reading.encode, prompts.has_conversations)
         return prompts, Order(prompts.sizes, self.prompts_per_round, recipe.seed, prompts.weights)
 
-    def read_prompts(self, recipe: Recipe, reading: Reading) -> Prompts:
+    def read_prompts(self, recipe: Recipe, reading: Reading, is_chat: bool) -> Prompts:
         """The prompts of `evaluation.prompts`; DataError for one that the task does not take."""
         d, e = recipe.data, recipe.evaluation
-        rows = read_prompts(sources(e.prompts or (), recipe, "test"), d.chat, d.system, reading.watch).rows
+        rows = read_prompts(sources(e.prompts or (), recipe, "test"), is_chat, d.system, reading.watch).rows
         prompts = Prompts(rows[: e.prompts_count])
         judging_task(recipe, prompts)
         return prompts
