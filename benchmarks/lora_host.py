@@ -28,7 +28,7 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, cast_once, draw_adapters, targets
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
-from blockdiff.training.step import checkpoint_activations
+from blockdiff.training.recomputation import checkpoint_activations
 from tests.support.launches import KINDS, Operations, small_config
 
 FEW, MANY, REPEATS = 2, 8, 25

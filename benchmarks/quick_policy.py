@@ -23,7 +23,7 @@ from blockdiff.rl.policy import Policy, PolicyObjective, RolloutBatch
 from blockdiff.sampling import Engine, Request, Result
 from blockdiff.sampling.strategies import EntropyBound
 from blockdiff.training import optimiser
-from blockdiff.training.step import checkpoint_activations
+from blockdiff.training.recomputation import checkpoint_activations
 
 ANSWERS, TOKENS, CANVAS_STEPS = 8, 128, 8
 CLOSE = 0.1  # nats, the mean difference of a token's log-probability where it was drawn and in the update

@@ -29,7 +29,7 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, cast_once, draw_adapters, targets
 from blockdiff.models.diffusion_gemma.model import Layer, layer_scalar, wanted
 from blockdiff.objective import Objective
-from blockdiff.training.step import checkpoint_activations
+from blockdiff.training.recomputation import checkpoint_activations
 
 LAYERS, REPEATS, SETS = 6, 20, 4  # SETS of weights are more than a cache holds
 Work = Callable[[], Any]

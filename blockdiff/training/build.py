@@ -28,9 +28,9 @@ from blockdiff.training.optimiser import Ema
 from blockdiff.training.plan.fitting import require_kept, require_step
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.recomputation import checkpoint_activations
 from blockdiff.training.same_run import resume_facts
 from blockdiff.training.starting_model import computed_in
-from blockdiff.training.step import checkpoint_activations
 
 
 def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = None) -> Built:

@@ -9,12 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from blockdiff.canvas import PADDING_ROW, Batch, lay_out
 from blockdiff.errors import RunError
@@ -216,20 +214,3 @@ def autocast(device: torch.device, precision: str | None) -> AbstractContextMana
     if precision is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, precision))
-
-
-def checkpoint_activations(model: nn.Module) -> None:
-    """Keep only the inputs of each of `model.layers` for the backward, which computes the rest again.
-
-    Losses and gradients stay the same to the bit; parameter names too. A pass without gradients pays nothing.
-    Non-reentrant (torch.utils.checkpoint): keys and values that a layer returns may be used by later passes.
-    """
-    for layer in model.layers:  # type: ignore[union-attr]
-        if not isinstance(layer.forward, partial):
-            layer.forward = partial(_run_again, layer.forward)
-
-
-def _run_again(forward: Callable[..., Any], *args: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args)
-    return checkpoint(forward, *args, use_reentrant=False)

@@ -12,7 +12,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels.span_attention import pieces
 from blockdiff.kernels.span_attention import torch as in_torch
 from blockdiff.objective import Objective
-from blockdiff.training.step import checkpoint_activations
+from blockdiff.training.recomputation import checkpoint_activations
 from tests.support.oracle import TWO_LAYERS, tiny_config
 from tests.support.peaks import peak_memory
 

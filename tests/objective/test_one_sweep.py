@@ -25,7 +25,7 @@ from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Evaluation, Objective
-from blockdiff.training.step import checkpoint_activations
+from blockdiff.training.recomputation import checkpoint_activations
 from tests.objective.test_objective import COINS, L, V, batch_of, rows, tokens
 from tests.support.families import small_model
 from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers

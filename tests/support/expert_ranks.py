@@ -21,7 +21,7 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training.step import checkpoint_activations
+from blockdiff.training.recomputation import checkpoint_activations
 from tests.objective.test_objective import L, V, batch_of, rows
 from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
 

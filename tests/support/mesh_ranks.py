@@ -35,7 +35,8 @@ from blockdiff.tensor_pieces import Block, Piece, gathered, piece_of
 from blockdiff.training.freeze import freeze
 from blockdiff.training.optimiser import trainable
 from blockdiff.training.recipe import ParallelSection
-from blockdiff.training.step import Counts, Loss, backpropagate, checkpoint_activations
+from blockdiff.training.recomputation import checkpoint_activations
+from blockdiff.training.step import Counts, Loss, backpropagate
 from tests.support.families import CONFIGS
 from tests.support.little_model import LITTLE, save_preset
 from tests.support.oracle import TWO_LAYERS, our_config, tiny_config

@@ -17,8 +17,8 @@ from blockdiff.tensor_pieces import is_spread
 from blockdiff.training.build import make_mesh
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
+from blockdiff.training.recomputation import checkpoint_activations
 from blockdiff.training.starting_model import computed_in
-from blockdiff.training.step import checkpoint_activations
 from tests.support.peaks import peak_memories
 from tests.support.recipes import largest_batch, start, without_weights
 

@@ -12,11 +12,15 @@ from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
+from blockdiff.errors import RunError
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
-from blockdiff.training.step import autocast, checkpoint_activations
+from blockdiff.training.recomputation import checkpoint_activations
+from blockdiff.training.step import autocast
 from tests.support.oracle import tiny_config
 
 pytestmark = pytest.mark.quick
@@ -125,6 +129,56 @@ def test_names_stay_and_a_copy_computes_with_its_own_weights():
 def test_a_pass_without_gradients_is_no_checkpoint(monkeypatch):
     model = objective().model
     checkpoint_activations(model)
-    monkeypatch.setattr("blockdiff.training.step.checkpoint", None)
+    monkeypatch.setattr("blockdiff.training.recomputation._Call", None)
     with torch.no_grad():
         assert model.encode(torch.arange(3, 13)[None]).hidden.isfinite().all()
+
+
+def test_dropout_of_adapters_is_drawn_again_as_it_was():
+    def found(recomputes: bool):
+        module = objective().train()
+        adapt(module.model, targets(module.model, {"attention": LowRank(4, 8, dropout=0.5), "mlp": LowRank(2, 4)}))
+        draw_adapters(module.model, 0, CPU, torch.float32)
+        for name, parameter in module.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data.normal_(generator=torch.Generator().manual_seed(len(name)))
+        if recomputes:
+            checkpoint_activations(module.model)
+        torch.manual_seed(4)
+        return losses_and_gradients(module, batch()), torch.rand(1)
+
+    (expected, drawn), (got, drawn_after) = found(False), found(True)
+    assert_same_bits(got, expected)
+    assert torch.equal(drawn, drawn_after)  # and the draws afterwards are the next ones
+
+
+class Kept(torch.nn.Module):
+    """A model of one layer, which keeps `kept` tensors for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Identity()])
+        self.kept, self.layers[0].forward = 3, self.run
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.kept):
+            x = x.sin()
+        return x
+
+
+def test_a_graph_that_is_kept_goes_backward_again():
+    model, x = Kept(), torch.linspace(-1, 1, 5).requires_grad_()
+    truth = torch.autograd.grad(model.run(x).sum(), x)[0]
+    checkpoint_activations(model)
+    out = model.layers[0].forward(x).sum()
+    for retain in (True, False):
+        assert torch.equal(torch.autograd.grad(out, x, retain_graph=retain)[0], truth)
+
+
+def test_a_layer_that_keeps_fewer_tensors_the_second_time_is_refused():
+    model, x = Kept(), torch.ones(2, requires_grad=True)
+    checkpoint_activations(model)
+    out = model.layers[0].forward(x)
+    model.kept = 2
+    with pytest.raises(RunError, match="run again"):
+        out.sum().backward()

@@ -21,7 +21,7 @@ from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.step import checkpoint_activations
+from blockdiff.training.recomputation import checkpoint_activations
 from tests.support.recipes import largest_batch, start, without_weights
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,8 +29,8 @@ from blockdiff.training.plan.live_bytes import CHUNK
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes, sharding_ranks
 from blockdiff.training.plan.step_bytes import GATHERED, LATE, Step, keep_one_of_each
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.recomputation import checkpoint_activations
 from blockdiff.training.starting_model import StartingModel, computed_in
-from blockdiff.training.step import checkpoint_activations
 
 MOST_ROWS = 64  # of a micro-batch that is run on shapes; more take as many times as much
 
