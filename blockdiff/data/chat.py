@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -23,6 +24,8 @@ from blockdiff.data.template import (
     RefusedByTemplate,
     Rendered,
     Span,
+    asks_date,
+    dated,
     marked,
     reads_thoughts,
     render,
@@ -107,7 +110,7 @@ class Encoder:
     `verbatim`: conversations are written by a template of ours that alters no message, not by the tokenizer's.
     `control_tokens`: what rows have of control tokens is "text" like any other, or "allow"ed to be these tokens.
     `skips_bad_rows`: those who read rows for it leave out and count the rows that cannot be used. `reader`: reads the
-    images of rows; without one, rows that have any are refused.
+    images of rows; without one, rows that have any are refused. `day`: the date that chat templates write.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -123,6 +126,7 @@ class Encoder:
     control_tokens: ControlTokens = "text"
     skips_bad_rows: bool = False
     reader: ImageReader | None = None
+    day: date = field(default_factory=date.today)
 
     @cached_property
     def template(self) -> str:
@@ -184,6 +188,7 @@ class Encoder:
         is_split = bool(self.tokenizer.split_special_tokens)
         text = json.dumps([template, options, more, self.control_tokens, is_split], default=str)
         text += " skips bad rows" * self.skips_bad_rows
+        text += f" {self.day}" * asks_date(template)
         text += "" if self.reader is None else self.reader.fingerprint
         return hashlib.blake2b((text + backend.to_str()).encode(), digest_size=16).hexdigest()
 
@@ -373,7 +378,7 @@ class Encoder:
         """A conversation as its chat template writes it, and what the template alters."""
         messages = row.messages or ()
         has_tools = bool(row.tools) or any("tool_calls" in message for message in messages)
-        template = self.tool_template if row.tools else self.template
+        template = dated(self.tool_template if row.tools else self.template, self.day)
         if has_tools and self._unknown_tool_token:
             raise DataError(
                 f"{row.where}: the chat template writes tools with {self._unknown_tool_token}, which the tokenizer "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +44,7 @@ VERBATIM = "{%- set verbatim = true -%}"  # the first line of a template that al
 NO_THINKING = {"enable_thinking": False}
 # What `render` says itself; special tokens come beside them.
 OWN_VARIABLES = ("messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt")
+DIRECTIVE = re.compile(r"%[-_0^#]?[A-Za-z]")  # of strftime
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Rendered by a template to see whether it writes the Gemma 4 turn format.
 PROBES: tuple[list[dict[str, str]], ...] = (
@@ -166,20 +169,37 @@ def training_template(
     return packaged_template() if not has_tags and _is_turn_format(tokenizer, template) else template
 
 
+def dated(template: str, day: date) -> str:
+    """The template with a `strftime_now` of its own, which writes this day and not today's; others stay as they are."""
+    if not asks_date(template):
+        return template
+    directives = sorted({*DIRECTIVE.findall(template)}, key=len, reverse=True)
+    values = "".join(f" | replace({mark!r}, {json.dumps(day.strftime(mark))})" for mark in directives)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{values} }}}}{{% endmacro %}}\n{template}"
+
+
+def asks_date(template: str) -> bool:
+    """True for a template that writes the date, as Llama 3.2's."""
+    return "strftime_now" in template
+
+
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The control tokens that end what the assistant writes: a turn, and a turn that waits for the answer of a tool.
 
     Empty where no template marks the assistant's turns, or where it ends them in plain text.
     """
-    ends = []
+    learnt = []
     for turn in ENDED:
         try:
             text, spans, *_ = marked(tokenizer, training_template(tokenizer), [QUESTION, turn])
         except DataError:  # no such template, or one that refuses tools
             continue
-        written = tokenizer.encode(text[slice(*spans[-1])] if spans else "", add_special_tokens=False)
-        ends += [token for token in written if token in tokenizer.added_tokens_decoder][-1:]
-    return tuple(dict.fromkeys(ends))
+        learnt += [text[slice(*span)] for span in spans[-1:]]
+    if not learnt:
+        return ()
+    ids = {str(token.content): id for id, token in tokenizer.added_tokens_decoder.items()}
+    control = re.compile("|".join(map(re.escape, sorted(ids, key=len, reverse=True))))
+    return tuple(dict.fromkeys(ids[token] for text in learnt for token in control.findall(text)[-1:] if token))
 
 
 def render(

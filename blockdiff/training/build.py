@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule
 from blockdiff.training.built import Built, Source
 from blockdiff.training.checkpoint_reader import read_counts, restore
+from blockdiff.training.data import first_day
 from blockdiff.training.freeze import count_parts
 from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.optimiser import Ema
@@ -47,7 +49,9 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     mesh = make_mesh(recipe, ranks)
     require_kept(objective, recipe, base, ranks)
 
-    data = kind.read_data(recipe, base, ranks, show.reading)
+    began = partial(first_day, None if saved is None else saved.absolute().parents[1])
+    day = date.fromisoformat(ranks.from_main("reading the date of the run", lambda: str(began())))
+    data = kind.read_data(recipe, base, ranks, show.reading, day)
     for line in data.lines():
         show.line(line)
     kind.check_data(recipe, data)

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import date
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from blockdiff.canvas import Batch
-from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.files import find, read_json
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, begin_images, heldout_batches, micro_batches
 from blockdiff.data.dataset import TOTAL, Dataset, Watch, load_dataset
@@ -24,10 +25,12 @@ from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.stream import StreamedExamples
+from blockdiff.data.template import asks_date
 from blockdiff.errors import DataError
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.terminal import counted
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.run import DATA
 from blockdiff.training.starting_model import StartingModel
 
 FILL = "(fill: end-of-sequence tokens after a response, up to the end of its last canvas)"
@@ -143,10 +146,11 @@ class Data:
         return lines
 
     def report(self) -> dict[str, Any]:
-        """The counts of rows kept, dropped and cut, per source: for data.json in the run directory."""
+        """The counts of rows kept, dropped and cut, per source, and what prompts are like: for data.json of the run."""
         sets = {"train": self.train, "heldout": self.heldout}
         counts = {name: dataset.to_record() for name, dataset in sets.items() if isinstance(dataset, Dataset)}
-        return {"prompts": self.train.form, **counts}
+        day = {"day": str(self.encoder.day)} if asks_date(str(self.encoder.tokenizer.chat_template)) else {}
+        return {"prompts": self.train.form, **day, **counts}
 
 
 def _why_dropped(statistics: Statistics, encoder: Encoder) -> str:
@@ -205,8 +209,19 @@ def image_reader(recipe: Recipe, base: StartingModel) -> ImageReader | None:
     return ImageReader(settings, tokens, where.root, where.anywhere, adapt=base.config.image_processor)
 
 
-def encoder(recipe: Recipe, base: StartingModel, stride: int, reader: ImageReader | None = None) -> Encoder:
-    """The encoder that makes tokens of rows, of which canvases may begin at every `stride`-th of a response."""
+def first_day(run: Path | None) -> date:
+    """The date that a run's chat template wrote when the run began; today's for a new run (None), or one without."""
+    kept = read_json(run / DATA).get("day") if run is not None and (run / DATA).is_file() else None
+    return date.today() if kept is None else date.fromisoformat(str(kept))
+
+
+def encoder(
+    recipe: Recipe, base: StartingModel, stride: int, reader: ImageReader | None = None, day: date | None = None
+) -> Encoder:
+    """The encoder that makes tokens of rows, of which canvases may begin at every `stride`-th of a response.
+
+    day: the date that chat templates write (None: today's).
+    """
     d = recipe.data
     return Encoder(
         base.tokenizer,
@@ -222,6 +237,7 @@ def encoder(recipe: Recipe, base: StartingModel, stride: int, reader: ImageReade
         control_tokens=d.control_tokens,
         skips_bad_rows=d.on_bad_row == "skip",
         reader=reader,
+        day=day or date.today(),
     )
 
 

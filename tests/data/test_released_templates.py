@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import date
 from itertools import product
 
 import pytest
 
 from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import check_row
+from blockdiff.data.template import dated, render
 from blockdiff.data.tokenise import chat_prompt
 from blockdiff.errors import DataError
 from tests.support.chat_tokenizer import chat_tokenizer
@@ -223,3 +225,25 @@ def test_rows_with_tools_are_written_by_the_template_called_tool_use():
     for messages, tools, example in ((CONVERSATIONS["a call"], TOOLS, with_tools), (rows[1].messages, None, without)):
         prompt = chat_prompt(messages[:1], tools, tokenizer)
         assert prompt.tokens == example.tokens[: example.responses[0][0]]
+
+
+def test_a_template_that_writes_the_date_writes_the_day_that_it_is_given():
+    asked = TEMPLATES["dated"].replace("'%d %b %Y'", "'%A %-d %B %Y, %d.%m.'")
+    template, messages = f"\n{asked} {{{{ strftime_now is defined }}}}", CONVERSATIONS["several turns"]
+    tokenizer = chat_tokenizer(template)
+    day = render(tokenizer, dated(template, date(2026, 3, 5)), messages).text
+    assert day.startswith("\nToday: Thursday 5 March 2026, 05.03.\n<|im_start|>system")
+    today = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert day == today.replace(today.split("\n")[1], "Today: Thursday 5 March 2026, 05.03.")
+    assert render(tokenizer, dated(template, date.today()), messages).text == today
+    assert dated(PLAIN, date(2026, 3, 5)) == PLAIN
+
+
+def test_tokens_and_fingerprints_follow_the_day_of_the_run():
+    messages = CONVERSATIONS["one turn"]
+    first, later = (encoded(TEMPLATES["dated"], messages, day=date(2026, 3, day)) for day in (5, 6))
+    assert first[2].tokens != later[2].tokens and "Today: 05 Mar 2026\n" in first[0].decode(first[2].tokens)
+    for name, differ in (("dated", True), ("plain", False)):
+        tokenizer = chat_tokenizer(TEMPLATES[name])
+        made = {Encoder(tokenizer, 1, 4, day=date(2026, 3, day)).fingerprint for day in (5, 6)}
+        assert len(made) == 1 + differ

@@ -6,6 +6,7 @@ import functools
 import json
 import warnings
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from blockdiff.models.diffusion_gemma import DiffusionGemmaFamily
 from blockdiff.objective import Objective
 from blockdiff.plots.curves import draw_curves
 from blockdiff.recipes.sudoku import alphabet, make_splits
+from blockdiff.training import data as training_data
 from blockdiff.training import export
 from blockdiff.training.checkpoint_content import steps_saved
 from tests.support import forked, trainings_in_turn
@@ -331,6 +333,29 @@ def test_what_the_sampler_has_to_know_comes_from_the_objects(inputs, tmp_path):
     written = (run.directory / "model" / "blockdiff.json").read_text()
     assert "Squared" in written and "3.0" in written
     assert json.loads(written)["prompts"] == "raw"
+
+
+def test_a_run_that_is_resumed_a_day_later_trains_on_the_tokens_of_its_first_day(inputs, tmp_path, monkeypatch):
+    class Days(date):
+        now = 3
+
+        @classmethod
+        def today(cls):
+            return date(2026, 3, cls.now)
+
+    monkeypatch.setattr(training_data, "date", Days)
+    turn = "{% generation %}{{ messages[1].content ~ eos_token }}{% endgeneration %}"
+    path = tmp_path / "dated.jinja"
+    path.write_text("{{ strftime_now('%-d') ~ messages[0].content }}{% if messages[1] %}" + turn + "{% endif %}")
+    dated = inputs | {"data": inputs["data"] | {"chat": True, "template": str(path)}}
+    part = blockdiff.train(dated, ("train.steps=2",), tmp_path / "run")
+    Days.now = 4
+    resumed = blockdiff.train(dated, (), part.directory, resume=True)
+    later = blockdiff.train(dated, (), tmp_path / "later")
+    Days.now = 3
+    whole = blockdiff.train(dated, (), tmp_path / "whole")
+    assert torch.equal(weights_of(resumed), weights_of(whole)) and not torch.equal(weights_of(whole), weights_of(later))
+    assert json.loads((resumed.directory / "data.json").read_text())["day"] == "2026-03-03"
 
 
 def test_the_schedule_scales_the_rates_of_every_parameter_group_of_ones_own_optimiser(inputs, tmp_path):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from typing import Any, ClassVar
 
 import torch
@@ -165,15 +166,20 @@ class Kind(ObjectiveSection):
     # -- the data --------------------------------------------------------------------------------------------------
 
     def read_data(
-        self, recipe: Recipe, base: StartingModel, ranks: Ranks | None = None, watch: Callable[..., Any] | None = None
+        self,
+        recipe: Recipe,
+        base: StartingModel,
+        ranks: Ranks | None = None,
+        watch: Callable[..., Any] | None = None,
+        day: date | None = None,
     ) -> Data:
         """Read and encode the rows of a recipe, or find them in the cache.
 
-        With several ranks one of each node fills the cache first. Rows that are read pass through `watch`. Raises
-        DataError with file and line for what cannot be used.
+        With several ranks one of each node fills the cache first. Rows that are read pass through `watch`; `day` is the
+        date that chat templates write (None: today's). Raises DataError with file and line for what cannot be used.
         """
         reader = image_reader(recipe, base)
-        reading = Reading.of(recipe, encoder(recipe, base, self.stride(base), reader), ranks, watch)
+        reading = Reading.of(recipe, encoder(recipe, base, self.stride(base), reader, day), ranks, watch)
         train, order = self.read_rows(recipe, reading)
         heldout = reading.heldout(recipe)
         settle_template(recipe, base, reading.encode, train.has_conversations, self.learns_template)
