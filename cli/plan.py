@@ -19,7 +19,8 @@ def plan(
         int, typer.Option(min=1, metavar="N", help="Processes that train together, with one GPU each.")
     ] = 1,
     gpu_memory: Annotated[
-        float | None, typer.Option(min=0.001, metavar="GIB", help="Memory of each GPU, to compare with.")
+        float | None,
+        typer.Option(min=0.001, metavar="GIB", help="Memory of each GPU; without it, that of the device here."),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Length of the longest row, or of a sampled prefix.")
@@ -38,7 +39,7 @@ def plan(
 
     A recipe is planned for training, a model for sampling. Nothing is loaded: a
     layer of each kind is run on shapes, and the data of a recipe need not be
-    there. The exit code is 1 where --gpu-memory is given and not enough.
+    there. The exit code is 1 if the memory is known and not enough.
     """
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"{device!r} is neither cuda nor cpu", param_hint="--device")
@@ -47,13 +48,24 @@ def plan(
         raise typer.BadParameter("a recipe says it itself; --set model.quantize=fp8", param_hint="--quantize")
     if image_tokens is not None and not is_recipe:
         raise typer.BadParameter("is for the recipe of a training; leave it out", param_hint="--image-tokens")
-    limit = None if gpu_memory is None else int(gpu_memory * GIB)
+    limit = _memory_here(device) if gpu_memory is None else int(gpu_memory * GIB)
     if is_recipe:
         lines, report = _training(target, set_ or [], gpus, limit, tokens, image_tokens, device)
     else:
         lines, report = _sampling(target, limit, tokens or 1000, device, quantize)
+    if limit is None:
+        lines.append("no GPU is here to compare with; --gpu-memory GIB says whether it fits one")
     print(json.dumps(report, indent=1) if as_json else "\n".join(lines))
-    raise typer.Exit(0 if report["fits"] else 1)
+    raise typer.Exit(1 if report["fits"] is False else 0)
+
+
+def _memory_here(device: str) -> int | None:
+    """The bytes of the first device of a kind on this machine; None if there is none."""
+    import torch
+
+    from blockdiff.memory import total_bytes
+
+    return None if device == "cuda" and not torch.cuda.is_available() else total_bytes(device)
 
 
 def _training(
@@ -65,7 +77,7 @@ def _training(
     image_tokens: int | None,
     device: str,
 ) -> tuple[list[str], dict[str, Any]]:
-    """The plan of a training as lines and as JSON values, of which `fits` is true where there is no limit."""
+    """The plan of a training as lines and as JSON values, of which `fits` is None if there is no limit."""
     from blockdiff.training.kinds.kind import kind_of
     from blockdiff.training.plan import training as plans
     from blockdiff.training.plan.fitting import what_fits
@@ -80,7 +92,7 @@ def _training(
     base = kind_of(recipe).planned_start(recipe)
     asked: dict[str, Any] = {"ranks": gpus, "device": device, "tokens": tokens, "image_tokens": image_tokens}
     made = plans.plan_training(recipe, base=base, **asked)
-    fits = limit is None or made.total <= limit
+    fits = None if limit is None else made.fits(limit)
     report: dict[str, Any] = {"fits": fits, "limit": limit, "bytes": made.total, "parts": made.parts, "host": made.host}
     sizes = ("rows", "tokens", "canvases", "image_tokens", "numbers", "trained")
     report |= {name: getattr(made, name) for name in sizes}
@@ -94,14 +106,16 @@ def _training(
         return lines, report
     changes, smaller = found
     words = " ".join(f"--set '{change}'" for change in changes)
-    lines.append(f"what fits: {words}  ({plans.size(smaller.total)})")
+    host = sum(smaller.host.values())
+    on_host = f", and {plans.size(host)} on the host" if host else ""
+    lines.append(f"what fits: {words}  ({plans.size(smaller.total)}{on_host})")
     return lines, report | {"changes": list(changes), "bytes_with_changes": smaller.total}
 
 
 def _sampling(
     target: str, limit: int | None, tokens: int, device: str, quantize: str | None
 ) -> tuple[list[str], dict[str, Any]]:
-    """The plan of sampling as lines and as JSON values, of which `fits` is true where there is no limit."""
+    """The plan of sampling as lines and as JSON values, of which `fits` is None if there is no limit."""
     from blockdiff import checkpoint
     from blockdiff.checkpoint.opening import model_files
     from blockdiff.checkpoint.stored import form_below, quantize_of
@@ -124,7 +138,7 @@ def _sampling(
     ]
     if made.images:
         lines.insert(1, f"weights of the image side  {size(made.images):>12}, from the first image on")
-    report: dict[str, Any] = {"fits": True, "limit": limit, "weights": made.weights, "image_side": made.images}
+    report: dict[str, Any] = {"fits": None, "limit": limit, "weights": made.weights, "image_side": made.images}
     report |= {"cache_of_1000_tokens": made.cache, "step_of_a_row": made.step[0], "step_of_a_further_row": made.step[1]}
     if limit is not None:
         rows = made.rows(limit, tokens)

@@ -6,7 +6,7 @@ helps is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from blockdiff.data.dataset import Dataset
 from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.data import Data
-from blockdiff.training.plan.rank import ORDER, cut_to_rank, kept_bytes
+from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
 from blockdiff.training.plan.training import (
     MOST_ROWS,
     TrainingPlan,
@@ -29,10 +29,12 @@ from blockdiff.training.plan.training import (
 )
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import StartingModel
 
 WORTH = 0.99  # of the bytes before: a change that leaves more is not named
+LENGTHS = ("data.max_length", "data.pack")  # rows are as long as what is packed
 
 
 def require_kept(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> None:
@@ -130,26 +132,26 @@ def _require(
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a recipe: key and value, whether a rank then keeps less or a step needs less, and when it applies."""
+    """A change of a recipe: the keys that it sets, and whether it applies to a recipe on `ranks` processes."""
 
-    key: str
-    value: str
-    keeps_less: bool
+    settings: Mapping[str, str]
     applies: Callable[[Recipe, int], bool]
 
 
-# In the order in which they are tried: what costs little first.
-CHANGES = (
-    Change("train.activation_checkpointing", "true", False, lambda r, _: not r.train.activation_checkpointing),
-    Change("train.micro_batch_size", "1", False, lambda r, ranks: micro_batch_rows(r, ranks // r.parallel.tensor) > 1),
-    Change("parallel.shard", "full", True, lambda r, ranks: ranks > 1 and _can_be_sharded(r)),
-    Change("model.dtype", "bfloat16", True, lambda r, _: r.model.dtype == "float32" and r.lora.trains),
-    Change("train.autocast", "bfloat16", False, lambda r, _: r.parallel.shard == "full" and not _is_narrow(r)),
-    Change("optim.name", "adamw_8bit", True, lambda r, _: r.optim.name == "adamw" and _is_replicated(r)),
-    Change("parallel.offload", "true", True, lambda r, _: r.parallel.shard == "full" and not r.parallel.offload),
-    Change("lora", "{rank: 16}", True, lambda r, _: not r.lora.trains and r.model.path is not None),
-    Change("data.canvases", "1", False, lambda r, _: isinstance(r.data.canvases, AllCanvases)),
+# What costs little comes first: the same updates in less memory, then their rounding, then what is learnt.
+CHEAP = (
+    Change({"objective.sweep": "true"}, lambda r, _: _calls_layers_twice(r)),
+    Change({"train.micro_batch_size": "1"}, lambda r, ranks: micro_batch_rows(r, ranks // r.parallel.tensor) > 1),
+    Change({"train.activation_checkpointing": "true"}, lambda r, _: not r.train.activation_checkpointing),
+    Change({"parallel.shard": "full"}, lambda r, ranks: ranks > 1 and r.parallel.shard == "none"),
+    Change({"model.dtype": "bfloat16"}, lambda r, _: r.model.dtype == "float32" and r.lora.trains),
+    Change({"train.autocast": "bfloat16"}, lambda r, _: r.parallel.shard == "full" and not _is_narrow(r)),
+    Change({"optim.name": "adamw_8bit"}, lambda r, _: r.optim.name == "adamw" and r.parallel.names == ("replicate",)),
 )
+FP8 = Change({"model.quantize": "fp8"}, lambda r, _: r.model.quantize is None)
+OFFLOAD = Change({"parallel.shard": "full", "parallel.offload": "true"}, lambda r, _: not r.parallel.offload)
+ADAPTERS = Change({"lora": "{rank: 16}"}, lambda r, _: not r.lora.trains and r.model.path is not None)
+ONE_CANVAS = Change({"data.canvases": "1"}, lambda r, _: isinstance(r.data.canvases, AllCanvases))
 
 
 def what_fits(
@@ -162,58 +164,103 @@ def what_fits(
     tokens: int | None,
     image_tokens: int | None = None,
 ) -> tuple[list[str], TrainingPlan] | None:
-    """Changes of the recipe that make the training fit, and the plan with them; None where none do.
+    """Changes of the recipe that make the training fit with memory to spare, and the plan with them; None if none do.
 
-    They are tried one on top of the other; those that leave as much as there was are dropped again.
+    Of what costs most it has as little as possible: the ways are tried in the order of that, and changes without which
+    it fits, too, are dropped again.
     """
-    changes: list[str] = []
-    asked: Any = {"ranks": ranks, "device": device, "image_tokens": image_tokens, "base": base}
-    plan = plan_training(recipe, tokens=tokens, **asked)
-    for key, value, length in _candidates(recipe, plan, limit, ranks, base):
-        change = f"{key}={value}"
-        tried = read_recipe(recipe, [change], needs_data=False)
-        smaller = plan_training(tried, tokens=length or tokens, **asked)
-        if smaller.total <= plan.total * WORTH:
-            recipe, plan, tokens = tried, smaller, length or tokens
-            changes.append(change)
-            if plan.total <= limit:
-                return changes, plan
+    plans = _Plans(recipe, base, ranks=ranks, device=device, tokens=tokens, image_tokens=image_tokens)
+    cheap = [*CHEAP, *_split_experts(base, ranks)]
+    shorter = [ONE_CANVAS, *_shorter_rows(recipe, plans.of({}), base)]
+    for last in ([], shorter):
+        for more in ([], [FP8], [OFFLOAD], [ADAPTERS, FP8], [ADAPTERS, OFFLOAD]):
+            if (found := _smallest(plans, [*cheap, *more, *last], limit)) is not None:
+                return found
     return None
 
 
-def _candidates(
-    recipe: Recipe, plan: TrainingPlan, limit: int, ranks: int, base: StartingModel
-) -> Iterator[tuple[str, str, int | None]]:
-    """Changes to try, as key, value and the longest row that follows from it (None: as before)."""
-    kept = sum(plan.parts.get(name, 0) for name in ORDER)
-    first = [each for each in CHANGES if each.keeps_less == (kept > limit)]
-    made = recipe
-    for change in (*first, *(each for each in CHANGES if each not in first)):
-        if change.applies(made, ranks):
-            made = read_recipe(made, [f"{change.key}={change.value}"], needs_data=False)
-            yield change.key, change.value, None
-    can_split = (made.parallel.shard == "full" or made.model.quantize is not None) and made.parallel.tensor == 1
-    if can_split and (experts := _expert_ranks(base, ranks)) > made.parallel.experts:
-        yield "parallel.experts", str(experts), None
-    key = "data.max_length" if recipe.data.pack is None else "data.pack"  # rows are as long as what is packed
-    for parts in (2, 4):
-        if plan.tokens // parts > base.canvas_length:
-            yield key, str(plan.tokens // parts), plan.tokens // parts
+def _smallest(plans: _Plans, way: Sequence[Change], limit: int) -> tuple[list[str], TrainingPlan] | None:
+    """As many changes of a way as make it fit, one on top of the other, and no more than have to be.
+
+    Those that leave as much as there was are passed over.
+    """
+    taken, plan = list[Change](), plans.of({})
+    for change in way:
+        smaller = plans.of(_joined([*taken, change])) if plans.apply(change, taken) else None
+        if smaller is None or plan is None or smaller.total > plan.total * WORTH:
+            continue
+        taken, plan = [*taken, change], smaller
+        if plan.fits(limit):
+            for each in taken[-2::-1]:  # all but the last, beginning with what costs most
+                fewer = plans.of(_joined([other for other in taken if other is not each]))
+                if fewer is not None and fewer.fits(limit):
+                    taken, plan = [other for other in taken if other is not each], fewer
+            return [f"{key}={value}" for key, value in _joined(taken).items()], plan
+    return None
 
 
-def _can_be_sharded(recipe: Recipe) -> bool:
-    return recipe.parallel.shard == "none" and recipe.model.quantize is None
+class _Plans:
+    """The plans of a recipe with changes, each made once."""
+
+    def __init__(self, recipe: Recipe, base: StartingModel, *, tokens: int | None, **asked: Any) -> None:
+        self.recipe, self.base, self.tokens, self.asked = recipe, base, tokens, asked
+        self._made: dict[tuple[tuple[str, str], ...], TrainingPlan | None] = {}
+
+    def apply(self, change: Change, taken: Sequence[Change]) -> bool:
+        """True if a change applies on top of others."""
+        return change.applies(self._changed(_joined(taken)), self.asked["ranks"])
+
+    def of(self, settings: Mapping[str, str]) -> TrainingPlan | None:
+        """The plan with some keys set; None if the recipe is then refused."""
+        key = tuple(sorted(settings.items()))
+        if key not in self._made:
+            self._made[key] = self._plan(settings)
+        return self._made[key]
+
+    def _plan(self, settings: Mapping[str, str]) -> TrainingPlan | None:
+        try:
+            changed = self._changed(settings)
+            refuse(changed, self.asked["ranks"])
+            length = next((int(settings[key]) for key in LENGTHS if key in settings), self.tokens)
+            return plan_training(changed, base=self.base, tokens=length, **self.asked)
+        except BlockdiffError:
+            if not settings:
+                raise
+            return None
+
+    def _changed(self, settings: Mapping[str, str]) -> Recipe:
+        return read_recipe(self.recipe, [f"{key}={value}" for key, value in settings.items()], needs_data=False)
 
 
-def _is_replicated(recipe: Recipe) -> bool:
-    return recipe.parallel.names == ("replicate",)
+def _joined(changes: Sequence[Change]) -> dict[str, str]:
+    """The keys that several changes set; the last value of a key counts."""
+    return {key: value for change in changes for key, value in change.settings.items()}
+
+
+def _split_experts(base: StartingModel, ranks: int) -> list[Change]:
+    """The split of the experts over as many ranks of a node of eight as can have them, if that spares anything."""
+    experts = base.config.experts
+    count = max((n for n in (1, 2, 4, 8) if ranks % n == 0 and experts and experts % n == 0), default=1)
+
+    def applies(recipe: Recipe, _: int) -> bool:
+        can_split = recipe.parallel.shard == "full" or recipe.model.quantize is not None
+        return can_split and recipe.parallel.tensor == 1 and count > recipe.parallel.experts
+
+    return [Change({"parallel.experts": str(count)}, applies)]
+
+
+def _shorter_rows(recipe: Recipe, plan: TrainingPlan | None, base: StartingModel) -> list[Change]:
+    """Rows cut to a half and to a quarter, or as much packed into a row, if a canvas still has room."""
+    key = LENGTHS[recipe.data.pack is not None]
+    lengths = [] if plan is None else [plan.tokens // parts for parts in (2, 4)]
+    return [Change({key: str(length)}, lambda *_: True) for length in lengths if length > base.canvas_length]
+
+
+def _calls_layers_twice(recipe: Recipe) -> bool:
+    """True if gradients of whole weights wait for one another, which one sweep for both passes spares them."""
+    is_whole = recipe.parallel.shard == "none" and not recipe.lora.trains
+    return is_whole and getattr(recipe.objective, "sweep", True) is not True
 
 
 def _is_narrow(recipe: Recipe) -> bool:
     return recipe.train.autocast is not None or recipe.model.dtype == "bfloat16"
-
-
-def _expert_ranks(base: StartingModel, ranks: int) -> int:
-    """The most ranks of a node of eight that can split the experts of a layer."""
-    experts = base.config.experts
-    return max((n for n in (1, 2, 4, 8) if ranks % n == 0 and experts and experts % n == 0), default=1)

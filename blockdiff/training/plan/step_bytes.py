@@ -15,6 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from blockdiff.canvas import Batch
 from blockdiff.layers.experts import Experts
+from blockdiff.models.adapters import is_adapter
 from blockdiff.training.plan.live_bytes import LiveBytes
 
 GATHERED, LATE = "gathered layer", "given back late"
@@ -45,6 +46,7 @@ class Step:
     inner ones first; empty where weights are not sharded. is_late: whether what ranks have added up is given back late,
     as by gloo's threads: measured, those of four units more, and after another micro-batch those of all.
     experts_apart: whether the experts' gradients are not there before, as those that DDP leaves alone.
+    stored: the dtype of the weights that a rank keeps, and of their gradients; those of adapters have fp32 at least.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Step:
         has_gradients: bool,
         is_late: bool = False,
         experts_apart: bool = False,
+        stored: torch.dtype = torch.float32,
     ) -> None:
         self.is_late = is_late
         self.objective, self.has_gradients, self.is_sharded = objective, has_gradients, bool(sharing)
@@ -66,6 +69,9 @@ class Step:
         split = {id(x) for part in objective.modules() if isinstance(part, Experts) for x in part.parameters()}
         apart = split if experts_apart else set()
         self.there = {id(x) for x in _trained(objective) if has_gradients and id(x) not in apart}
+        wide = torch.promote_types(stored, torch.float32)
+        named = objective.named_parameters()
+        self.widths = {id(x): (wide if is_adapter(name) else stored).itemsize for name, x in named}
         self.units = _units(sharing)
         self.sharers = {id(x): ranks for unit, ranks in sharing.items() for x in self.units[unit]}
         self.open: tuple[nn.Module, int] | None = None  # whose backward runs, and what it kept for it
@@ -143,7 +149,7 @@ class Step:
     def _gradients(self, module: nn.Module, there: bool) -> int:
         """Bytes of a module's gradients on a rank: of those allocated before the step (`there`) or of the others."""
         weights = [x for x in _trained(module) if (id(x) in self.there) is there]
-        return sum(x.numel() * max(4, x.itemsize) // self.sharers.get(id(x), 1) for x in weights)
+        return sum(x.numel() * self.widths[id(x)] // self.sharers.get(id(x), 1) for x in weights)
 
     def _gathered(self, module: nn.Module) -> int:
         """Bytes of the weights of a module's units, and of the largest as it comes from the other ranks."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.recomputation import checkpoint_activations
 from blockdiff.training.starting_model import StartingModel, computed_in
 
+WAITING = "waiting gradients"  # of layers that run several times in a micro-batch: they wait for one another
+WORTH_A_LINE = 0.1  # of what a step adds: fewer of them count as activations
 MOST_ROWS = 64  # of a micro-batch that is run on shapes; more take as many times as much
 
 
@@ -58,10 +61,9 @@ class TrainingPlan:
         """Bytes on the device in all."""
         return sum(self.parts.values())
 
-    @property
-    def largest(self) -> str:
-        """The part that takes most of the device."""
-        return max(self.parts, key=lambda name: self.parts[name])
+    def fits(self, limit: int) -> bool:
+        """True if a device of `limit` bytes holds it beside what CUDA, libraries and the allocator take."""
+        return self.total <= limit - spare(limit)
 
 
 def plan_training(
@@ -109,11 +111,13 @@ def plan_training(
     sharing = sharding_ranks(objective, recipe, ranks) if is_sharded else {}
     has_gradients = share > rows or (ranks > 1 and not is_sharded)
     apart = recipe.parallel.experts > 1 and share <= rows
-    step = Step(objective, counts, sharing, has_gradients, is_late=device == "cpu", experts_apart=apart)
+    step = Step(objective, counts, sharing, has_gradients, is_late=device == "cpu", experts_apart=apart, stored=stored)
     counted = step.run(batch, None if is_sharded else computed_in(recipe))
     gradients = static.get("gradients", 0)
     peak = max(0, counted.peak - gradients)
     others = {name: min(counted.parts[name], peak) for name in (CHUNK, GATHERED, LATE) if counted.parts[name] > 0}
+    if (waiting := counted.parts["gradients"] - gradients) > WORTH_A_LINE * peak:
+        others[WAITING] = min(waiting, peak)
     moving = {"activations": int(times * max(0, peak - sum(others.values())))} | others
     if orthogonalised > sum(moving.values()):
         moving = {"orthogonalised": orthogonalised}
@@ -126,6 +130,11 @@ def plan_training(
     return TrainingPlan(parts, host, *sizes, numbers, trains)
 
 
+def spare(limit: int) -> int:
+    """The bytes of a device that are left to CUDA, libraries and the allocator: 2 GiB, or an eighth if that is less."""
+    return min(2 * 2**30, limit // 8)
+
+
 def micro_batch_rows(recipe: Recipe, ranks: int) -> int:
     """Rows of a micro-batch of one of so many ranks with rows of their own."""
     share = -(-recipe.train.batch_size // ranks)
@@ -133,13 +142,9 @@ def micro_batch_rows(recipe: Recipe, ranks: int) -> int:
 
 
 def breaking(plan: TrainingPlan, limit: int) -> str:
-    """The part with which the parts before it, in the order of the plan, no longer fit."""
-    held = 0
-    for name, count in plan.parts.items():
-        held += count
-        if held > limit:
-            return name
-    return plan.largest
+    """The part with which the parts before it, in the order of the plan, no longer fit, of a plan that does not."""
+    totals = zip(plan.parts, accumulate(plan.parts.values()), strict=True)
+    return next(name for name, held in totals if held > limit - spare(limit))
 
 
 def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
@@ -151,11 +156,15 @@ def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
     width = max(len(name) for name in (*plan.parts, *plan.host))
     for name, count in plan.parts.items():
         yield f"  {name:{width}}  {size(count):>12}"
-    end = "" if limit is None else f" of {size(limit)}: {'fits' if plan.total <= limit else 'does not fit'}"
-    yield f"  {'in all':{width}}  {size(plan.total):>12}{end}"
+    yield f"  {'in all':{width}}  {size(plan.total):>12}{'' if limit is None else _verdict(plan, limit)}"
     for name, count in plan.host.items():
         yield f"  {name:{width}}  {size(count):>12} on the host"
     yield f"{plan.trained:,} of {plan.numbers:,} numbers train"
+
+
+def _verdict(plan: TrainingPlan, limit: int) -> str:
+    kept_free = f", as {size(spare(limit))} are left to CUDA and the allocator" * (plan.total <= limit)
+    return f" of {size(limit)}: {'fits' if plan.fits(limit) else f'does not fit{kept_free}'}"
 
 
 def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
