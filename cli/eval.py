@@ -36,7 +36,9 @@ def evaluate(
     task: Annotated[
         str,
         options.option(
-            None, "NAME", f"The rule of what is right: {', '.join(TASKS)}, or lm-eval:NAME of that harness."
+            None,
+            "NAME",
+            f"The rule of what is right: {', '.join(TASKS)}, your module:function, or lm-eval:NAME of that harness.",
         ),
     ] = "exact",
     data: Annotated[
@@ -96,10 +98,11 @@ def evaluate(
         written = _by_harness(opened, sampling.strategy_for(opened), task, data, say, **asked)
         _write(written, output, as_json)
         return
-    if task not in TASKS:
+    if task not in TASKS and ":" not in task:
         near = get_close_matches(task, [*TASKS, f"{HARNESS}NAME"], 1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}, {HARNESS}NAME{meant}", param_hint="--task")
+        names = f"{', '.join(TASKS)}, module:function, {HARNESS}NAME"
+        raise typer.BadParameter(f"{task!r} is none of {names}{meant}", param_hint="--task")
     if data is None:
         raise typer.BadParameter("name the rows to answer", param_hint="--data")
     mesh = together.join(tensor_parallel, opened.device, model)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.imported import imported
 
 if TYPE_CHECKING:
     from blockdiff.evals.questions import Task
@@ -12,10 +15,27 @@ TASKS = ("countdown", "exact", "gsm8k", "pixel_sudoku", "sudoku")
 
 
 def task(name: str | Task) -> Task:
-    """The task called `name`, one of TASKS; a task is itself."""
+    """The task called `name`; a task is itself.
+
+    It is one of TASKS, or "module:name" of a `Task`, or of a function of a question and a text that says whether the
+    text answers the question. BlockdiffError if there is none.
+    """
     if not isinstance(name, str):
         return name
+    if ":" in name:
+        return _own(name, imported(name))
     if name not in TASKS:
-        raise ValueError(f"{name!r} is none of {', '.join(TASKS)}")
+        raise BlockdiffError(f"{name!r} is none of {', '.join(TASKS)}, nor module:function")
     found: Task = import_module(f"blockdiff.evals.{name}").TASK
     return found
+
+
+def _own(name: str, found: Any) -> Task:
+    """The task that somebody's own object is."""
+    from blockdiff.evals.questions import Task
+
+    if isinstance(found, Task):
+        return found
+    if not callable(found):
+        raise BlockdiffError(f"{name} is a {type(found).__name__}; name a Task, or a function of a question and a text")
+    return Task(name, found, is_open=True)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from blockdiff import evals
-from blockdiff.errors import DataError, RecipeError
+from blockdiff.errors import BlockdiffError, DataError, RecipeError
+from blockdiff.imported import imported
 from blockdiff.rl.prompts import Prompt
 from blockdiff.sampling.request import Result
 from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
 Reward = Callable[[Mapping[str, Any], Result], float]
+Weighted = tuple[tuple[Reward, float], ...]
 NAMED = 3  # failures that lines name
 LARGEST = 1e12  # of a reward and of its weight, of which sums and squares are finite, too
 
@@ -70,8 +69,22 @@ def _without_autocast() -> Iterator[None]:
         yield
 
 
-def make_rewards(asked: str | Mapping[str, float] | None, given: Reward | None, prompts: Sequence[Prompt]) -> Rewards:
-    """The rewards that a recipe names, each a task or "module:function", and the one that Python gives.
+def weighted(reward: Reward | Mapping[Reward, float] | None) -> Weighted:
+    """The functions that Python gives, with their weights: one function has the weight 1; RecipeError for others."""
+    if reward is None:
+        return ()
+    given = reward if isinstance(reward, Mapping) else {reward: 1.0}
+    for function, weight in given.items():
+        if not callable(function):
+            raise RecipeError(f"reward: {function!r:.60} is no function; give one, or functions with their weights")
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not abs(weight) <= LARGEST:
+            raise RecipeError(f"reward: the weight of {_name(function)} is {weight!r:.60}; give a finite number")
+    return tuple(given.items())
+
+
+def make_rewards(asked: str | Mapping[str, float] | None, given: Weighted, prompts: Sequence[Prompt]) -> Rewards:
+    """The rewards that a recipe names, each a task or "module:function", and those that Python gives.
 
     Raises RecipeError for a name that leads to no function of a row and a result, and for one name of two functions;
     DataError for prompts that a task cannot judge.
@@ -80,13 +93,12 @@ def make_rewards(asked: str | Mapping[str, float] | None, given: Reward | None, 
     functions: dict[str, Callable[[Prompt, Result], float]] = {}
     for name in weights:
         functions[name] = _of_task(name, prompts) if name in evals.TASKS else _of_row(name, _imported(name))
-    if given is not None:
-        name = getattr(given, "__name__", type(given).__name__)
-        if name in functions:
+    for function, weight in given:
+        if (name := _name(function)) in functions:
             raise RecipeError(
-                f"objective.reward: {name} is the name of the function from Python, too; rename one of them"
+                f"objective.reward: {name} is the name of a function from Python, too; rename one of them"
             )
-        functions[name], weights[name] = _of_row(name, given), 1.0
+        functions[name], weights[name] = _of_row(name, function), weight
     if not functions:
         raise RecipeError("objective.reward: missing; name a task or module:function, or give reward= from Python")
     return Rewards(functions, weights)
@@ -150,19 +162,21 @@ def _of_task(name: str, prompts: Sequence[Prompt]) -> Callable[[Prompt, Result],
     return lambda prompt, result: float(task.solves(prompt.question, result.text))
 
 
+def _name(function: Reward) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def _imported(name: str) -> Reward:
     """The function that "module:function" names; modules beside the caller are found, too."""
     module, _, function = name.partition(":")
     if not module or not function:
         tasks = ", ".join(evals.TASKS)
         raise RecipeError(f"objective.reward: {name!r} is neither a task ({tasks}) nor module:function")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
     try:
-        found = getattr(import_module(module), function)
-    except Exception as error:  # whatever the module raises when it is imported
-        raise RecipeError(f"objective.reward: {name} cannot be imported ({type(error).__name__}: {error})") from None
+        found: Any = imported(name)
+    except BlockdiffError as error:
+        raise RecipeError(f"objective.reward: {error}") from None
     if not callable(found):
         raise RecipeError(f"objective.reward: {name} is a {type(found).__name__}, not a function of a row and a result")
-    return found
+    reward: Reward = found
+    return reward

@@ -290,14 +290,14 @@ class ParallelSection(Section):
 
 def _task(value: Any) -> Any:
     """The name of a task, or a task from Python."""
-    if isinstance(value, str | Task) and (isinstance(value, Task) or value in TASKS):
+    if isinstance(value, Task) or (isinstance(value, str) and (value in TASKS or ":" in value)):
         return value
     if (
         isinstance(value, Mapping) and len(value) == 1 and "." in str(next(iter(value)))
     ):  # as a run directory records it
         raise ValueError("it was given from Python; give it again from Python")
     names = ", ".join(map(repr, TASKS))
-    raise ValueError(f"input should be {names} or, from Python, a blockdiff.evals.questions.Task")
+    raise ValueError(f"input should be {names}, module:function or, from Python, a blockdiff.evals.questions.Task")
 
 
 class EvaluationSection(Section):
@@ -307,7 +307,9 @@ class EvaluationSection(Section):
     prompts: choices.Sources | None = None  # rows whose prompts are sampled and whose responses are the reference
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32
-    task: Annotated[Any, BeforeValidator(_task), PlainSerializer(by_class)] = "exact"  # or a `Task` from Python
+    task: Annotated[Any, BeforeValidator(_task), PlainSerializer(by_class)] = (
+        "exact"  # or module:function, or a `Task` from Python
+    )
     strategy: StrategyText | None = None  # of the sampling
     best: str | None = None  # the metric by which the best checkpoint is chosen, which is kept and becomes model/
     patience: Positive | None = None  # evaluations without a better `best` before training ends
@@ -336,6 +338,12 @@ def _from_python(value: Any) -> Any:
     raise ValueError(f"give a class or a function that makes it (got a {type(value).__name__})")
 
 
+def _rewards(value: Any) -> Any:
+    if value is None or (isinstance(value, tuple) and all(callable(function) for function, _ in value)):
+        return value
+    raise ValueError(f"it was given from Python; give it again from Python (got {value!r:.200})")
+
+
 OnlyFromPython = Annotated[Callable[..., Any] | None, BeforeValidator(_from_python), PlainSerializer(by_class)]
 
 
@@ -345,7 +353,8 @@ class GivenSection(Section):
     objective: OnlyFromPython = None  # called as `blockdiff.objective.Objective` is
     optimiser: OnlyFromPython = None  # makes an optimiser from the parameters that train
     trainer: OnlyFromPython = None  # the subclass of `Trainer` that trains
-    reward: OnlyFromPython = None  # of a row and the result that answers it
+    # functions of a row and the result that answers it, and their weights
+    reward: Annotated[Any, BeforeValidator(_rewards), PlainSerializer(by_class)] = None
 
 
 class Recipe(Section):

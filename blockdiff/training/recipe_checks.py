@@ -21,7 +21,7 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
     check_trackers(recipe.train.trackers)
     kind = kind_of(recipe)
     for name in ("objective", "reward"):
-        if getattr(recipe.given, name) is not None and name not in kind.given:
+        if getattr(recipe.given, name) and name not in kind.given:
             raise RecipeError(f"given.{name}: is not of the kind {recipe.objective.kind}; leave it out")
     kind.refuse(recipe)
     if recipe.train.epochs is not None and recipe.data.streaming is not None:

@@ -160,7 +160,9 @@ def _leave_out_given(tree: dict[str, Any]) -> None:
     for name, key in (("given", "optimiser"), ("given", "trainer"), ("given", "reward"), ("evaluation", "task")):
         section = tree.get(name)
         value = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and (isinstance(value, Mapping) or (isinstance(value, str) and "." in value)):
+        if isinstance(section, dict) and (
+            isinstance(value, Mapping | list) or (isinstance(value, str) and "." in value)
+        ):
             del section[key]
 
 

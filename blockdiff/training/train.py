@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ def train(
     weight: Weight | None = None,
     objective: Callable[..., Objective] | None = None,
     optimiser: Callable[..., torch.optim.Optimizer] | None = None,
-    reward: Reward | None = None,
+    reward: Reward | Mapping[Reward, float] | None = None,
     kind: Kind | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.accelerate_config import refuse_settings
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
+from blockdiff.rl.reward import Reward, weighted
 from blockdiff.sampling import Sampler
 from blockdiff.terminal import counted, unread
 from blockdiff.training import export
@@ -53,7 +54,8 @@ class Trainer:
     schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
     `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
     such as a class of torch.optim or a `functools.partial` of one. reward: of a policy, called with a row, as its file
-    has it, and the `Result`; it is added to those that the recipe names. kind: a kind of run of one's own, in place of
+    has it, and the `Result`, or several such functions with their weights; they are added to those that the recipe
+    names. kind: a kind of run of one's own, in place of
     the recipe's `objective`. All of these, and a subclass of `Trainer`, are recorded by name and values, and resuming
     asks for the same. callbacks: called while the run goes on. The other arguments are those of `blockdiff.train`.
     """
@@ -83,7 +85,7 @@ class Trainer:
         weight: Weight | None = None,
         objective: Callable[..., Objective] | None = None,
         optimiser: Callable[..., torch.optim.Optimizer] | None = None,
-        reward: Callable[..., float] | None = None,
+        reward: Reward | Mapping[Reward, float] | None = None,
         kind: Kind | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
@@ -93,7 +95,12 @@ class Trainer:
             overrides,
             output,
             objective=kind or {"schedule": schedule, "corruption": corruption, "weight": weight},
-            given={"objective": objective, "optimiser": optimiser, "trainer": trainer, "reward": reward},
+            given={
+                "objective": objective,
+                "optimiser": optimiser,
+                "trainer": trainer,
+                "reward": weighted(reward) or None,
+            },
         )
         self.directory = Path(str(self.recipe.output))
         self.resume, self.overwrite, self.callbacks = resume, overwrite, checked(callbacks)

@@ -64,6 +64,17 @@ def test_gsm8k_needs_no_script(model, tmp_path):
     assert f"{numbers['steps_per_canvas']:.2f} (at most 3)" in result.stdout
 
 
+def test_a_task_of_ones_own_is_named_by_module_and_function(model, tmp_path, monkeypatch):
+    (tmp_path / "own_rules.py").write_text("def is_long(question, text):\n    return len(text) > 0\n")
+    monkeypatch.chdir(tmp_path)
+    data, output = write(tmp_path / "rows.jsonl", [CHAT] * 2), tmp_path / "e.json"
+    result = run("eval", model, "--task", "own_rules:is_long", "--data", data, "--output", output)
+    assert result.exit_code == 0, result.output
+    numbers = json.loads(output.read_text())
+    assert numbers["task"] == "own_rules:is_long" and numbers["max_new_tokens"] == 16
+    assert [record["is_solved"] for record in numbers["records"]] == [bool(each["text"]) for each in numbers["records"]]
+
+
 def test_exact_takes_conversations_and_a_limit_on_tokens(model, tmp_path):
     data, output = write(tmp_path / "test.jsonl", [CHAT] * 3), tmp_path / "e.json"
     words = ("eval", model, "--task", "exact", "--data", data, "--output", output, "--overwrite", "--limit", "2")
@@ -204,6 +215,7 @@ def test_the_same_seed_gives_the_same_answers(model, tmp_path):
         ([GSM8K[0]], ("--task", "gsm8k"), "question"),
         ([{"prompt": "a", "response": "b"}], ("--task", "gsm8k"), "rows.jsonl:1: the response has no number after"),
         ([CHAT, {"prompt": "a", "response": "b"}], ("--task", "sudoku"), "rows.jsonl:1: not a sudoku prompt"),
+        ([CHAT], ("--task", "no_rules:at_all"), "no_rules:at_all cannot be imported (ModuleNotFoundError"),
         ([CHAT], ("--task", "exact", "--columns", "question"), "'question' is not ROLE=COLUMN"),
         ([CHAT], ("--task", "exact", "--columns", "ask=question"), "columns has 'ask'; it can say where"),
         ([CHAT], ("--task", "exact", "--columns", "id=a,id=b"), "id appears twice"),

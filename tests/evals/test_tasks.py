@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockdiff.errors import DataError
+from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.evals import TASKS, task
 from blockdiff.evals.gsm8k import answer, flexible_answer
 from blockdiff.evals.questions import Question, Task
@@ -22,8 +22,25 @@ def question(reference: str) -> Question:
 
 def test_every_task_is_found_by_its_name():
     assert [task(name).name for name in TASKS] == list(TASKS)
-    with pytest.raises(ValueError, match=r"'chess'.*countdown, exact, gsm8k, pixel_sudoku, sudoku"):
+    with pytest.raises(BlockdiffError, match=r"'chess'.*countdown, exact, gsm8k, pixel_sudoku, sudoku"):
         task("chess")
+
+
+def test_a_task_of_ones_own_is_a_function_or_a_task_of_a_module(tmp_path, monkeypatch):
+    lines = [
+        "from blockdiff.evals.questions import Task",
+        "def ends(question, text):",
+        "    return text.endswith(question.reference)",
+        "WHOLE, LIMIT = Task('whole', lambda question, text: text == question.reference), 3",
+    ]
+    (tmp_path / "own_checks.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    own, whole = task("own_checks:ends"), task("own_checks:WHOLE")
+    assert own.name == "own_checks:ends" and own.is_open and whole.name == "whole"
+    assert [each.solves(question("5"), "so 5") for each in (own, whole)] == [True, False]
+    for name, said in {"own_checks:begins": "begins", "no_such:f": "no_such", "own_checks:LIMIT": "is a int"}.items():
+        with pytest.raises(BlockdiffError, match=said):
+            task(name)
 
 
 @pytest.mark.parametrize("found", [True, False, np.True_, np.bool_(False), torch.tensor(True)], ids=repr)

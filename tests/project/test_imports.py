@@ -26,6 +26,7 @@ IMPORT_ORDER = {
     "canvas": 0,
     "tensor_pieces": 0,
     "field_rules": 0,
+    "imported": 0,
     "rank_json": 0,
     "request_options": 0,
     "kernels": 1,

@@ -28,7 +28,7 @@ from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.rl import reward as rewards_module
 from blockdiff.rl.batches import Answer, canvas_batch, examples
 from blockdiff.rl.prompts import read_prompts
-from blockdiff.rl.reward import advantages, make_rewards
+from blockdiff.rl.reward import advantages, make_rewards, weighted
 from blockdiff.sampling import Generation, Result
 from blockdiff.sampling import sampler as sampler_module
 from blockdiff.training.export import consolidate
@@ -346,17 +346,39 @@ def test_rewards_compute_in_their_own_precision_and_without_gradients(inputs, tm
 def test_rewards_are_weighted_tasks_and_functions_of_rows_as_their_files_have_them(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     prompts = read_prompts([Source(str(tmp_path / "rows.jsonl"))], is_chat=False, system=None)
-    made = make_rewards({"sudoku": 2.0, "blockdiff.rl.reward:steps_per_canvas": -0.5}, ones, prompts.rows)
+    made = make_rewards({"sudoku": 2.0, "blockdiff.rl.reward:steps_per_canvas": -0.5}, weighted(ones), prompts.rows)
     row = prompts.rows[3]
     found = made(row, Result(0, ROWS[3]["response"], [], "eos", [2, 4]))
     assert found.values == {"sudoku": 1.0, "blockdiff.rl.reward:steps_per_canvas": 3.0, "ones": 4.0}
     assert found.total == 2.0 - 1.5 + 4.0 and not found.failures
     without = read_prompts([Source(rows=[{"prompt": "1+1="}])], is_chat=False, system=None)
     with pytest.raises(DataError, match=r"^.*exact .*response"):
-        make_rewards("exact", None, without.rows)
+        make_rewards("exact", (), without.rows)
     for name, said in {"sudokus": "neither a task", "os:nowhere": "cannot be imported", "os:sep": "is a str"}.items():
         with pytest.raises(RecipeError, match=said):
-            make_rewards(name, None, prompts.rows)
+            make_rewards(name, (), prompts.rows)
+
+
+def test_several_functions_from_python_have_their_weights(inputs, tmp_path):
+    def short(row: dict[str, Any], result: Result) -> float:
+        return float(len(result.text))
+
+    changes = ["objective.prompts_per_round=1", "objective.answers=2", "train.batch_size=2"]
+    given, few = {ones: 1.0, short: -0.25}, [*changes, "train.steps=1", "train.save_every=1"]
+    run = blockdiff.train(inputs, few, tmp_path / "run", reward=given)
+    [record] = [record for record in run.records if record["kind"] == "train"]
+    assert record["reward"] == pytest.approx(record["rewards"]["ones"] - 0.25 * record["rewards"]["short"])
+    again = [*changes, "train.steps=2", "train.save_every=1"]
+    with pytest.raises(RunError, match="given"):
+        blockdiff.train(inputs, again, tmp_path / "run", resume=True, reward={ones: 1.0, short: -0.5})
+    assert blockdiff.train(inputs, again, tmp_path / "run", resume=True, reward=given).records[-1]["step"] == 2
+    for wrong, said in (
+        ({ones: True}, "the weight of ones is True"),
+        ({ones: 1e13}, "finite"),
+        ({"ones": 1}, "'ones'"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            blockdiff.train(inputs, changes, tmp_path / "other", reward=wrong)
 
 
 async def awaited(row: dict[str, Any], result: Result) -> float:
@@ -377,16 +399,16 @@ def test_what_cannot_be_called_as_a_reward_is_refused_before_the_run_and_rows_st
     }
     for said, function in refused.items():
         with pytest.raises(RecipeError, match=said):
-            make_rewards(None, function, prompts)
+            make_rewards(None, weighted(function), prompts)
     monkeypatch.setattr(rewards_module, "ones", ones, raising=False)
     named = f"{rewards_module.__name__}:ones"
     ones.__name__, kept = named, ones.__name__
     try:
         with pytest.raises(RecipeError, match="Python, too"):
-            make_rewards(named, ones, prompts)
+            make_rewards(named, weighted(ones), prompts)
     finally:
         ones.__name__ = kept
-    made = make_rewards(None, changes_its_row, prompts)
+    made = make_rewards(None, weighted(changes_its_row), prompts)
     assert [made(prompts[0], Result(0, "", [], "eos", [])).total for _ in range(2)] == [2.0, 2.0]
 
 

@@ -118,7 +118,7 @@ class Policy(Canvas):
             )
         if t.epochs is not None:
             raise RecipeError("train.epochs: rounds of rollouts have no end; give train.steps instead")
-        if self.reward is None and recipe.given.reward is None:
+        if self.reward is None and not recipe.given.reward:
             raise RecipeError("objective.reward: missing; name a task or module:function, or give reward= from Python")
         if recipe.model.images != "none":
             raise RecipeError("model.images: rows with images are not rolled out; leave it out")
@@ -203,7 +203,7 @@ class Policy(Canvas):
     def rewards(self, recipe: Recipe, data: Data) -> Rewards:
         """The functions that judge answers; RecipeError or DataError for one that cannot judge those of the prompts."""
         rows = [prompt for each in (data.train, data.prompts) for prompt in getattr(each, "rows", ())]
-        return make_rewards(self.reward, recipe.given.reward, rows)
+        return make_rewards(self.reward, recipe.given.reward or (), rows)
 
     def check_data(self, recipe: Recipe, data: Data) -> None:
         """Refuse rewards that cannot judge, before weights are read."""
