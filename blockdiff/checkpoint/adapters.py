@@ -61,6 +61,11 @@ def has_adapter(directory: str | Path) -> bool:
     return (Path(directory) / CONFIG).is_file()
 
 
+def brings_rows(directory: str | Path) -> bool:
+    """True for the directory of an adapter that brings rows of the embedding table."""
+    return bool(_read_config(Path(directory)).get("trainable_token_indices"))
+
+
 README = """\
 # A LoRA adapter
 

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.adapter_base import warn_of_other_weights
+from blockdiff.checkpoint.adapters import fill_adapters
+from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.opening import require_as_written
 from blockdiff.errors import RunError
 from blockdiff.models.adapters import draw_adapters
@@ -32,7 +35,7 @@ from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recomputation import checkpoint_activations
 from blockdiff.training.same_run import resume_facts
-from blockdiff.training.starting_model import computed_in
+from blockdiff.training.starting_model import adapter_to_train, computed_in
 
 
 def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = None) -> Built:
@@ -46,7 +49,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     base = kind.start(recipe)
     objective = kind.without_weights(recipe, base)
     model = objective.model
-    mesh = make_mesh(recipe, ranks)
+    mesh, adapter = make_mesh(recipe, ranks), adapter_to_train(recipe, model)
     require_kept(objective, recipe, base, ranks)
 
     began = partial(first_day, None if saved is None else saved.absolute().parents[1])
@@ -59,7 +62,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
 
     for name in [*([] if recipe.model.path is None else [recipe.model.path]), *kind.others()]:
         with show.waiting(f"model     comparing {name} with its digests"):
-            ranks.from_main(f"comparing {name}", partial(require_as_written, name))
+            adapter_of = recipe.lora.path if name == recipe.model.path else None
+            ranks.from_main(f"comparing {name}", partial(require_as_written, name, adapter_of))
 
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
@@ -74,6 +78,10 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         checkpoint.load_weights(model, recipe.model.path, dtype=recipe.model.dtype, device=ranks.device)
         if recipe.lora.trains:
             draw_adapters(model, recipe.seed, ranks.device, model.kept_dtype)
+        if adapter is not None:
+            if ranks.is_main:
+                warn_of_other_weights(find(str(recipe.lora.path)), find(recipe.model.path))
+            fill_adapters(model, adapter.parts, str(recipe.lora.path))
     else:
         dtype = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
         checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)

@@ -191,9 +191,15 @@ class LoraSection(Section):
     rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
     parts: dict[str, Count] | None = None  # in place of `rank`: part of the model -> rank, 0 = none
     tokens: list[str | Annotated[int, Field(ge=0)]] = []  # whose rows of the embedding table train too
+    path: str | None = None  # an adapter that trains on, which brings all of this but the dropout
 
     @model_validator(mode="after")
     def _one_says_the_ranks(self) -> LoraSection:
+        own = {name: value for name, value in self.model_dump().items() if name not in ("path", "dropout")}
+        if self.path and (
+            said := next((name for name in own if own[name] != type(self).model_fields[name].default), 0)
+        ):
+            raise ValueError(f"lora.path is an adapter that brings its own {said}; leave lora.{said} out")
         if self.rank and self.parts is not None:
             raise ValueError("give one of lora.rank (of attention and mlp) and lora.parts (a rank by part)")
         return self
@@ -207,7 +213,7 @@ class LoraSection(Section):
     @property
     def trains(self) -> bool:
         """True where adapters train and the weights stand still."""
-        return bool(self.ranks or self.tokens)
+        return bool(self.ranks or self.tokens or self.path)
 
     def low_rank(self) -> dict[str, LowRank]:
         """Rank, scale and dropout of each part's adapters."""

@@ -122,7 +122,7 @@ def without_effect(recipe: Recipe, steps: int) -> list[str]:
         (e, "evaluation", OF_PROMPTS, e.prompts is not None, "evaluation.prompts"),
     ]
     if (lora := recipe.lora).trains:
-        has_linear = any(part != "experts" for part in lora.ranks)
+        has_linear = lora.path is not None or any(part != "experts" for part in lora.ranks)
         needs.append((lora, "lora", ("alpha", "rslora"), bool(lora.ranks), "a part with a rank"))
         needs.append((lora, "lora", ("dropout",), has_linear, "a part of linear layers with a rank"))
     needs += kind_of(recipe).without_effect(recipe)

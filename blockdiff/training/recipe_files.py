@@ -21,13 +21,13 @@ from blockdiff.training.recipe_choices import OneOf
 from blockdiff.training.recipe_errors import SOURCES, Key, Origins, Place, one_line
 
 # Keys of which a recipe has one: choosing one replaces the other in what it derives from.
-ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora": ("rank", "parts")}
+ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora": ("rank", "parts", "path")}
 # Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
 # too where a name cannot be a file's).
 TEMPLATE = ("data", "template")  # a file, unless it is the name of a template
 FILE_KEYS: dict[Key, bool] = {
     **dict.fromkeys([*SOURCES, ("data", "images", "root"), TEMPLATE], True),
-    **dict.fromkeys([("model", "path"), ("model", "tokenizer")], False),
+    **dict.fromkeys([("model", "path"), ("model", "tokenizer"), ("lora", "path")], False),
 }
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS
 from blockdiff.checkpoint.digests import weights_digest
+from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.opening import ModelFiles, model_files
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.files import json_digest, piecewise_digest
@@ -22,6 +23,7 @@ from blockdiff.training.starting_model import StartingModel
 # What may change when a run is resumed: its length, what is shown and kept, and where things lie.
 FREE = {
     "output",
+    "lora.path",  # compared by content
     "model.path",  # the shape of the model is compared by content, wherever it is said
     "model.preset",
     "model.tokenizer",  # compared by content
@@ -62,6 +64,8 @@ def resume_facts(
     facts["model"] = json_digest(base.config.to_dict())
     if recipe.lora.trains:  # a checkpoint of the run has the adapters alone
         facts["model.path"] = digest_of(str(recipe.model.path))
+    if (path := recipe.lora.path) is not None:
+        facts["lora.path"] = ranks.from_main(f"reading {path}", lambda: piecewise_digest(find(path) / WEIGHTS))
     facts["model.tokenizer"] = data.encoder.tokenizer_fingerprint
     if isinstance(data.train, StreamedExamples):
         with show.waiting("data      reading the streamed rows, to know them again on resuming"):

@@ -11,9 +11,12 @@ import torch
 from pydantic import ValidationError
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.adapter_names import adapts_images
+from blockdiff.checkpoint.adapters import Adapter
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.opening import model_files
+from blockdiff.checkpoint.stored import form_below
 from blockdiff.checkpoint.tokenizer import load_tokenizer, mismatch, rows_needed
 from blockdiff.data.template import give_template, turn_ends
 from blockdiff.data.tokenise import takes_images
@@ -26,7 +29,7 @@ from blockdiff.models.stored import quantised_layers, store
 from blockdiff.sampling import Generation
 from blockdiff.training.freeze import freeze
 from blockdiff.training.kinds import kinds
-from blockdiff.training.recipe import LoraSection, Recipe, keys, kinds_with
+from blockdiff.training.recipe import Recipe, keys, kinds_with
 from blockdiff.training.recipe_errors import one_line
 
 
@@ -211,12 +214,36 @@ def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -
     if model.image_side is not None:
         model.image_side.requires_grad_(recipe.model.images == "trained")
     if recipe.lora.trains:
-        put_adapters(model, recipe.lora, tokenizer)
+        put_adapters(model, recipe, tokenizer)
     freeze(model, recipe.optim.freeze, trains_routers(recipe))
 
 
-def put_adapters(model: BlockDiffusionModel, lora: LoraSection, tokenizer: Any) -> None:
+def adapter_to_train(recipe: Recipe, model: BlockDiffusionModel) -> Adapter | None:
+    """The adapter that a recipe trains on, for a model that is not split; None if its adapters are new.
+
+    Raises RecipeError for one that is not of the model as the recipe has it.
+    """
+    if recipe.lora.path is None:
+        return None
+    try:
+        directory = find(recipe.lora.path)
+        if adapts_images(directory, model) and model.image_side is None:
+            raise CheckpointError(f"{directory}: adapts the image side; set model.images: frozen, so that it is there")
+        form = form_below(directory)
+        if form is not None and form != (recipe.model.quantize or "none"):
+            raise CheckpointError(f"{directory}: was trained over weights in the form {form!r}; set model.quantize")
+        return checkpoint.read_adapter(directory, model)
+    except CheckpointError as error:
+        raise RecipeError(f"lora.path: {error}") from None
+
+
+def put_adapters(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> None:
     """Give a model without weights the adapters that a recipe asks for; RecipeError names what it lacks."""
+    lora = recipe.lora
+    if (given := adapter_to_train(recipe, model)) is not None:
+        modules = {name: replace(low_rank, dropout=lora.dropout) for name, low_rank in given.modules.items()}
+        adapt(model, modules, given.tokens)
+        return
     tokens = []
     for token in lora.tokens:
         token_id = token if isinstance(token, int) else tokenizer.get_vocab().get(token)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import time
 
 import pytest
@@ -209,6 +211,46 @@ def test_a_merged_export_equals_the_adapted_model_and_runs_in_transformers(train
         for where in (tmp_path / "merged", trained.directory, trained.directory / "adapter")
     ]
     assert texts[0] == texts[1] == texts[2] == [result.tokens for result in beside]
+
+
+def test_an_adapter_trains_on_from_where_it_is(inputs, trained, tmp_path):
+    """With a learning rate of almost 0 it stays as it is; otherwise it moves, and a run that is resumed ends alike."""
+    asked, base = inputs | {"lora": {"path": str(trained.directory / "adapter")}}, inputs["model"]["path"]
+    still = blockdiff.train(asked, ["optim.lr=1e-30", "train.steps=1"], tmp_path / "still")
+    assert torch.equal(hidden(still.model()), hidden(trained.model()))
+    config = json.loads((still.directory / "adapter" / "adapter_config.json").read_text())
+    was = json.loads((trained.directory / "adapter" / "adapter_config.json").read_text())
+    assert config == was
+    whole = blockdiff.train(asked, [], tmp_path / "whole")
+    assert (hidden(whole.model()) - hidden(trained.model())).abs().max() > 1e-3
+    shutil.copytree(trained.directory / "adapter", tmp_path / "moved")
+    blockdiff.train(asked, ["train.steps=2"], tmp_path / "run")
+    moved = [f"lora.path={tmp_path / 'moved'}"]
+    again = blockdiff.train(asked, moved, tmp_path / "run", resume=True)
+    assert torch.equal(hidden(again.model()), hidden(whole.model()))
+    for name in ("whole", "again"):
+        checkpoint.export(tmp_path / {"whole": "whole", "again": "run"}[name], tmp_path / name / "merged")
+    with pytest.raises(RunError, match=r"lora\.path"):
+        other = f"lora.path={whole.directory / 'adapter'}"
+        blockdiff.train(asked, [other, "train.steps=6"], tmp_path / "run", resume=True)
+    assert checkpoint.adapters.adapted_checkpoint(again.directory / "adapter") == base
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"rank": 4, "path": "ADAPTER"}, "brings its own rank"),
+        ({"alpha": 4, "path": "ADAPTER"}, "brings its own alpha"),
+        ({"tokens": ["1"], "path": "ADAPTER"}, "brings its own tokens"),
+        ({"path": "BASE"}, "lora.path: .*holds no adapter"),
+        ({"path": "no/adapter"}, "lora.path: no/adapter"),
+    ],
+)
+def test_an_adapter_that_cannot_train_on_is_refused(inputs, trained, tmp_path, lora, said):
+    places = {"ADAPTER": str(trained.directory / "adapter"), "BASE": inputs["model"]["path"]}
+    asked = inputs | {"lora": {**lora, "path": places.get(lora["path"], lora["path"])}}
+    with pytest.raises(RecipeError, match=said):
+        blockdiff.train(asked, [], tmp_path / "run")
 
 
 def test_an_exported_adapter_names_the_model_it_is_asked_to(trained, inputs, tmp_path):

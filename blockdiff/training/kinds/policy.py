@@ -11,6 +11,8 @@ import torch
 from pydantic import Field, FiniteFloat
 
 from blockdiff.canvas import Batch
+from blockdiff.checkpoint.adapters import brings_rows
+from blockdiff.checkpoint.files import find
 from blockdiff.data.collate import Collator, NoCanvases
 from blockdiff.data.dataset import check_conversations
 from blockdiff.data.images import ImageReader
@@ -136,7 +138,7 @@ class Policy(Canvas):
             raise RecipeError(
                 "objective.kl: the reference is the model without its adapters; train adapters (`lora: {rank: 16}`)"
             )
-        if self.kl and recipe.lora.tokens:
+        if self.kl and (recipe.lora.tokens or (recipe.lora.path and brings_rows(find(recipe.lora.path)))):
             raise RecipeError(
                 "objective.kl: the reference would have the rows of lora.tokens as they train; leave them out"
             )
