@@ -59,7 +59,7 @@ def _of_part(part: str) -> dict[str, Metric]:
     return metrics | silent
 
 
-# Every metric by its key. Losses are in nats per token. docs/cli.md says what each one counts.
+# The metrics of blockdiff's runs by key. Losses are in nats per token. docs/cli.md says what each one counts.
 METRICS: dict[str, Metric] = {
     "loss": Metric("train", "loss", "lower", in_line=True),
     "canvas_loss": Metric("train", "canvas loss", "lower", in_line=True, in_report="line"),
@@ -153,6 +153,19 @@ MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers dep
 UNTOLD_AT_0 = ("skipped", "reward_failures")  # counts of what went wrong
 
 
+def metric(key: str) -> Metric:
+    """The metric of a key; one that the table does not have is called by its key in words."""
+    kinds: tuple[Kind, ...] = ("heldout", "sample")
+    kind: Kind = next((kind for kind in kinds if key.startswith(f"{kind}_")), "train")
+    return METRICS.get(key) or Metric(kind, key.replace("_", " "), in_line=True)
+
+
+def own_keys(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The keys of numbers in records that the table does not have: of a kind of run, or a trainer, of one's own."""
+    numbers = (key for record in records for key, value in record.items() if type(value) in (int, float))
+    return [key for key in dict.fromkeys(numbers) if key not in METRICS and key != "step"]
+
+
 def measured(record: Mapping[str, Any], key: str) -> float | None:
     """A record's value of a metric; None if it was not measured or is not finite."""
     value = record.get(key)
@@ -163,7 +176,7 @@ def measured(record: Mapping[str, Any], key: str) -> float | None:
 
 def texts(record: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
     """The metrics of a record in words, by key and in the order of `keys`; what was not measured is left out."""
-    found = {key: METRICS[key].text(value) for key in keys if (value := measured(record, key)) is not None}
+    found = {key: metric(key).text(value) for key in keys if (value := measured(record, key)) is not None}
     if "sample_steps_per_canvas" in found:
         found["sample_steps_per_canvas"] += at_limit(record["sample_steps_per_canvas"], record.get("sample_max_steps"))
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blockdiff.errors import RunError
-from blockdiff.metrics import FILE_NAME, METRICS, Record, measured, read
+from blockdiff.metrics import FILE_NAME, Record, measured, metric, own_keys, read
 
 Points = tuple[list[float], list[float]]
 
@@ -32,7 +32,7 @@ class Line:
     @property
     def style(self) -> Literal["noisy", "plain", "dots"]:
         """Training values stay faint behind their moving average; evaluations are dots, joined."""
-        if METRICS[self.key].kind != "train":
+        if metric(self.key).kind != "train":
             return "dots"
         return "plain" if self.key == "lr" else "noisy"
 
@@ -53,7 +53,7 @@ class Panel:
     @property
     def is_share(self) -> bool:
         """True where the axis goes from 0 to 100 %."""
-        return METRICS[self.lines[0].key].format.endswith("%")
+        return metric(self.lines[0].key).format.endswith("%")
 
 
 def _with_heldout(key: str, label: str, colour: str) -> tuple[Line, Line]:
@@ -70,7 +70,7 @@ def _by_part(measure: str) -> tuple[Line, Line]:
 
 
 def _over_steps(*keys: str) -> list[Panel]:
-    return [Panel(METRICS[key].label, (Line(key),)) for key in keys]
+    return [Panel(metric(key).label, (Line(key),)) for key in keys]
 
 
 CANVAS, NEXT = _with_heldout("canvas_loss", "canvas", BLUE), _with_heldout("ar_loss", "next token", ORANGE)
@@ -86,14 +86,14 @@ ALONE = [  # one run: losses first, then everything else that it measured; colou
     ),
     Panel("held-out tokens right", (Line(RESPONSE, "without fill", ORANGE), Line(WHOLE, "with fill", BLUE))),
     *_over_steps("draft_loss", "heldout_accepted_length", "heldout_draft_accuracy"),
-    Panel(METRICS["reward"].label, REWARD),
+    Panel(metric("reward").label, REWARD),
     *_over_steps("rollout_steps_per_canvas", "groups_without_spread", "entropy"),
     *_over_steps("sample_accuracy", "sample_steps_per_canvas"),
     *_over_steps("grad_norm", "lr", "tokens_per_second"),
 ]
 COMPARED = [  # several runs: colours tell runs apart
-    Panel(METRICS["canvas_loss"].label, CANVAS, has_losses=True, solid="training", dashed="held out"),
-    Panel(METRICS["ar_loss"].label, NEXT, has_losses=True, solid="training", dashed="held out"),
+    Panel(metric("canvas_loss").label, CANVAS, has_losses=True, solid="training", dashed="held out"),
+    Panel(metric("ar_loss").label, NEXT, has_losses=True, solid="training", dashed="held out"),
     *(
         Panel(f"held-out {m} by noise level", _by_part(m), LEVEL, solid="corrupted", dashed="kept")
         for m in ("loss", "accuracy")
@@ -102,7 +102,7 @@ COMPARED = [  # several runs: colours tell runs apart
         "held-out tokens right", (Line(RESPONSE), Line(WHOLE, is_dashed=True)), solid="without fill", dashed="with fill"
     ),
     *_over_steps("draft_loss", "heldout_accepted_length"),
-    Panel(METRICS["reward"].label, REWARD, solid="rollouts", dashed="held-out prompts"),
+    Panel(metric("reward").label, REWARD, solid="rollouts", dashed="held-out prompts"),
     *_over_steps("sample_accuracy", "sample_steps_per_canvas", "tokens_per_second"),
 ]
 
@@ -174,14 +174,15 @@ def by_level(records: Sequence[Record], key: str) -> Points:
 
 
 def make_panels(runs: Sequence[NamedRun]) -> list[Panel]:
-    """The panels and lines for which one run, or any of several, has points.
+    """The panels and lines for which one run, or any of several, has points; the last are of keys that no table has.
 
     Several runs are drawn over the tokens that they trained on, where all have logged their speeds.
     """
     panels = []
     counts = [tokens_at(run.records) for run in runs] if len(runs) > 1 else [None]
     is_by_tokens = None not in counts
-    for panel in ALONE if len(runs) == 1 else COMPARED:
+    own = _over_steps(*own_keys(record for run in runs for record in run.records))
+    for panel in (*(ALONE if len(runs) == 1 else COMPARED), *own):
         lines = []
         for line in panel.lines:
             for number, (run, tokens_of) in enumerate(zip(runs, counts, strict=True)):

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from blockdiff import terminal
-from blockdiff.metrics import METRICS, Record, texts
+from blockdiff.metrics import METRICS, Record, own_keys, texts
 from blockdiff.terminal import console, counted, printable, say, shown
 from blockdiff.training.freeze import PartCounts
 
@@ -112,7 +112,7 @@ class Progress:
     def record(self, record: Record) -> None:
         """Show a metrics record as one line, and its loss, speed and memory beside the bar."""
         step = record["step"]
-        keys = [key for key, metric in METRICS.items() if metric.in_line]
+        keys = [*(key for key, metric in METRICS.items() if metric.in_line), *own_keys([record])]
         if sum(key.endswith("_loss") for key in record) < 2:  # the only one is the loss
             keys.remove("loss")
         shown = list(texts(record, keys).values())

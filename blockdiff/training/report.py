@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blockdiff import __version__, memory
-from blockdiff.metrics import METRICS, Record, of_kind, texts
+from blockdiff.metrics import METRICS, Record, of_kind, own_keys, texts
 from blockdiff.terminal import counted
 
 PACKAGES = ("torch", "transformers", "accelerate")
@@ -113,7 +113,8 @@ def run_report(
             report |= _last_and_best(records, key)
         elif metric.in_report and not key.endswith("_loss") and (found := [r[key] for r in records if key in r]):
             report[key] = found[-1]
-    return report | {
+    own = {key: value for record in records for key, value in record.items() if key in own_keys([record])}
+    return {**own, **report} | {
         "best_metric": best,
         "tokens_per_second": _mean_speed(trained, "tokens_per_second"),
         "scored_tokens_per_second": _mean_speed(trained, "scored_tokens_per_second"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blockdiff.canvas import PADDING_ROW, Batch, lay_out
 from blockdiff.errors import RunError
-from blockdiff.metrics import METRICS, Record
+from blockdiff.metrics import Record, metric
 from blockdiff.models.adapters import cast_once
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
@@ -180,8 +180,7 @@ def culprit(batches: Sequence[Batch], gradient: Gradient, ranks: Ranks) -> tuple
 
     The samples of a loss are those of the micro-batches in which it is not finite; of the gradient they are all.
     """
-    keys = [f"{name}_loss" for name in gradient.names]
-    names = [*(METRICS[key].label if key in METRICS else key.replace("_", " ") for key in keys), "gradient"]
+    names = [*(metric(f"{name}_loss").label for name in gradient.names), "gradient"]
     samples: dict[str, list[int]] = {name: [] for name in names}
     for batch, of_batch in zip(batches, gradient.sums.isfinite().tolist(), strict=False):
         for name, is_finite in zip(names, (*of_batch, False), strict=True):

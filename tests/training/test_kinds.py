@@ -13,6 +13,7 @@ from blockdiff.checkpoint import init, save
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RecipeError, RunError
 from blockdiff.objective import Losses, Objective
+from blockdiff.plots.panels import NamedRun, make_panels
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training.kinds import kinds
 from blockdiff.training.kinds.canvas import Canvas
@@ -127,9 +128,14 @@ def inputs(tmp_path_factory) -> dict[str, Any]:
     }
 
 
-def test_a_kind_from_python_trains_by_its_losses_and_is_recorded_and_compared(inputs, tmp_path):
+def test_a_kind_from_python_trains_by_its_losses_and_is_recorded_and_compared(inputs, tmp_path, capsys):
     plain = blockdiff.train(inputs, output=tmp_path / "plain")
+    assert "again" not in capsys.readouterr().out
     run = blockdiff.train(inputs, output=tmp_path / "run", kind=Twice(ar_loss=0.5))
+    last = run.records[-1]["again_loss"]
+    assert f"again loss {last:.4f}" in capsys.readouterr().out and run.report["again_loss"] == last
+    panels = [make_panels([NamedRun("a", run.records)]), make_panels([NamedRun(n, run.records) for n in "ab"])]
+    assert [each[-1].title for each in panels] == ["again loss"] * 2
     for one, other in zip(plain.records, run.records, strict=True):
         assert other["again_loss"] == other["canvas_loss"]
         assert other["canvas_loss"] == pytest.approx(one["canvas_loss"], rel=1e-6)

@@ -118,7 +118,8 @@ def test_sampled_prompts_show_accuracy_and_steps_per_canvas():
 
 
 def test_a_trainer_may_log_what_it_likes():
-    assert shown({"step": 5, "kind": "train", "mine": 1.0}).startswith("step   5/100  left 0:00:0")
+    record = {"step": 5, "kind": "train", "mine": 1.0, "its_words": "a", "its_parts": {"b": 1}}
+    assert shown(record).startswith("step   5/100  mine 1.0000  left 0:00:0")
     assert "5/100" in shown({"step": 5, "kind": "train", "mine": 1.0}, is_terminal=True)
 
 
