@@ -48,11 +48,6 @@ class Shown:
         """The batch."""
         return self.drawn.batch
 
-    @property
-    def is_noised(self) -> bool:
-        """True of canvases with noise, False of blocks that are masked behind their first token."""
-        return self.drawn.word == "canvas"
-
 
 def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[str, Any]:
     """Print the model a recipe starts from, its data, and the batch of optimiser step `step`; the same as JSON values.
@@ -126,11 +121,11 @@ def summary(shown: Shown, step: int, ar_weight: float) -> dict[str, Any]:
         "rows": rows,
         "columns": columns,
         "padding": padding,
-        "canvases" if shown.is_noised else f"{shown.drawn.word}s": int(is_present_BC.sum()),
+        "canvases" if shown.drawn.has_noise else "blocks": int(is_present_BC.sum()),
         "scored": scored,
         "images": 0 if batch.images is None else len(batch.images.inputs),
     }
-    if not shown.is_noised:
+    if not shown.drawn.has_noise:
         return numbers
     fill = scored - int(batch.content_BC.sum())
     return numbers | {
@@ -211,12 +206,12 @@ def row_texts(shown: Shown, row: int, words: Words) -> list[Text]:
         scored, corrupted = int(batch.is_scored_BCL[at].sum()), int(shown.drawn.is_corrupted_BCL[at].sum())
         text = Text(
             f"  block at column {start}: {scored} scored\n  "
-            if not shown.is_noised
+            if not shown.drawn.has_noise
             else f"  canvas at column {start}: t {float(batch.t_BC[at]):.3f}, {scored} scored, {corrupted} corrupted, "
             f"{scored - content} fill, {'with' if batch.coin_BC[at] else 'no'} signal\n  "
         )
         marks = [
-            colour + " reverse" * is_corrupted + " underline" * (place >= content and shown.is_noised)
+            colour + " reverse" * is_corrupted + " underline" * (place >= content and shown.drawn.has_noise)
             for place, is_corrupted in enumerate(shown.drawn.is_corrupted_BCL[at].tolist())
         ]
         # Tokens of the same style are read together: a character of a kept and a corrupted one is a broken one.

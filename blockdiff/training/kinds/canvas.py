@@ -110,18 +110,15 @@ class Denoising(Kind):
 
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
         """The collator of rows with canvases; of a causal model, whose answers a policy learns, of next tokens."""
-        return Collator(
-            canvas_length=base.canvas_length,
-            pad_id=base.pad_id,
-            eos_id=base.eos_id,
-            seed=recipe.seed,
+        return self.collate(
+            recipe,
+            base,
+            reader,
             time=self.time,
-            canvases=recipe.data.canvases,
             coin_probability=self.coin,
             scores_ar=self.ar_loss is not None,
             normalisation=self.normalisation,
             ar_scope="all" if self.ar_loss is None else self.ar_loss.scope,
-            reader=reader,
         )
 
     def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:

@@ -12,7 +12,6 @@ from blockdiff import checkpoint
 from blockdiff.canvas import Batch
 from blockdiff.data.collate import CanvasChoice, Collator, RandomCanvases
 from blockdiff.data.images import ImageReader
-from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.draft_objective import BlockMask, DraftObjective
 from blockdiff.errors import BlockdiffError, RecipeError
 from blockdiff.metrics import Record
@@ -48,6 +47,7 @@ class Drafter(Kind):
     inherited: ClassVar[tuple[str, ...]] = ("anchors", "loss", "labels", "normalisation")
     metrics: ClassVar[tuple[str, ...]] = ("heldout_accepted_length", "heldout_draft_accuracy", "heldout_draft_loss")
     trains_whole: ClassVar[bool] = True
+    unit: ClassVar[str] = "block"
 
     @property
     def settings_from(self) -> str | None:
@@ -82,6 +82,10 @@ class Drafter(Kind):
         """The target."""
         return [self.target]
 
+    def beside(self, objective: Any) -> dict[str, BlockDiffusionModel]:
+        """The target."""
+        return {"target": objective.target}
+
     def load_others(self, recipe: Recipe, objective: Any, mesh: Mesh) -> list[tuple[str, str, BlockDiffusionModel]]:
         """Load the target, spread over the ranks as the drafter is; adapters over it are not merged."""
         dtype = recipe.train.autocast or recipe.model.dtype
@@ -99,22 +103,13 @@ class Drafter(Kind):
 
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
         """The collator of rows with blocks."""
-        return Collator(
-            canvas_length=base.canvas_length,
-            pad_id=base.pad_id,
-            eos_id=base.eos_id,
-            seed=recipe.seed,
-            time=StratifiedTime(),
-            canvases=RandomCanvases(self.anchors),
-            normalisation=self.normalisation,
-            are_blocks=True,
-        )
+        return self.collate(recipe, base, normalisation=self.normalisation, are_blocks=True)
 
     def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
         """A batch with the masks of its blocks."""
         assert base.mask_id is not None
         noise = BlockMask(base.mask_id).corrupt(batch.canvas_BCL, batch.t_BC, batch.address_BC3, recipe.seed)
-        return Drawn(batch, *noise, word="block")
+        return Drawn(batch, *noise, has_noise=False)
 
     def losses(self) -> dict[str, Loss]:
         """The draft loss."""

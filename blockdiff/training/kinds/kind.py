@@ -27,9 +27,10 @@ from torch import Tensor
 from blockdiff import evals
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.diffusion import DiffusionSettings
-from blockdiff.data.collate import CanvasChoice, Collator
+from blockdiff.data.collate import CanvasChoice, Collator, NoCanvases
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder
+from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.errors import CheckpointError
 from blockdiff.evals.questions import questions_of
 from blockdiff.files import json_digest
@@ -66,12 +67,15 @@ Needs = tuple[Section, str, tuple[str, ...], bool, str]
 
 @dataclass(frozen=True)
 class Drawn:
-    """A batch as the model sees it: with noise in its canvases, which are called `word`."""
+    """A batch as the model sees it: canvases with noise, or blocks that are masked behind their first token.
+
+    has_noise: False for blocks, which have no noise level, signal or fill.
+    """
 
     batch: Batch
     noisy_BCL: Tensor
     is_corrupted_BCL: Tensor
-    word: str = "canvas"
+    has_noise: bool = True
 
 
 class Kind(ObjectiveSection):
@@ -80,6 +84,7 @@ class Kind(ObjectiveSection):
     given: ClassVar[tuple[str, ...]] = ()  # the parts from Python that it takes, of `objective` and `reward`
     metrics: ClassVar[tuple[str, ...]] = ()  # the held-out and sampled metrics of this kind that not every kind has
     trains_whole: ClassVar[bool] = False  # without adapters; `model.quantize` is of a model beside it
+    unit: ClassVar[str] = "canvas"  # what an example is cut into
     learns_template: ClassVar[bool] = True  # its rows are written by the template that the trained model is asked in
     # What is missing when a plan does not know the longest row.
     length_from: ClassVar[str] = "data.max_length: missing, so the longest row is not known; set it, or say --tokens"
@@ -159,6 +164,10 @@ class Kind(ObjectiveSection):
         """The names of the models that a run reads in addition to the one that it trains."""
         return []
 
+    def beside(self, objective: Any) -> dict[str, BlockDiffusionModel]:
+        """The models of an objective in addition to the one that trains, by what a plan calls them."""
+        return {}
+
     def load_others(self, recipe: Recipe, objective: Any, mesh: Mesh) -> list[tuple[str, str, BlockDiffusionModel]]:
         """Load the models beside the one that trains; returns each with a word for it and its name."""
         return []
@@ -216,6 +225,20 @@ class Kind(ObjectiveSection):
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
         """The collator that makes batches of examples."""
         raise NotImplementedError
+
+    def collate(
+        self, recipe: Recipe, base: StartingModel, reader: ImageReader | None = None, **choices: Any
+    ) -> Collator:
+        """A collator of examples for the model, with the choices of a kind."""
+        return Collator(
+            canvas_length=base.canvas_length,
+            pad_id=base.pad_id,
+            eos_id=base.eos_id,
+            seed=recipe.seed,
+            canvases=self.canvases(recipe) or NoCanvases(),
+            reader=reader,
+            **{"time": StratifiedTime()} | choices,
+        )
 
     def source(self, recipe: Recipe, built: Built, ranks: Ranks, show: Progress) -> Source:
         """Where the batches of optimiser steps come from; of `built` all is there but the source."""

@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from blockdiff.canvas import Batch
-from blockdiff.data.collate import CanvasChoice, Collator, NoCanvases
+from blockdiff.data.collate import CanvasChoice, Collator
 from blockdiff.data.images import ImageReader
 from blockdiff.diffusion.corruption import UniformCorruption
-from blockdiff.diffusion.schedule import Linear, StratifiedTime
+from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import Record
 from blockdiff.models.family import Family
@@ -68,17 +68,7 @@ class NextToken(Kind):
 
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
         """The collator of rows without canvases."""
-        return Collator(
-            canvas_length=base.canvas_length,
-            pad_id=base.pad_id,
-            eos_id=base.eos_id,
-            seed=recipe.seed,
-            time=StratifiedTime(),
-            canvases=NoCanvases(),
-            normalisation=self.normalisation,
-            ar_scope=self.ar_loss.scope,
-            reader=reader,
-        )
+        return self.collate(recipe, base, reader, normalisation=self.normalisation, ar_scope=self.ar_loss.scope)
 
     def losses(self) -> dict[str, Loss]:
         """The next-token loss."""

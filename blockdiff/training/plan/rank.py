@@ -17,10 +17,11 @@ from blockdiff.models.adapters import is_adapter
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.tensor import tensor_parallel
 from blockdiff.tensor_pieces import PlannedMesh
+from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.optimiser import matrix_count
 from blockdiff.training.recipe import Recipe
 
-ORDER = ("target", "weights", "masters", "adapters", "gradients", "buckets", "optimiser", "average")
+ORDER = ("weights", "masters", "adapters", "gradients", "buckets", "optimiser", "average")
 
 
 def sharding_ranks(objective: Any, recipe: Recipe, ranks: int) -> dict[nn.Module, int]:
@@ -47,11 +48,10 @@ def kept_bytes(
         for unit, count in reversed(sharding_ranks(objective, recipe, ranks).items()):
             sharers |= {id(x): count for x in unit.parameters()}
     optim, wide = recipe.optim, torch.promote_types(stored, torch.float32)
-    parts = dict.fromkeys(ORDER, 0)
-    if (target := getattr(objective, "target", None)) is not None:  # the model that a drafter drafts for
-        sharers_of_target = ranks if recipe.parallel.shard == "full" else 1
-        held = [*target.parameters(), *target.buffers()]
-        parts["target"] = sum(-(-x.nbytes // sharers_of_target) for x in held)
+    beside, sharers_of_others = kind_of(recipe).beside(objective), ranks if recipe.parallel.shard == "full" else 1
+    parts = dict.fromkeys((*beside, *ORDER), 0)
+    for word, other in beside.items():
+        parts[word] = sum(-(-x.nbytes // sharers_of_others) for x in (*other.parameters(), *other.buffers()))
     for name, x in objective.named_buffers():
         has_own_dtype = not x.is_floating_point() or is_scale(name)
         parts["weights"] += x.nbytes if has_own_dtype else x.numel() * stored.itemsize

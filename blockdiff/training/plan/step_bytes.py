@@ -7,6 +7,7 @@ gradients are. The units of sharded weights are whole while they run.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Step:
     as by gloo's threads: measured, those of four units more, and after another micro-batch those of all.
     experts_apart: whether the experts' gradients are not there before, as those that DDP leaves alone.
     stored: the dtype of the weights that a rank keeps, and of their gradients; those of adapters have fp32 at least.
+    beside: the models of the objective in addition to the one that trains.
     """
 
     def __init__(
@@ -58,14 +60,15 @@ class Step:
         is_late: bool = False,
         experts_apart: bool = False,
         stored: torch.dtype = torch.float32,
+        beside: Iterable[nn.Module] = (),
     ) -> None:
         self.is_late = is_late
         self.objective, self.has_gradients, self.is_sharded = objective, has_gradients, bool(sharing)
         self.counts = {**counts, objective.model.vocabulary: 1}
         self.counted = LiveBytes(objective.model.vocabulary.table.shape[0])
         self.counted.fill(objective)
-        if (target := getattr(objective, "target", None)) is not None:
-            self.counted.fill(target)
+        for other in beside:
+            self.counted.fill(other)
         split = {id(x) for part in objective.modules() if isinstance(part, Experts) for x in part.parameters()}
         apart = split if experts_apart else set()
         self.there = {id(x) for x in _trained(objective) if has_gradients and id(x) not in apart}

@@ -44,7 +44,7 @@ class TrainingPlan:
 
     parts: bytes on the device by what they hold; host: the same of what is kept on the host instead. tokens, canvases:
     of a row; image_tokens: of the images of a row; rows: of a micro-batch. numbers, trained: parameters and buffers of
-    the whole model, and those that train.
+    the whole model, and those that train. unit: what canvases are called.
     """
 
     parts: dict[str, int]
@@ -55,6 +55,7 @@ class TrainingPlan:
     rows: int
     numbers: int
     trained: int
+    unit: str = "canvas"
 
     @property
     def total(self) -> int:
@@ -111,7 +112,16 @@ def plan_training(
     sharing = sharding_ranks(objective, recipe, ranks) if is_sharded else {}
     has_gradients = share > rows or (ranks > 1 and not is_sharded)
     apart = recipe.parallel.experts > 1 and share <= rows
-    step = Step(objective, counts, sharing, has_gradients, is_late=device == "cpu", experts_apart=apart, stored=stored)
+    step = Step(
+        objective,
+        counts,
+        sharing,
+        has_gradients,
+        is_late=device == "cpu",
+        experts_apart=apart,
+        stored=stored,
+        beside=kind.beside(objective).values(),
+    )
     counted = step.run(batch, None if is_sharded else computed_in(recipe))
     gradients = static.get("gradients", 0)
     peak = max(0, counted.peak - gradients)
@@ -127,7 +137,7 @@ def plan_training(
     parts = ({} if recipe.parallel.offload else static) | moving
     of_images = 0 if batch.images is None else int(batch.images.row_N.bincount().max())
     sizes = batch.tokens_BS.shape[1], batch.start_BC.shape[1], of_images, round(times * batch.tokens_BS.shape[0])
-    return TrainingPlan(parts, host, *sizes, numbers, trains)
+    return TrainingPlan(parts, host, *sizes, numbers, trains, kind.unit)
 
 
 def spare(limit: int) -> int:
@@ -149,7 +159,7 @@ def breaking(plan: TrainingPlan, limit: int) -> str:
 
 def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
     """A plan for a person to read."""
-    parts = [counted(plan.canvases, "block" if "target" in plan.parts else "canvas")] * bool(plan.canvases)
+    parts = [counted(plan.canvases, plan.unit)] * bool(plan.canvases)
     parts += [f"images of {plan.image_tokens:,} tokens"] * bool(plan.image_tokens)
     each = f" with {' and '.join(parts)} each" if parts else ""
     yield f"a micro-batch of {counted(plan.rows, 'row')} of {plan.tokens:,} tokens{each}"
