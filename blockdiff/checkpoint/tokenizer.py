@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.files import CONFIG, VOCABULARY_FILES, find, is_hub_id, read_json
+from blockdiff.checkpoint.normaliser import require_bounded
 from blockdiff.errors import CheckpointError
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character
@@ -28,6 +29,7 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
         directory = find(directory)
         if (directory / CONFIG).exists():
             read_json(directory / CONFIG)  # a broken one is not the tokenizer's fault
+        require_bounded(directory)
     elif not directory.exists() and not is_hub_id(str(path_or_hub_id)):
         raise CheckpointError(f"{path_or_hub_id}: no such directory; name the directory or hub id of a tokenizer")
     name = str(directory if directory.is_dir() else path_or_hub_id)

@@ -21,6 +21,7 @@ from blockdiff.data.rows import Row
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.template import (
     TOOL_TOKENS,
+    EndlessTemplate,
     RefusedByTemplate,
     Rendered,
     Span,
@@ -396,6 +397,8 @@ class Encoder:
         try:
             is_last = self.turns == "last"
             each = marked(self.tokenizer, template, apart, self._variables, row.tools, self.guard, is_last)
+        except EndlessTemplate as error:  # it would be so with other rows, too
+            raise DataError(f"{error} for the row at {row.where}; name another one as data.template") from None
         except RefusedByTemplate as error:
             raise DataError(f"{row.where}: the chat template refuses it ({error}); change the row") from None
         except DataError as error:

@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import date
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +27,7 @@ from blockdiff.data.image_parts import for_template
 from blockdiff.data.left_out import Probe
 from blockdiff.data.messages import Message
 from blockdiff.errors import DataError
-from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
+from blockdiff.time_limit import TEMPLATE_BYTES, TEMPLATE_SECONDS, memory_limit, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,6 +68,10 @@ ENDED: tuple[Message, ...] = (
 
 class RefusedByTemplate(DataError):
     """A chat template refuses a conversation, cannot be computed, or leaves out its tools."""
+
+
+class EndlessTemplate(RefusedByTemplate):
+    """A chat template takes more time or memory than one conversation may."""
 
 
 class Rendered(NamedTuple):
@@ -192,6 +197,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     for turn in ENDED:
         try:
             text, spans, *_ = marked(tokenizer, training_template(tokenizer), [QUESTION, turn])
+        except EndlessTemplate:
+            raise
         except DataError:  # no such template, or one that refuses tools
             continue
         learnt += [text[slice(*span)] for span in spans[-1:]]
@@ -250,7 +257,7 @@ def _written(
     asked = [written, None if tools is None else list(tools), dict(variables)]
     (shown, declared, told), hidden = guard.hide(asked)
     try:
-        with time_limit(TEMPLATE_SECONDS):
+        with time_limit(TEMPLATE_SECONDS, TEMPLATE_BYTES), _bounded(is_prompt):
             texts, spans = render_jinja_template(
                 conversations=[shown],
                 tools=declared,
@@ -261,6 +268,10 @@ def _written(
                 **told,
                 **tokenizer.special_tokens_map,
             )
+    except (TimeoutError, MemoryError) as error:
+        reason = str(error) or f"it takes more than {TEMPLATE_BYTES / 2**30:g} GiB of memory"
+        file = f"chat_template of {tokenizer.name_or_path}: " if tokenizer.name_or_path else ""
+        raise EndlessTemplate(f"{file}{reason}") from None
     except Exception as error:  # a template is somebody's program: it may raise anything
         raise RefusedByTemplate(str(error) or type(error).__name__) from None
     text, cuts = guard.show(texts[0], hidden)
@@ -334,6 +345,11 @@ def _tagged(
     if len(owners) != len(spans):
         raise UnprovedError(excluding, "it cannot be said which of its parts the row excludes from learning")
     return Turns(spans), owners
+
+
+def _bounded(is_prompt: bool) -> AbstractContextManager[None]:
+    """A bound on memory in one operation: not for prompts, which a server makes beside threads that use much."""
+    return nullcontext() if is_prompt else memory_limit(TEMPLATE_BYTES)
 
 
 def reads_thoughts(template: str) -> bool:

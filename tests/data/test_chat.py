@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -345,18 +346,57 @@ def test_prompts_are_rendered_in_several_threads_at_once(tokenizer):
     ("endless", "reason"),
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", r"0\.05 seconds"),
-        ("{{ 'a' * 10**15 }}", "MemoryError"),
+        ("{{ 'a' * 10**15 }}", r"chat_template of m/y: it takes more than 1 GiB of memory"),
+        ("{{ 'a' * 2 * 10**9 }}", r"1 GiB of memory"),
+        ("{{ 'a'.center(2 * 10**9) }}", r"1 GiB of memory"),
+        ("{{ (['a' * 10**6] * 2000) | join }}", r"1 GiB of memory"),
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
     ],
 )
 def test_a_template_without_an_end_is_refused_and_an_earlier_timer_goes_on(monkeypatch, endless, reason):
-    monkeypatch.setattr("blockdiff.data.template.TEMPLATE_SECONDS", 0.05)
+    monkeypatch.setattr("blockdiff.data.template.TEMPLATE_SECONDS", 0.05 if "seconds" in reason else 10)
+    tokenizer = chat_tokenizer()
+    tokenizer.name_or_path = "m/y"
     handler = signal.getsignal(signal.SIGALRM)
     before = signal.setitimer(signal.ITIMER_REAL, 1000.0)
     try:
         with pytest.raises(RefusedByTemplate, match=reason):
-            render(chat_tokenizer(), endless, [{"role": "user", "content": "a"}])
+            render(tokenizer, endless, [{"role": "user", "content": "a"}])
         assert 990 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
         assert signal.getsignal(signal.SIGALRM) is handler
     finally:
         signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+GROWING = (
+    "{% set all = namespace(texts=[]) %}"
+    "{% for a in range(9999) %}{% set all.texts = all.texts + ['a' * 10**6 ~ a] %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("is_prompt", [False, True])
+def test_a_template_that_takes_memory_bit_by_bit_is_refused_in_threads_too(monkeypatch, is_prompt):
+    monkeypatch.setattr("blockdiff.data.template.TEMPLATE_BYTES", 1 << 26)
+    peak, limits = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrlimit(resource.RLIMIT_AS)
+
+    def refused():
+        with pytest.raises(RefusedByTemplate, match=r"0\.0625 GiB of memory"):
+            render(chat_tokenizer(), GROWING, [USER], is_prompt=is_prompt)
+
+    refused()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(refused).result()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 3 << 20  # KiB
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+def test_rows_under_a_template_without_an_end_are_refused_at_once_with_the_template(monkeypatch):
+    monkeypatch.setattr("blockdiff.data.template.TEMPLATE_SECONDS", 0.05)
+    tokenizer = chat_tokenizer("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    tokenizer.name_or_path = "m/y"
+    encoder = Encoder(tokenizer, eos_id=1, canvas_length=8, skips_bad_rows=True)
+    rows = [Row(f"f:{line}", messages=(USER, ASSISTANT)) for line in range(1, 5)]
+    with pytest.raises(
+        DataError, match=r"^chat_template of m/y: it takes more than 0\.05 seconds for the row at f:1; name"
+    ):
+        encoder.encode(rows)

@@ -1,0 +1,79 @@
+"""A bound for a tokenizer's normaliser and decoder: by how much they lengthen a text is known from tokenizer.json."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from blockdiff.errors import CheckpointError
+
+MOST_GROWTH = 100  # times as long; the longest decomposition of a character in Unicode has 18
+FILE = "tokenizer.json"
+KEYS = ("normalizer", "decoder")
+
+
+def require_bounded(directory: Path) -> None:
+    """Raise CheckpointError if tokenizer.json has a normaliser or decoder that makes texts more than 100 times as long.
+
+    Unicode's own normal forms, which lengthen no character more than 18 times and do so once, do not count.
+    """
+    file = directory / FILE
+    if not file.is_file():
+        return
+    text = file.read_text(encoding="utf-8", errors="replace")
+    for key in KEYS:
+        for value in _values(text, key):
+            growth = _growth(value)
+            if growth > MOST_GROWTH:
+                raise CheckpointError(
+                    f"{file}: {key}: it makes a text up to {growth:,.0f} times as long, and the most is {MOST_GROWTH}; "
+                    "correct it, or take another tokenizer"
+                )
+
+
+def _values(text: str, key: str) -> Iterator[Any]:
+    """The objects that stand under a key anywhere in a JSON text: of 20 MB most are tokens, which need no reading."""
+    letters = "".join(rf"(?:{letter}|\\u00{ord(letter):02x})" for letter in key)
+    for found in re.finditer(rf'"{letters}"\s*:\s*(?=\{{)', text, re.IGNORECASE):
+        try:
+            yield json.JSONDecoder().raw_decode(text, found.end())[0]
+        except (ValueError, RecursionError):  # tokenizers says so when it reads the file
+            continue
+
+
+def _growth(value: Any) -> float:
+    """The most characters that an object of a normaliser or decoder makes of one."""
+    if not isinstance(value, Mapping):
+        return 1.0
+    parts = [each for name in ("normalizers", "decoders") if isinstance(value.get(name), list) for each in value[name]]
+    content = value.get("content")
+    own = 1.0
+    if isinstance(content, str) and isinstance(value.get("pattern"), Mapping):
+        replaced = value["pattern"].get("String")
+        # a regular expression may match between any two characters
+        own = max(1.0, len(content) / max(1, len(replaced))) if isinstance(replaced, str) else 1.0 + len(content)
+        own = 1.0 if not content else own
+    elif isinstance(value.get("prepend"), str):
+        own = 1.0 + len(value["prepend"])
+    elif isinstance(value.get("precompiled_charsmap"), str):
+        own = _longest(value["precompiled_charsmap"])
+    return own * prod(map(_growth, parts))
+
+
+def _longest(charsmap: str) -> float:
+    """The length of the longest text that a compiled table of SentencePiece writes for a character.
+
+    The table is the size of a trie in four bytes, the trie, and the texts with a zero after each.
+    """
+    try:
+        table = base64.b64decode(charsmap)
+    except (binascii.Error, ValueError):
+        return 1.0
+    texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+    return float(max([1, *(len(text.decode("utf-8", "replace")) for text in texts)]))
