@@ -57,13 +57,26 @@ class Evaluation(NamedTuple):
     factor_BCL: Tensor
 
 
-class _Encoded(NamedTuple):
-    """A batch after its encode pass: hidden states, the prefix that canvases see, and the batch with noise in them."""
+class _Factors:
+    """The factors of canvas positions [B, C, L], and their places on the way to the host.
 
-    hidden_BSD: Tensor
-    past: list[KV]
-    noisy: Batch
-    is_corrupted_BCL: Tensor
+    Made before the passes, so that the host waits for this copy alone and not for the passes queued after it.
+    """
+
+    def __init__(self, factor_BCL: Tensor):
+        self.of_all_N, self.device, self._copied = factor_BCL.flatten(), factor_BCL.device, None
+        self._counts_N = self.of_all_N != 0
+        if factor_BCL.is_cuda:
+            on_host_N = torch.empty(self._counts_N.shape, dtype=torch.bool, pin_memory=True)
+            self._counts_N = on_host_N.copy_(self._counts_N, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def places(self) -> Tensor:
+        """The places [N] of the factors that are not 0, on the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return _marked(self._counts_N, self.device)
 
 
 class _Scored(NamedTuple):
@@ -132,19 +145,22 @@ class Objective(nn.Module):
         vocabulary = self.model.vocabulary
         if self.sweep:
             return self._losses_of_sweep(batch)
-        hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
+        noisy, is_corrupted_BCL = self._corrupted(batch)
+        factors = _Factors(self._factor(batch, is_corrupted_BCL))
+        hidden_BSD, past = self._encode(batch)
         ar_sum = _loss(vocabulary, _pairs(hidden_BSD, batch))
         hidden_BTD = self._denoise(noisy, past, self._signal(noisy, past))
-        return {"canvas": _loss(vocabulary, self._scored(hidden_BTD, batch, noisy, is_corrupted_BCL)), "ar": ar_sum}
+        return {"canvas": _loss(vocabulary, self._scored(hidden_BTD, batch, noisy, factors)), "ar": ar_sum}
 
     def _losses_of_sweep(self, batch: Batch) -> Losses:
         """Both sums from one call of the vocabulary, so that its table is gathered once and gets its gradient once."""
         noisy, is_corrupted_BCL = self._corrupted(batch)
+        factors = _Factors(self._factor(batch, is_corrupted_BCL))
         has_pairs = bool(batch.on_host.is_ar_scored_BS.any())
         hidden_BTD = self._sweep(noisy, self._signal(noisy, None), has_pairs)
         (B, T, _), (_, S), canvases = hidden_BTD.shape, batch.tokens_BS.shape, noisy.canvas_BCL[0].numel()
         place_BT = torch.arange(B * T, device=hidden_BTD.device).view(B, T)
-        scored = [self._scored(place_BT[:, T - canvases :], batch, noisy, is_corrupted_BCL)]
+        scored = [self._scored(place_BT[:, T - canvases :], batch, noisy, factors)]
         if has_pairs:
             scored.append(_pairs(place_BT[:, :S], batch))
         place_N = torch.cat([each.of_token_N for each in scored])
@@ -182,13 +198,11 @@ class Objective(nn.Module):
         noisy_BCL, is_corrupted_BCL = _noise(made, batch.canvas_BCL, self.corruption, self.model.vocab_size)
         return replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL
 
-    def _encode(self, batch: Batch) -> _Encoded:
-        """Run the clean rows, and put noise into the canvases."""
+    def _encode(self, batch: Batch) -> tuple[Tensor, list[KV]]:
+        """Run the clean rows: hidden states [B, S, D], and the prefix that canvases see."""
         hidden_BSD, kv = self._encode_alone(batch)
-        noisy, is_corrupted_BCL = self._corrupted(batch)
         columns = _columns_seen(batch)
-        past = [tuple((x.detach() if self.stop_gradient else x)[:, :columns] for x in layer) for layer in kv]
-        return _Encoded(hidden_BSD, past, noisy, is_corrupted_BCL)
+        return hidden_BSD, [tuple((x.detach() if self.stop_gradient else x)[:, :columns] for x in of) for of in kv]
 
     def _encode_alone(self, batch: Batch) -> tuple[Tensor, list[KV]]:
         """Run the clean rows: hidden states [B, S, D] and every layer's kv."""
@@ -267,15 +281,14 @@ class Objective(nn.Module):
         hidden_BTD: Tensor = self.model(tokens_BT, positions_BT, spans, soft_BTD=soft_BTD, images=noisy.images)[0]
         return hidden_BTD
 
-    def _scored(self, of_token_BT: Tensor, batch: Batch, noisy: Batch, is_corrupted_BCL: Tensor) -> _Scored:
+    def _scored(self, of_token_BT: Tensor, batch: Batch, noisy: Batch, factors: _Factors) -> _Scored:
         """The tokens of the canvas loss: every position of the canvases whose factor is not 0."""
-        factor_BCL, bonus_BC = self._factor(batch, is_corrupted_BCL), self._bonus(batch)
-        place_N = _marked(factor_BCL != 0, factor_BCL.device)
+        bonus_BC, place_N = self._bonus(batch), factors.places()
         observed_N = bonus_N = None
         if bonus_BC is not None:
             observed_N = noisy.canvas_BCL.flatten()[place_N]
-            bonus_N = bonus_BC[..., None].expand_as(factor_BCL).flatten()[place_N]
-        target_N, factor_N = batch.canvas_BCL.flatten()[place_N], factor_BCL.flatten()[place_N]
+            bonus_N = bonus_BC[..., None].expand_as(noisy.canvas_BCL).flatten()[place_N]
+        target_N, factor_N = batch.canvas_BCL.flatten()[place_N], factors.of_all_N[place_N]
         return _Scored(of_token_BT.flatten(0, 1)[place_N], target_N, factor_N, observed_N, bonus_N)
 
     def _factor(self, batch: Batch, is_corrupted_BCL: Tensor) -> Tensor:
@@ -317,7 +330,7 @@ class Objective(nn.Module):
             ar_loss_BS, ar_is_correct_BS = _scores(vocabulary, hidden_BSD, next_BS, batch.is_ar_scored_BS)
             nothing = torch.zeros_like(batch.is_scored_BCL)
             return Evaluation(nothing, nothing, nothing, nothing, nothing, ar_loss_BS, ar_is_correct_BS, nothing)
-        hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
+        (noisy, is_corrupted_BCL), (hidden_BSD, past) = self._corrupted(batch), self._encode(batch)
         ar_loss_BS, ar_is_correct_BS = _scores(vocabulary, hidden_BSD, next_BS, batch.is_ar_scored_BS)
         first_BTD = self._denoise(noisy, past, None)
         second_BTD = self._denoise(noisy, past, vocabulary.soft_embedding(first_BTD))
@@ -350,7 +363,7 @@ def _pairs(of_token_BS: Tensor, batch: Batch) -> _Scored:
 
 
 def _marked(is_marked: Tensor, device: torch.device) -> Tensor:
-    """The places [N] of what is True, in row-major order, on a device; of marks that lie there the host waits for N."""
+    """The places [N] of what is True, in row-major order, on a device; for marks on a GPU the host would wait."""
     return sent(is_marked.flatten().nonzero()[:, 0], device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -360,6 +361,19 @@ def test_what_the_host_reads_of_its_own_batch_is_what_it_would_read_of_the_copy(
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     kept, of_rows = replace(batch, host=batch).select(batch.coin_BC)
     assert kept.host is not None and torch.equal(kept.host.start_BC, kept.start_BC) and len(of_rows)
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_the_places_of_factors_are_on_their_way_before_any_pass_is_queued(pair, sweep, monkeypatch):
+    """On a GPU the host then waits for them and not for the passes."""
+    objective, happened = objective_of(pair[1]), []
+    objective.sweep = sweep
+    made = objective.weight.weigh
+    monkeypatch.setattr(objective, "weight", SimpleNamespace(weigh=lambda *x: happened.append("factors") or made(*x)))
+    hook = pair[1].layers[0].register_forward_pre_hook(lambda *_: happened.append("pass"))
+    objective(batch_of(rows()))
+    hook.remove()
+    assert happened[0] == "factors" and happened.count("factors") == 1 and "pass" in happened
 
 
 def test_canvases_of_one_row_add_up_when_they_are_run_apart(pair):
