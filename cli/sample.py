@@ -175,6 +175,7 @@ def sample(
             for index, result in results:
                 place = mine[index]
                 tally.add(result)
+                tally.counts["cut"] += result.finish_reason == "length" and has_no_length(entries[place])
                 if gives_lines:
                     answers.write(place, wanted[place].named(result))
                 else:
@@ -209,6 +210,8 @@ def sample(
     elif view is None or view.several:
         for place in sorted(texts):
             _say_answer(texts[place])
+    if sampling.max_new_tokens is None:
+        note_one_canvas(tally.counts["cut"], sampler)
 
 
 def _check_usage(
@@ -230,6 +233,19 @@ def _check_usage(
         raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")
     if trace is not None and trace == output:
         raise typer.BadParameter(f"{trace} is the file of --output, too", param_hint="--trace")
+
+
+def has_no_length(entry: Request | Result) -> bool:
+    """True for a request that does not say how long its answer is."""
+    return getattr(entry, "max_new_tokens", None) is None and getattr(entry, "form", None) is None
+
+
+def note_one_canvas(count: int, sampler: Sampler) -> None:
+    """Say that `count` answers ended with their only canvas, as those of a preset's settings do that nobody changed."""
+    length = sampler.settings.canvas_length
+    if count and 1 < length >= sampler.generation.max_new_tokens:
+        answers = "1 answer was" if count == 1 else f"{count:,} answers were"
+        say(f"note: {answers} cut at one canvas, {length} tokens, as the settings say; give --max-new-tokens")
 
 
 def _say_answer(result: Result) -> None:

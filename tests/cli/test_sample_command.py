@@ -43,6 +43,17 @@ def test_output_lines_have_the_documented_fields(workshop: Path, tmp_path: Path,
     works(*words, "--output", written, "--overwrite")
 
 
+@pytest.mark.quick
+def test_a_word_tells_of_an_answer_that_was_cut_at_one_canvas(workshop: Path, prompt: str) -> None:
+    model = workshop / "run" / "model"
+    length = json.loads((model / "config.json").read_text())["canvas_length"]
+    words = ["sample", model, "--prompt", prompt, "--steps", "1", "--min-tokens"]
+    said = f"note: 1 answer was cut at one canvas, {length} tokens, as the settings say; give --max-new-tokens"
+    assert run(*words, length).stderr.splitlines() == [said]
+    assert run(*words, length, "--max-new-tokens", length).stderr == ""
+    assert run(*words, length, "--regex", f"[0-9]{{{length}}}").stderr == ""
+
+
 def test_a_prompts_file_without_a_prompt_is_one_message_and_no_record(workshop: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('nonsense\n\n{"response": "2"}\n{"prompt": "1=", "messages": []}\n')
     words = ["sample", workshop / "run" / "model", "--prompts", tmp_path / "p.jsonl"]
