@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from blockdiff.data.alterations import Alterations, find_alterations
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK = 128  # rows given to the tokenizer in one call; their offsets are many small objects
+CHARACTERS = 1 << 20  # of them
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,7 @@ class Encoder:
         """Every row as tokens; with `counts` rows that cannot be encoded are counted there and left out."""
         if not self.tokenizer.is_fast:
             raise _slow()
-        rows = iter(rows)
-        while chunk := list(islice(rows, CHUNK)):
+        for chunk in _chunks(rows):
             if self.chat:
                 chunk = [row.as_conversation() for row in chunk]
             try:
@@ -429,6 +428,19 @@ class Encoder:
 
     def _encode(self, texts: Sequence[str], cuts: Sequence[tuple[int, ...]] | None) -> list[Encoded]:
         return tokenised(texts, self.tokenizer, self.guard, cuts, has_offsets=cuts is not None)
+
+
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows, some at a time: at most CHUNK, and no more than CHARACTERS unless one row has more."""
+    chunk, size = list[Row](), 0
+    for row in rows:
+        if chunk and (len(chunk) == CHUNK or size + row.characters > CHARACTERS):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(row)
+        size += row.characters
+    if chunk:
+        yield chunk
 
 
 def _slow() -> DataError:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from blockdiff.data.strict_json import BOM, DECODER, decoded, parsed
 from blockdiff.errors import DataError
@@ -24,7 +25,10 @@ Value = tuple[str, Any]
 Choose = Callable[[list[str]], list[str]]
 
 BATCH = 1000  # rows of a parquet file that become Python objects together
-FIELD = 1 << 30  # the csv module refuses fields of more than 128 KiB unless told otherwise
+LINE = 128 << 20  # bytes of a line, and of a row of CSV, which may have several; an image of 64 MiB has room
+DOCUMENT = 1 << 30  # bytes of a JSON file, which is held in memory as a whole
+DECODED = 256 << 20  # bytes of the rows of parquet and Arrow that become Python objects together
+VALUES = 1 << 27  # values of a column in a row group of parquet
 GZIP = ".gz"
 BLANK = re.compile(r"[ \t\r\n]*")
 
@@ -83,11 +87,20 @@ def _open(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix.lower() == GZIP else path.open("rb")  # type: ignore[return-value]
 
 
+def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file after their numbers; DataError for one that is too long to be held."""
+    number = 0
+    while line := file.readline(LINE + 1):
+        number += 1
+        if len(line) > LINE:
+            raise DataError(f"{path}:{number}: a line of more than {LINE:,} bytes; write a row in fewer")
+        yield number, line.removeprefix(BOM) if number == 1 else line
+
+
 def json_lines(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     """One JSON object per line; lines of only white space are passed over."""
     with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            line = line.removeprefix(BOM) if number == 1 else line
+        for number, line in _lines(file, path):
             if line and not line.isspace() and not skip.takes():
                 yield str(number), _json_line(line, f"{path}:{number}")
 
@@ -102,7 +115,11 @@ def _json_line(line: bytes, where: str) -> Any:
 def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     """A list of objects, {"data": [...]}, or objects one after the other; held in memory as a whole."""
     with _open(path) as file:
-        content = file.read().removeprefix(BOM)
+        content = file.read(DOCUMENT + 1).removeprefix(BOM)
+    if len(content) > DOCUMENT:
+        raise DataError(
+            f"{path}: more than {DOCUMENT:,} bytes of one JSON document; write one object per line (.jsonl)"
+        )
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -156,18 +173,23 @@ def _line(text: str, at: int) -> int:
 
 def separated(path: Path, skip: Skip, choose: Choose, delimiter: str) -> Iterator[Value]:
     """Fields with a delimiter between them, under a line with their names; the place is the line a row begins on."""
-    csv.field_size_limit(FIELD)
+    csv.field_size_limit(LINE)  # which is 128 KiB unless told otherwise
     names: list[str] = []
-    begin = 1
+    begin, size = 1, 0  # of the row that is read
+
+    def lines(file: IO[bytes]) -> Iterator[str]:
+        nonlocal size
+        for number, line in _lines(file, path):
+            size += len(line)
+            if size > LINE:
+                raise DataError(f"{path}:{begin}: a row of more than {LINE:,} bytes; close its quotes, or write fewer")
+            yield decoded(line, f"{path}:{number}")
+
     with _open(path) as file:
-        lines = (
-            decoded(line.removeprefix(BOM) if number == 1 else line, f"{path}:{number}")
-            for number, line in enumerate(file, start=1)
-        )
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        reader = csv.reader(lines(file), delimiter=delimiter, strict=True)
         try:
             for fields in reader:
-                place, begin = begin, reader.line_num + 1
+                place, begin, size = begin, reader.line_num + 1, 0
                 if not fields or (len(fields) == 1 and not fields[0].strip()):
                     continue
                 if not names:
@@ -195,17 +217,36 @@ def _header(fields: list[str], where: str) -> list[str]:
 
 
 def parquet(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
-    """A parquet file, a thousand rows in memory at a time; row groups that are passed over are not read."""
+    """A parquet file, a thousand rows in memory at a time; row groups that are passed over are not read.
+
+    Texts stay in their dictionary until their row becomes an object: a few bytes may say one text a billion times.
+    """
     import pyarrow.parquet as pq
 
     with _open(path) as raw, pq.ParquetFile(raw) as file:
         columns, group, row = choose(file.schema_arrow.names), 0, 0
+        leaves = [file.schema.column(index) for index in range(len(file.schema))]
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         while group < file.num_row_groups and skip.left >= file.metadata.row_group(group).num_rows:
             row += file.metadata.row_group(group).num_rows
             skip.left -= file.metadata.row_group(group).num_rows
             group += 1
         groups = list(range(group, file.num_row_groups))
-        yield from _rows(file.iter_batches(BATCH, row_groups=groups, columns=columns), row, path, skip)
+        for number in groups:
+            _check_group(file.metadata.row_group(number), columns, f"{path}: row group {number}")
+        with pq.ParquetFile(raw, read_dictionary=texts, metadata=file.metadata) as folded:
+            yield from _rows(folded.iter_batches(BATCH, row_groups=groups, columns=columns), row, path, skip)
+
+
+def _check_group(group: Any, columns: list[str], where: str) -> None:
+    """Raise DataError for a row group with more values in a column than are read at once."""
+    for index in range(group.num_columns):
+        column = group.column(index)
+        if column.path_in_schema.partition(".")[0] in columns and column.num_values > VALUES:
+            raise DataError(
+                f"{where}: {column.num_values:,} values in {column.path_in_schema}, more than {VALUES:,}; write "
+                "smaller row groups"
+            )
 
 
 def arrow(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
@@ -229,8 +270,31 @@ def _rows(batches: Iterable[Any], before: int, path: Path, skip: Skip) -> Iterat
         before += batch.num_rows
 
 
+def _size(array: Any) -> int:
+    """The most bytes that an array has with its dictionaries written out."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        is_text = any(is_kind(kind.value_type) for is_kind in (pa.types.is_string, pa.types.is_binary))
+        longest = pc.max(pc.binary_length(array.dictionary)).as_py() if is_text else array.dictionary.nbytes
+        return len(array) * int(longest or 0)
+    if pa.types.is_struct(kind):
+        return sum(_size(each) for each in array.flatten())
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _size(array.flatten()) + int(4 * len(array))
+    return int(array.nbytes)
+
+
 def _objects(batch: Any, first: int, path: Path) -> Iterator[Value]:
-    """The rows of a record batch as objects, numbered from `first`."""
+    """The rows of a record batch as objects, numbered from `first`; of large ones fewer at a time."""
+    size = sum(map(_size, batch.columns))
+    if size > DECODED:
+        if batch.num_rows == 1:
+            yield f"row {first}", DataError(f"{path}:row {first}: more than {DECODED:,} bytes ({size:,}); split it")
+            return
+        half = batch.num_rows // 2
+        yield from _objects(batch.slice(0, half), first, path)
+        yield from _objects(batch.slice(half), first + half, path)
+        return
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError:

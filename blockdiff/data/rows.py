@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 from blockdiff.data.image_parts import (
@@ -33,6 +34,7 @@ CONVERSATION_KEYS = ("messages", "conversations")
 ALPACA_KEYS = ("instruction", "input", "output")
 KEYS = ("prompt", "response", "messages", "tools", "system", "image", "images", "id")
 CONTENT_KEYS = {"prompt", "response", "completion", "history", "text", *JUDGEMENTS, *ALPACA_KEYS, *CONVERSATION_KEYS}
+LONGEST = 2 << 20  # characters of a row: some 500,000 tokens, which take half a GiB while they are made
 # The keys that are read of a row, by the one that says which form it has.
 COMMON = ("id", "image", "images", "system", *JUDGEMENTS)
 READ = {
@@ -68,6 +70,11 @@ class Row:
         """All its images in the order of the text."""
         return list(self.images) if self.messages is None else images_in(self.messages)
 
+    @cached_property
+    def characters(self) -> int:
+        """The number of characters that are to be tokenised."""
+        return characters((self.prompt, self.response, self.messages, self.tools))
+
     def located(self) -> Row:
         """The same row with absolute paths of its images; DataError for one that leads out of the file's folder."""
         found = tuple(located(each, self.where) for each in self.sources)
@@ -82,6 +89,15 @@ class Row:
         asked = text_with_images(self.prompt or "", self.images) if self.images else self.prompt or ""
         messages = {"role": "user", "content": asked}, {"role": "assistant", "content": self.response or ""}
         return replace(self, prompt=None, response=None, messages=messages, images=())
+
+
+def characters(value: Any) -> int:
+    """The number of characters in the texts of a row's value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + characters(each) for key, each in value.items())
+    return sum(map(characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def written_texts(row: Row) -> Iterator[str]:
@@ -118,6 +134,8 @@ def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, 
         named = _renamed(value, columns) if columns else value
         form = _form(named, is_asked)
         row = _row(named, form, where, is_asked, unread)
+        if row.characters > LONGEST:
+            raise BadRow(f"{row.characters:,} characters, more than the {LONGEST:,} of a row; split it")
     except BadRow as bad:
         raise DataError(f"{where}: {bad}") from None
     read = {*READ[form], *COMMON, *(columns or {}).values()}

@@ -99,9 +99,18 @@ class Statistics:
 
     @property
     def bad_rows(self) -> str:
-        """The rows that cannot be used, in words: the first ten with their reasons, and the number of the others."""
+        """The rows that cannot be used, in words: the first ten, each reason once, and the number of the others."""
+        places: dict[tuple[str, str], list[str]] = {}
+        for text in self.first_bad:  # "file:17: reason", where "row 17" may stand for "17"
+            where, _, reason = text.partition(": ")
+            file, _, place = where.rpartition(":")
+            places.setdefault((file, reason), []).append(place)
+        reasons = [
+            f"{file}:{', '.join([its[0], *(place.removeprefix('row ') for place in its[1:])])}: {reason}"
+            for (file, reason), its in places.items()
+        ]
         more = self.bad - len(self.first_bad)
-        listed = " | ".join([*self.first_bad, *[f"{more:,} more"] * (more > 0)])
+        listed = " | ".join([*reasons, *[f"{more:,} more"] * (more > 0)])
         return listed if self.bad == 1 else f"{self.bad:,} rows cannot be used: {listed}"
 
     def count_example(

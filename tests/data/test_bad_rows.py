@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from blockdiff.cli.main import app
+from blockdiff.data import chat, formats
 from blockdiff.data.chat import Encoder
 from blockdiff.data.dataset import load_dataset
-from blockdiff.data.sources import Source
+from blockdiff.data.rows import Row
+from blockdiff.data.sources import Source, read_rows
+from blockdiff.data.statistics import Statistics
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
@@ -82,7 +89,8 @@ def test_all_bad_rows_are_named_together_the_first_ten_and_their_number(mixed: P
         load_dataset([Source(rows=rows) if in_memory else Source(str(mixed))], ENCODER, cache=None)
     message = str(caught.value)
     assert message.startswith(f"{11 if in_memory else 12} rows cannot be used: ") and "\n" not in message
-    assert message.count("response is missing") == (10 if in_memory else 9)
+    assert message.count("response is missing") == 1  # with the places of all
+    assert ("2, 3, 4, 5, 6, 7, 8, 9, 10, 11: " if in_memory else "9, 10, 11: ") in message
     assert message.endswith(f" | {1 if in_memory else 2} more; correct them, or set data.on_bad_row: skip")
 
 
@@ -113,3 +121,74 @@ def test_bad_rows_are_skipped_where_that_is_asked_for_and_never_taken_from_the_c
     mixed.write_text("{\n{\n")
     with pytest.raises(DataError, match=r"2 rows .*; no other row"):
         load_dataset([Source(str(mixed))], skipping, cache=None)
+
+
+def test_a_reason_that_several_rows_share_is_said_once_with_their_places() -> None:
+    counts = Statistics(1)
+    for line in (3, 5, 9):
+        counts.count_bad(DataError(f"a.jsonl:{line}: no prompt; add one"))
+    counts.count_bad(DataError("b.parquet:row 2: no prompt; add one"))
+    counts.count_bad(DataError("b.parquet:row 4: no prompt; add one"))
+    said = "a.jsonl:3, 5, 9: no prompt; add one | b.parquet:row 2, 4: no prompt; add one"
+    assert counts.bad_rows == f"5 rows cannot be used: {said}"
+
+
+def packed(path: Path, content: bytes) -> Path:
+    path.write_bytes(gzip.compress(content))
+    return path
+
+
+def test_lines_rows_of_csv_and_documents_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "LINE", 1000)
+    monkeypatch.setattr(formats, "DOCUMENT", 3000)
+    row = GOOD.encode()
+    files = {
+        packed(tmp_path / "a.jsonl.gz", row + b'\n{"prompt": "' + b"a" * 5000): ":2: ",
+        packed(tmp_path / "a.csv.gz", b'prompt,response\na,b\nc,"' + b"d\n" * 5000): ":3: ",
+        packed(tmp_path / "a.json.gz", b"[" + row + b" " * 5000 + b"]"): ": ",
+    }
+    for path, place in files.items():
+        with pytest.raises(DataError, match=r"more than .*;") as caught:
+            list(read_rows(Source(str(path))))
+        assert str(caught.value).startswith(f"{path}{place}")
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["texts", "messages"])
+def test_one_text_that_parquet_says_for_many_rows_takes_the_memory_of_a_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    monkeypatch.setattr(formats, "DECODED", 4 << 20)
+    text, count = "a" * (1 << 20), 100
+    row = {"messages": [{"role": "user", "content": text}]} if nested else {"prompt": text}
+    pq.write_table(pa.Table.from_pylist([row] * count), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    tracemalloc.start()
+    seen = [place for place, value in formats.values(tmp_path / "a.parquet", formats.Skip(), list) if value]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert seen == [f"row {number}" for number in range(1, count + 1)] and peak < 16 << 20
+    monkeypatch.setattr(formats, "DECODED", 1 << 19)
+    with pytest.raises(DataError, match=r"a\.parquet:row 1: more than"):
+        list(read_rows(Source(str(tmp_path / "a.parquet"), columns={})))
+    monkeypatch.setattr(formats, "VALUES", 99)
+    with pytest.raises(DataError, match=r"row group 0: 100 values in (prompt|messages)"):
+        list(read_rows(Source(str(tmp_path / "a.parquet"))))
+
+
+def test_a_row_has_as_many_characters_as_can_be_tokenised_and_long_rows_go_together_as_far_as_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{GOOD}\n" + json.dumps({"prompt": "", "response": "a" * (2 << 20) + "b"}) + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: 2,097,153 characters"):
+        load_dataset([Source(str(path))], replace(ENCODER, max_length=64), cache=None)
+    rows = [Row(f"f:{n}", prompt="a" * n, response="b" * n) for n in range(1, 9)]
+    whole, _ = ENCODER.encode(rows)
+    together: list[int] = []
+    tokenise = Encoder._tokenise
+    monkeypatch.setattr(
+        Encoder, "_tokenise", lambda self, texts, *_: together.append(len(texts)) or tokenise(self, texts, *_)
+    )
+    monkeypatch.setattr(chat, "CHARACTERS", 12)
+    assert ENCODER.encode(rows)[0] == whole
+    assert together[::2] == [3, 1, 1, 1, 1, 1]
