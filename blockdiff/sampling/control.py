@@ -20,7 +20,7 @@ from blockdiff.kernels.vocabulary import Classes
 from blockdiff.sampling.canvas_control import FREE, CanvasControl
 from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, texts_without
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT, any_object
-from blockdiff.sampling.constraints.json_schema import schema_regex
+from blockdiff.sampling.constraints.json_schema import schema_automaton
 from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, completable_later, completable_pins, forced
 from blockdiff.sampling.constraints.regex import regex_automaton
@@ -330,8 +330,10 @@ def _languages(request: Request, settings: SamplingSettings) -> tuple[ByteAutoma
         require_tokenizer("a constraint", settings)
         if request.json_schema == ANY_OBJECT:
             found.append(any_object())
+        elif request.json_schema is not None:
+            found.append(schema_automaton(request.json_schema))
         else:
-            found.append(regex_automaton(request.regex or schema_regex(request.json_schema or "")))
+            found.append(regex_automaton(request.regex or ""))
     for id in request.banned:
         if not isinstance(id, str) and not 0 <= id < settings.vocab_size:
             raise RequestError(f"banned token {id!r} is not one of the model's {settings.vocab_size} ids")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from blockdiff.data.messages import BadRow, checked_tools
 from blockdiff.data.template import is_variable, own_template
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT
-from blockdiff.sampling.constraints.json_schema import schema_regex
 from blockdiff.sampling.request import FORMS, Request
 from blockdiff.serving.answering import ApiCall, Server, respond
 from blockdiff.serving.answers import (
@@ -128,7 +126,7 @@ def api_call(body: ChatRequest, server: Server, terms: Terms) -> ApiCall:
         check_size("the characters of response_format", len(json.dumps(fields["json_schema"])), limits.form_characters)
     if body.tool_choice not in ("none", "auto"):
         forced = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else ""
-        set_form(fields, regex=regex_of_call(declared, forced))
+        set_form(fields, json_schema=schema_of_call(declared, forced))
         fields["stop"] = ()  # which would cut the call
     messages = served_messages(body.messages, limits)
     body.messages = []  # a second copy of images while the answer runs
@@ -185,26 +183,30 @@ def set_form(fields: dict[str, Any], **form: Any) -> None:
     fields |= form
 
 
-def regex_of_call(tools: Sequence[Mapping[str, Any]], name: str) -> str:
-    """The expression of a forced call: the arguments of the named function, or an object that names one, too."""
+def schema_of_call(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """The schema of a forced call: of the named function's arguments, or of an object that names one, too."""
     functions = {each["function"]["name"]: each["function"] for each in tools}
     if name and name not in functions:
         raise RequestError(f"tool_choice names {name!r:.80}, which tools does not declare")
     if name:
         return _arguments(functions[name])
     calls = [
-        rf'\{{"name": ?{re.escape(json.dumps(each))}, ?"arguments": ?{_arguments(functions[each])}\}}'
-        for each in functions
+        {
+            "type": "object",
+            "properties": {"name": {"const": each}, "arguments": {"$id": f"tool:{each}"} | _arguments(function)},
+            "required": ["name", "arguments"],
+        }
+        for each, function in functions.items()
     ]
-    return f"(?:{'|'.join(calls)})"
+    return {"anyOf": calls}
 
 
-def _arguments(function: Mapping[str, Any]) -> str:
-    """The expression of a function's arguments."""
-    schema = function.get("parameters") or {}
-    if not schema.get("properties") and not schema.get("additionalProperties"):
-        return r"\{\}"
-    return schema_regex({"type": "object", **schema})
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object; a function that declares none has none."""
+    schema = function.get("parameters") or {"properties": {}}
+    if schema.get("type", "object") not in ("object", ["object"]):
+        raise RequestError(f"the parameters of {function['name']!r:.80} must be an object, got {schema['type']!r:.40}")
+    return {**schema, "type": "object"}
 
 
 def tool_call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import json
-import math
 import random
 import re
 
-import jsonschema
 import pytest
 import torch
 
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints import byte_automaton, compile_child, outlines
+from blockdiff.sampling.constraints import compile_child, outlines
 from blockdiff.sampling.constraints import regex as expressions
 from blockdiff.sampling.constraints.byte_automaton import texts_without
-from blockdiff.sampling.constraints.json_schema import NumberRange, schema_regex
 from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, forced, paths
 from blockdiff.sampling.constraints.regex import regex_automaton
@@ -26,7 +21,6 @@ from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, token
 from blockdiff.sampling.constraints.tokens import Tokens, token_bytes
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.random_regex import random_regex
-from tests.support.random_schemas import invalid_texts, random_documents
 
 pytestmark = pytest.mark.quick
 EOS, EOS_2, PAD = 0, 1, 2
@@ -347,12 +341,6 @@ def test_an_eos_that_is_banned_or_of_another_vocabulary_ends_no_text():
     assert bool(automaton.is_accepting_S[automaton.run((3, 3, 3))])
 
 
-def test_a_pattern_that_is_too_large_to_be_checked_is_refused_and_does_not_pass(monkeypatch):
-    monkeypatch.setattr(byte_automaton, "MOST_STATES", 3)
-    with pytest.raises(RequestError, match="states or more"):
-        schema_regex('{"type": "string", "pattern": "abcdefg"}')
-
-
 def test_a_long_and_wide_canvas_stays_exact(monkeypatch):
     """Chunks of positions and rows change nothing, and logits of any size neither overflow nor vanish."""
     from blockdiff.sampling.constraints import paths as module
@@ -369,202 +357,6 @@ def test_a_long_and_wide_canvas_stays_exact(monkeypatch):
         assert torch.equal(one, other)
     torch.testing.assert_close(whole.share_BLC.sum(-1), torch.ones(3, 64, dtype=torch.float64))
     assert bool(whole.is_possible_B.all())
-
-
-# -- JSON -------------------------------------------------------------------------------------------------------
-
-SCHEMAS = [
-    """{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-        "required": ["name", "age"]}""",
-    """{"type": "object", "properties": {"a": {"type": "number"}, "é": {"type": ["boolean", "null"]},
-        "c": {"const": [1, {"x": null}]}}}""",
-    """{"type": ["array", "object"], "items": {"type": "null"}, "maxItems": 2, "properties": {"a": {"enum": [[], {}]},
-        "b": {"type": "null"}, "c": {"type": "null"}}, "required": ["b"]}""",
-    r"""{"type": "array", "items": {"anyOf": [{"type": "integer"}, {"enum": ["q\"\\", "é", null, true, 1.5]}]},
-         "minItems": 1, "maxItems": 3}""",
-    """{"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string", "minLength": 1, "maxLength": 3}]}""",
-    """{"type": "object", "additionalProperties": {"type": "integer"}}""",
-    """{"$defs": {"d": {"type": "string", "format": "date"}}, "type": "object",
-        "properties": {"when": {"$ref": "#/$defs/d"}}, "required": ["when"]}""",
-    """{"type": "object", "properties": {"child": {"$ref": "#"}, "id": {"type": "string", "format": "uuid"}}}""",
-    """{"type": "string", "pattern": "^[a-c]+(-x)?$"}""",
-    """{"type": "string", "format": "date-time"}""",
-    """{"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}, "next": {"anyOf": [{"type": "null"},
-        {"$ref": "#"}]}}, "required": ["n", "next"]}""",
-    """{"type": "object", "properties": {"n": {"enum": [1, 2]}, "children": {"type": "array", "items": {"$ref": "#"},
-        "maxItems": 1}}, "required": ["children", "n"]}""",
-    """{"$ref": "#/$defs/a", "$defs": {"a": {"type": ["object", "null"], "properties": {"b": {"$ref": "#/$defs/b"}},
-        "required": ["b"]}, "b": {"type": "array", "prefixItems": [{"$ref": "#/$defs/a"}]}}}""",
-    """{"type": "object", "properties": {"v": {"$ref": "#/$defs/1"}}, "required": ["v"], "$defs": {
-        "1": {"$ref": "#/$defs/2"}, "2": {"$ref": "#/$defs/3"}, "3": {"$ref": "#/$defs/4"}, "4": {"$ref": "#/$defs/5"},
-        "5": {"$ref": "#/$defs/6"}, "6": {"type": "integer"}}}""",
-    """{"type": "array", "items": {"type": "string", "pattern": "yes|no"}, "minItems": 1, "maxItems": 4}""",
-    """{"type": "object", "properties": {"age": {"type": ["integer", "null"], "minimum": 18, "maximum": 120},
-        "share": {"type": "number", "exclusiveMinimum": -2, "maximum": 1}, "n": {"const": 1000000000000000},
-        "minimum": {"type": "array", "items": {"type": "integer", "exclusiveMinimum": 2.5}}}}""",
-]
-
-
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_texts_of_a_schema_are_documents_that_it_validates(schema):
-    texts = random_documents(schema, random.Random(0), 60)
-    for text in texts:
-        jsonschema.validate(json.loads(text), json.loads(schema))
-    assert len(texts) > 3
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_texts_of_random_schemas_with_formats_patterns_and_recursion_are_valid(seed):
-    judged, invalid = invalid_texts(seed)
-    assert judged and not invalid
-
-
-@pytest.mark.parametrize(
-    "pattern,held,left_out",
-    [
-        ("yes|no", ["yes", "no"], ["yes|no", "maybe"]),
-        ("^a|b$", ["a", "b"], ["ab"]),
-        (r"\d+", ["0", "42"], ["", "\u0664", "4a"]),
-        (r"[\d-]\w", ["4_", "-Z"], ["\u0664a", "4é"]),
-        (r"[^\D]", ["7"], ["a", "\u0664"]),
-        (r"[^\W\d]", ["a", "_"], ["7", "é", "-"]),
-        (r"a\sb", ["a b"], ["ab", "a\u3000b"]),
-        (r"[^\S]", [" "], ["a", "\u3000"]),
-        (r"[a\s]", ["a", " "], ["b"]),
-        (r"[^\s\\\x00-\x1f\x22]", ["a", "é"], [" ", "\u3000", "\ufeff"]),
-        ("[[a]", ["[", "a"], ["]"]),
-        (r"[a&&b\]]", ["a", "&", "b", "]"], ["c"]),
-        (r"\<b\>", ["<b>"], ["b"]),
-        (r"costs\$", ["costs$"], ["costs"]),
-    ],
-)
-def test_patterns_are_those_of_a_json_schema(pattern, held, left_out):
-    # between quotes with whatever stands around them, here a property
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": ["string", "null"], "pattern": pattern}},
-        "required": ["a"],
-    }
-    automaton = regex_automaton(schema_regex(schema))
-    assert automaton.accepts(b'{"a":null}')
-    for text in (*held, *left_out):
-        written = json.dumps({"a": text}, ensure_ascii=False).encode()
-        assert automaton.accepts(written) == (text in held), text
-    assert not any(automaton.accepts(f'{{"a":{text}}}'.encode()) for text in (held[0], f'"{held[0]}', f'{held[0]}"'))
-
-
-@pytest.mark.parametrize(
-    "name,held,left_out",
-    [
-        ("date", ["2024-02-29"], ["2023-02-29", "2024-2-9", "0000-01-01", "\u0662\u0660\u0662\u0664-01-01"]),
-        (
-            "time",
-            ["00:00:00Z", "23:59:59.123456789+23:59", "12:30:00-05:30"],
-            ["24:00:00Z", "12:30:00", "12:30Z", "12:60:00Z", "12:30:00.Z", "12:30:00+24:00", "12:30:00z"],
-        ),
-        (
-            "date-time",
-            ["2020-02-29T10:00:00Z", "1999-12-31T23:59:59.5+01:00"],
-            ["2020-02-31T10:00:00Z", "2020-02-29T10:00:00", "2020-02-29 10:00:00Z", "2020-02-29"],
-        ),
-        (
-            "email",
-            ["a@b.c", "first.last+tag@mail.example.org", "o'neil@x-y.de", "{a|b}@1.2"],
-            ["a@b", "a..b@c.d", ".a@b.c", "a@-b.c", "a@b-.c", "a@b.c.", "a b@c.d", "a@b@c.d", "é@b.c", "@b.c"],
-        ),
-        (
-            "uuid",
-            ["123e4567-e89b-12d3-a456-426614174000", "123E4567-E89B-12D3-A456-426614174000"],
-            ["123e4567e89b12d3a456426614174000", "123e4567-e89b-12d3-a456-42661417400g"],
-        ),
-        ("ipv4", ["0.0.0.0", "255.249.199.9", "10.20.30.100"], ["256.0.0.1", "01.2.3.4", "1.2.3", "1.2.3.4.5"]),
-    ],
-)
-def test_a_format_holds_its_texts_and_no_others(name, held, left_out):
-    automaton = regex_automaton(schema_regex({"type": "string", "format": name}))
-    assert [text for text in held + left_out if automaton.accepts(f'"{text}"'.encode())] == held
-
-
-def test_the_dates_are_those_of_the_calendar():
-    expression = re.compile(schema_regex({"type": "string", "format": "date"}))
-    for year in (*range(1, 10), 99, 100, 400, *range(1896, 1910), *range(1995, 2030), 2100, 2400, 9996, 9999):
-        for month in range(14):
-            for day in range(33):
-                text = f"{year:04}-{month:02}-{day:02}"
-                try:
-                    datetime.date.fromisoformat(text)
-                except ValueError:
-                    assert not expression.fullmatch(f'"{text}"'), text
-                else:
-                    assert expression.fullmatch(f'"{text}"'), text
-
-
-@pytest.mark.parametrize(
-    "schema,message",
-    [
-        ("{", "not valid JSON"),
-        (True, "true at its top"),
-        ({}, "no type at its top"),
-        ({"type": "thing"}, 'type "thing" at its top'),
-        ({"type": "string", "minimum": 3}, "says minimum at its top"),
-        ({"type": "integer", "multipleOf": 3}, "multipleOf at its top"),
-        ({"type": "integer", "minimum": True}, "minimum at its top.*number.*true"),
-        ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, "no integer.*at its top"),
-        (
-            {"items": {"type": "number", "maximum": 0.5}, "type": "array"},
-            r"maximum 0\.5 at /items",
-        ),
-        ({"oneOf": [{"type": "null"}]}, "oneOf at its top.*anyOf"),
-        ({"type": "object"}, "object at its top.*properties"),
-        ({"type": "array"}, "no items"),
-        ({"type": "object", "properties": {"a": {}}}, "no type at /properties/a"),
-        ({"type": "object", "properties": {'a"': {"type": "null"}}}, "property .*escapes"),
-        ({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]}, "'b'"),
-        ({"type": "string", "pattern": ".*"}, "pattern .*quotes"),
-        ({"type": "string", "pattern": 5}, "pattern at its top"),
-        ({"type": "string", "pattern": "a", "minLength": 3}, "says minLength"),
-        ({"type": "string", "format": "idn-email"}, "format 'idn-email' at its top.*date, time, date-time"),
-        ({"type": "string", "format": ["date"]}, r"format \['date'\] at its top"),
-        ({"type": "string", "enum": ["a", 1]}, "value 1 at its top"),
-        ({"enum": []}, "at least one value"),
-        ({"$ref": "https://example.org/x"}, "only #"),
-        ({"$ref": "#/nowhere"}, "'#/nowhere'"),
-        ({"$ref": "#"}, "itself.* '#'"),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "itself without end"),
-        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "itself without end"),
-        ({"anyOf": []}, "anyOf .*list of schemas"),
-        ({"type": "array", "prefixItems": 5}, "prefixItems at its top"),
-        ({"type": "string", "minLength": -1}, "minLength at its top.*-1"),
-        ({"type": "array", "items": {"type": "null"}, "minItems": 3, "maxItems": 2}, "minItems 3"),
-        ({"properties": {"a": {"type": "null"}}, "required": 5}, "required at its top must"),
-        ({"properties": {"a": {"type": "null"}}, "required": [["a"]]}, r"\['a'\] at its top"),
-        ({"properties": {f"p{n}": {"type": "null"} for n in range(500)}}, "1,048,576"),
-        ({"const": math.nan}, "not valid JSON"),
-    ],
-)
-def test_what_an_expression_would_not_hold_of_a_schema_is_refused_by_name(schema, message):
-    with pytest.raises(RequestError, match=message) as caught:
-        schema_regex(schema)
-    assert "\n" not in str(caught.value)
-
-
-def test_expressions_of_bounds_hold_the_numbers_between_them():
-    generator, texts = random.Random(0), [f"{x}{end}" for x in range(-130, 131) for end in ("", ".0", ".05", ".9")]
-    for _ in range(60):
-        low, high = (generator.choice([-12, 0, 7, 99, 100, generator.randint(-120, 120)]) for _ in range(2))
-        bounds = NumberRange(
-            generator.choice([low, -math.inf]),
-            generator.choice([high, math.inf]),
-            *generator.choices([True, False], k=2),
-        )
-        integers, numbers = (re.compile(each or "(?!)") for each in (bounds.integers(), bounds.numbers()))
-        for text in texts:
-            x = float(text)
-            is_above = x > bounds.least if bounds.over else x >= bounds.least
-            is_within = is_above and (x < bounds.most if bounds.under else x <= bounds.most)
-            assert bool(numbers.fullmatch(text)) == is_within, (bounds, text)
-            assert bool(integers.fullmatch(text)) == (is_within and "." not in text), (bounds, text)
-    assert not any(re.fullmatch(NumberRange().numbers(), text) for text in ("01", "-01", "1.", ".5", ""))
 
 
 def test_character_tokenizers_have_their_characters_as_texts():

@@ -10,13 +10,14 @@ from typing import Any
 import jsonschema
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints.json_schema import FORMATS, schema_regex
-from blockdiff.sampling.constraints.regex import regex_automaton
+from blockdiff.sampling.constraints.json_schema import schema_automaton
+from blockdiff.sampling.constraints.json_strings import FORMATS
+from tests.support.schema_kinds import schema_of_kind
 
 
 def random_documents(schema: Any, generator: random.Random, tries: int) -> set[str]:
     """Texts that the automaton of a schema accepts, by random ways that soon end strings, arrays and objects."""
-    automaton, texts = regex_automaton(schema_regex(schema)), set()
+    automaton, texts = schema_automaton(schema), set()
     for _ in range(tries):
         state, text = 0, bytearray()
         while not (bool(automaton.is_accepting_S[state]) and generator.random() < 0.5):
@@ -63,19 +64,27 @@ def recursive_schema(generator: random.Random) -> dict[str, Any]:
 
 
 def judge(schema: Any) -> jsonschema.protocols.Validator:
-    """The validator of a schema that checks formats, with a time zone in times."""
+    """The validator of a schema, of its own draft, that checks formats, with a time zone in times."""
     checker = jsonschema.FormatChecker()
     for name, kind in (("time", datetime.time), ("date-time", datetime.datetime)):  # which jsonschema does not check
         checker.checks(name, ValueError)(
             lambda text, read=kind.fromisoformat: not isinstance(text, str) or read(text).tzinfo is not None
         )
-    return jsonschema.Draft202012Validator(schema, format_checker=checker)
+    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    validator.check_schema(schema)
+    return validator(schema, format_checker=checker)
 
 
-def invalid_texts(seed: int, tries: int = 40) -> tuple[int, list[str]]:
-    """The number of judged texts of the schema of a seed (every third is recursive), and the texts that are invalid."""
+def invalid_texts(kind: str, seed: int, tries: int = 40) -> tuple[int, list[str]]:
+    """The number of judged texts of the schema of a seed, and the texts that are invalid.
+
+    Every third schema of the kind "random" is recursive; other kinds are those of `schema_kinds`.
+    """
     generator = random.Random(seed)
-    schema = recursive_schema(generator) if seed % 3 == 2 else random_schema(generator)
+    if kind != "random":
+        schema = schema_of_kind(kind, seed)
+    else:
+        schema = recursive_schema(generator) if seed % 3 == 2 else random_schema(generator)
     try:
         texts = random_documents(schema, generator, tries)
     except RequestError:  # refused by name

@@ -57,25 +57,35 @@ class ByteAutomaton:
         is_accepting_S[:-1] = self.is_accepting_S[kept]
         return ByteAutomaton(next_SB, is_accepting_S)
 
+    def without(self, other: ByteAutomaton) -> ByteAutomaton:
+        """The texts of this language that are not in another one; NoText if there is none."""
+        # The dead state of the other language is alive in its complement.
+        dead = torch.full((1, 256), other.states + 1, dtype=torch.int32)
+        return self.both(
+            ByteAutomaton(torch.cat((other.next_SB, dead)), torch.cat((~other.is_accepting_S, dead[0, :1] < 0)))
+        )
+
     def both(self, other: ByteAutomaton) -> ByteAutomaton:
         """The texts that are in both languages; NoText if there is none, RequestError for too many states."""
         # Bytes that neither of the two tells apart lead to the same pair, so one of each such class is followed.
         class_B, first_C = byte_classes(torch.cat((self.next_SB, other.next_SB)))
+        one_SC, two_SC = self.next_SB[:, first_C].tolist(), other.next_SB[:, first_C].tolist()
+        one_dead, two_dead = self.states, other.states
         pairs = {(0, 0): 0}
         order, rows = [(0, 0)], []
         for one, two in order:  # which grows
             seconds_left()
-            following = torch.stack((self.next_SB[one, first_C], other.next_SB[two, first_C]), -1).tolist()
             row = []
-            for a, b in following:
-                is_dead = a == self.states or b == other.states
-                pair = (self.states, other.states) if is_dead else (a, b)
-                if pair not in pairs and not is_dead:
+            for pair in zip(one_SC[one], two_SC[two], strict=True):
+                if pair[0] == one_dead or pair[1] == two_dead:
+                    row.append(-1)
+                    continue
+                if pair not in pairs:
                     if len(order) >= MOST_STATES:
                         raise too_large(len(order))
                     pairs[pair] = len(order)
                     order.append(pair)
-                row.append(-1 if is_dead else pairs[pair])
+                row.append(pairs[pair])
             rows.append(row)
         next_SB = torch.tensor([*rows, [-1] * len(first_C)], dtype=torch.int32)[:, class_B]
         next_SB[next_SB < 0] = len(order)

@@ -1,355 +1,510 @@
-"""From a JSON schema to a regular expression of its documents; what an expression cannot hold is refused by name."""
+"""From a JSON schema to the automaton of its documents; what an automaton cannot hold is refused by name."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
-from urllib.parse import unquote
 
 from blockdiff.errors import NoText, RequestError
-from blockdiff.sampling.constraints.number_range import NumberRange
-from blockdiff.sampling.constraints.outlines import seconds_left
-from blockdiff.sampling.constraints.regex import from_ecma, regex_automaton, without_ends
+from blockdiff.sampling.constraints.byte_automaton import MOST_STATES, ByteAutomaton
+from blockdiff.sampling.constraints.byte_nfa import ByteNfa
+from blockdiff.sampling.constraints.json_strings import any_string, strings
+from blockdiff.sampling.constraints.number_range import Numbers
+from blockdiff.sampling.constraints.outlines import TooLarge, TooSlow
+from blockdiff.sampling.constraints.schema_merging import is_equal, of_name, unheld, written_types
+from blockdiff.sampling.constraints.schema_rewriting import Rewriting
+from blockdiff.sampling.constraints.schema_values import holds, types_of
+from blockdiff.sampling.constraints.token_automaton import MOST_STATES as MOST_TOKEN_STATES
+from blockdiff.sampling.constraints.unique_items import distinct_texts
 
-# Keywords that say nothing of which documents are valid, or where other schemas lie.
-SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly"}
-SILENT |= {"writeOnly", "$defs", "definitions"}
-BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-REFS_WITHIN = 4  # a schema that refers to itself is written out so deep
-MOST_REFS = 5_000  # that are followed
-MOST = 1e300  # a bound is no larger than this
-MOST_WRITTEN = 1 << 20  # characters of an expression
-OF_TYPE = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "number": BOUNDS,
-    "integer": BOUNDS,
-    "boolean": set(),
-    "null": set(),
-}
-# A day of the years 0001 to 9999, those of February by the years that leap
-_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
-_LONG, _SHORT = "(?:0[13578]|1[02])", "(?:0[469]|11)"  # months, of 31 and of 30 days
-_DATE = f"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:{_LONG}|{_SHORT})-(?:29|30)|{_LONG}-31)|{_LEAP_YEAR}-02-29)"
-_HOUR, _MINUTE = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
-_TIME = rf"{_HOUR}:{_MINUTE}:{_MINUTE}(?:\.[0-9]+)?(?:Z|[+-]{_HOUR}:{_MINUTE})"
-_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
-_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
-_OCTET = "(?:[0-9]|[1-9][0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-5])"
-FORMATS = {
-    "date": _DATE,  # RFC 3339, as are the next two; no leap seconds
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "email": rf"{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})+",  # lengths are not counted
-    "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
-}
-_CHARACTER = r'([^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'  # of a JSON string
-_INTEGER = "(-)?(0|[1-9][0-9]*)"
-HINTS = {
-    "oneOf": "write anyOf",
-    "allOf": "write the schemas as one",
-}
+Write = Callable[[int], "int | None"]  # adds a piece behind a state; None if there is no text of it
 
 
-def schema_regex(schema: str | Mapping[str, Any]) -> str:
-    """A regular expression whose matches are documents of the schema, with one space or none between their parts.
+@dataclass(frozen=True)
+class Bounds:
+    """The parts of a schema that are written out.
 
-    Not every document of it matches: properties come in the order of the schema, and others than the named ones not at
-    all. RequestError for a schema that is no JSON, or says what the expression would not hold.
+    refs: the $refs within each other of a schema that refers to itself; free: the arrays and objects within each other
+    of a value of any kind; items: the most items of an array that has a maxItems; characters: the most of a string that
+    has a maxLength; in_blocks: characters of such strings that are not ASCII's may count for up to eight; beginnings:
+    the characters with which the strings of an array with uniqueItems begin.
+    """
+
+    refs: int = 4
+    free: int = 2
+    items: int = 1_000
+    characters: int = 4_000
+    in_blocks: bool = False
+    beginnings: int = 62
+
+
+# Tried in turn: the first with which the automaton is small enough
+BOUNDS = (
+    Bounds(),
+    Bounds(3, 2, 64, 1_000, True, 31),
+    Bounds(2, 1, 16, 250, True, 12),
+    Bounds(1, 1, 4, 100, True, 6),
+    Bounds(1, 0, 2, 50, True, 3),
+)
+
+
+def schema_automaton(schema: str | Mapping[str, Any]) -> ByteAutomaton:
+    """The documents of a schema, with one space or none between their parts.
+
+    Not every document is among them: properties come in the order of the schema, and others than the named ones not at
+    all. RequestError for a schema that is no JSON, or says what an automaton cannot hold.
     """
     try:
-        value = json.loads(schema) if isinstance(schema, str) else schema
-        json.dumps(value, allow_nan=False)
+        text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema, allow_nan=False)
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not valid JSON ({error})") from None
-    writer = _Writer(value)
-    try:
-        written = writer.write(value, "", ())
-    except RecursionError:
-        raise RequestError("the JSON schema is nested too deeply") from None
-    if written is None:
-        raise RequestError(
-            f"the JSON schema refers to itself without end ($ref {writer.last_ref!r}); "
-            "leave that property out of required, or give it an anyOf with another way"
-        )
-    return written
+    return _compiled(text)
+
+
+@lru_cache(maxsize=32)
+def _compiled(schema: str) -> ByteAutomaton:
+    """The automaton of a schema's text, with the largest bounds that its states allow."""
+    for bounds in BOUNDS:
+        most = MOST_STATES if bounds is BOUNDS[-1] else MOST_TOKEN_STATES - 1
+        try:
+            return _Writer(json.loads(schema), bounds).automaton(most)
+        except TooLarge:
+            if bounds is BOUNDS[-1]:
+                raise
+        except RecursionError:
+            raise RequestError("the JSON schema is nested too deeply") from None
+    raise AssertionError
 
 
 class _Writer:
-    """Writes the schemas within a document as expressions: None for one that no finite document satisfies.
+    """Writes the schemas of a document into an automaton.
 
-    where: the place of a schema, for messages; within: the $refs around it.
+    where: the place of a schema, for messages; within: the $refs around it. Methods return the state after what they
+    add, and None where no finite document satisfies the schema.
     """
 
-    def __init__(self, root: Any):
-        self.root, self.refs, self.last_ref = root, 0, ""
+    def __init__(self, document: Any, bounds: Bounds):
+        self.rewriting, self.bounds, self.nfa = Rewriting(document, bounds.refs), bounds, ByteNfa()
+        self.reason = ""  # why there is no document
 
-    def write(self, schema: Any, where: str, within: tuple[str, ...]) -> str | None:
-        """The expression of a schema."""
-        seconds_left()
-        place = where or "its top"
-        if not isinstance(schema, Mapping):
-            raise RequestError(f"the JSON schema has {json.dumps(schema)[:40]} at {place}; write an object with a type")
-        said = set(schema) - SILENT
-        if "$ref" in said:
-            _allow(said, {"$ref"}, place)
-            return self._referred(schema["$ref"], place, within)
-        if "anyOf" in said:
-            _allow(said, {"anyOf"}, place)
-            if not isinstance(schema["anyOf"], list) or not schema["anyOf"]:
-                raise RequestError(f"the JSON schema's anyOf at {place} must be a list of schemas")
-            return _one_of(self.write(each, f"{where}/anyOf/{n}", within) for n, each in enumerate(schema["anyOf"]))
-        if said & {"enum", "const"}:
-            return _values(schema, said, place)
-        if "type" not in said and "properties" not in said:
-            _allow(said, {"type", *(keyword for keywords in OF_TYPE.values() for keyword in keywords)}, place)
-            raise RequestError(f"the JSON schema says no type at {place}; add one")
-        types = _types(schema, place)
-        _allow(said, {"type", *(keyword for type in types for keyword in OF_TYPE[type])}, place)
-        return _one_of(self._of_type(type, schema, where, within) for type in types)
-
-    def _referred(self, name: Any, place: str, within: tuple[str, ...]) -> str | None:
-        """The expression of the schema that a $ref names."""
-        if name != "#" and not str(name).startswith("#/"):
-            raise RequestError(
-                f"the JSON schema refers to {name!r} at {place}; only # can be looked up, and what follows #/"
-            )
-        self.refs, self.last_ref = self.refs + 1, name
-        if self.refs > MOST_REFS:
-            raise RequestError(f"the JSON schema follows more than {MOST_REFS:,} $refs, last {name!r}; write fewer")
-        if name in within and len(within) >= REFS_WITHIN:
-            return None
-        found = self.root
-        for key in unquote(name[1:]).split("/")[1:]:  # a JSON pointer
-            key = key.replace("~1", "/").replace("~0", "~")
-            try:
-                found = found[int(key) if isinstance(found, list) else key]
-            except (KeyError, IndexError, TypeError, ValueError):
-                raise RequestError(f"the JSON schema cannot be used: it has no {name!r} to refer to") from None
-        return self.write(found, name[1:], (*within, name))
-
-    def _of_type(self, type: str, schema: Mapping[str, Any], where: str, within: tuple[str, ...]) -> str | None:
-        """The expression of the documents of one type."""
-        place = where or "its top"
-        if type == "object":
-            return self._object(schema, where, within)
-        if type == "array":
-            return self._array(schema, where, within)
-        if type == "string":
-            return _string(schema, place)
-        if type == "null":
-            return "null"
-        if type == "boolean":
-            return "(true|false)"
-        if BOUNDS & set(schema):
-            return _range(schema, type, place)
-        return _INTEGER if type == "integer" else rf"({_INTEGER})(\.[0-9]+)?([eE][+-][0-9]+)?"
-
-    def _object(self, schema: Mapping[str, Any], where: str, within: tuple[str, ...]) -> str | None:
-        place, properties, required = where or "its top", schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
-            keyword, kind = ("required", "a list") if isinstance(properties, Mapping) else ("properties", "an object")
-            raise RequestError(f"the JSON schema's {keyword} at {place} must be {kind}")
-        if missing := [name for name in required if name not in [*properties]]:
-            raise RequestError(f"the JSON schema requires {missing[0]!r} at {place}, but properties does not have it")
-        if not properties:
-            if not isinstance(schema.get("additionalProperties"), Mapping):
-                raise RequestError(f"the JSON schema's object at {place} has no properties; name them")
-            value = self.write(schema["additionalProperties"], f"{where}/additionalProperties", within)
-            entry = rf'"{_CHARACTER}*"[ ]?:[ ]?{value}'
-            return r"\{[ ]?\}" if value is None else rf"\{{[ ]?({entry}([ ]?,[ ]?{entry})*)?[ ]?\}}"
-        entries = list[tuple[str, bool]]()  # with True for those that are required
-        for name, inner in properties.items():
-            if json.dumps(name, ensure_ascii=False) != f'"{name}"':
-                raise RequestError(f"the JSON schema's property {name!r} at {place} needs escapes; name it otherwise")
-            value = self.write(inner, f"{where}/properties/{name}", within)
-            if value is not None:
-                entries.append((rf"[ ]?{_literal(name)}[ ]?:[ ]?{value}", name in required))
-            elif name in required:
-                return None
-        return rf"\{{{_in_order(entries)}[ ]?\}}"
-
-    def _array(self, schema: Mapping[str, Any], where: str, within: tuple[str, ...]) -> str | None:
-        place = where or "its top"
-        if "prefixItems" in schema:
-            _allow(set(schema) - SILENT, {"type", "prefixItems"}, place)
-            inner = schema["prefixItems"]
-            if not isinstance(inner, list):
-                raise RequestError(f"the JSON schema's prefixItems at {place} must be a list of schemas")
-            items = [self.write(each, f"{where}/prefixItems/{n}", within) for n, each in enumerate(inner)]
-            return None if None in items else rf"\[[ ]?{'[ ]?,[ ]?'.join(map(str, items))}[ ]?\]"
-        if "items" not in schema:
-            raise RequestError(f"the JSON schema's array at {place} has no items; say what it holds")
-        least, most = _counts(schema, "Items", place)
-        item = self.write(schema["items"], f"{where}/items", within)
-        if item is None or most == 0:
-            return None if least else r"\[[ ]?\]"
-        others = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        return rf"\[[ ]?(({item})(,[ ]?({item})){others}){'' if least else '?'}[ ]?\]"
-
-
-def _values(schema: Mapping[str, Any], said: set[str], place: str) -> str | None:
-    """The expression of the values of an enum, or of a const."""
-    keyword = "enum" if "enum" in said else "const"
-    _allow(said, {keyword, "type"}, place)
-    values = schema["enum"] if keyword == "enum" else [schema["const"]]
-    if not isinstance(values, list) or not values:
-        raise RequestError(f"the JSON schema's enum at {place} must be a list with at least one value")
-    for value in values:
-        if "type" in said and not any(_holds(value, type) for type in _types(schema, place)):
-            raise RequestError(f"the JSON schema's value {json.dumps(value)[:40]} at {place} is not of its type")
-    return _one_of(map(_literal, values))
-
-
-def _in_order(entries: list[tuple[str, bool]]) -> str:
-    """The expression of properties in their order with commas between; those that are not required may be left out."""
-    # One property is certainly there, the first required one, or else any: those before it have their comma after them,
-    # and those after it before them.
-    required = [n for n, (_, is_required) in enumerate(entries) if is_required]
-    certain = required[:1] or range(len(entries))
-    if len(certain) * sum(len(entry) for entry, _ in entries) > MOST_WRITTEN:
-        raise _too_long()
-    ways = []
-    for first in certain:
-        after = entries[first + 1 :] if required else []
-        parts = [f"({entry}[ ]?,)?" for entry, _ in entries[:first]] + [entries[first][0]]
-        ways.append("".join(parts + [f"[ ]?,{each}" if is_in else f"([ ]?,{each})?" for each, is_in in after]))
-    return ways[0] if required else f"({'|'.join(ways)})?"
-
-
-def _one_of(ways: Iterable[str | None]) -> str | None:
-    """An expression of what any of some expressions matches; None where there is none."""
-    found = [way for way in ways if way is not None]
-    if sum(map(len, found)) > MOST_WRITTEN:
-        raise _too_long()
-    return f"({'|'.join(found)})" if len(found) > 1 else found[0] if found else None
-
-
-def _too_long() -> RequestError:
-    return RequestError(
-        f"the JSON schema's expression has more than {MOST_WRITTEN:,} characters; name fewer properties, or require one"
-    )
-
-
-def _literal(value: Any) -> str:
-    """The expression of one value."""
-    if isinstance(value, Mapping):
-        entries = [f"[ ]?{_literal(key)}[ ]?:[ ]?{_literal(inner)}" for key, inner in value.items()]
-        return rf"\{{{'[ ]?,'.join(entries)}[ ]?\}}"
-    if isinstance(value, list):
-        return rf"\[[ ]?{'[ ]?,[ ]?'.join(map(_literal, value))}[ ]?\]"
-    return re.escape(json.dumps(value, ensure_ascii=False))
-
-
-def _counts(schema: Mapping[str, Any], of: str, place: str) -> tuple[int, int | None]:
-    """The values of minX and maxX (None: no end)."""
-    for name in (f"min{of}", f"max{of}"):
-        value = schema.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            given = json.dumps(value)[:40]
-            raise RequestError(f"the JSON schema's {name} at {place} must be a whole number from 0 on, got {given}")
-    least, most = schema.get(f"min{of}", 0), schema.get(f"max{of}")
-    if most is not None and most < least:
-        raise RequestError(f"the JSON schema's max{of} {most} at {place} is less than its min{of} {least}")
-    return least, most
-
-
-def _string(schema: Mapping[str, Any], place: str) -> str:
-    """The expression of strings: of a pattern, of a format, or of some length."""
-    for keyword in ("pattern", "format"):
-        if keyword in schema:
-            _allow(set(schema) & OF_TYPE["string"], {keyword}, place)
-    if "pattern" in schema:
-        pattern = schema["pattern"]
-        if not isinstance(pattern, str):
-            raise RequestError(f"the JSON schema's pattern at {place} must be a text")
-        if _needs_escapes(pattern):
-            raise RequestError(
-                f"the JSON schema's pattern {pattern!r:.60} at {place} matches quotes, backslashes or control "
-                "characters, which would need escapes; write it without"
-            )
-        return f'"(?:{without_ends(from_ecma(pattern))})"'
-    if "format" in schema:
-        name = schema["format"]
-        if not isinstance(name, str) or name not in FORMATS:
-            raise RequestError(f"the JSON schema's format {name!r} at {place} is none of {', '.join(FORMATS)}")
-        return f'"(?:{FORMATS[name]})"'
-    least, most = _counts(schema, "Length", place)
-    is_any = least == 0 and most is None
-    return f'"{_CHARACTER}{"*" if is_any else f"{{{least},{most if most is not None else str()}}}"}"'
-
-
-@lru_cache(maxsize=256)
-def _needs_escapes(pattern: str) -> bool:
-    """True for a pattern whose matches are not all what stands between the quotes of a JSON string.
-
-    Raises RequestError for one that is too large to be checked.
-    """
-    breaking = regex_automaton('(?s).*["\\\\\\x00-\\x1f].*')
-    matches = regex_automaton(from_ecma(pattern))
-    try:
-        matches.both(breaking)
-    except NoText:
-        return False
-    return True
-
-
-def _range(schema: Mapping[str, Any], type: str, place: str) -> str:
-    """An expression of the numbers within the bounds of a schema."""
-    for name in sorted(BOUNDS & set(schema)):
-        value = schema[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
-            raise RequestError(f"the JSON schema's {name} at {place} must be a number, got {json.dumps(value)[:40]}")
-        if type == "number" and value != int(value):
-            raise RequestError(
-                f"the JSON schema's {name} {value} at {place} must be a whole number, except for integers"
-            )
-    least, most = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
-    over, under = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
-    is_over, is_under = over >= least and over > -math.inf, under <= most and under < math.inf
-    least, most = max(least, over), min(most, under)
-    if type == "integer":
-        is_over, is_under = is_over and least == math.floor(least), is_under and most == math.ceil(most)
-        least = least if math.isinf(least) else math.ceil(least)
-        most = most if math.isinf(most) else math.floor(most)
-    numbers = NumberRange(least, most, is_over, is_under)
-    found = numbers.integers() if type == "integer" else numbers.numbers()
-    if found is None:
-        raise RequestError(f"the JSON schema leaves no {type} between its bounds at {place}; widen them")
-    return f"(?:{found})"
-
-
-def _allow(said: set[str], allowed: set[str], place: str) -> None:
-    """Raise RequestError for a keyword beside those that are written into the expression."""
-    others = sorted(said - allowed)
-    if others:
-        hint = HINTS.get(others[0], "leave it out")
+    def automaton(self, most: int) -> ByteAutomaton:
+        """The automaton of the document's schema, of at most `most` states."""
+        end = self.write(0, self.rewriting.document, "", ())
+        if end is not None:
+            return self.nfa.automaton(end, most)
+        if self.reason or not self.rewriting.last_ref:
+            raise RequestError(f"no document satisfies the JSON schema{self.reason and ': '}{self.reason}")
         raise RequestError(
-            f"the JSON schema says {others[0]} at {place}, which a regular expression cannot hold there; {hint}"
+            f"the JSON schema refers to itself without end ($ref {self.rewriting.last_ref!r}); "
+            "leave that property out of required, or give it an anyOf with another way"
         )
 
+    def write(self, start: int, schema: Any, where: str, within: tuple[str, ...]) -> int | None:
+        """Add the documents of a schema, or the piece that a schema was replaced with."""
+        if callable(schema):
+            return schema(start)
+        if schema is True or schema == {}:
+            return self._free(start, self.bounds.free)
+        ends = [
+            self._plain(start, plain, where, refs)
+            for plain, refs in self.rewriting.ways(schema, where or "its top", within)
+        ]
+        return self._joined(ends)
 
-def _types(schema: Mapping[str, Any], place: str) -> list[str]:
-    said = schema.get("type", "object")
-    types = said if isinstance(said, list) else [said]
-    unknown = [type for type in types if type not in OF_TYPE]
-    if unknown or not types:
-        raise RequestError(f"the JSON schema's type {json.dumps(said)[:40]} at {place} is none of {', '.join(OF_TYPE)}")
-    if "properties" in schema and "object" not in types:
-        raise RequestError(f"the JSON schema has properties at {place}, but its type is not object")
-    return types
+    def _joined(self, ends: Sequence[int | None]) -> int | None:
+        found = [end for end in ends if end is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        end = self.nfa.state()
+        for each in found:
+            self.nfa.join(each, end)
+        return end
 
+    def _plain(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
+        place = where or "its top"
+        if "enum" in plain:
+            rest = {key: value for key, value in plain.items() if key != "enum"}
+            values = [each for each in plain["enum"] if holds(each, rest, place, self.rewriting.look_up)]
+            if not values:
+                self.reason = f"no value of the enum at {place} satisfies its other keywords"
+            return self._joined([self._value(start, each) for each in values])
+        if not plain:
+            return self._free(start, self.bounds.free)
+        return self._joined([self._of_type(start, type, plain, where, within) for type in written_types(plain)])
 
-def _holds(value: Any, type: str) -> bool:
-    if isinstance(value, bool) or value is None:
-        return type == ("null" if value is None else "boolean")
-    kinds = {"object": Mapping, "array": list, "string": str, "number": int | float, "integer": int}
-    return isinstance(value, kinds.get(type, ()))
+    def _of_type(self, start: int, type: str, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
+        place = where or "its top"
+        if type == "object":
+            return self._object(start, plain, where, within)
+        if type == "array":
+            return self._array(start, plain, where, within)
+        if type == "string":
+            return self._string(start, plain, place)
+        if type == "null":
+            return self.nfa.text(start, "null")
+        if type == "boolean":
+            return self._joined([self.nfa.text(start, "true"), self.nfa.text(start, "false")])
+        automaton = self._numbers(plain, type == "integer", place)
+        return None if automaton is None else self.nfa.language(start, automaton)
+
+    def _free(self, start: int, depth: int) -> int | None:
+        """Add any value, with at most so many arrays and objects within each other."""
+        ends = [self._of_type(start, type, {}, "", ()) for type in ("string", "number", "boolean", "null")]
+        if depth > 0:
+            ends.append(self._list(start, lambda state: self._free(state, depth - 1)))
+            ends.append(self._map(start, [(self._any_string, lambda state: self._free(state, depth - 1))]))
+        return self._joined(ends)
+
+    def _value(self, start: int, value: Any) -> int:
+        """Add one value."""
+        nfa = self.nfa
+        if isinstance(value, Mapping):
+            state = nfa.text(start, "{")
+            for number, (key, inner) in enumerate(value.items()):
+                state = nfa.space(nfa.text(state, ",")) if number else nfa.space(state)
+                state = self._value(nfa.space(nfa.text(nfa.space(self._value(state, key)), ":")), inner)
+            return nfa.text(nfa.space(state), "}")
+        if isinstance(value, list):
+            state = nfa.text(start, "[")
+            for number, inner in enumerate(value):
+                state = nfa.space(nfa.text(nfa.space(state), ",")) if number else nfa.space(state)
+                state = self._value(state, inner)
+            return nfa.text(nfa.space(state), "]")
+        return nfa.text(start, json.dumps(value, ensure_ascii=False))
+
+    # -- objects ----------------------------------------------------------------------------------------------------
+
+    def _object(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
+        place, required = where or "its top", plain.get("required", ())
+        least, most = self._counts(plain, "Properties", place)
+        names = dict.fromkeys([*plain.get("properties", {}), *required])
+        is_free = plain.get("additionalProperties", "properties" not in plain) is not False
+        if not names and (is_free or plain.get("patternProperties")):
+            return self._free_object(start, plain, where, within)
+        entries = list[tuple[Write, bool]]()
+        for name in names:
+            schema = of_name(plain, name)
+            can_stand = schema is not False and holds(
+                name, plain.get("propertyNames", True), place, self.rewriting.look_up
+            )
+            if can_stand:
+                entries.append((self._entry(name, schema, f"{where}/properties/{name}", within), name in required))
+            elif name in required:
+                self.reason = self.reason or f"{place} requires {name!r}, which cannot be there"
+                return None
+        return self._in_order(start, "{}", entries, least, most)
+
+    def _entry(self, name: str, schema: Any, where: str, within: tuple[str, ...]) -> Write:
+        def write(start: int) -> int | None:
+            state = self.nfa.space(self.nfa.text(start, json.dumps(name, ensure_ascii=False)))
+            return self.write(self.nfa.space(self.nfa.text(state, ":")), schema, where, within)
+
+        return write
+
+    def _free_object(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
+        """Add an object whose properties have no names in the schema."""
+        place = where or "its top"
+        least, most = self._counts(plain, "Properties", place)
+        if least > 1:
+            raise unheld("minProperties", place, "name the properties, for others may have one name twice")
+        other = plain.get("additionalProperties", plain.get("unevaluatedProperties", True))
+        schemas: dict[str | None, Any] = dict(plain.get("patternProperties", {})) or {None: other}
+        if any(schema != next(iter(schemas.values())) for schema in schemas.values()):
+            self._check_exclusive([each for each in schemas if each is not None], place)
+        ways = list[tuple[Write, Write]]()
+        for pattern, schema in schemas.items():
+            if schema is not False:
+                keys = self._any_string if pattern is None else self._key(pattern, place)
+                if "propertyNames" in plain:
+                    keys = self._named_keys(plain["propertyNames"], pattern, where, within)
+                ways.append((keys, self._inner(schema, f"{where}/additionalProperties", within)))
+        return self._map(start, ways, least, most)
+
+    def _inner(self, schema: Any, where: str, within: tuple[str, ...]) -> Write:
+        if schema is True or schema == {}:
+            return lambda state: self._free(state, max(0, self.bounds.free - 1))
+        return lambda state: self.write(state, schema, where, within)
+
+    def _any_string(self, start: int) -> int:
+        return self.nfa.text(any_string(self.nfa, self.nfa.text(start, '"')), '"')
+
+    def _key(self, pattern: str, place: str) -> Write:
+        automaton = self._strings((pattern,), (), 0, None, place, is_open=True)
+        if automaton is None:
+            return lambda start: None
+        return lambda start: self._text(start, '"', automaton)
+
+    def _named_keys(self, schema: Any, pattern: str | None, where: str, within: tuple[str, ...]) -> Write:
+        names = {"allOf": [schema, {"type": "string"} | ({"pattern": pattern} if pattern else {})]}
+        return lambda start: self.write(start, names, f"{where}/propertyNames", within)
+
+    def _check_exclusive(self, patterns: Sequence[str], place: str) -> None:
+        """Raise RequestError if one name may match two patterns, whose schemas differ."""
+        for pattern in patterns:
+            own = self._strings((pattern,), (), 0, None, place, is_open=True)
+            for other in patterns:
+                anywhere = self._strings((other,), (), 0, None, place, is_loose=True)
+                if other != pattern and own is not None and anywhere is not None:
+                    try:
+                        own.both(anywhere)
+                    except NoText:
+                        continue
+                    raise unheld("patternProperties", place, f"{pattern!r:.40} and {other!r:.40} match the same names")
+
+    def _in_order(
+        self, start: int, signs: str, entries: Sequence[tuple[Write, bool]], least: int, most: int | None
+    ) -> int | None:
+        """Add entries in their order between two signs, each once; those that are not required may be left out."""
+        nfa, count = self.nfa, len(entries)
+        needed = [number for number, (_, is_required) in enumerate(entries) if is_required]
+        most = None if most is None or most >= count else most
+        if max(least, len(needed)) > (count if most is None else most):
+            self.reason = self.reason or f"{count} of its parts are too few, or {len(needed)} too many"
+            return None
+        counted = max(least if least > max(1, len(needed)) else 0, most or 0)  # more make no difference
+        end = nfa.state()
+        first = nfa.text(start, signs[0])
+        if not needed and least == 0:
+            nfa.join(nfa.text(nfa.space(first), signs[1]), end)
+        # the state before the choice of an entry, by the number of entries that are written
+        choose = [[nfa.state() for _ in range(count + 1)] for _ in range(counted + 1)]
+        nfa.join(nfa.space(first), choose[0][0])
+        is_written = False
+        for written in range(counted + 1):
+            following = min(written + 1, counted)
+            for number, (write, is_required) in enumerate(entries):
+                if not is_required:
+                    nfa.join(choose[written][number], choose[written][number + 1])
+                if written > number or (most is not None and written == most):
+                    continue
+                after = write(choose[written][number])
+                if after is None:
+                    if is_required:
+                        return None
+                    continue
+                after = nfa.space(after)
+                if not any(each > number for each in needed) and (counted == 0 or following >= least):
+                    nfa.join(nfa.text(after, signs[1]), end)
+                    is_written = True
+                if number + 1 < count and (most is None or following < most):
+                    nfa.join(nfa.space(nfa.text(after, ",")), choose[following][number + 1])
+        return end if is_written or (not needed and least == 0) else None
+
+    def _map(
+        self, start: int, ways: Sequence[tuple[Write, Write]], least: int = 0, most: int | None = None
+    ) -> int | None:
+        """Add an object of any number of entries, each with one of some pairs of a key and a value."""
+
+        def entry(state: int) -> int | None:
+            ends = list[int | None]()
+            for key, value in ways:
+                after = key(state)
+                if after is not None:
+                    after = self.nfa.space(self.nfa.text(self.nfa.space(after), ":"))
+                    ends.append(value(after))
+            return self._joined(ends)
+
+        return self._repeated(start, "{}", entry, least, most)
+
+    # -- arrays -----------------------------------------------------------------------------------------------------
+
+    def _array(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
+        place = where or "its top"
+        least, most = self._counts(plain, "Items", place)
+        items = plain.get("items", plain.get("unevaluatedItems", True))
+        prefix = list(plain.get("prefixItems", ()))
+        if "contains" in plain and plain.get("minContains", 1) > 0:
+            if prefix or "maxContains" in plain or plain.get("minContains", 1) > 1:
+                raise unheld("contains", place)
+            prefix, least, plain = [{"allOf": [items, plain["contains"]]}], max(least, 1), plain | {"items": items}
+        if plain.get("uniqueItems") and not (most is not None and most <= 1):
+            if plain.get("prefixItems"):
+                raise unheld("uniqueItems", place, "or leave out prefixItems")
+            pieces = self._parts(items, f"{where}/items", within)
+            return self._in_order(start, "[]", [(each, False) for each in pieces], least, most)
+        if not prefix:
+            return self._list(start, self._inner(items, f"{where}/items", within), least, most)
+        writes = [self._inner(each, f"{where}/prefixItems/{n}", within) for n, each in enumerate(prefix)]
+        writes = writes[:most]
+        rest = None
+        if ("items" in plain or least > len(prefix)) and items is not False and (most is None or most > len(prefix)):
+            rest = self._inner(items, f"{where}/items", within)
+        return self._sequence(start, writes, rest, least, most)
+
+    def _sequence(
+        self, start: int, writes: Sequence[Write], rest: Write | None, least: int, most: int | None
+    ) -> int | None:
+        """Add an array of items in their places, and others behind them."""
+        nfa, end = self.nfa, self.nfa.state()
+        state = nfa.text(start, "[")
+        for number, write in enumerate(writes):
+            state = nfa.space(nfa.text(state, ",")) if number else nfa.space(state)
+            after = write(state)
+            if after is None:
+                return None
+            state = nfa.space(after)
+        if least <= len(writes):
+            nfa.join(nfa.text(state, "]"), end)
+        elif rest is None:
+            return None
+        if rest is not None:
+            left = None if most is None else most - len(writes)
+            needed = max(0, least - len(writes))
+            before = nfa.space(nfa.text(state, ",")) if writes else nfa.space(state)
+            behind = self._items(before, rest, max(1, needed), left)
+            if behind is not None:
+                nfa.join(nfa.text(behind, "]"), end)
+            elif needed:
+                return None
+        return end
+
+    def _list(self, start: int, item: Write, least: int = 0, most: int | None = None) -> int | None:
+        return self._repeated(start, "[]", item, least, most)
+
+    def _repeated(self, start: int, signs: str, item: Write, least: int, most: int | None) -> int | None:
+        """Add at least and at most so many items between two signs."""
+        nfa, end = self.nfa, self.nfa.state()
+        first = nfa.space(nfa.text(start, signs[0]))
+        if least == 0:
+            nfa.join(nfa.text(first, signs[1]), end)
+        behind = None if most == 0 else self._items(first, item, max(1, least), most)
+        if behind is None:
+            return end if least == 0 else None
+        nfa.join(nfa.text(behind, signs[1]), end)
+        return end
+
+    def _items(self, start: int, item: Write, least: int, most: int | None) -> int | None:
+        """Add items with commas between them, of which there are some, and a space."""
+        nfa, last = self.nfa, self.nfa.state()
+        most = None if most is None else max(least, min(most, self.bounds.items))
+        state = start
+        for number in range(least if most is None else most):
+            loop = nfa.join(state, nfa.state())
+            after = item(loop)
+            if after is None:
+                return None
+            after = nfa.space(after)
+            if number + 1 >= least:
+                nfa.join(after, last)
+            state = nfa.space(nfa.text(after, ","))
+        if most is None:
+            nfa.join(state, loop)
+        return last
+
+    def _parts(self, schema: Any, where: str, within: tuple[str, ...]) -> list[Write]:
+        """Pieces of which no two have a document in common, for an array of different items.
+
+        The values of an enum are one piece each, other texts are divided by their beginnings, objects by a property
+        that they require, and arrays by their first item.
+        """
+        place, pieces, types = where or "its top", list[Write](), list[str]()
+        values = list[Any]()
+        for plain, refs in self.rewriting.ways(schema, place, within):
+            rest = {key: value for key, value in plain.items() if key != "enum"}
+            if "enum" in plain:
+                values += [each for each in plain["enum"] if holds(each, rest, place, self.rewriting.look_up)]
+                continue
+            of_plain = written_types(plain)
+            if "type" not in plain and len(of_plain) > 2:
+                of_plain = ["string", "number", "boolean", "null"]  # of a value of any kind
+            for type in of_plain:
+                types.append("number" if type == "integer" else type)
+                values += [False, True] if type == "boolean" else [None] if type == "null" else []
+                if type not in ("boolean", "null"):
+                    pieces += self._parts_of_type(type, plain | {"type": [type]}, where, refs)
+        kinds = {each for value in values for each in types_of(value)}
+        if len({*types}) < len(types) or kinds & {*types} & {"string", "number", "object", "array"}:
+            raise unheld("uniqueItems", place, "its items must differ in their types")
+        different = [value for at, value in enumerate(values) if not any(is_equal(value, each) for each in values[:at])]
+        return [*(partial(self._value, value=value) for value in different), *pieces]
+
+    def _parts_of_type(self, type: str, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> list[Write]:
+        place = where or "its top"
+        if type in ("string", "number", "integer"):
+            quote, beginnings = ('"', self.bounds.beginnings) if type == "string" else ("", 0)
+            texts = self._strings_of(plain, place) if quote else self._numbers(plain, type == "integer", place)
+            found = [] if texts is None else distinct_texts(texts, beginnings)
+            return [partial(self._text, quote=quote, automaton=each) for each in found]
+        if type == "array" and plain.get("prefixItems") and plain.get("minItems", 0) > 0:
+            first, *others = plain["prefixItems"]
+            firsts = self._parts(first, f"{where}/prefixItems/0", within)[: self.bounds.beginnings]
+            schemas = [plain | {"prefixItems": [each, *others]} for each in firsts]
+            return [partial(self._array, plain=each, where=where, within=within) for each in schemas]
+        for name in plain.get("required", ()):
+            try:
+                pieces = self._parts(of_name(plain, name), f"{where}/properties/{name}", within)
+            except RequestError:
+                continue
+            schemas = [
+                plain | {"properties": {**plain.get("properties", {}), name: each}, "patternProperties": {}}
+                for each in pieces[: self.bounds.beginnings]
+            ]
+            return [partial(self._object, plain=each, where=where, within=within) for each in schemas]
+        raise unheld("uniqueItems", place, "its items must be values of an enum, strings, numbers, or require one")
+
+    def _text(self, start: int, quote: str, automaton: ByteAutomaton) -> int:
+        return self.nfa.text(self.nfa.language(self.nfa.text(start, quote), automaton), quote)
+
+    # -- strings and numbers ----------------------------------------------------------------------------------------
+
+    def _string(self, start: int, plain: dict[str, Any], place: str) -> int | None:
+        if not {"minLength", "maxLength", "pattern", "format"} & plain.keys():
+            return self._any_string(start)
+        automaton = self._strings_of(plain, place)
+        return None if automaton is None else self._text(start, '"', automaton)
+
+    def _strings_of(self, plain: dict[str, Any], place: str) -> ByteAutomaton | None:
+        least, most = self._counts(plain, "Length", place)
+        if most is not None:
+            most = max(least, min(most, self.bounds.characters))
+        return self._strings(tuple(plain.get("pattern", ())), tuple(plain.get("format", ())), least, most, place)
+
+    def _strings(
+        self,
+        patterns: tuple[str, ...],
+        formats: tuple[str, ...],
+        least: int,
+        most: int | None,
+        place: str,
+        **ends: bool,
+    ) -> ByteAutomaton | None:
+        try:
+            return strings(patterns, formats, least, most, self.bounds.in_blocks, **ends)
+        except NoText:
+            said = " and ".join(map(repr, (*patterns, *formats)))
+            self.reason = f"no string without control characters is {said[:80]} at {place}, with its length"
+            return None
+        except (TooLarge, TooSlow):
+            raise
+        except RequestError as error:
+            raise RequestError(f"the JSON schema's pattern {patterns[0]!r:.60} at {place} {error}") from None
+
+    def _numbers(self, plain: dict[str, Any], is_integer: bool, place: str) -> ByteAutomaton | None:
+        least, most = plain.get("minimum"), plain.get("maximum")
+        over, under = plain.get("exclusiveMinimum"), plain.get("exclusiveMaximum")
+        is_over = over is not None and (least is None or over >= least)
+        is_under = under is not None and (most is None or under <= most)
+        numbers = Numbers(
+            over if is_over else least, under if is_under else most, is_over, is_under, plain.get("multipleOf")
+        )
+        try:
+            found = numbers.automaton(is_integer)
+        except NoText:
+            self.reason = (
+                f"there is no {'integer' if is_integer else 'number'} between the bounds at {place}; widen them"
+            )
+            return None
+        if found is None:
+            raise unheld("multipleOf", place, "or give it a minimum and a maximum that are close")
+        return found
+
+    def _counts(self, plain: Mapping[str, Any], of: str, place: str) -> tuple[int, int | None]:
+        """The values of minX and maxX (None: no end)."""
+        least, most = plain.get(f"min{of}", 0), plain.get(f"max{of}")
+        if most is not None and most < least:
+            raise RequestError(f"the JSON schema's max{of} {most} at {place} is less than its min{of} {least}")
+        return least, most

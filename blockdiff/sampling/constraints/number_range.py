@@ -1,61 +1,202 @@
-"""Regular expressions of the numbers between two bounds, as JSON writes them."""
+"""The numbers between bounds, and the multiples of a number, as JSON writes them."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache, reduce
+
+from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton
+from blockdiff.sampling.constraints.byte_nfa import ByteNfa
+from blockdiff.sampling.constraints.ecma import expression_automaton
+
+INTEGER = "-?(?:0|[1-9][0-9]*)"
+NUMBER = rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-][0-9]+)?"
+DIGITS = 15  # that a double tells apart
+PLACES = 9  # the most digits behind the point of a number with bounds
+LARGEST = 10**30  # a bound beyond it is written as it
+MOST_LISTED = 2_000  # numbers that are written one by one
+MOST_REMAINDERS = 2_000
 
 
 @dataclass(frozen=True)
-class NumberRange:
-    """The numbers from `least` to `most`; `over` leaves out the least one and `under` the most.
+class Numbers:
+    """The numbers from `least` to `most` (None: no bound); `over` leaves out the least one and `under` the most.
 
-    Bounds are whole numbers, or infinite where there is none.
+    factor: they are multiples of it.
     """
 
-    least: float = -math.inf
-    most: float = math.inf
+    least: int | float | None = None
+    most: int | float | None = None
     over: bool = False
     under: bool = False
+    factor: int | float | None = None
 
-    def integers(self) -> str | None:
-        """An expression of the integers; None where there is none."""
-        least, most = self.least + self.over, self.most - self.under
-        below = _upto(-most, -least, 1) and f"-(?:{_upto(-most, -least, 1)})"
-        return _any(below, _upto(least, most, 0))
+    def automaton(self, is_integer: bool) -> ByteAutomaton | None:
+        """The texts of the integers or numbers; with bounds numbers have no exponent. None: multiples of the factor
+        cannot be written. NoText: there are no such numbers.
+        """
+        return _automaton(self, is_integer)
 
-    def numbers(self) -> str | None:
-        """An expression of the numbers without exponents; None where there is none."""
-        below = NumberRange(-self.most, -self.least, self.under, self.over)._from_zero()
-        return _any(below and f"-(?:{below})", self._from_zero())
+    def _compile(self, is_integer: bool) -> ByteAutomaton | None:
+        if self.factor is not None and (listed := self._listed(is_integer)) is not None:
+            return listed
+        expressions = []
+        if self.least is not None:
+            expressions.append(_above(_exact(self.least), self.over))
+        if self.most is not None:
+            expressions.append(_below(_exact(self.most), self.under))
+        if is_integer or not expressions:
+            expressions.append(INTEGER if is_integer else NUMBER)
+        parts = [expression_automaton(each) for each in expressions]
+        if self.factor is not None:
+            multiples = _multiples(self.factor)
+            if multiples is None:
+                return None
+            parts.append(multiples)
+        return reduce(ByteAutomaton.both, parts)
 
-    def _from_zero(self) -> str | None:
-        """An expression of those of at least 0; None where there is none."""
-        is_over = self.over and self.least >= 0
-        least = max(self.least, 0)
-        if self.most < least:
+    def _listed(self, is_integer: bool) -> ByteAutomaton | None:
+        """The multiples of a factor one by one; None where they are many or without end."""
+        assert self.factor is not None
+        if self.least is None or self.most is None:
             return None
-        whole = _upto(least + is_over, self.most - 1, 0)  # with any digits after the point
-        first = rf"{int(least)}\.[0-9]*[1-9][0-9]*" if is_over and least < self.most else None
-        is_last = math.isfinite(self.most) and not self.under and not (is_over and self.most == least)
-        last = rf"{int(self.most)}(?:\.0+)?" if is_last else None
-        return _any(whole and rf"(?:{whole})(?:\.[0-9]+)?", first, last)
+        factor, least, most = Fraction(_exact(self.factor)), _exact(self.least), _exact(self.most)
+        first, last = -(-Fraction(least) // factor), Fraction(most) // factor
+        if last - first >= MOST_LISTED:
+            return None
+        texts = []
+        for count in range(int(first), int(last) + 1):
+            value = count * factor
+            if (self.over and value == Fraction(least)) or (self.under and value == Fraction(most)):
+                continue
+            whole = value.denominator == 1
+            text = str(int(value)) if whole else f"{Decimal(value.numerator) / Decimal(value.denominator):f}"
+            # A validator divides as doubles do, and may find a remainder where there is none.
+            number = int(value) if whole else float(text)
+            is_exact = isinstance(self.factor, int) or (number / self.factor).is_integer()
+            if is_exact and (whole or not is_integer):
+                texts.append(text)
+        nfa = ByteNfa()
+        end = nfa.state()
+        for text in texts:
+            nfa.join(nfa.text(0, text), end)
+        return nfa.automaton(end)
 
 
-def _any(*ways: str | None) -> str | None:
-    return "|".join(way for way in ways if way) or None
+@lru_cache(maxsize=256)
+def _automaton(numbers: Numbers, is_integer: bool) -> ByteAutomaton | None:
+    return numbers._compile(is_integer)
 
 
-def _upto(least: float, most: float, smallest: int) -> str | None:
-    """The integers of at least `smallest`, 0 or 1, between two bounds; None where there is none."""
-    low = int(max(least, smallest))
-    if low > most:
+@lru_cache(maxsize=32)
+def _multiples(factor: int | float) -> ByteAutomaton | None:
+    """The texts of a factor's multiples; None if there are too many remainders, or doubles do not hold the factor."""
+    places = 0
+    exact = Fraction(factor)
+    while (exact * 10**places).denominator > 1 and places < 6:
+        places += 1
+    divisor = exact * 10**places
+    if divisor.denominator > 1 or divisor > MOST_REMAINDERS:
         return None
+    count = int(divisor)
+    nfa = ByteNfa()
+    end, start = nfa.state(), nfa.join(0, nfa.state())
+    nfa.join(nfa.text(0, "-"), start)
+    # the remainder of what is written, without the point, by the number of digits behind it
+    states = [[nfa.state() for _ in range(count)] for _ in range(places + 1)]
+    for behind, of_remainder in enumerate(states):
+        for remainder, state in enumerate(of_remainder):
+            if remainder * 10 ** (places - behind) % count == 0:
+                nfa.join(state, end)
+            following = states[0] if behind == 0 else states[behind + 1] if behind < places else None
+            if behind == 0 and places:
+                _digits(nfa, nfa.text(state, "."), remainder, states[1])
+            if following is not None:
+                _digits(nfa, state, remainder, following)
+    zero = nfa.text(start, "0")
+    nfa.join(zero, end)
+    if places:
+        _digits(nfa, nfa.text(zero, "."), 0, states[1])
+    _digits(nfa, start, 0, states[0], first=1)
+    return nfa.automaton(end)
+
+
+def _digits(nfa: ByteNfa, state: int, remainder: int, following: list[int], first: int = 0) -> None:
+    for digit in range(first, 10):
+        byte = ord("0") + digit
+        nfa.edges[state].append((byte, byte, following[(remainder * 10 + digit) % len(following)]))
+
+
+def _exact(bound: int | float) -> Decimal:
+    """A bound as its digits are written; a large one as the double is, for integers are compared with that."""
+    if abs(bound) < 10**DIGITS:
+        return Decimal(repr(bound))
+    return Decimal(max(-LARGEST, min(LARGEST, int(bound))))
+
+
+def _above(bound: Decimal, is_strict: bool) -> str:
+    """An expression of the numbers from a bound on."""
+    if bound >= 0:
+        return _at_least(bound, is_strict)
+    return rf"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|-(?:{_at_most(-bound, is_strict)})"
+
+
+def _below(bound: Decimal, is_strict: bool) -> str:
+    """An expression of the numbers up to a bound."""
+    if bound < 0 or (bound == 0 and is_strict):
+        return f"-(?:{_at_least(-bound, is_strict)})"
+    return rf"-(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|{_at_most(bound, is_strict)}"
+
+
+def _at_least(bound: Decimal, is_strict: bool) -> str:
+    """The numbers without a sign from a bound on."""
+    whole, part, places = _parts(bound)
+    any_part = rf"(?:\.[0-9]{{1,{places}}})?" if places else ""
+    ways = [f"(?:{_upto(int(whole) + 1, None)}){any_part}"]
+    if not part:
+        ways += [] if is_strict else [whole + any_part]
+        ways += [rf"{whole}\.[0-9]{{0,{places - 1}}}[1-9]"] if is_strict and places else []
+        return "|".join(ways)
+    ways += [
+        rf"{whole}\.{part[:at]}[{int(part[at]) + 1}-9][0-9]{{0,{places}}}" for at in range(len(part)) if part[at] < "9"
+    ]
+    ways.append(rf"{whole}\.{part}" + (f"[0-9]{{0,{places}}}[1-9]" if is_strict else f"[0-9]{{0,{places}}}"))
+    return "|".join(ways)
+
+
+def _at_most(bound: Decimal, is_strict: bool) -> str:
+    """The numbers without a sign up to a bound, which is more than 0 or not strict."""
+    whole, part, places = _parts(bound)
+    ways = (
+        [rf"(?:{_upto(0, int(whole) - 1)})" + (rf"(?:\.[0-9]{{1,{places}}})?" if places else "")] if int(whole) else []
+    )
+    if not part:
+        ways += [] if is_strict else [whole + (rf"(?:\.0{{1,{places}}})?" if places else "")]
+        return "|".join(ways)
+    ways.append(rf"{whole}(?:\.0)?")
+    ways += [
+        rf"{whole}\.{part[:at]}[0-{int(part[at]) - 1}][0-9]{{0,{places}}}" for at in range(len(part)) if part[at] > "0"
+    ]
+    ways += [rf"{whole}\.{part[:at]}" for at in range(1, len(part))]
+    ways += [] if is_strict else [rf"{whole}\.{part}0{{0,{places}}}"]
+    return "|".join(ways)
+
+
+def _parts(bound: Decimal) -> tuple[str, str, int]:
+    """The digits before and behind the point, and how many more may be behind it."""
+    whole, _, part = f"{bound:f}".partition(".")
+    part = part.rstrip("0")
+    return whole, part, max(0, min(PLACES, DIGITS - len(whole) - len(part)))
+
+
+def _upto(low: int, most: int | None) -> str:
+    """The integers between two bounds, of which there are some."""
     ways, length = [], len(str(low))
-    if math.isinf(most):
+    if most is None:
         ways.append(rf"[1-9][0-9]{{{length},}}")
-        most = 10**length - 1
-    high = int(most)
+    high = 10**length - 1 if most is None else most
     while low <= high:  # as many digits as the lowest has, then one more
         end = min(high, 10 ** len(str(low)) - 1)
         ways.append(_of_equal_length(str(low), str(end)))

@@ -26,6 +26,10 @@ class TooSlow(RequestError):
     """A constraint takes longer to compile than its limit."""
 
 
+class TooLarge(RequestError):
+    """A constraint needs more states than there may be."""
+
+
 _ADVICE = "shorten its counted repetitions, or name fewer characters in them"
 _limit: ContextVar[tuple[float, float] | None] = ContextVar("compile_limit", default=None)  # seconds, and their end
 
@@ -52,9 +56,9 @@ def seconds_left() -> float:
     return left
 
 
-def too_large(states: int) -> RequestError:
+def too_large(states: int) -> TooLarge:
     """The refusal of an automaton of too many states."""
-    return RequestError(f"the constraint has {states:,} states or more; {_ADVICE} ({{1,200}} makes 200 states)")
+    return TooLarge(f"the constraint has {states:,} states or more; {_ADVICE} ({{1,200}} makes 200 states)")
 
 
 def call_outlines(**request: Any) -> tuple[dict[str, Any], bytes]:

@@ -22,11 +22,6 @@ _PIECE = re.compile(
 # Python would take these for a mistake, or warn of them
 _RUST_ONLY = re.compile(r"\\[pPx]\{[^}]*\}|\\[pP][A-Z]|\\z|\[:\w+:\]|&&|--|~~")
 
-_ECMA_PIECE = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
-_ASCII = {"d": "0-9", "w": "0-9A-Za-z_"}
-# White space of ECMA-262, of Unicode or of Python
-_SPACES = r"\t-\r\x1c-\x20\x85\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
-
 
 @lru_cache(maxsize=32)
 def regex_automaton(regex: str) -> ByteAutomaton:
@@ -61,39 +56,6 @@ def without_ends(regex: str) -> str:
     whole = regex.removeprefix("^")
     backslashes = len(whole) - len(whole.removesuffix("$").rstrip("\\")) - 1
     return whole[:-1] if whole.endswith("$") and backslashes % 2 == 0 else whole
-
-
-def from_ecma(pattern: str) -> str:
-    """An expression of ECMA-262, as a JSON schema has it, in the syntax of Rust's regex crate.
-
-    `\\d`, `\\w` and their complements are ASCII's, and `\\s` is the space: the others of its characters would need
-    escapes in JSON, or are none to every validator. `\\S` has no character that is white space to any. In brackets `[`,
-    `&` and `~` are themselves.
-    """
-    written: list[str] = []
-    in_set = is_negated = False
-    for found in _ECMA_PIECE.finditer(pattern):
-        piece = found[0]
-        if piece[0] == "\\" and piece[1:] in tuple("dDwWsS"):
-            letter = piece[1].lower()
-            is_complement = piece[1].isupper()
-            # white space that is left out is all of it, and white space that is let in the space alone
-            characters = (_SPACES if is_complement != is_negated else " ") if letter == "s" else _ASCII[letter]
-            bare = in_set and not is_complement
-            written.append(characters if bare else f"[{'^' * is_complement}{characters}]")
-        elif piece[0] == "\\":
-            written.append(piece[1] if piece in ("\\<", "\\>") else piece)  # which are Rust's ends of a word
-        elif in_set:
-            in_set = piece[-1] != "]"
-            signs = piece if in_set else piece[:-1]
-            written.append("".join("\\" + sign if sign in "[&~^" else sign for sign in signs) + "]" * (not in_set))
-        else:
-            if piece in ("[]", "[^]"):  # no character, and every one
-                piece = r"[^\s\S]" if piece == "[]" else r"[\s\S]"
-            elif piece[0] == "[":
-                in_set, is_negated = True, piece == "[^"
-            written.append(piece)
-    return "".join(written)
 
 
 def characters_written(regex: str) -> int:

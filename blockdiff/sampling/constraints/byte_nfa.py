@@ -1,0 +1,170 @@
+"""Nondeterministic automata over bytes, which are built piece by piece and then made deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+
+from blockdiff.sampling.constraints.byte_automaton import MOST_STATES, ByteAutomaton
+from blockdiff.sampling.constraints.outlines import seconds_left, too_large
+
+Ranges = tuple[tuple[int, int], ...]  # of code points or bytes, both ends included
+EVERY: Ranges = ((0, 0x10FFFF),)
+_PLANES = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))  # without surrogates
+
+
+class ByteNfa:
+    """An automaton that grows: each method adds a piece behind a state and returns the state at its end.
+
+    edges: the (lowest byte, highest byte, next state) triples of each state; free: the states that it leads to without
+    a byte. State 0 is the start. RequestError as soon as there are more than `most` states.
+    """
+
+    def __init__(self, most: int = MOST_STATES):
+        self.edges: list[list[tuple[int, int, int]]] = [[]]
+        self.free: list[list[int]] = [[]]
+        self.most = most
+
+    def state(self) -> int:
+        """Add a state."""
+        if len(self.edges) >= self.most:
+            raise too_large(len(self.edges))
+        if len(self.edges) % 1024 == 0:
+            seconds_left()
+        self.edges.append([])
+        self.free.append([])
+        return len(self.edges) - 1
+
+    def join(self, start: int, end: int) -> int:
+        """Let a state lead to another one without a byte."""
+        self.free[start].append(end)
+        return end
+
+    def text(self, start: int, text: str) -> int:
+        """Add a text."""
+        for byte in text.encode():
+            following = self.state()
+            self.edges[start].append((byte, byte, following))
+            start = following
+        return start
+
+    def space(self, start: int) -> int:
+        """Add one space or none."""
+        return self.join(start, self.text(start, " "))
+
+    def character(self, start: int, ranges: Ranges) -> int:
+        """Add one character of some ranges of code points."""
+        end = self.state()
+        rest_states: dict[Sequence[tuple[int, int]], int] = {(): end}  # what is to be read is shared
+        for sequence in utf8_ranges(ranges):
+            for index in reversed(range(1, len(sequence))):
+                rest = sequence[index:]
+                if rest not in rest_states:
+                    rest_states[rest] = self.state()
+                    self.edges[rest_states[rest]].append((*rest[0], rest_states[rest[1:]]))
+            self.edges[start].append((*sequence[0], rest_states[sequence[1:]]))
+        return end
+
+    def language(self, start: int, automaton: ByteAutomaton) -> int:
+        """Add the texts of a deterministic automaton."""
+        states, end = [self.state() for _ in range(automaton.states)], self.state()
+        self.join(start, states[0])
+        for state, edges in zip(states, _edges(automaton), strict=True):
+            self.edges[state] = [(low, high, states[following]) for low, high, following in edges]
+        for state in automaton.is_accepting_S.nonzero().squeeze(-1).tolist():
+            self.join(states[state], end)
+        return end
+
+    def automaton(self, end: int, most: int = MOST_STATES) -> ByteAutomaton:
+        """The deterministic automaton of the texts from state 0 to `end`; RequestError if it has too many states."""
+        bounds = sorted({0, 256, *(bound for edges in self.edges for a, b, _ in edges for bound in (a, b + 1))})
+        class_of = {byte: number for number, byte in enumerate(bounds)}
+        reached: dict[int, frozenset[int]] = {}
+        sets = {self._closed([0], end, reached): 0}
+        order, rows = list(sets), []
+        for states in order:  # which grows
+            if len(order) > most:
+                raise too_large(len(order))
+            seconds_left()
+            targets: list[list[int]] = [[] for _ in bounds[:-1]]
+            for state in states:
+                for low, high, following in self.edges[state]:
+                    for number in range(class_of[low], class_of[high + 1]):
+                        targets[number].append(following)
+            row, same = [], dict[tuple[int, ...], int]()
+            for each in map(tuple, targets):
+                if each and each not in same:
+                    following_states = self._closed(each, end, reached)
+                    if following_states not in sets:
+                        sets[following_states] = len(order)
+                        order.append(following_states)
+                    same[each] = sets[following_states]
+                row.append(same[each] if each else -1)
+            rows.append(row)
+        widths = torch.tensor(bounds).diff()
+        next_SB = torch.tensor([*rows, [-1] * len(widths)], dtype=torch.int32).repeat_interleave(widths, dim=1)
+        next_SB[next_SB < 0] = len(order)
+        return ByteAutomaton(next_SB, torch.tensor([*(end in states for states in order), False])).trimmed()
+
+    def _closed(self, states: Sequence[int], end: int, reached: dict[int, frozenset[int]]) -> frozenset[int]:
+        """The states that some lead to without a byte, and that read one or are the end."""
+        found: set[int] = set()
+        for state in states:
+            if state not in reached:
+                seen, todo = {state}, [state]
+                for each in todo:  # which grows
+                    new = [following for following in self.free[each] if following not in seen]
+                    seen.update(new)
+                    todo += new
+                reached[state] = frozenset(each for each in seen if self.edges[each] or each == end)
+            found |= reached[state]
+        return frozenset(found)
+
+
+@lru_cache(maxsize=64)
+def _edges(automaton: ByteAutomaton) -> list[list[tuple[int, int, int]]]:
+    """The (lowest byte, highest byte, next state) triples of each state."""
+    next_SB = automaton.next_SB[:-1]
+    begins = torch.ones_like(next_SB, dtype=torch.bool)
+    begins[:, 1:] = next_SB.diff(dim=1) != 0
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(automaton.states)]
+    state_E, low_E = begins.nonzero().unbind(-1)
+    high_E = torch.where(state_E[1:] == state_E[:-1], low_E[1:] - 1, 255)
+    high_E = torch.cat((high_E, torch.tensor([255])))
+    following_E = next_SB[state_E, low_E]
+    is_alive_E = following_E < automaton.states
+    edges = torch.stack((state_E, low_E, high_E, following_E.long()), -1)[is_alive_E].tolist()
+    for state, low, high, following in edges:
+        found[state].append((low, high, following))
+    return found
+
+
+@lru_cache(maxsize=256)
+def utf8_ranges(ranges: Ranges) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The sequences of byte ranges that spell the characters of some ranges of code points."""
+    found = list[tuple[tuple[int, int], ...]]()
+    for low, high in ranges:
+        for first, last in _PLANES:
+            if max(low, first) <= min(high, last):
+                found += _equally_long(max(low, first), min(high, last))
+    return tuple(found)
+
+
+def _equally_long(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The sequences of a range whose characters have equally many bytes."""
+    for following in range(1, len(chr(low).encode())):  # bytes of six bits each
+        rest = (1 << 6 * following) - 1
+        if low | rest == high | rest:
+            continue
+        if low & rest:
+            middle = low | rest
+        elif high & rest != rest:
+            middle = (high & ~rest) - 1
+        else:
+            continue
+        yield from _equally_long(low, middle)
+        yield from _equally_long(middle + 1, high)
+        return
+    yield tuple(zip(chr(low).encode(), chr(high).encode(), strict=True))

@@ -1,0 +1,271 @@
+"""Patterns of JSON schemas: expressions of ECMA-262 as automata over the texts between the quotes of a JSON string.
+
+A pattern matches the whole string. `\\d` and `\\w` are ASCII's, `\\s` is the space alone (the others of its characters
+would need escapes in JSON, or are no white space to every validator), and `\\S` is none of the white space of ECMA-262,
+Unicode and Python. Control characters cannot be matched.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from blockdiff.errors import NoText, RequestError
+from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton
+from blockdiff.sampling.constraints.byte_nfa import EVERY, ByteNfa, Ranges
+
+Item = tuple["Ranges | Alternatives | str", int, "int | None"]  # what is repeated, at least and at most so often
+Alternatives = list[list[Item]]
+CONTROL: Ranges = ((0x00, 0x1F), (0x7F, 0x9F))
+WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+DIGIT: Ranges = ((0x30, 0x39),)
+# White space of ECMA-262, of Unicode or of Python
+SPACES: Ranges = ((0x09, 0x0D), (0x1C, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A))
+SPACES += ((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF))
+NEW_LINES: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+_LETTERS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "0": 0x00}
+_PIECE = re.compile(r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\.|.", re.DOTALL)
+_COUNT = re.compile(r"\{(\d+)(?:(,)(\d*))?\}")
+_GROUP = re.compile(r"\?(?::|<[A-Za-z_$][\w$]*>)")
+MOST_REPEATED = 10_000
+
+
+class _Parser:
+    """Reads a pattern from a place on; RequestError for what an automaton cannot follow.
+
+    is_loose: classes of characters are as large as they are to any validator, else as small.
+    """
+
+    def __init__(self, pattern: str, at: int = 0, is_loose: bool = False):
+        self.pattern, self.at, self.is_loose = pattern, at, is_loose
+
+    def alternatives(self) -> Alternatives:
+        """Read up to the end of a group, or of the pattern."""
+        ways: Alternatives = [[]]
+        while self.at < len(self.pattern) and self.pattern[self.at] != ")":
+            if self.pattern[self.at] == "|":
+                self.at += 1
+                ways.append([])
+            else:
+                ways[-1].append(self._repeated(self._atom()))
+        return ways
+
+    def _atom(self) -> Ranges | Alternatives | str:
+        sign = self.pattern[self.at]
+        if sign == "(":
+            self.at += 1
+            if self.pattern.startswith("?", self.at):
+                found = _GROUP.match(self.pattern, self.at)
+                if found is None:
+                    raise self.error("look-around")
+                self.at = found.end()
+            inner = self.alternatives()
+            if not self.pattern.startswith(")", self.at):
+                raise self.error("a group that is not closed")
+            self.at += 1
+            return inner
+        if sign in "*+?" or _COUNT.match(self.pattern, self.at):
+            raise self.error("a repetition of nothing")
+        if sign == "[":
+            return self._set()
+        if sign == ".":
+            self.at += 1
+            return without(EVERY, NEW_LINES)
+        if sign in "^$":
+            self.at += 1
+            return sign
+        return self._character(in_set=False)
+
+    def _character(self, in_set: bool, is_negated: bool = False) -> Ranges:
+        """One character, or a class of characters that is written as an escape; is_negated: these are left out."""
+        found = _PIECE.match(self.pattern, self.at)
+        assert found is not None
+        piece = found[0]
+        if piece == "\\":
+            raise self.error("a backslash at its end")
+        self.at = found.end()
+        if piece[0] != "\\":
+            return ((ord(piece), ord(piece)),)
+        letter = piece[1]
+        if letter in "dDwWsS":
+            # white space that is let in is the space alone, and white space that is left out is all of it
+            is_small = (letter == "s") != (is_negated != self.is_loose)
+            spaces = ((0x20, 0x20),) if is_small else SPACES
+            ranges = {"d": DIGIT, "w": WORD, "s": spaces}[letter.lower()]
+            return ranges if letter.islower() else without(EVERY, ranges)
+        if letter == "b" and in_set:
+            return ((0x08, 0x08),)
+        if letter in "bBpPk" or letter in "123456789":
+            raise self.error("a word boundary, a back reference or a class of Unicode", len(piece))
+        if letter in "ux" and len(piece) > 2:
+            code = int(piece[2:].strip("{}"), 16)
+        else:
+            code = ord(piece[2]) % 32 if letter == "c" and len(piece) > 2 else _LETTERS.get(letter, ord(letter))
+        if code > 0x10FFFF:
+            raise self.error("a character that is none", len(piece))
+        return ((code, code),)
+
+    def _set(self) -> Ranges:
+        """The characters of brackets."""
+        first = self.at
+        self.at += 1
+        is_negated = self.pattern.startswith("^", self.at)
+        self.at += is_negated
+        found = list[tuple[int, int]]()
+        while not self.pattern.startswith("]", self.at):
+            if self.at >= len(self.pattern):
+                self.at = first
+                raise self.error("a set that is not closed")
+            ranges = self._character(in_set=True, is_negated=is_negated)
+            is_range = self.pattern.startswith("-", self.at) and self.pattern[self.at + 1 : self.at + 2] not in (
+                "]",
+                "",
+            )
+            if is_range and len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+                self.at += 1
+                last = self._character(in_set=True, is_negated=is_negated)
+                if len(last) > 1 or last[0][0] != last[0][1]:
+                    found += [*ranges, (0x2D, 0x2D), *last]
+                elif last[0][0] < ranges[0][0]:
+                    raise self.error("a range whose end is before its beginning")
+                else:
+                    found.append((ranges[0][0], last[0][0]))
+                continue
+            found += ranges
+        self.at += 1
+        return without(EVERY, tuple(found)) if is_negated else tuple(found)
+
+    def _repeated(self, atom: Ranges | Alternatives | str) -> Item:
+        sign = self.pattern[self.at : self.at + 1]
+        least: int
+        most: int | None
+        count = _COUNT.match(self.pattern, self.at)
+        if count is not None:
+            least = int(count[1])
+            most = least if count[2] is None else int(count[3]) if count[3] else None
+            if max(least, most or 0) > MOST_REPEATED or (most is not None and most < least):
+                raise self.error("a repetition that is too long, or ends before it begins")
+            self.at = count.end()
+        elif sign and sign in "*+?":
+            least, most = (1 if sign == "+" else 0), (1 if sign == "?" else None)
+            self.at += 1
+        else:
+            return atom, 1, 1
+        if self.pattern.startswith("?", self.at):  # it matters only which of several matches is found
+            self.at += 1
+        return atom, least, most
+
+    def error(self, what: str, back: int = 0) -> RequestError:
+        """The refusal of the pattern for what is read last."""
+        at = self.at - back
+        return RequestError(f"has {what} at character {at} ({self.pattern[at : at + 12]!r})")
+
+
+def without(ranges: Ranges, others: Ranges) -> Ranges:
+    """The characters of some ranges that are in none of others."""
+    found = list[tuple[int, int]]()
+    for low, high in ranges:
+        for first, last in sorted(others):
+            if last < low or first > high:
+                continue
+            if first > low:
+                found.append((low, first - 1))
+            low = last + 1
+        if low <= high:
+            found.append((low, high))
+    return tuple(found)
+
+
+def _inner(ways: Alternatives, is_first: bool, is_last: bool, is_loose: bool) -> Alternatives:
+    """The alternatives without `^` at their beginning and `$` at their end; those that have them elsewhere go."""
+    found: Alternatives = []
+    for way in ways:
+        items, is_possible = list[Item](), True
+        while way and way[0][0] == "^" and is_first:
+            way = way[1:]
+        while way and way[-1][0] == "$" and is_last:
+            way = way[:-1]
+        for index, (atom, least, most) in enumerate(way):
+            if isinstance(atom, str):
+                if is_loose:
+                    raise RequestError("has `^` or `$` in its middle")
+                is_possible = is_possible and least == 0
+                continue
+            if isinstance(atom, list):
+                is_once = most == 1
+                is_last_part = is_last and is_once and index == len(way) - 1
+                atom = _inner(atom, is_first and is_once and index == 0, is_last_part, is_loose)
+                if not atom and least:
+                    is_possible = False
+            items.append((atom, least, most))
+        if is_possible:
+            found.append(items)
+    return found
+
+
+def _write(nfa: ByteNfa, start: int, ways: Alternatives) -> int:
+    """Add the texts of alternatives behind a state."""
+    end = nfa.state()
+    for way in ways:
+        state = start
+        for atom, least, most in way:
+            for _ in range(least):
+                state = _once(nfa, state, atom)
+            if most is None:
+                loop = nfa.join(state, nfa.state())
+                nfa.join(_once(nfa, loop, atom), loop)
+                state = nfa.join(loop, nfa.state())
+            elif most > least:
+                last = nfa.state()
+                for _ in range(most - least):
+                    nfa.join(state, last)
+                    state = _once(nfa, state, atom)
+                state = nfa.join(state, last)
+        nfa.join(state, end)
+    return end
+
+
+def _once(nfa: ByteNfa, start: int, atom: Ranges | Alternatives | str) -> int:
+    if isinstance(atom, list):
+        return _write(nfa, nfa.join(start, nfa.state()), atom)
+    assert not isinstance(atom, str)
+    end = nfa.character(start, without(atom, (*CONTROL, (0x22, 0x22), (0x5C, 0x5C))))
+    for sign in '"\\':
+        if any(low <= ord(sign) <= high for low, high in atom):
+            nfa.join(nfa.text(start, "\\" + sign), end)
+    return end
+
+
+@lru_cache(maxsize=256)
+def expression_automaton(regex: str, is_open: bool = False, is_loose: bool = False) -> ByteAutomaton:
+    """The texts that match an expression as a whole, as they are written in a JSON string.
+
+    is_open: anything may follow an expression that does not end in `$`. is_loose: all texts in which it matches
+    somewhere, and perhaps others. RequestError, which says what of it, for an expression that an automaton cannot
+    follow; NoText for one that matches nothing.
+    """
+    if regex.startswith("^(?!"):  # what must not follow at the beginning
+        parser = _Parser(regex, at=4, is_loose=True)
+        ways = [[("^", 1, 1), *way] for way in parser.alternatives()]
+        rest = regex[parser.at + 1 :]
+        kept = expression_automaton(f"^{rest}" if rest.startswith("(?!") else rest, is_open, is_loose)
+        return kept if is_loose else kept.without(_automaton(ways, is_open=True, is_loose=True))
+    parser = _Parser(regex, is_loose=is_loose)
+    ways = parser.alternatives()
+    if parser.at < len(regex):
+        raise parser.error("a parenthesis that nothing opens")
+    return _automaton(ways, is_open or is_loose, is_loose)
+
+
+def _automaton(ways: Alternatives, is_open: bool, is_loose: bool) -> ByteAutomaton:
+    rest: Item = (without(EVERY, CONTROL), 0, None)
+    if is_open:
+        ways = [way if way and way[-1][0] == "$" else [*way, rest] for way in ways]
+    if is_loose:
+        ways = [way if way and way[0][0] == "^" else [rest, *way] for way in ways]
+    nfa = ByteNfa()
+    inner = _inner(ways, True, True, is_loose)
+    try:
+        return nfa.automaton(_write(nfa, 0, inner))
+    except NoText:
+        raise NoText("matches no text that a JSON string can have") from None

@@ -1,0 +1,183 @@
+"""Schemas without keywords that combine schemas: `$ref`, `allOf`, `anyOf`, `oneOf`, `not`, `if` and the dependent ones.
+
+A plain schema says a type or an enum, and what its values are like. `Rewriting.ways` makes of any schema the plain ones
+of which a document satisfies one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from blockdiff.errors import RequestError
+from blockdiff.sampling.constraints.outlines import seconds_left
+from blockdiff.sampling.constraints.schema_exclusion import apart
+from blockdiff.sampling.constraints.schema_merging import COMBINING, EXCLUDED, both_of, simplified, unheld
+from blockdiff.sampling.constraints.schema_values import holds
+
+MOST_REFS = 5_000  # that are followed
+MOST_WAYS = 256  # plain schemas of one schema
+Way = tuple[dict[str, Any], tuple[str, ...]]  # a plain schema, and the $refs around it
+
+
+class Rewriting:
+    """Rewrites the schemas of one document; refs_within: a schema that refers to itself is written out so deep."""
+
+    def __init__(self, document: Any, refs_within: int):
+        self.document, self.refs_within = rooted(document), refs_within
+        self.refs, self.last_ref = 0, ""
+
+    def ways(self, schema: Any, place: str, within: tuple[str, ...], is_loose: bool = False) -> list[Way]:
+        """The plain schemas of which a document of the schema satisfies one.
+
+        They may hold less than the schema. is_loose: they hold no less; exclusions are left out.
+        """
+        done, todo = list[Way](), [(schema, within)]
+        while todo:
+            seconds_left()
+            value, refs = todo.pop(0)
+            plain = simplified(value, place)
+            if isinstance(plain, bool):
+                continue
+            keyword = next((each for each in COMBINING if each in plain), None)
+            if keyword is None:
+                done.append((plain, refs))
+            elif keyword == "$ref":
+                if (found := self._referred(plain.pop("$ref"), place, refs)) is not None:
+                    target, refs = found
+                    todo.insert(0, (both_of(plain, target, place), refs))
+            else:
+                inner = plain.pop(keyword)
+                todo[:0] = [(each, refs) for each in self._ways_of[keyword](self, inner, plain, place)]
+            if len(done) + len(todo) > MOST_WAYS:
+                raise unheld(keyword or "anyOf", place, f"it has more than {MOST_WAYS} combinations; name fewer")
+        if is_loose:
+            return [({**plain, EXCLUDED: []}, refs) for plain, refs in done]
+        return [(kept, refs) for plain, refs in done for kept in self._without_excluded(plain, place)]
+
+    def _without_excluded(self, plain: dict[str, Any], place: str) -> list[dict[str, Any]]:
+        """The plain schemas of what a plain one holds and those that it excludes do not."""
+        kept = [{key: value for key, value in plain.items() if key != EXCLUDED}]
+        for schema, keyword in plain.get(EXCLUDED, ()):
+            for other, _ in self.ways(schema, place, (), is_loose=True):
+                found = [self._apart(each, other, place) for each in kept]
+                if None in found:
+                    advice = "its schemas must differ in a type, a constant or a required property"
+                    raise unheld(keyword, place, f"{advice}{'; or write anyOf' if keyword == 'oneOf' else ''}")
+                kept = [each for ways in found for each in ways or ()]
+        return kept
+
+    def _apart(self, one: dict[str, Any], other: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
+        """The plain schemas of what satisfies one plain schema and not another; None if they cannot be told apart."""
+
+        def difference(own: Any, excluded: Any) -> list[dict[str, Any]] | None:
+            kept = [plain for plain, _ in self.ways(own, place, ())]
+            for plain, _ in self.ways(excluded, place, (), is_loose=True):
+                found = [self._apart(each, plain, place) for each in kept]
+                if None in found:
+                    return None
+                kept = [each for ways in found for each in ways or ()]
+            return kept
+
+        return apart(one, other, lambda value, schema: holds(value, schema, place, self.look_up), difference)
+
+    def look_up(self, name: Any, place: str) -> Any:
+        """The schema that a $ref names."""
+        if name != "#" and not str(name).startswith("#/"):
+            raise RequestError(
+                f"the JSON schema refers to {name!r:.80} at {place}; only # can be looked up, and what follows #/"
+            )
+        found = self.document
+        for key in unquote(name[1:]).split("/")[1:]:  # a JSON pointer
+            key = key.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(key) if isinstance(found, list) else key]
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise RequestError(f"the JSON schema cannot be used: it has no {name!r} to refer to") from None
+        return found
+
+    def _referred(self, name: Any, place: str, within: tuple[str, ...]) -> tuple[Any, tuple[str, ...]] | None:
+        """The schema of a $ref and the $refs around it; None where the document refers to itself too deeply."""
+        found = self.look_up(name, place)
+        self.refs, self.last_ref = self.refs + 1, name
+        if self.refs > MOST_REFS:
+            raise RequestError(f"the JSON schema follows more than {MOST_REFS:,} $refs, last {name!r}; write fewer")
+        if name in within and len(within) >= self.refs_within:
+            return None
+        return found, (*within, name)
+
+    def _any_of(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
+        schemas = _listed(schemas, "anyOf", place)
+        return [both_of(plain, each, place) for each in schemas]
+
+    def _one_of(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
+        schemas = _listed(schemas, "oneOf", place)
+        found = []
+        for number, schema in enumerate(schemas):
+            others = [(each, "oneOf") for other, each in enumerate(schemas) if other != number]
+            found.append(both_of(both_of(plain, schema, place), {EXCLUDED: others}, place))
+        return found
+
+    def _all_of(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
+        first, *rest = _listed(schemas, "allOf", place)
+        return [both_of(plain | ({"allOf": rest} if rest else {}), first, place)]
+
+    def _not(self, schema: Any, plain: dict[str, Any], place: str) -> list[Any]:
+        return [both_of(plain, {EXCLUDED: [(schema, "not")]}, place)]
+
+    def _if(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
+        condition, then, otherwise = schemas
+        is_met = both_of(both_of(plain, condition, place), then, place)
+        return [is_met, both_of(both_of(plain, otherwise, place), {EXCLUDED: [(condition, "if")]}, place)]
+
+    def _dependent_required(self, names: Any, plain: dict[str, Any], place: str) -> list[Any]:
+        if not isinstance(names, Mapping) or not all(isinstance(each, list) for each in names.values()):
+            raise RequestError(f"the JSON schema's dependentRequired at {place} must be an object of lists")
+        return self._dependent_schemas({name: {"required": each} for name, each in names.items()}, plain, place)
+
+    def _dependent_schemas(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
+        if not isinstance(schemas, Mapping):
+            raise RequestError(f"the JSON schema's dependentSchemas at {place} must be an object of schemas")
+        (name, schema), *rest = [*schemas.items()] or [("", True)]
+        plain = plain | ({"dependentSchemas": dict(rest)} if rest else {})
+        has_name = both_of(both_of(plain, {"required": [name]}, place), schema, place)
+        if name in plain.get("required", ()) or not schemas:
+            return [has_name] if schemas else [plain]
+        return [both_of(plain, {"properties": {name: False}}, place), has_name]
+
+    _ways_of: Mapping[str, Callable[[Rewriting, Any, dict[str, Any], str], list[Any]]] = {
+        "anyOf": _any_of,
+        "oneOf": _one_of,
+        "allOf": _all_of,
+        "not": _not,
+        "if": _if,
+        "dependentRequired": _dependent_required,
+        "dependentSchemas": _dependent_schemas,
+    }
+
+
+def rooted(document: Any, root: str = "#", where: str = "#") -> Any:
+    """A document in which every $ref begins at its top, those within a part that has an $id of its own, too."""
+    if isinstance(document, list):
+        return [rooted(each, root, f"{where}/{number}") for number, each in enumerate(document)]
+    if not isinstance(document, Mapping):
+        return document
+    id_ = document.get("$id")
+    if where != "#" and isinstance(id_, str) and id_[:1] not in ("", "#"):
+        root = where
+    found = {}
+    for key, value in document.items():
+        if key == "$ref" and isinstance(value, str) and value[:1] == "#":
+            found[key] = root + value[1:]
+        elif key in ("const", "enum", "default", "examples"):
+            found[key] = value
+        else:
+            found[key] = rooted(value, root, f"{where}/{key.replace('~', '~0').replace('/', '~1')}")
+    return found
+
+
+def _listed(schemas: Any, keyword: str, place: str) -> list[Any]:
+    if not isinstance(schemas, list) or not schemas:
+        raise RequestError(f"the JSON schema's {keyword} at {place} must be a list of schemas")
+    return schemas
