@@ -10,13 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 TEMPLATE_SECONDS = 10.0  # for one conversation, which takes milliseconds
 TEMPLATE_BYTES = 1 << 30
 TICK = 0.1  # seconds between two looks at the memory
-STATM = Path("/proc/self/statm")  # of Linux: the pages of the process's address space, and more
 
 
 @contextmanager
@@ -53,16 +51,27 @@ def memory_limit(most: int) -> Iterator[None]:
     It bounds all threads of the process meanwhile, so it is for milliseconds in which no other one needs so much. Off
     the main thread, and elsewhere than on Linux, it bounds nothing.
     """
-    if threading.current_thread() is not threading.main_thread() or not STATM.exists():
+    is_main = threading.current_thread() is threading.main_thread()
+    pages = _pages() if is_main else None
+    if pages is None:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    bound = int(STATM.read_text(encoding="ascii").split()[0]) * resource.getpagesize() + most
+    bound = pages * resource.getpagesize() + most
     resource.setrlimit(resource.RLIMIT_AS, (bound if soft == resource.RLIM_INFINITY else min(bound, soft), hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _pages() -> int | None:
+    """The pages of the process's address space; None elsewhere than on Linux."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[0])
+    except FileNotFoundError:
+        return None
 
 
 def _peak() -> int:

@@ -63,17 +63,15 @@ class Turns(NamedTuple):
     endless: int = 0
 
 
-def assistant_turns(written: Write, messages: Sequence[Message], only_last: bool = False) -> Turns:
-    """Find every assistant message, the end of its turn included, in `written(messages, False)`.
+def assistant_turns(written: Write, messages: Sequence[Message], places: Sequence[int]) -> Turns:
+    """Find the assistant's messages at these places, the ends of their turns included, in `written(messages, False)`.
 
-    written: the text of messages by the template, with the generation prompt after them if asked for; only_last: leave
-    out all but the last message of the assistant. Raises UnprovedError for a message that cannot be found, or has no
-    end.
+    written: the text of messages by the template, with the generation prompt after them if asked for. Raises
+    UnprovedError for a message that cannot be found, or has no end.
     """
     whole = written(messages, False)
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     spans, inserted, bare, endless = list[Span](), Inserted(), 0, 0
-    for place in places[-1:] if only_last else places:
+    for place in places:
         start, inserted, is_bare = _start(written, messages, place, whole)
         end, is_endless = _end(written, messages, place, whole, start)
         spans.append((start, end + len(inserted.text)))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -88,13 +89,23 @@ class Rendered(NamedTuple):
     changes: Mapping[str, int] = NOTHING
 
 
+@lru_cache(maxsize=1)
+def _packaged_file() -> str:
+    return (files("blockdiff.data") / "templates" / "gemma4.jinja").read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=16)
+def has_tags(template: str) -> bool:
+    """True for a template that marks what the assistant writes."""
+    return GENERATION_TAG.search(template) is not None
+
+
 def packaged_template(*, verbatim: bool = False) -> str:
     """The chat template of the Gemma 4 turn format, with generation tags.
 
     With `verbatim` it writes every message as it is, as a turn of its own.
     """
-    text = (files("blockdiff.data") / "templates" / "gemma4.jinja").read_text(encoding="utf-8")
-    return f"{VERBATIM}\n{text}" if verbatim else text
+    return f"{VERBATIM}\n{_packaged_file()}" if verbatim else _packaged_file()
 
 
 def is_template_file(source: str) -> bool:
@@ -170,8 +181,7 @@ def training_template(
             "the tokenizer has no chat template, so conversations cannot be written; name a file with one as "
             "data.template, or write rows of prompt and response and leave data.chat out"
         )
-    has_tags = GENERATION_TAG.search(template) is not None
-    return packaged_template() if not has_tags and _is_turn_format(tokenizer, template) else template
+    return packaged_template() if not has_tags(template) and _is_turn_format(tokenizer, template) else template
 
 
 def dated(template: str, day: date) -> str:
@@ -224,6 +234,8 @@ def render(
     Raises RefusedByTemplate, also for tools, calls and answers that the template leaves out.
     """
     rendered = _written(tokenizer, template, messages, variables, tools, guard, is_prompt)
+    if template.endswith(_packaged_file()):  # what it leaves out is known, and a probe takes as long as the rendering
+        return rendered._replace(changes={} if template.startswith(VERBATIM) else _unreasoned(messages))
     probe = Probe(messages, tools, is_prompt)
     if not probe.may_tell(rendered.text):
         return rendered
@@ -237,6 +249,13 @@ def render(
         if part.key is None:
             raise RefusedByTemplate(f"it does not write {part.name}")
     return rendered._replace(changes=Counter(part.key for part in lost if part.key))
+
+
+def _unreasoned(messages: Sequence[Message]) -> dict[str, int]:
+    """The count of the reasoning before the last question, which the packaged template leaves out."""
+    last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=0)
+    count = sum(bool(message.get("reasoning", "").strip()) for message in messages[:last])
+    return {"unreasoned": count} if count else {}
 
 
 def _written(
@@ -263,7 +282,7 @@ def _written(
                 tools=declared,
                 chat_template=template,
                 # Two threads cannot ask for spans at once, and prompts, which a server makes in threads, need none.
-                return_assistant_tokens_mask=not is_prompt and bool(GENERATION_TAG.search(template)),
+                return_assistant_tokens_mask=not is_prompt and has_tags(template),
                 add_generation_prompt=is_prompt,
                 **told,
                 **tokenizer.special_tokens_map,
@@ -289,7 +308,7 @@ def marked(
 ) -> Rendered:
     """`render` with the spans of the assistant whether or not the template has tags; RefusedByTemplate without proof.
 
-    only_last: the last of the assistant's messages has to be found, and the others are left out without tags.
+    only_last: without tags the last of the assistant's messages has to be found, and those that are not to be learnt.
     """
     rendered = render(tokenizer, template, messages, variables, tools, guard)
 
@@ -297,13 +316,13 @@ def marked(
         return _written(tokenizer, template, some, variables, tools, guard, is_prompt)
 
     try:
-        if GENERATION_TAG.search(template):
+        if has_tags(template):
             found, owners = _tagged(written, template, messages, rendered)
         else:
-            only_last = only_last and all(message.get("is_learnt", True) for message in messages)
-            found = assistant_turns(lambda some, is_prompt: written(some, is_prompt).text, messages, only_last)
             owners = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-            owners = owners[-1:] if only_last else owners
+            if only_last:
+                owners = [each for each in owners if each == owners[-1] or not messages[each].get("is_learnt", True)]
+            found = assistant_turns(lambda some, is_prompt: written(some, is_prompt).text, messages, owners)
     except UnprovedError as error:
         remedies = [error.remedy]
         is_told = is_variable("enable_thinking", template) and not variables.get("enable_thinking")
@@ -332,7 +351,7 @@ def _tagged(
 ) -> tuple[Turns, list[int]]:
     """The turns that a template marks with tags, and the place of each one's message (0 if the row excludes none)."""
     spans, last = rendered.spans, len(messages) - 1
-    if not template.endswith(packaged_template()):
+    if not template.endswith(_packaged_file()):
         plain = [*messages[:-1], {"role": "assistant", "content": STAND_INS[0]}]
         if _has_no_end(rendered, messages[-1]) and _has_no_end(written(plain), plain[-1]):
             reason = "the template's {% generation %} tags end before the turn does, so answers would not end"
@@ -354,7 +373,7 @@ def _bounded(is_prompt: bool) -> AbstractContextManager[None]:
 
 def reads_thoughts(template: str) -> bool:
     """True for a template without tags that knows reasoning between <think> and </think>."""
-    return "</think>" in template and GENERATION_TAG.search(template) is None
+    return "</think>" in template and not has_tags(template)
 
 
 def _has_no_end(rendered: Rendered, last: Message) -> bool:

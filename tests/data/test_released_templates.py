@@ -146,6 +146,20 @@ def test_the_last_turn_s_reasoning_is_learnt_behind_the_prompt_that_opens_it():
     )
 
 
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_an_earlier_turn_that_the_row_excludes_needs_no_prompt_of_its_own(turns):
+    first, asked, *rest = CONVERSATIONS["reasoning"]
+    tokenizer, _, example, _ = encoded(TEMPLATES["r1"], [first, {**asked, "train": False}, *rest], turns=turns)
+    assert [tokenizer.decode(example.tokens[a:b]) for a, b in example.responses] == ["well\n</think>\n\nb<|im_end|>\n"]
+    assert [tokenizer.decode(example.tokens[a:b]) for a, b in example.excluded] == ["a<|im_end|>\n"]
+    three = [first, asked, first, {**asked, "train": False}, *rest]
+    if turns == "last":
+        assert len(encoded(TEMPLATES["r1"], three, turns=turns)[2].excluded) == 1
+    else:
+        with pytest.raises(DataError, match=r"messages\[1\]: its prompt ends in <think>"):
+            encoded(TEMPLATES["r1"], three, turns=turns)
+
+
 def test_reasoning_that_spells_a_control_token_stays_text_where_it_is_put_in():
     tokenizer, _, example, _ = encoded(TEMPLATES["r1"], [user(), assistant(reasoning="a <eos> b")])
     assert tokenizer.eos_token_id not in example.tokens
