@@ -21,15 +21,41 @@ from blockdiff.serving.answering import ApiCall, Event, Server, respond, usage_o
 from blockdiff.serving.async_engine import Terms
 from blockdiff.serving.bodies import read_body
 from blockdiff.serving.deltas import AnswerStream, Delta
-from blockdiff.serving.responses_body import PATH, ResponsesRequest, as_chat
+from blockdiff.serving.responses_body import ENCRYPTED, PATH, ResponsesRequest, as_chat
 
 Item = dict[str, Any]
-# By the type of an item: its own fields; the beginning of its id, and the part that has its text.
-OF_TYPE: Mapping[str, Item] = {"reasoning": {"summary": []}, "message": {"role": "assistant"}}
-PARTS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "reasoning": ("rs_", {"type": "reasoning_text"}),
-    "message": ("msg_", {"type": "output_text", "annotations": [], "logprobs": []}),
-}
+
+
+@dataclass(frozen=True)
+class TextOf:
+    """The text of items of one type: its place in them, and its names in events.
+
+    own: further fields of an item; parts: its field with the text's part, which begins as `part`; events, text: the
+    names of the events of the part and of its text; index: what they call the place of the part.
+    """
+
+    type: str
+    id: str
+    own: Item
+    parts: str
+    part: Item
+    events: str
+    text: str
+    index: str = "content_index"
+
+
+MESSAGE = TextOf(
+    *("message", "msg_", {"role": "assistant"}, "content", {"type": "output_text", "annotations": [], "logprobs": []}),
+    *("response.content_part", "response.output_text"),
+)
+REASONING = TextOf(
+    *("reasoning", "rs_", {"summary": []}, "content", {"type": "reasoning_text"}),
+    *("response.content_part", "response.reasoning_text"),
+)
+SUMMARY = TextOf(  # of all the reasoning, for those that ask for one
+    *("reasoning", "rs_", {}, "summary", {"type": "summary_text"}),
+    *("response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index"),
+)
 
 
 def router(server: Server) -> APIRouter:
@@ -57,6 +83,7 @@ class ResponseFormat:
 
     body: ResponsesRequest
     items: list[Item] = field(default_factory=list)
+    open: TextOf | None = None  # how the last item has its text, while it goes on
     number: int = 0  # of the next event
 
     prefix: ClassVar = "resp_"
@@ -77,15 +104,15 @@ class ResponseFormat:
             for type in ("response.created", "response.in_progress"):
                 yield self._event(type, response=self._response(head, "in_progress"))
         if delta.reasoning:
-            yield from self._grow("reasoning", delta.reasoning)
+            yield from self._grow(SUMMARY if self.body.reasoning.summary else REASONING, delta.reasoning)
         if delta.text:
-            yield from self._grow("message", delta.text)
+            yield from self._grow(MESSAGE, delta.text)
         for number, each in enumerate(delta.calls, delta.first_call):
             yield from self._close()
             yield from self._call(stream, number, each)
         if delta.result is not None:
-            if not any(item["type"] in ("message", "function_call") for item in self.items):
-                yield from self._grow("message", "")
+            if not self.items:
+                yield from self._grow(MESSAGE, "")
             logprobs = chat.logprobs_of(stream, delta)
             spoken = [item["content"][0] for item in self.items if item["type"] == "message"]
             if logprobs is not None and spoken:  # of all tokens, with the last text
@@ -104,63 +131,56 @@ class ResponseFormat:
         failed = {"code": "server_error", "message": error["message"]}
         yield self._event("response.failed", response=self._response(head, "failed") | {"error": failed})
 
-    def _grow(self, kind: str, text: str) -> Iterable[Event]:
+    def _grow(self, kind: TextOf, text: str) -> Iterable[Event]:
         """The events of a text that the last item goes on with, or a new one begins with."""
-        if not self.items or self.items[-1]["type"] != kind or self.items[-1]["status"] != "in_progress":
+        if self.open is not kind:
             yield from self._close()
-            text = text.lstrip("\n") if kind == "reasoning" else text
-            begins, part = PARTS[kind]
-            item: Item = {"type": kind, "id": begins + uuid.uuid4().hex, "status": "in_progress"}
-            item |= OF_TYPE[kind]
-            self.items.append(item | {"content": [part | {"text": ""}]})
-            yield self._event("response.output_item.added", item=item | {"content": []}, **self._place())
-            yield self._event("response.content_part.added", part=part | {"text": ""}, **self._part())
-        item = self.items[-1]
-        item["content"][0]["text"] += text
+            text = text if kind is MESSAGE else text.lstrip("\n")
+            item: Item = {"type": kind.type, "id": kind.id + uuid.uuid4().hex, "status": "in_progress", **kind.own}
+            if kind is not MESSAGE and ENCRYPTED in self.body.include:
+                item["encrypted_content"] = "none"  # clients send reasoning back that has it, and the text beside it
+            part = kind.part | {"text": ""}
+            self.open = kind
+            self.items.append(item | {kind.parts: [part]})
+            yield self._event("response.output_item.added", item=item | {kind.parts: []}, **self._place())
+            yield self._event(f"{kind.events}.added", part=part, **self._part(kind))
+        self.items[-1][kind.parts][0]["text"] += text
         if text:
-            yield self._event(f"{self._text(item)}.delta", delta=text, **self._part(), **self._logprobs(item, []))
+            logprobs: Item = {"logprobs": []} if kind is MESSAGE else {}
+            yield self._event(f"{kind.text}.delta", delta=text, **logprobs, **self._part(kind))
 
     def _call(self, stream: AnswerStream, number: int, call: Mapping[str, Any]) -> Iterable[Event]:
         """The events of a call, which comes as a whole."""
         made = chat.tool_call(stream, number, call)
         item = {"type": "function_call", "id": "fc_" + uuid.uuid4().hex, "call_id": made.id, "name": made.function.name}
-        item |= {"arguments": made.function.arguments, "status": "in_progress"}
+        item |= {"arguments": made.function.arguments, "status": "completed"}
         self.items.append(item)
         place = {"item_id": item["id"], **self._place()}
-        yield self._event("response.output_item.added", item=item | {"arguments": ""}, **self._place())
+        yield self._event(
+            "response.output_item.added", item=item | {"arguments": "", "status": "in_progress"}, **self._place()
+        )
         yield self._event("response.function_call_arguments.delta", delta=item["arguments"], **place)
         said = {name: item[name] for name in ("name", "arguments")}
         yield self._event("response.function_call_arguments.done", **said, **place)
-        yield from self._close()
-
-    def _close(self, status: str = "completed") -> Iterable[Event]:
-        """The events of the end of the last item, if it has none."""
-        if not self.items or self.items[-1]["status"] != "in_progress":
-            return
-        item = self.items[-1]
-        item["status"] = status
-        if "content" in item:
-            [part] = item["content"]
-            yield self._event(
-                f"{self._text(item)}.done",
-                text=part["text"],
-                **self._part(),
-                **self._logprobs(item, part.get("logprobs")),
-            )
-            yield self._event("response.content_part.done", part=part, **self._part())
         yield self._event("response.output_item.done", item=item, **self._place())
 
-    def _text(self, item: Item) -> str:
-        return f"response.{item['content'][0]['type']}"
-
-    def _logprobs(self, item: Item, logprobs: Any) -> dict[str, Any]:
-        return {"logprobs": logprobs} if item["type"] == "message" else {}
+    def _close(self, status: str = "completed") -> Iterable[Event]:
+        """The events of the end of the item that is open, if one is."""
+        if (kind := self.open) is None:
+            return
+        item, self.open = self.items[-1], None
+        [part] = item[kind.parts]
+        item["status"] = status
+        said = {name: part[name] for name in ("text", "logprobs") if name in part}
+        yield self._event(f"{kind.text}.done", **said, **self._part(kind))
+        yield self._event(f"{kind.events}.done", part=part, **self._part(kind))
+        yield self._event("response.output_item.done", item=item, **self._place())
 
     def _place(self) -> dict[str, Any]:
         return {"output_index": len(self.items) - 1}
 
-    def _part(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "content_index": 0, **self._place()}
+    def _part(self, kind: TextOf) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], kind.index: 0, **self._place()}
 
     def _event(self, type: str, **fields: Any) -> Event:
         data = {"type": type, "sequence_number": self.number, **fields}

@@ -27,7 +27,7 @@ from blockdiff.serving.refusals import Refused
 
 PATH = "/v1/responses"
 TEXTS = ("input_text", "output_text", "text")  # types of parts with a text
-LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 
 
 class TextFormat(Body):
@@ -48,7 +48,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """The effort of reasoning. The other fields change nothing: reasoning is given whole, and history as it came."""
+    """The effort of reasoning, and whether it is given as a summary, which is all of it. The others change nothing."""
 
     effort: Short | None = None
     summary: Short | None = None

@@ -42,12 +42,22 @@ def test_a_picture_is_seen_in_a_whole_answer_a_stream_and_a_read(seeing):
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         read = {**body, "template": "<?a:1>", "draws": 1}
         blue = {**read, **asked(shown("data:image/png;base64," + base64.b64encode(png("blue")).decode()), TEXT)}
-        return whole, text, [(await asking.http.post("/v1/read", json=each)).json() for each in (read, read, blue)]
+        parts = [
+            {"type": "input_image", "image_url": URI, "detail": "auto"},
+            {"type": "input_text", "text": TEXT["text"]},
+        ]
+        item = {"role": "user", "content": parts}
+        other = await asking.openai.responses.create(model="blockdiff", input=[item], extra_body={"seed": 5})
+        return (
+            (whole, other),
+            text,
+            [(await asking.http.post("/v1/read", json=each)).json() for each in (read, read, blue)],
+        )
 
-    whole, text, (first, same, blue) = served(seeing, use)
+    (whole, other), text, (first, same, blue) = served(seeing, use)
     message = {"role": "user", "content": [{"type": "image", "image": png()}, TEXT]}
     [expected] = seeing.generate([Request(0, messages=[message], seed=5)])
-    assert whole.choices[0].message.content == text == expected.text
+    assert whole.choices[0].message.content == text == other.output_text == expected.text
     assert whole.usage.prompt_tokens == expected.prompt_tokens > 20
     assert first["holes"] == same["holes"] != blue["holes"]
 

@@ -10,9 +10,13 @@ import openai
 import pydantic
 import pytest
 
+from blockdiff.errors import RequestError
 from blockdiff.sampling import Request
+from blockdiff.serving.bodies import parsed_body
+from blockdiff.serving.content import served_messages
+from blockdiff.serving.limits import Limits
 from blockdiff.serving.protocol import INERT
-from blockdiff.serving.responses_body import ResponsesRequest, messages_of
+from blockdiff.serving.responses_body import ResponsesRequest, as_chat, messages_of
 from tests.support.asking import answering, served
 
 pytestmark = pytest.mark.quick
@@ -69,7 +73,7 @@ def test_a_response_is_what_the_sampler_answers_whole_or_as_a_stream(chatty):
 
 def test_reasoning_text_and_calls_are_items_whole_or_streamed():
     async def use(asking):
-        options = dict(ASKED, tools=[WEATHER], reasoning={"effort": "high", "summary": "auto"})
+        options = dict(ASKED, tools=[WEATHER], reasoning={"effort": "high"})
         return await asking.openai.responses.create(**options), await streamed(asking, **options)
 
     whole, (events, final) = served(answering(SAID), use)
@@ -96,6 +100,33 @@ def test_reasoning_text_and_calls_are_items_whole_or_streamed():
         assert response.usage.output_tokens_details.reasoning_tokens > 0
     done = [event.item for event in events if event.type == "response.output_item.done"]
     assert [item.id for item in done] == [item.id for item in final.output]
+
+
+def test_reasoning_is_a_summary_where_one_is_asked_for_and_goes_back_as_reasoning():
+    async def use(asking):
+        options = dict(ASKED, tools=[WEATHER], reasoning={"effort": "high", "summary": "auto"})
+        options["include"] = ["reasoning.encrypted_content"]
+        return await asking.openai.responses.create(**options), await streamed(asking, **options)
+
+    whole, (events, final) = served(answering(SAID), use)
+    for response in (whole, final):
+        assert response.output[0].content is None and response.output[0].summary[0].text == "let me see"
+        assert response.output[0].encrypted_content == "none"
+    said = [event for event in events if event.type.startswith("response.reasoning_summary")]
+    assert "".join(event.delta for event in said if event.type.endswith("text.delta")) == "let me see"
+    kinds = [event.type.removeprefix("response.reasoning_summary_") for event in said]
+    assert [*dict.fromkeys(kinds)] == ["part.added", "text.delta", "text.done", "part.done"]
+    history = [item.model_dump(exclude_none=True) for item in whole.output]
+    assert messages_of(ResponsesRequest(input=history))[0]["reasoning"] == "let me see"
+
+
+def test_reasoning_that_is_cut_is_an_item_that_is_not_complete():
+    async def use(asking):
+        return await asking.openai.responses.create(**ASKED, max_output_tokens=12)
+
+    found = served(answering(SAID), use)
+    [thought] = found.output
+    assert thought.status == found.status == "incomplete" and thought.content[0].text.startswith("let")
 
 
 def test_a_class_is_parsed_and_a_forced_call_has_its_arguments(chatty):
@@ -257,6 +288,61 @@ def test_an_error_under_way_is_an_error_of_the_client_and_the_response_has_faile
 def test_what_is_not_honoured_is_refused_by_name(chatty, options, word):
     status, error = served(chatty, lambda asking: asking.refusal("/v1/responses", **{**ASKED, **options}))
     assert status == 400 and word in error["message"] and "\n" not in error["message"]
+
+
+ODD = [
+    10**20,
+    -1,
+    1e308,
+    True,
+    None,
+    "",
+    "\ud800",
+    [],
+    {},
+    [None],
+    [{}],
+    [[]],
+    {"type": None},
+    {"type": []},
+    {"text": 3},
+]
+PLACES = {
+    "body": [*ResponsesRequest.model_fields, "previous_response_id"],
+    "item": ["type", "role", "content", "call_id", "name", "arguments", "output", "summary"],
+    "part": ["type", "text", "image_url", "refusal"],
+    "tool": ["type", "name", "parameters", "function"],
+}
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_odd_values_are_taken_or_refused_and_raise_nothing_else(value):
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "a"}]},
+    ]
+    cases = [{**ASKED, name: value} for name in PLACES["body"]] + [{**ASKED, "input": [value]}]
+    for place, item in enumerate(items):
+        changed = [{**item, name: value} for name in PLACES["item"]]
+        changed += [
+            {**item, key: [{**part, name: value}]}
+            for key in ("content", "output")
+            for part in item.get(key, ())
+            for name in PLACES["part"]
+        ]
+        cases += [{**ASKED, "input": [*items[:place], each, *items[place + 1 :]]} for each in changed]
+    cases += [{**ASKED, "tools": [{**WEATHER, name: value}]} for name in PLACES["tool"]]
+    taken = 0
+    for case in cases:
+        try:
+            chat = as_chat(parsed_body(json.dumps(case).encode(), ResponsesRequest, "/v1/responses"))
+            served_messages(chat.messages, Limits())
+            taken += 1
+        except RequestError as error:
+            assert "\n" not in str(error)
+    assert 0 < taken < len(cases)
 
 
 def test_a_response_cannot_be_had_again(chatty):
