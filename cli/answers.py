@@ -26,7 +26,7 @@ def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
     images: list[str] = []
     with suppress(DataError):  # its answer will be that error
         files = [source for source in getattr(request, "sources", []) if isinstance(source, str)]
-        from blockdiff.data.images import image_bytes  # which imports torch
+        from blockdiff.data.image_file import image_bytes  # which imports torch
 
         images = [hashlib.blake2b(image_bytes(source)).hexdigest() for source in files]
     said = repr((request, *images, sorted(settings.items())))

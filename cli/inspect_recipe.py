@@ -15,7 +15,8 @@ from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example, ExampleImage
-from blockdiff.data.images import ImageReader, decoded, image_bytes, image_name
+from blockdiff.data.image_file import decoded, image_bytes, image_name
+from blockdiff.data.images import ImageReader
 from blockdiff.terminal import counted, printable
 from blockdiff.training.kinds.kind import Drawn, kind_of
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes

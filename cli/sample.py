@@ -290,7 +290,7 @@ def _write_trace(path: Path, traces: list[Trace], sampler: Sampler, entries: Seq
 
         write_traces(path, traces)
     elif path.suffix == ".html":
-        from blockdiff.data.images import image_bytes
+        from blockdiff.data.image_file import image_bytes
         from blockdiff.plots.denoising import draw_page
         from blockdiff.sampling import Request
 

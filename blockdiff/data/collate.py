@@ -17,7 +17,8 @@ import torch
 
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, cut, fill, joined, lay_out
 from blockdiff.data.chat import Example
-from blockdiff.data.images import ImageReader, image_name
+from blockdiff.data.image_file import image_name
+from blockdiff.data.images import ImageReader
 from blockdiff.data.messages import ImageSource
 from blockdiff.data.order import AnyOrder
 from blockdiff.data.packing import best_fit, deal

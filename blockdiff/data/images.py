@@ -1,4 +1,4 @@
-"""Images as a model takes them: files and bytes decoded, and cut by transformers' image processor.
+"""Images as a model takes them: cut by transformers' image processor.
 
 Always the processor of the PIL backend, so that an image has the same pixels on every machine.
 """
@@ -6,7 +6,6 @@ Always the processor of the PIL backend, so that an image has the same pixels on
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
@@ -18,8 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from warnings import catch_warnings, simplefilter
 
+from blockdiff.data.image_file import decoded, image_bytes, image_name, one_line
 from blockdiff.data.image_parts import located
 from blockdiff.data.messages import ImageSource
 from blockdiff.errors import DataError
@@ -29,65 +28,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")  # PIL reads others with programs of other people
-MOST_BYTES = 64 << 20  # of a file
-MOST_PIXELS = 1 << 26  # of an image, before it is resized
 KEPT_BYTES = 512 << 20  # of images that were cut
 WORKERS = 8
 
 
 # The tokens, as ids or texts, that a family puts before an image, for each of its parts, and after it.
 ImageTokens = tuple[int | str, int, int | str]
-
-
-def image_name(source: ImageSource) -> str:
-    """An image's name in messages."""
-    return source if isinstance(source, str) else f"an image of {len(source):,} bytes"
-
-
-def image_bytes(source: ImageSource) -> bytes:
-    """The bytes of an image's file; DataError where it cannot be read or is too large."""
-    if isinstance(source, bytes):
-        content = source
-    else:
-        path = Path(source)
-        try:
-            if not path.is_file():
-                raise DataError(f"{source}: no such image; check the path")
-            with path.open("rb") as file:
-                content = file.read(MOST_BYTES + 1)
-        except OSError as error:
-            raise DataError(f"{source}: cannot be read ({error.strerror}); check the file") from None
-    if len(content) > MOST_BYTES:
-        raise DataError(f"{image_name(source)}: has more than {MOST_BYTES >> 20} MiB; make the image smaller")
-    return content
-
-
-_OPENING = Lock()  # filters of warnings are of the whole process
-
-
-def decoded(content: bytes, name: str) -> Image:
-    """The upright image in the bytes of a file; DataError for what is none, is damaged or has too many pixels."""
-    from PIL import Image, ImageOps
-
-    try:
-        with _OPENING, catch_warnings():
-            simplefilter("ignore", Image.DecompressionBombWarning)  # the next lines say it in words
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
-        width, height = image.size
-        if width * height > MOST_PIXELS:
-            raise Image.DecompressionBombError
-        if getattr(image, "is_animated", False) and image.format != "MPO":  # a telephone's JPEG has a preview beside it
-            raise DataError(f"{name}: has several frames, and films are not read; save one of them as an image")
-        return ImageOps.exif_transpose(image)
-    except DataError:
-        raise
-    except Image.UnidentifiedImageError:
-        raise DataError(f"{name}: not an image in any of {', '.join(FORMATS)}; write one of them") from None
-    except Image.DecompressionBombError:
-        raise DataError(f"{name}: has more than {MOST_PIXELS:,} pixels; make the image smaller") from None
-    except Exception as error:  # decoders raise a dozen kinds for damaged files
-        raise DataError(f"{name}: not a whole image ({_one_line(error)}); write or download it again") from None
 
 
 def processor_settings(directory: Path) -> Mapping[str, Any]:
@@ -101,7 +47,7 @@ def processor_settings(directory: Path) -> Mapping[str, Any]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-            raise DataError(f"{file}: cannot be read ({_one_line(error)}); copy it from the released model") from None
+            raise DataError(f"{file}: cannot be read ({one_line(error)}); copy it from the released model") from None
     raise DataError(
         f"{directory}: has no {PROCESSORS[1]}, which says how images are cut; copy that of the released model"
     )
@@ -138,7 +84,7 @@ class ImageProcessor:
         try:
             cut = made.from_dict(dict(values))
         except Exception as error:  # transformers raises a dozen kinds
-            raise DataError(f"the image processor cannot be made ({_one_line(error)})") from None
+            raise DataError(f"the image processor cannot be made ({one_line(error)})") from None
         settings = json.dumps([kind, cut.to_dict()], sort_keys=True, default=str)
         return cls(cut, hashlib.sha256(settings.encode()).digest())
 
@@ -155,7 +101,7 @@ class ImageProcessor:
             found = self.cut(images=[image], return_tensors="pt")
         except Exception as error:
             size = "{} x {}".format(*image.size)
-            raise DataError(f"{name}: of {size} pixels, which the model cannot take ({_one_line(error)})") from None
+            raise DataError(f"{name}: of {size} pixels, which the model cannot take ({one_line(error)})") from None
         if "image_grid_thw" in found:
             values = {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"][0]}
             tokens = int(values["image_grid_thw"].prod()) // self.cut.merge_size**2
@@ -270,7 +216,3 @@ def _outcome(future: Future[Any]) -> Any:
         return future.result()
     except DataError as error:
         return error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{error}".split())[:200] or type(error).__name__

@@ -18,7 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.data.images import decoded
+from blockdiff.data.image_file import decoded
 from blockdiff.files import write_text
 from blockdiff.plots.trace_moments import (
     Cell,

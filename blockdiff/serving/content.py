@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from PIL import Image
-
+from blockdiff.data.image_file import opened
 from blockdiff.data.messages import BadRow, image_source
-from blockdiff.errors import RequestError
+from blockdiff.errors import DataError, RequestError
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.mapping import check_size
 
@@ -37,9 +35,9 @@ def served_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> li
 def pixels(file: bytes) -> int:
     """The number of pixels that the head of an image's file says; 0 for what is none, which its reader refuses."""
     try:
-        with Image.open(io.BytesIO(file)) as image:
+        with opened(file, "an image") as image:
             return image.width * image.height
-    except Exception:  # the file may be anything
+    except DataError:
         return 0
 
 

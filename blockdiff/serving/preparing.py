@@ -20,6 +20,7 @@ from blockdiff.sampling.request import Request
 THREADS = {"heavy": 2, "slow": 1, "long": 1, "plain": 2}
 LONG_CHARACTERS = 100_000
 QUICK_SECONDS = 1.0  # to compile a constraint, before it begins anew in the thread of the slow ones
+LATER = "too many constraints, images and long prompts are being prepared; ask later"
 Kind = Literal["heavy", "slow", "long", "plain"]
 T = TypeVar("T")
 
@@ -67,23 +68,30 @@ class Preparing:
         def limited(seconds: float) -> T:
             if self._is_closed:
                 raise Closed("the engine was closed; ask another one")
-            if kind != "plain" and time.monotonic() - arrived > self.seconds:
-                raise Full("too many constraints, images and long prompts are being prepared; ask later")
             with compile_limit(seconds):
                 return work()
 
+        end = None if kind == "plain" else arrived + self.seconds
         try:
-            return await self._called(lambda: limited(min(QUICK_SECONDS, self.seconds)), kind, under_way)
+            return await self._called(lambda: limited(min(QUICK_SECONDS, self.seconds)), kind, under_way, end)
         except TooSlow:
             if self.seconds <= QUICK_SECONDS:
                 raise
-            return await self._called(lambda: limited(self.seconds), "slow", under_way)
+            return await self._called(lambda: limited(self.seconds), "slow", under_way, end)
 
-    async def _called(self, work: Callable[[], T], kind: Kind, under_way: int) -> T:
+    async def _called(self, work: Callable[[], T], kind: Kind, under_way: int, end: float | None) -> T:
         future: Future[T] = Future()
         self._waiting[kind].put((under_way, next(self._numbers), lambda: fulfil(future, work)))
         self._pools[kind].submit(lambda: self._waiting[kind].get()[-1]())
-        return await asyncio.wrap_future(future)
+        value = asyncio.wrap_future(future)
+        try:
+            if end is not None:
+                await asyncio.wait({value}, timeout=max(0.0, end - time.monotonic()))
+                if not value.done() and future.cancel():  # it has not begun
+                    raise Full(LATER)
+            return await value
+        finally:
+            value.cancel()
 
 
 def fulfil(future: Future[T], work: Callable[[], T]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from functools import partial
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -32,11 +33,14 @@ def router(server: Server) -> APIRouter:
         check_size("steps", body.steps, limits.steps)
         size = len(body.template) + sum(len(text) for texts in body.choices.values() for text in texts)
         check_size("the characters of template and choices", size, limits.form_characters)
+        messages = None
+        if body.messages is not None:  # in a thread, for it may have images
+            messages = await server.engine.prepared(partial(served_messages, body.messages, limits), "plain", terms)
         request = Request(
             uuid.uuid4().hex,
             prompt=body.prompt if isinstance(body.prompt, str) else None,
             tokens=body.prompt if isinstance(body.prompt, list) else None,
-            messages=None if body.messages is None else served_messages(body.messages, limits),
+            messages=messages,
             seed=body.seed,
             **template_fields(body.chat_template_kwargs),
         )

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import struct
+import zlib
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from PIL import Image
+from PIL import Image, ImageOps
 
 from blockdiff.canvas import Batch
+from blockdiff.data import image_file
 from blockdiff.data import images as images_file
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, begin_images, heldout_batches, micro_batches
@@ -336,7 +338,7 @@ BAD = {
 @pytest.mark.filterwarnings("error")
 def test_a_bad_picture_is_one_line_with_file_and_row(folder, name, monkeypatch):
     make, reason = BAD[name]
-    monkeypatch.setattr(images_file, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(image_file, "MOST_BYTES", 100_000)
     (folder / "pictures" / "bad.png").write_bytes(make())
     rows = [ROWS[0], {"prompt": "?", "response": "!", "image": "pictures/bad.png"}]
     settings = families()["minimax_m3_vl"].image_processor(M3) if name == "a thread" else GEMMA
@@ -405,3 +407,65 @@ def test_the_last_pictures_stay_in_memory_by_content(monkeypatch):
     kept = small.read(first)
     small.read(second)
     assert small.read(first) is not kept and small.read(first).digest == kept.digest
+
+
+def segment(code: int, content: bytes) -> bytes:
+    return bytes([0xFF, code]) + struct.pack(">H", len(content) + 2) + content
+
+
+def tags(count: int, kind: int, numbers: int, size: int) -> bytes:
+    """A TIFF of tags that all name the same bytes."""
+    entries = b"".join(struct.pack("<HHLL", 0x9000 + n, kind, numbers, 8) for n in range(count))
+    return (b"II*\0" + struct.pack("<LH", 8, count) + entries).ljust(size, b"\0")
+
+
+def progressive(scans: int) -> bytes:
+    """A JPEG whose last scan comes again and again."""
+    file = bytes_of(Image.new("L", (64, 64), 128), "JPEG", progressive=True)
+    first = file.rindex(b"\xff\xda")
+    return file[:-2] + file[first:-2] * (scans - file.count(b"\xff\xda")) + file[-2:]
+
+
+def chunks(count: int) -> bytes:
+    """A PNG with many empty chunks before its pixels."""
+    file = bytes_of(picture(8, 8))
+    return file[:33] + (bytes(4) + b"abCd" + struct.pack(">L", zlib.crc32(b"abCd"))) * count + file[33:]
+
+
+def with_segments(*segments: bytes) -> bytes:
+    file = bytes_of(picture(8, 8), "JPEG")
+    return file[:2] + b"".join(segments) + file[2:]
+
+
+EXIF = tags(200, 1, 60_000, 60_100)
+BOMBS = {
+    "scans": lambda: progressive(65),
+    "segments": lambda: with_segments(segment(0xE0, b"") * 30_000),
+    "exif": lambda: with_segments(segment(0xE1, b"Exif\0\0" + EXIF)),
+    "exif in parts": lambda: with_segments(
+        *(segment(0xE1, b"Exif\0\0" + EXIF[n : n + 9999]) for n in range(0, 60_100, 9999))
+    ),
+    "previews": lambda: with_segments(segment(0xE2, b"MPF\0" + EXIF)),
+    "chunks": lambda: chunks(30_000),
+    "exif of a PNG": lambda: bytes_of(picture(8, 8), exif=b"Exif\0\0" + EXIF),
+    "tags of a TIFF": lambda: EXIF,
+    "strips": lambda: tags(1, 4, 70_000, 300_000),
+    "a large form": lambda: b"II\x2b\0" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_small_file_that_takes_long_or_much_memory_is_refused_before_it_is_decoded(name):
+    with pytest.raises(DataError, match=r"a picture: .*more scans, pieces or tags"):
+        image_file.opened(BOMBS[name](), "a picture").load()
+
+
+def test_scans_that_programs_write_and_tags_of_cameras_are_read():
+    assert image_file.decoded(progressive(64), "a picture").size == (64, 64)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112], exif[0x010F], exif.get_ifd(0x8769)[0x9286] = orientation, "maker" * 20, b"c" * 500
+        for kind, options in (("JPEG", {}), ("MPO", {}), ("PNG", {}), ("TIFF", {"compression": "tiff_lzw"})):
+            file = bytes_of(picture(8, 4), kind, exif=exif, **options)
+            upright = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+            assert image_file.decoded(file, "a picture").tobytes() == upright.tobytes()

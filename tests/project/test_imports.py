@@ -58,7 +58,7 @@ LIGHT_TRAINING = (
 LIGHT_DATA = (
     *("data", "data.assistant_spans", "data.control_tokens", "data.messages", "data.rows", "data.spellings"),
     "data.strict_json",
-    *("data.template", "data.left_out", "data.tokenise", "data.image_parts", "data.images"),
+    *("data.template", "data.left_out", "data.tokenise", "data.image_file", "data.image_parts", "data.images"),
 )
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}
 

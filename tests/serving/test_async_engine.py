@@ -266,3 +266,28 @@ def test_an_owner_may_have_so_many_answers_and_an_answer_may_take_so_long(sample
         return engine.unanswered
 
     assert with_engine(sampler, ask, max_of_owner=1) == 0
+
+
+def test_who_waits_for_a_thread_that_does_not_come_back_is_told_so_in_time(sampler, monkeypatch):
+    """Two requests hold both threads, and the third is answered although they go on."""
+    gate, prepare = threading.Event(), AsyncEngine._prepare
+
+    def slow(engine, asked, *others):
+        if asked.id != "c":
+            gate.wait(60)
+        return prepare(engine, asked, *others)
+
+    monkeypatch.setattr(AsyncEngine, "_prepare", slow)
+
+    async def ask(engine):
+        async def of(id):
+            return [event async for event in engine.generate(request(id, banned=(5,)))]
+
+        held = [asyncio.create_task(of(id)) for id in ("a", "b")]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Full):
+            await asyncio.wait_for(of("c"), 20)
+        gate.set()
+        return [type(events[-1]) for events in await asyncio.gather(*held)]
+
+    assert with_engine(sampler, ask, prepare_seconds=0.2) == [Result, Result]
