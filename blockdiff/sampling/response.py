@@ -77,7 +77,7 @@ class ResponseParser:
     def __init__(self, request: Request, settings: SamplingSettings, prompt: str):
         self._settings, self._tools, self._stops = settings, request.tools or (), request.stop
         self._opens, self._closes, self._name = reasoning_format(settings.tokenizer)
-        may_call = request.tools is None or len(request.tools) > 0
+        may_call = request.tools is None or bool(request.tools)
         self._calls_format = call_format(settings.tokenizer) if may_call else None
         self._is_open = self._opens is not None and opens_reasoning(prompt)
         self._thoughts: list[tuple[list[int], GrowingText]] = []  # the tokens of each reasoning, and their text
