@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.quick_figures import Figures
 from benchmarks.quick_sampling import ALPHABET, prompts, wait
-from benchmarks.quick_start import config_of, random_model, released
+from benchmarks.quick_start import calm, config_of, random_model, released
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.collate import Collator
 from blockdiff.data.tokenizer import character_tokenizer
@@ -37,6 +37,7 @@ def updates(figures: Figures, layers: int | None = None) -> None:
     figures.free(*figures.kept.keys() - {"ceilings", "model"})
     device, prompt = figures.device, figures.prompt
     model = released(figures) if layers is None else random_model(config_of(figures.preset, layers), device)
+    calm(model)
     adapt(model, targets(model, {part: LowRank(16, 32) for part in ("attention", "mlp")}))
     draw_adapters(model, 0, device, model.dtype)
     checkpoint_activations(model)

@@ -117,16 +117,22 @@ def random_model(
     finally:
         torch.set_default_dtype(default)
     with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in (torch.uint8, torch.float8_e4m3fn):
                 tensor.view(torch.uint8).random_(0, 0x48)  # codes of finite numbers
             elif tensor.is_floating_point() and tensor.dim() > 1:
                 tensor.normal_(std=0.02)
             elif tensor.is_floating_point() and quantize:
                 tensor.fill_(1.0)
-            if name.endswith("q_norm.weight"):  # scores of a deviation of 1: sharp ones blow up every rounding
-                tensor.fill_(len(tensor) ** -0.5)
     return model.eval()
+
+
+@torch.no_grad()
+def calm(model: BlockDiffusionModel) -> None:
+    """Give attention scores a deviation of 1: sharp ones blow up every rounding. Fewer experts are chosen then."""
+    for name, weight in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            weight.fill_(len(weight) ** -0.5)
 
 
 def released(figures: Figures, quantize: bool = False) -> BlockDiffusionModel:
@@ -189,8 +195,9 @@ def close_to_torch(figures: Figures, tokens: int) -> dict[str, Any]:
     """
     device = figures.device
     model = random_model(config_of(figures.preset, 2), device)
-    for name, each in model.named_parameters():  # so that attention and routers choose
-        if "q_norm" not in name and each.dim() > 1:
+    calm(model)
+    for name, each in model.named_parameters():  # so that routers choose
+        if each.dim() > 1:
             each.mul_(1.0 if "table" in name else 50 * each.shape[-1] ** -0.5)
     mine = model.kernels
     L, draws = model.canvas_length, torch.Generator().manual_seed(0)

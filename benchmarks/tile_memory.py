@@ -27,6 +27,7 @@ SIZES = ("ROWS", "COLUMNS", "INNER", "num_warps", "num_stages")  # of a launch, 
 KERNELS = {
     "span_attention_backward_keys_k": "span_attention_backward_keys",
     "span_attention_backward_keys_v": "span_attention_backward_keys",
+    "routed_tokens": "router_scores",
     "expert_mlp_down": "expert_mlp_product",
     "expert_mlp_down_fp8": "expert_mlp_product",
     "expert_mlp_gate_up_fp8": "expert_mlp_gate_up",

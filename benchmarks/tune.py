@@ -141,7 +141,7 @@ def problems() -> list[Problem]:
         mix = partial(experts_in_fp8, tokens)
         for name, kernel in (("gate_up", "expert_mlp_gate_up"), ("down", "expert_mlp_product")):
             found.append(Problem(f"expert_mlp_{name}_fp8", kernel, up_to, mix, same=rows))
-    found.append(Problem("routed_tokens", "routed_tokens", 128, router, same={"columns": "routed_tokens"}))
+    found.append(Problem("routed_tokens", "router_scores", 128, router, same={"columns": "routed_tokens"}))
     found.append(Problem("fp8_product", "fp8_product", float("inf"), fp8_products))
     return found
 

@@ -70,7 +70,7 @@ def test_the_kernels_of_inference(compiled):
     """Those around experts and attention, and weights in fp8, hardly a register spilled."""
     lines = of(compiled, *INFERENCE)
     kernels = {op: {line["kernel"] for line in lines if line["op"] == op} for op in INFERENCE}
-    inference = {"attention_heads", "residual_norms", "routed_tokens", "gated_product", "layer_end"}
+    inference = {"attention_heads", "residual_norms", "router_scores", "routed_tokens", "gated_product", "layer_end"}
     assert kernels["inference"] >= inference
     assert kernels["fp8, 256 tokens"] >= {"expert_mlp_gate_up", "expert_mlp_product", "fp8_product", "gated_product"}
     for line in lines:

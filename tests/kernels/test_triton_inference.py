@@ -194,7 +194,7 @@ def test_a_launch_that_is_too_large_leaves_the_call_to_the_single_ops_with_one_w
     """Compositions too, which are silent about all else."""
 
     class TooLargeKernel:
-        __name__ = "routed_tokens"
+        __name__ = "router_scores"
 
         def __getitem__(self, grid: Any) -> Any:
             def refuse(*arguments: Any, **constants: Any) -> None:
@@ -202,11 +202,11 @@ def test_a_launch_that_is_too_large_leaves_the_call_to_the_single_ops_with_one_w
 
             return refuse
 
-    monkeypatch.setattr(routing.kernels, "routed_tokens", TooLargeKernel())
+    monkeypatch.setattr(routing.kernels, "router_scores", TooLargeKernel())
     launch.forget_sizes()
     inputs = draw(5, 16), draw(16), 0.25, draw(6, 16, seed=1), torch.ones(6, device=DEVICE), 2
     sets = resolve("triton"), Kernels("shapes")
-    with pytest.warns(UserWarning, match="routed_tokens asks for 274,432 of shared memory, and.* 232,448$") as said:
+    with pytest.warns(UserWarning, match="router_scores asks for 274,432 of shared memory, and.* 232,448$") as said:
         outs = [kernels.routed_tokens(*inputs) for kernels in sets for _ in range(3)]
     launch.forget_sizes()
     assert len(said) == 2  # of each set of ops

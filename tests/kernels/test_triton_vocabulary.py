@@ -341,7 +341,12 @@ def bf16_case(N: int, V: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("trains_table", [True, False])
 @pytest.mark.parametrize("N,V,D", [(257, 20_000, 2816), (1000, 9001, 256), (600, 262_144, 64)])
 def test_bf16_cross_entropy_is_as_close_to_fp64_as_torch_in_bf16(trains_table, N, V, D, monkeypatch):
-    """Both read the same bf16 numbers; `parts` also goes through the slices of the vocabulary."""
+    """Both read the same bf16 numbers; `parts` also goes through the slices of the vocabulary.
+
+    cuBLAS may add up parts of a product in bf16, and for slices of an odd width does: on an H200 the loss was 4.5e-4
+    off, and 3.6e-4, as torch's, where it may not.
+    """
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     hidden, table, target = bf16_case(N, V, D)
     favoured = bonus_case(target, V)
     truth = loss_and_gradients(

@@ -42,7 +42,7 @@ def _fp8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Iterator[Tensor]:
         torch.mm(x, _decoded(codes, scale, x).t(), out=out)
         return
     x = x.contiguous()
-    tile = tile_of("fp8_product", x, N).fitted(columns=F, inner=K)
+    tile = tile_of("fp8_product", x, N).fitted(rows=N, columns=F, inner=K)
     constants = dict(K=K, F=F, HARDWARE=decodes_fp8(x), PRECISION=precision_of(x.dtype), **tile.options)
     launch(kernels.fp8_product, tile.grid(N, F), x, codes, scale, out, N, **constants)
 

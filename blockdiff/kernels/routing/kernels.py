@@ -1,4 +1,4 @@
-"""The Triton kernel of routed_tokens, without gradient."""
+"""The Triton kernels of routed_tokens, without gradient: scores of experts in parts of their sums, and the choice."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["N"])
-def routed_tokens(
-    x, scale, root, weight, expert_scale, index, of_expert, N,
-    E: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, PRECISION: tl.constexpr,
+def router_scores(
+    x, scale, root, weight, scores, N,
+    E: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """index [N, TOP_K]: the experts of the largest scores, the largest first; of_expert: their softmax times
-    expert_scale.
+    """scores [PARTS, N, COLUMNS], fp32: x times scale times root, rounded to x's dtype after each factor, times weight
+    [E, D], summed over a part of D each. COLUMNS: E rounded up to a power of two.
 
-    Scores: x times scale times root, rounded to x's dtype after each factor, times weight [E, D]. COLUMNS and CHOICES:
-    E and TOP_K rounded up to powers of two. Of equal scores the expert with the lower number comes first.
+    The tokens of a canvas fill few programs, each of which would go through all of D alone.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    expert, inner, choice = tl.arange(0, COLUMNS), tl.arange(0, INNER), tl.arange(0, CHOICES)
+    part, expert, inner = tl.program_id(1), tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    LENGTH: tl.constexpr = tl.cdiv(tl.cdiv(D, PARTS), INNER) * INNER
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, D, INNER):
-        d = start + inner
+    for start in range(0, LENGTH, INNER):
+        d = part * LENGTH + start + inner
         is_there = (row < N)[:, None] & (d < D)[None, :]
         a = tl.load(x + row[:, None] * D + d[None, :], mask=is_there, other=0.0)
         factor = tl.load(scale + d, mask=d < D, other=0.0)
@@ -31,6 +31,28 @@ def routed_tokens(
         at = expert[None, :] * D + d[:, None]
         b = tl.load(weight + at, mask=(expert < E)[None, :] & (d < D)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
+    at = scores + (part.to(tl.int64) * N + row[:, None]) * COLUMNS + expert[None, :]
+    tl.store(at, total, mask=(row < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["N"])
+def routed_tokens(
+    x, scores, expert_scale, index, of_expert, N,
+    E: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """index [N, TOP_K]: the experts of the largest scores, the largest first; of_expert: their softmax times
+    expert_scale.
+
+    Scores [PARTS, N, COLUMNS] are added up in their order and rounded to the dtype of x. CHOICES: TOP_K rounded up to a
+    power of two. Of equal scores the expert with the lower number comes first.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert, choice = tl.arange(0, COLUMNS), tl.arange(0, CHOICES)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = scores + (row + part * N)[:, None] * COLUMNS + expert[None, :]
+        total += tl.load(at, mask=(row < N)[:, None], other=0.0)
     left = tl.where((expert < E)[None, :], total.to(x.dtype.element_ty).to(tl.float32), float("-inf"))
     best = tl.full([ROWS, CHOICES], 0, tl.int32)
     score = tl.full([ROWS, CHOICES], float("-inf"), tl.float32)
