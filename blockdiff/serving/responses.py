@@ -74,7 +74,9 @@ def router(server: Server) -> APIRouter:
 
 def api_call(body: ResponsesRequest, server: Server, terms: Terms) -> ApiCall:
     """The request of a body: the chat's, answered in this form."""
-    return replace(chat.api_call(as_chat(body), server, terms), format=ResponseFormat(body))
+    asked = as_chat(body)
+    body.input = ""  # a second copy of images while the answer runs
+    return replace(chat.api_call(asked, server, terms), format=ResponseFormat(body))
 
 
 @dataclass

@@ -12,10 +12,13 @@ import pytest
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Request
+from blockdiff.serving.async_engine import Terms
 from blockdiff.serving.bodies import parsed_body
 from blockdiff.serving.content import served_messages
+from blockdiff.serving.engine_thread import BASE
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.protocol import INERT
+from blockdiff.serving.responses import api_call
 from blockdiff.serving.responses_body import ResponsesRequest, as_chat, messages_of
 from tests.support.asking import answering, served
 
@@ -216,6 +219,15 @@ def test_what_a_response_said_goes_back_as_its_input_with_the_outputs_of_calls()
 
     tokens, of_chat = served(answering(SAID), use)
     assert tokens == of_chat
+
+
+def test_the_items_of_an_input_are_let_go_once_they_are_read(chatty):
+    async def use(asking):
+        body = ResponsesRequest(input=[{"role": "user", "content": "hi"}])
+        return body, api_call(body, asking.server, Terms(0.0, "a", None, BASE))
+
+    body, call = served(chatty, use)
+    assert body.input == "" and call.body.messages == [] and call.streams[0].request.messages
 
 
 def test_log_probabilities_stand_with_the_text(chatty):
