@@ -37,8 +37,10 @@ class Probe:
         return len(self._parts) > len(self._texts) or any(each not in text for each in self._texts)
 
     def left_out(self, text: str) -> list[Part]:
-        """The parts whose word is not in what the template writes of this conversation."""
-        return [part for word, part in self._parts.items() if word not in text]
+        """The parts whose word is not in what the template writes of this conversation, or is there as in Python."""
+        lost = [part for word, part in self._parts.items() if word not in text]
+        odd = [part for word, part in self._parts.items() if f"'{word}': '{word}'" in text]
+        return lost + [part._replace(name=f"{part.name} as JSON, but as Python does") for part in odd]
 
     def unseen(self, text: str) -> list[Part]:
         """The parts that are not in what the template writes of the original conversation."""

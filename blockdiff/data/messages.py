@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
 import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -103,6 +104,16 @@ def checked_tools(value: Any) -> tuple[Message, ...] | None:
         check_texts(tool, f"tools[{index}]")
         tools.append(dict(declared))
     return tuple(tools)
+
+
+def with_text_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def with_thought_apart(message: Message) -> Message:

@@ -26,7 +26,7 @@ from blockdiff.data.assistant_spans import (
 from blockdiff.data.control_tokens import OPEN, Guard
 from blockdiff.data.image_parts import for_template
 from blockdiff.data.left_out import Probe
-from blockdiff.data.messages import Message
+from blockdiff.data.messages import Message, with_text_arguments
 from blockdiff.errors import DataError
 from blockdiff.time_limit import TEMPLATE_BYTES, TEMPLATE_SECONDS, memory_limit, time_limit
 
@@ -267,7 +267,7 @@ def _written(
     guard: Guard = OPEN,
     is_prompt: bool = False,
 ) -> Rendered:
-    """`render`, whatever the template leaves out."""
+    """`render`, whatever the template leaves out; arguments of calls are JSON text for a template that wants texts."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     written = for_template(messages)
@@ -291,6 +291,11 @@ def _written(
         reason = str(error) or f"it takes more than {TEMPLATE_BYTES / 2**30:g} GiB of memory"
         file = f"chat_template of {tokenizer.name_or_path}: " if tokenizer.name_or_path else ""
         raise EndlessTemplate(f"{file}{reason}") from None
+    except TypeError as error:
+        in_text = [with_text_arguments(message) for message in messages]
+        if in_text == list(messages):
+            raise RefusedByTemplate(str(error)) from None
+        return _written(tokenizer, template, in_text, variables, tools, guard, is_prompt)
     except Exception as error:  # a template is somebody's program: it may raise anything
         raise RefusedByTemplate(str(error) or type(error).__name__) from None
     text, cuts = guard.show(texts[0], hidden)

@@ -114,6 +114,8 @@ def test_a_call_that_a_template_drops_is_refused_by_name():
         (LFM, [user(), ASKS, answer(), assistant()], r"the call of 'weather' in messages\[1\]"),
         (TEMPLATES["gpt_oss"], [user(), ASKS_TWO, answer(), answer("a", "map"), assistant()], "the call of 'map'"),
         (PLAIN.replace("call.function |", "call.function.name |"), [user(), ASKS], "the arguments of .* 'weather'"),
+        (PLAIN.replace("call.function | tojson", "call.function.arguments"), [user(), ASKS], "the call of 'weather'"),
+        (PLAIN.replace("call.function |", "call.function | string |"), [user(), ASKS], "the arguments .*Python does"),
         (PLAIN.replace("{{ m.content }}" + CALLS, ""), [user(), assistant()], r"the text of messages\[1\]"),
     ):
         with pytest.raises(DataError, match=f"^f:1: .*it does not write {words}"):
@@ -121,6 +123,21 @@ def test_a_call_that_a_template_drops_is_refused_by_name():
     # the name of the tool stands in a text, and nowhere else
     with pytest.raises(DataError, match="it does not write the tool 'weather'"):
         encoded(TEMPLATES["phi3"], [user("weather? map?"), ASKS, answer(), assistant()])
+
+
+def test_a_template_that_wants_arguments_as_text_gets_them_so():
+    deepseek = PLAIN.replace("call.function | tojson", "(call.function.name + ' ' + call.function.arguments)")
+    messages = [user(), assistant("", tool_calls=[call(city="Köln", day="<eos>")]), answer(), assistant()]
+    found, _ = learnt(deepseek, messages)
+    text = 'weather {"city": "Köln", "day": "<eos>"}'
+    assert found == [f"<tool_call>{text}</tool_call><|im_end|>\n", "No.<|im_end|>\n"]
+    tokenizer = chat_tokenizer(deepseek)
+    spelt = {**messages[1]["tool_calls"][0]["function"], "arguments": text.removeprefix("weather ")}
+    theirs = [messages[0], {**messages[1], "tool_calls": [{"type": "function", "id": "weather", "function": spelt}]}]
+    asked = chat_prompt([*messages[:2], answer()], TOOLS, tokenizer).text
+    assert asked == tokenizer.apply_chat_template(
+        [*theirs, answer()], TOOLS, tokenize=False, add_generation_prompt=True
+    )
 
 
 def test_a_text_beside_a_call_that_a_template_drops_is_counted():
