@@ -86,6 +86,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         dtype = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
         checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
     show.line(f"model     {recipe.model.path or f'preset {recipe.model.preset}'}, {_kept(model)}")
+    if adapter is not None:
+        show.line(f"adapter   {recipe.lora.path}, trains on")
     for word, name, other in kind.load_others(recipe, objective, mesh):
         show.line(f"{word:<9} {name}, {_kept(other)}")
     if mesh.is_split:

@@ -213,7 +213,7 @@ def test_a_merged_export_equals_the_adapted_model_and_runs_in_transformers(train
     assert texts[0] == texts[1] == texts[2] == [result.tokens for result in beside]
 
 
-def test_an_adapter_trains_on_from_where_it_is(inputs, trained, tmp_path):
+def test_an_adapter_trains_on_from_where_it_is(inputs, trained, tmp_path, capsys):
     """With a learning rate of almost 0 it stays as it is; otherwise it moves, and a run that is resumed ends alike."""
     asked, base = inputs | {"lora": {"path": str(trained.directory / "adapter")}}, inputs["model"]["path"]
     still = blockdiff.train(asked, ["optim.lr=1e-30", "train.steps=1"], tmp_path / "still")
@@ -221,7 +221,9 @@ def test_an_adapter_trains_on_from_where_it_is(inputs, trained, tmp_path):
     config = json.loads((still.directory / "adapter" / "adapter_config.json").read_text())
     was = json.loads((trained.directory / "adapter" / "adapter_config.json").read_text())
     assert config == was
+    capsys.readouterr()
     whole = blockdiff.train(asked, [], tmp_path / "whole")
+    assert f"adapter   {trained.directory / 'adapter'}, trains on" in capsys.readouterr().out
     assert (hidden(whole.model()) - hidden(trained.model())).abs().max() > 1e-3
     shutil.copytree(trained.directory / "adapter", tmp_path / "moved")
     blockdiff.train(asked, ["train.steps=2"], tmp_path / "run")
