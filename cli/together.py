@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,10 +77,13 @@ def launch(count: int, command: Sequence[str]) -> int:
     SIGTERM and SIGINT are passed on to them. They end with this process, see `end_with_launcher`. What they end for is
     said once, see `terminal.say_error`.
     """
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        port = server.getsockname()[1]
+    from torch.distributed import TCPStore
+
+    # as torchrun does: the processes meet in a store of this one, which has chosen a free port and keeps it
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = str(max(1, (os.cpu_count() or 1) // count))
-    group = {"OMP_NUM_THREADS": threads, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = {"OMP_NUM_THREADS": threads, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    group |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     group |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     reading, _ = os.pipe()  # this process alone has the other end
     with TemporaryDirectory() as errors:
