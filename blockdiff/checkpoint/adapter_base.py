@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS, hub_module
+from blockdiff.checkpoint.adapter_patterns import NamePatterns
 from blockdiff.checkpoint.added import listed, tensor_shapes
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, fingerprint, metadata_in
 from blockdiff.errors import CheckpointError
@@ -56,7 +57,11 @@ def warn_of_other_weights(directory: Path, weights: Path) -> None:
 
 
 def require_every_target(
-    config: Mapping[str, Any], parts: Collection[str], model: BlockDiffusionModel, directory: Path
+    config: Mapping[str, Any],
+    parts: Collection[str],
+    model: BlockDiffusionModel,
+    directory: Path,
+    patterns: NamePatterns,
 ) -> None:
     """Raises CheckpointError where the config of an adapter adapts modules of a model for which there are no tensors.
 
@@ -77,7 +82,7 @@ def require_every_target(
         hub = hub if whole is None else whole[0]
         copies = [name if is_linear else f"{name}.{leaf}" for name in of_model.names.copies(hub)]
         is_adapted = f"{module}.{prefix}lora_A" in parts
-        if not is_adapted and any(_is_target(config, name, is_linear) for name in copies):
+        if not is_adapted and any(_is_target(config, name, is_linear, patterns) for name in copies):
             without_tensors.append(copies[0])
     if without_tensors:
         raise CheckpointError(
@@ -86,21 +91,22 @@ def require_every_target(
         )
 
 
-def _is_target(config: Mapping[str, Any], name: str, is_module: bool) -> bool:
+def _is_target(config: Mapping[str, Any], name: str, is_module: bool, patterns: NamePatterns) -> bool:
     """True where a config of PEFT adapts the module or parameter of this name in transformers."""
     if not is_module:
-        return _matches(config.get("target_parameters") or [], name)
+        return _matches(config, "target_parameters", name, patterns)
     layers, number = config.get("layers_to_transform"), re.search(r"\.(\d+)\.", name)
     if layers is not None and number and int(number[1]) not in (layers if isinstance(layers, list) else [layers]):
         return False
-    is_excluded = _matches(config.get("exclude_modules") or [], name)
-    return not is_excluded and _matches(config.get("target_modules") or [], name)
+    is_excluded = _matches(config, "exclude_modules", name, patterns)
+    return not is_excluded and _matches(config, "target_modules", name, patterns)
 
 
-def _matches(words: str | Collection[str], name: str) -> bool:
+def _matches(config: Mapping[str, Any], key: str, name: str, patterns: NamePatterns) -> bool:
     """PEFT's rule: a regular expression for the whole name, or names and ends of names."""
+    words = config.get(key) or []
     if isinstance(words, str):
-        return re.fullmatch(words, name) is not None
+        return patterns.matches(key, words, name)
     return any(name == word or name.endswith("." + word) for word in words)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS, Part, fused_rank, hub_module
+from blockdiff.checkpoint.adapter_patterns import NamePatterns
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
@@ -28,6 +29,7 @@ INERT = (
     *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
 )
 # Every other setting must be null, false or empty, or have one of these values, with which PEFT computes plain LoRA.
+LARGEST_RANK = 65_536
 NEUTRAL: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
 
 
@@ -45,6 +47,7 @@ def _is_names(value: Any) -> bool:
 
 # What settings that are read must be where they are there, and in words.
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda x: type(x) is int and 1 <= x <= LARGEST_RANK, f"a whole number from 1 to {LARGEST_RANK}"),
     "lora_alpha": (_is_number, "a number"),
     "lora_dropout": (lambda x: _is_number(x) and 0 <= x < 1, "a number from 0 on and below 1"),
     "rank_pattern": (lambda x: isinstance(x, dict), "an object"),
@@ -148,7 +151,7 @@ def _suffixes(parameters: Sequence[str], every: Sequence[str]) -> list[str]:
     return short if len(all_of_them) == len(set(parameters)) else sorted(set(parameters))
 
 
-def require_plain(config: Mapping[str, Any], directory: Path) -> None:
+def require_plain(config: Mapping[str, Any], directory: Path, patterns: NamePatterns) -> None:
     """Raises CheckpointError for settings that no plain LoRA has, and for those that cannot be read."""
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -162,19 +165,21 @@ def require_plain(config: Mapping[str, Any], directory: Path) -> None:
     for key, (is_form, words) in FORMS.items():
         if config.get(key) is not None and not is_form(config[key]):
             raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r:.80}; it must be {words}")
-    wholes = [config.get(key) for key in ("target_modules", "exclude_modules")]
-    patterns = [whole for whole in wholes if isinstance(whole, str)]
-    for pattern in (*patterns, *(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise CheckpointError(
-                f"{directory / CONFIG}: {pattern!r:.80} is no regular expression ({error}); correct it"
-            ) from None
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(pattern := config.get(key), str):
+            patterns.matches(key, pattern, "")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in config.get(key) or ():
+            patterns.matches(key, pattern, "")
 
 
 def read_low_rank(
-    config: Mapping[str, Any], ours: str, parts: Mapping[str, Part], model: BlockDiffusionModel, directory: Path
+    config: Mapping[str, Any],
+    ours: str,
+    parts: Mapping[str, Part],
+    model: BlockDiffusionModel,
+    directory: Path,
+    patterns: NamePatterns,
 ) -> LowRank:
     """The rank and alpha that a file gives the module of one of our adapter parameters."""
     leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
@@ -185,17 +190,18 @@ def read_low_rank(
     rank = int(parts[ours].shape[-2 if leaf.endswith("A") else -1])
     if not rank:
         raise CheckpointError(f"{directory / WEIGHTS}: the adapter of {hub} has rank 0, so it adapts nothing")
-    alphas = {_of_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))
-              for name in model.config.names.copies(hub)}  # fmt: skip
+    names, alpha_of = model.config.names.copies(hub), config.get("alpha_pattern") or {}
+    alphas = {_of_pattern(alpha_of, name, config.get("lora_alpha"), patterns) for name in names}
     alpha = alphas.pop()
     if alphas or not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise CheckpointError(f"{directory / CONFIG}: gives {hub} no alpha, or two; lora_alpha must be a number")
     return LowRank(rank, float(alpha), bool(config.get("use_rslora")), float(config.get("lora_dropout") or 0.0))
 
 
-def _of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+def _of_pattern(alphas: Mapping[str, Any], name: str, default: Any, patterns: NamePatterns) -> Any:
     """The value of the first pattern that matches the end of a name, as PEFT looks it up."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+    found = (alpha for end, alpha in alphas.items() if patterns.matches("alpha_pattern", rf"(.*\.)?({end})", name))
+    return next(found, default)
 
 
 def trained_tokens(config: Mapping[str, Any], parts: Mapping[str, Part], directory: Path) -> tuple[int, ...]:

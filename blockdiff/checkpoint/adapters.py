@@ -25,6 +25,7 @@ from blockdiff.checkpoint.adapter_names import (
     parts_in,
     peft_names,
 )
+from blockdiff.checkpoint.adapter_patterns import NamePatterns
 from blockdiff.checkpoint.digests import write_digests
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, read_json
@@ -173,17 +174,18 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
     a part raises it where the adapters of the two copies of a module differ.
     """
     directory = Path(directory).expanduser()
-    config = _read_config(directory)
-    require_plain(config, directory)
+    config, patterns = _read_config(directory), NamePatterns(directory / CONFIG)
+    require_plain(config, directory, patterns)
     require_base(directory, model)
     if adapts_images(directory, model):
         with_image_side(model)
     parts = parts_in(directory, model)
-    require_every_target(config, parts, model, directory)
+    require_every_target(config, parts, model, directory, patterns)
     modules: dict[str, LowRank] = {}
     for ours in parts:
         if ours != TOKEN_ROWS:
-            module, low_rank = ours.rpartition(".")[0], read_low_rank(config, ours, parts, model, directory)
+            module = ours.rpartition(".")[0]
+            low_rank = read_low_rank(config, ours, parts, model, directory, patterns)
             if modules.setdefault(module, low_rank) != low_rank:
                 raise CheckpointError(f"{directory}: the adapters of {module} differ in rank or alpha; one is read")
     wholes: dict[str, list[str]] = defaultdict(list)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import random
+import re
 import shutil
 import warnings
 import weakref
@@ -18,7 +21,7 @@ from torch import Tensor
 
 import blockdiff.checkpoint.merging
 from blockdiff import checkpoint
-from blockdiff.checkpoint import adapter_config, gathering
+from blockdiff.checkpoint import adapter_config, adapter_patterns, gathering
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.opening import model_files, with_adapter
 from blockdiff.errors import CheckpointError
@@ -33,6 +36,7 @@ from blockdiff.models.adapters import (
     merge,
     targets,
 )
+from blockdiff.time_limit import time_limit
 from tests.support.oracle import oracle, ours, tiny_config
 from tests.support.recorder import Looker
 
@@ -348,18 +352,83 @@ def test_copies_that_differ_are_refused(tmp_path):
         ({"alpha_pattern": {"q_proj(": 4}}, r"'q_proj\('"),
         ({"target_modules": "q_proj("}, r"'q_proj\('"),
         ({"target_modules": -1}, "target_modules .*-1"),
+        ({"target_modules": r"(.+)\1"}, "target_modules: .*groupref"),
+        ({"target_modules": "((.*a)*b|(.*c)*)*" * 1000}, "target_modules: .*more than 0.5 seconds"),
+        ({"exclude_modules": "(" * 5000 + ")" * 5000}, "exclude_modules: "),
+        ({"alpha_pattern": {"q" * 30_000: 4}}, "alpha_pattern: .*30,000 characters"),
+        ({"r": 10**9}, f"r is {10**9}; .*from 1 to 65536"),
+        ({"r": -1}, "r is -1"),
+        ({"r": True}, "r is True"),
+        ({"r": 4.0}, "r is 4.0"),
         ({"lora_alpha": []}, r"lora_alpha .*\[\]"),
         ({"lora_dropout": "x"}, "lora_dropout .*'x'"),
         ({"alpha_pattern": -1}, "alpha_pattern"),
         ({"trainable_token_indices": {"embed_tokens": ["x"]}}, "trainable_token_indices"),
     ],
 )
-def test_adapters_of_other_kinds_are_refused(tmp_path, change, message):
+def test_adapters_of_other_kinds_are_refused(tmp_path, monkeypatch, change, message):
+    monkeypatch.setattr(adapter_patterns, "SECONDS", 0.5)
     checkpoint.save_adapter(adapted({"attention": LowRank(4, 8)}), tmp_path / "a")
     file = tmp_path / "a" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(.+)+!", "(a|a)*!", "(.*)" * 20 + "!", ".?" * 60 + "." * 60 + "!", "x{100000000}", "(((((.+)+)+)+)+)+!"],
+)
+def test_patterns_that_have_no_end_elsewhere_match_names_at_once(pattern):
+    with time_limit(2):
+        assert not adapter_patterns.NamePatterns(Path("file")).matches("target_modules", pattern, "model.layers." * 9)
+
+
+def _drawn_pattern(draw: random.Random, depth: int) -> str:
+    """A pattern of all that patterns may have."""
+    inner = [_drawn_pattern(draw, depth - 1) for _ in range(2)] if depth else []
+    leaves = [
+        "a",
+        "b",
+        ".",
+        "1",
+        r"\.",
+        r"\d",
+        r"\w",
+        r"\W",
+        "[ab]",
+        "[^a]",
+        "[a-c1]",
+        r"[^\d]",
+        "^",
+        "$",
+        r"\b",
+        r"\B",
+    ]
+    if not depth or draw.random() < 0.3:
+        return draw.choice(leaves)
+    ends = draw.choice(["*", "+", "?", "*?", "{2}", "{1,3}", "{0,2}?", "{2,}"])
+    return draw.choice(
+        [
+            "".join(inner),
+            f"(?:{'|'.join(inner)})",
+            f"({inner[0]}){ends}",
+            f"(?={inner[0]})",
+            f"(?!{inner[0]})",
+            "(?<=[ab])",
+        ]
+    )
+
+
+def test_patterns_match_what_re_matches():
+    draw, patterns, count = random.Random(0), adapter_patterns.NamePatterns(Path("file")), 0
+    for _ in range(600):
+        pattern = _drawn_pattern(draw, 4)
+        with contextlib.suppress(re.error):
+            for name in ("a", "ab", "a1.b", "aab.ba1", "b.b"):
+                assert patterns.matches("target_modules", pattern, name) == bool(re.fullmatch(pattern, name)), pattern
+                count += 1
+    assert count > 2000
 
 
 def test_every_setting_of_peft_is_read_without_effect_or_refused_by_its_name(tmp_path):
@@ -369,12 +438,13 @@ def test_every_setting_of_peft_is_read_without_effect_or_refused_by_its_name(tmp
     defaults = LoraConfig().to_dict()
     known = {*adapter_config.READ, *adapter_config.INERT}
     assert {*known, *adapter_config.NEUTRAL} <= {field.name for field in dataclasses.fields(LoraConfig)}
-    adapter_config.require_plain(defaults, tmp_path)
+    patterns = adapter_patterns.NamePatterns(tmp_path)
+    adapter_config.require_plain(defaults, tmp_path, patterns)
     foreign = defaults.keys() - known
     assert "use_dora" in foreign
     for name in foreign:
         with pytest.raises(CheckpointError, match=f": {name} .*'foreign'"):
-            adapter_config.require_plain(defaults | {name: "foreign"}, tmp_path)
+            adapter_config.require_plain(defaults | {name: "foreign"}, tmp_path, patterns)
 
 
 def test_one_rank_alone_writes_the_adapter_of_a_split_model_whose_adapters_are_whole(tmp_path, monkeypatch):
@@ -394,6 +464,7 @@ def test_a_matrix_without_its_partner_or_a_rank_and_what_is_no_matrix_are_refuse
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({name: x for name, x in tensors.items() if "base_layer.lora_B" not in name}, file)
+    (tmp_path / "a" / "digests.json").unlink()
     with pytest.raises(CheckpointError, match="gate_up_lora_B"):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
     save_file({name: x[:0] if "lora_A" in name else x[:, :0].clone() for name, x in tensors.items()}, file)
@@ -457,6 +528,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_not_merged(tmp_path):
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({name: x for name, x in tensors.items() if "base_layer.lora_B" not in name}, file)
+    (tmp_path / "a" / "digests.json").unlink()
     with pytest.raises(CheckpointError, match="gate_up_lora_B"):
         checkpoint.export(tmp_path / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -486,6 +558,7 @@ def test_an_adapter_of_a_model_of_another_depth_is_refused_wherever_it_is_used(t
     # without what our own file says of its base, as PEFT alone writes it
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file(load_file(file), file, {"format": "pt"})
+    (tmp_path / "adapter" / "digests.json").unlink()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     for chosen in (config["target_modules"], ["q_proj", "k_proj", "v_proj", "o_proj"]):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | {"target_modules": chosen}))
