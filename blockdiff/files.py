@@ -46,6 +46,15 @@ def matching(name: str | Path) -> list[Path]:
     return sorted(each for each in map(Path, found) if each.is_file())
 
 
+def read_text(path: Path, most: int) -> str:
+    """The UTF-8 text of a file of at most `most` bytes. Raises OSError for one that is longer or cannot be read."""
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is longer than {most:,} bytes", str(path))
+    return content.decode("utf-8")
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write a file beside `path`, sync it and rename it: a kill leaves the old file or the new one.
 

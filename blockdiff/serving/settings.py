@@ -9,7 +9,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from blockdiff import plain_yaml
 from blockdiff.errors import BlockdiffError
+from blockdiff.files import read_text
 from blockdiff.serving.limits import LOOPBACK, Access, Limits
 
 MODEL_KEYS = ("adapter", "draft_model", "quantize")
@@ -98,7 +100,7 @@ def read_settings(path: Path | None, given: Mapping[str, Any]) -> ServeSettings:
     said: Any = {}
     if path is not None:
         try:
-            said = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            said = plain_yaml.parse(read_text(path, plain_yaml.LARGEST_FILE)) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             why = getattr(error, "strerror", None) or " ".join(str(error).split())[:160]
             raise BlockdiffError(f"{path}: cannot be read ({why})") from None

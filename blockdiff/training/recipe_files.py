@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from blockdiff import plain_yaml
 from blockdiff.data.sources import Source
 from blockdiff.data.template import is_template_file
 from blockdiff.errors import RecipeError
-from blockdiff.files import is_hub_id, matching
+from blockdiff.files import is_hub_id, matching, read_text
 from blockdiff.training.kinds import kinds
 from blockdiff.training.recipe import ObjectiveSection, Recipe, Section, choosing, keys, kinds_with
 from blockdiff.training.recipe_choices import OneOf
@@ -29,6 +29,7 @@ FILE_KEYS: dict[Key, bool] = {
     **dict.fromkeys([*SOURCES, ("data", "images", "root"), TEMPLATE], True),
     **dict.fromkeys([("model", "path"), ("model", "tokenizer"), ("lora", "path")], False),
 }
+MOST_EXTENDED = 20  # recipes that one derives from, each from the next
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 
 
@@ -171,28 +172,9 @@ def _is_recorded(source: Any) -> bool:
     return isinstance(source, Mapping) and isinstance(source.get("rows"), int)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML with numbers like 1e-4 read as numbers (YAML 1.2) and duplicate keys refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} appears twice", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-)
-
-
 def _parse(text: str, origin: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+        return plain_yaml.parse(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{origin}:{mark.line + 1}" if mark and not origin.startswith("--set") else origin
@@ -226,8 +208,12 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     """The mapping in a file; `chain` are the recipes that led there by what they extend."""
     if path.resolve() in chain:
         raise RecipeError(f"{path}: extends: the recipes extend one another in a circle; break it")
+    if len(chain) > MOST_EXTENDED:
+        raise RecipeError(f"{path}: extends: more than {MOST_EXTENDED} recipes extend one another; make them fewer")
+    if chain and path.exists() and not path.is_file() and not path.is_dir():
+        raise RecipeError(f"{path}: not a regular file (named by extends in {chain[-1]}); name a YAML recipe")
     try:
-        tree = _parse(path.read_text(encoding="utf-8"), str(path))
+        tree = _parse(read_text(path, plain_yaml.LARGEST_FILE), str(path))
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: not a text file; a recipe is YAML (see recipes/)") from None
     except OSError as error:

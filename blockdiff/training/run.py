@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from blockdiff import checkpoint
+from blockdiff import checkpoint, plain_yaml
 from blockdiff.checkpoint.files import ADAPTER, MODEL
 from blockdiff.errors import RESUME, RunError
 from blockdiff.files import remove_directory, remove_leftovers
@@ -58,7 +56,7 @@ class Run:
 
         At the end of a run its weights are exported.
         """
-        recipe = yaml.safe_load(self._file(RECIPE).read_text(encoding="utf-8"))
+        recipe = plain_yaml.parse(self._file(RECIPE).read_text(encoding="utf-8"))
         return best_saved(self.directory, self.records, recipe["evaluation"]["best"])
 
     def model(self, **options: Any) -> Any:

@@ -40,6 +40,7 @@ IMPORT_ORDER = {
     "objective": 5,
     "draft_objective": 5,
     "sampling": 5,
+    "plain_yaml": 6,
     "evals": 6,
     "plots": 6,
     "serving": 6,

@@ -94,6 +94,8 @@ def test_other_machines_need_a_key_and_a_port_has_one_server(directory, tmp_path
         ("- a", "write keys"),
         ("{", "cannot be read"),
         ("{adapter: a, adapters: {b: c}}", "leave out adapter"),
+        ("{port: &a [*a]}", "it holds itself"),
+        ("{port: 1, port: 2}", "the key 'port' appears twice"),
         ("adapters: {model: a}", "'model' is no name of an adapter"),
     ],
 )

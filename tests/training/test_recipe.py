@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from itertools import takewhile
@@ -15,6 +16,7 @@ from blockdiff import evals
 from blockdiff.data.collate import AllCanvases, RandomCanvases
 from blockdiff.errors import RecipeError
 from blockdiff.evals.questions import Task
+from blockdiff.time_limit import time_limit
 from blockdiff.training.kinds import kinds
 from blockdiff.training.recipe import Recipe, keys
 from blockdiff.training.recipe_choices import ArLoss
@@ -318,3 +320,60 @@ def test_ranks_by_part_replace_an_inherited_rank_and_change_one_by_one():
     assert read(rank, ["lora.parts={experts: 8}"]).lora.ranks == {"experts": 8}
     assert read(parts, ["lora.rank=8"]).lora.ranks == {"attention": 8, "mlp": 8}
     assert read(parts, ["lora.parts.experts=8"]).lora.ranks == {"attention": 4, "experts": 8}
+
+
+def laughs(depth: int, first: str = "[x, x]") -> str:
+    """Anchors that each name the one before ten times."""
+    lines = [f"a0: &a0 {first}"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, depth)]
+    return "\n".join(lines)
+
+
+MERGES = "a0: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 9))
+CHAIN = "a0: &a0 [x]\n" + "\n".join(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 1000))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (laughs(9), "recipe.yaml:.*written out it is longer than 1,048,576"),
+        ("data:\n  train: [" + laughs(9).replace("\n", ", ").replace("[x, x]", "{y: 1}") + "]", "not valid YAML"),
+        (MERGES, "recipe.yaml:.*written out it is longer than"),
+        (f"a: &a {'x' * 200_000}\nb: [{', '.join(['*a'] * 9)}]", "written out it is longer than"),
+        ("a: &a [*a]", "recipe.yaml:1: .*holds itself"),
+        ("a: &a {b: *a}", "holds itself"),
+        (CHAIN, "written out it is longer than"),
+        ("[" * 2000, "nested too deeply"),
+        ("a: " + "{a: " * 2000, "nested too deeply"),
+        ("? [a]\n: b", "a key is one word"),
+        ("a: " + "9" * 10_000, "not valid YAML"),
+        ("a: 2001-99-99", "not valid YAML"),
+        ("#" * 300_000, "longer than 262,144 bytes"),
+        ("a: !!python/object/apply:os.system [ls]", "not valid YAML: could not determine a constructor"),
+        ("extends: /dev/zero", "/dev/zero: not a regular file .named by extends in .*recipe.yaml"),
+        ("extends: zero", "zero: not a regular file .named by extends"),
+        ("extends: pipe", "pipe: not a regular file .named by extends"),
+    ],
+)
+def test_a_recipe_of_a_stranger_has_an_end(recipes: Path, text: str, named: str) -> None:
+    (recipes / "zero").symlink_to("/dev/zero")
+    os.mkfifo(recipes / "pipe")
+    path = recipes / "recipe.yaml"
+    path.write_text(text)
+    with time_limit(10):
+        assert re.search(named, refusal(path)), refusal(path)
+
+
+def test_endless_files_and_recipes_without_end_are_refused(recipes: Path) -> None:
+    with time_limit(10):
+        assert "longer than 262,144 bytes" in refusal(Path("/dev/zero"))
+        assert "--set data.train" in refusal(recipes / "base.yaml", "data.train={a: &a [*a]}")
+    for number in range(30):
+        (recipes / f"r{number}.yaml").write_text(f"extends: r{number + 1}.yaml\n")
+    assert "r21.yaml: extends: more than 20 recipes" in refusal(recipes / "r0.yaml")
+
+
+def test_anchors_and_merges_of_a_few_keys_are_read(recipes: Path) -> None:
+    path = write(recipes, "extends: base.yaml\ntrain: &a {steps: 20}\noptim: {<<: {lr: 1e-3}}\n")
+    recipe = read_recipe(path)
+    assert (recipe.train.steps, recipe.optim.lr) == (20, 1e-3)

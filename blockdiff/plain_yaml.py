@@ -1,0 +1,69 @@
+"""YAML of a recipe or of serve.yaml as plain values, which a stranger may have written: it has bounds."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+LARGEST_FILE = 1 << 18  # bytes
+MOST_CHARACTERS = 1 << 20  # of all values once anchors are written out
+_OF_A_VALUE = 20  # characters that a value counts for in addition to its own
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with numbers like 1e-4 read as numbers (YAML 1.2), duplicate keys refused and anchors bounded."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        _require_small(node, {})
+        return super().construct_document(node)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _refusal("a key is one word, not a list or a mapping", key_node)
+            if key_node.value in seen:
+                raise _refusal(f"the key {key_node.value!r} appears twice", key_node)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def parse(text: str) -> Any:
+    """The value that a YAML text has; raises yaml.YAMLError, with a `problem`, for one that cannot be read."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem="it is nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # a number or a date that none is
+        raise yaml.MarkedYAMLError(problem=" ".join(str(error).split())) from None
+
+
+def _refusal(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _require_small(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """The characters of a value with its anchors written out; sizes: those of nodes by identity, 0 inside a node."""
+    if id(node) in sizes:
+        if not sizes[id(node)]:
+            raise _refusal("it holds itself", node)
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    size = _OF_A_VALUE
+    if isinstance(node, yaml.ScalarNode):
+        size += len(node.value)
+    elif isinstance(node, yaml.MappingNode):
+        size += sum(_require_small(each, sizes) for pair in node.value for each in pair)
+    else:
+        size += sum(_require_small(each, sizes) for each in node.value)
+    if size > MOST_CHARACTERS:
+        raise _refusal(f"with its anchors written out it is longer than {MOST_CHARACTERS:,} characters", node)
+    sizes[id(node)] = size
+    return size
