@@ -95,7 +95,8 @@ class _Match:
                 reached |= self.through(branch, places)
             return reached
         if operation in ("MAX_REPEAT", "MIN_REPEAT"):
-            return self.repeated(*argument, places)
+            least, most, repeated = argument
+            return self.repeated(least, most, repeated, places)
         if operation in ("ASSERT", "ASSERT_NOT"):
             holds = self.asserted(*argument)
             return places & (holds if operation == "ASSERT" else ~holds)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
-from blockdiff.files import is_hub_id
+from blockdiff.files import is_hub_id, read_text
 from blockdiff.tensor_pieces import Block
 
 WEIGHTS = "model.safetensors"
@@ -49,6 +49,10 @@ DTYPES: dict[str, torch.dtype] = {
 INTEGER = "I64"  # of tensors of numbers of tokens
 # Bytes per number; every other word of safetensors (BOOL, U8, F8_E4M3, ...) is one byte.
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+
+LARGEST_JSON = 1 << 22  # bytes of a config and the like
+LARGEST_INDEX = 1 << 26  # bytes of the names and places of all tensors
+MOST_TENSORS = 250_000  # of a file; experts by themselves make some 100,000
 
 SAMPLE = 1024  # numbers of each tensor that `fingerprint` reads
 
@@ -144,10 +148,10 @@ def require_regular(file: Path) -> None:
         raise CheckpointError(f"{file}: not a regular file; remove it or put a file there")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`; CheckpointError when there is none."""
+def read_json(file: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
+    """The JSON object in `file` of at most `most` bytes; CheckpointError when there is none."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(read_text(file, most))
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent}: no {file.name}; not a checkpoint directory") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -168,7 +172,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         other = next((f.name for f in sorted(directory.glob("*.bin"))), None)
         hint = f"; {other} is not read, convert it to safetensors" if other else ""
         raise CheckpointError(f"{directory}: neither {WEIGHTS} nor {INDEX}{hint}")
-    placed = read_json(directory / INDEX).get("weight_map")
+    placed = read_json(directory / INDEX, LARGEST_INDEX).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise CheckpointError(f"{directory / INDEX}: no weight_map from tensor to file")
     headers = {}
@@ -255,7 +259,10 @@ def tensors_in(file: Path) -> dict[str, Stored]:
     require_regular(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:
-            return {name: _stored(file, handle.get_slice(name)) for name in list(handle.keys())}
+            names = list(handle.keys())
+            if len(names) > MOST_TENSORS:
+                raise CheckpointError(f"{file}: has {len(names):,} tensors; at most {MOST_TENSORS:,} are read")
+            return {name: _stored(file, handle.get_slice(name)) for name in names}
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent}: {INDEX} names {file.name}, which is not there") from None
     except (SafetensorError, OSError) as error:

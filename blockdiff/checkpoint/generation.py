@@ -136,6 +136,8 @@ def special_tokens(config: Family | None, generation: Generation | None = None, 
     eos_ids = first("eos_token_id", "eos_ids")
     if tokenizer is not None and eos_ids and not (generation and generation.eos_ids):
         eos_ids = tuple(dict.fromkeys((*eos_ids, *turn_ends(tokenizer))))
+    if config is not None and set(eos_ids) >= set(range(config.vocab_size)):
+        raise CheckpointError("eos_token_id: every token of the vocabulary ends an answer; name the few that do")
     pad_id = (*first("pad_token_id", "pad_id"), 0)[0]
     has_row = config is None or pad_id < config.vocab_size  # any token fills a row, but it has to be one of the table
     return SpecialTokens(eos_ids, pad_id if has_row else 0)

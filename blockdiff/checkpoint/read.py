@@ -83,6 +83,7 @@ def load_weights(
     added = added_to(model)
     shapes = {name: shape for name, shape in tensor_shapes(model).items() if name not in added}
     source = _match(shapes, stored, directory, names)
+    _require_numbers(model, source, stored)
 
     target = resolve_dtype(dtype, stored[source[model.typical]])
     place = resolve_device(device)
@@ -138,7 +139,9 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
     stored = assembled(in_files, names)
     shapes = {name: shape for name, shape in tensor_shapes(model).items() if name not in added}
     sources = {}
-    for ours, hub in _match(shapes, stored, directory, names).items():
+    source = _match(shapes, stored, directory, names)
+    _require_numbers(model, source, stored)
+    for ours, hub in source.items():
         place = stored[hub]
         sources[ours] = TensorSource(place.shape, DTYPES[place.dtype], partial(read_whole, in_files, place, hub))
     return sources
@@ -271,6 +274,17 @@ def _match(
                 f"{place.file}: tensor {hub} is stored as {place.dtype}; quantized weights are not read"
             )
     return source
+
+
+def _require_numbers(model: nn.Module, source: Mapping[str, str], stored: Mapping[str, Stored]) -> None:
+    """Raise CheckpointError for a tensor of integers where the model has real numbers."""
+    state = model.state_dict()
+    for ours, hub in source.items():
+        if stored[hub].dtype == INTEGER and state[ours].is_floating_point():
+            raise CheckpointError(
+                f"{stored[hub].file}: tensor {hub} is stored as {INTEGER}, and the model has real numbers there; "
+                "write the file again"
+            )
 
 
 def _are(names: list[str], what: str) -> str:

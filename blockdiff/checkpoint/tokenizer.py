@@ -10,6 +10,7 @@ from typing import Any
 from blockdiff.checkpoint.files import CONFIG, VOCABULARY_FILES, find, is_hub_id, read_json
 from blockdiff.checkpoint.normaliser import require_bounded
 from blockdiff.errors import CheckpointError
+from blockdiff.models.family import for_transformers
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character
 PADDING = 512  # rows that a table may have beyond the tokens, whatever its size
@@ -39,7 +40,8 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
             raise FileNotFoundError(f"none of {', '.join(VOCABULARY_FILES)}")
         # The type of the model decides; to build its whole config would import most of transformers.
         values, _ = PreTrainedConfig.get_config_dict(name)
-        return AutoTokenizer.from_pretrained(name, config=PreTrainedConfig.from_dict(values, name_or_path=name))
+        config = PreTrainedConfig.from_dict(for_transformers(values), name_or_path=name)
+        return AutoTokenizer.from_pretrained(name, config=config)
     except Exception as error:  # transformers raises a dozen kinds for a directory without a tokenizer
         raise CheckpointError(
             f"{path_or_hub_id}: no tokenizer to be read there ({' '.join(str(error).split())[:200]}); "

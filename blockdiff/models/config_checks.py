@@ -9,6 +9,8 @@ from blockdiff.errors import CheckpointError
 
 # What transformers or a model of ours makes lists of before any weights are looked at; other sizes are up to 2^31.
 LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16, "global_head_dim": 2**16}
+LARGEST_OF_IMAGES = {"num_hidden_layers": 1000, "hidden_size": 2**16, "head_dim": 2**16, "num_attention_heads": 4096}
+LARGEST_OF_IMAGES |= {"patch_size": 1024, "spatial_merge_size": 64}
 NEUTRAL = {"factor": 1.0, "partial_rotary_factor": 1.0}  # parameters of RoPE that change nothing
 
 
@@ -29,6 +31,14 @@ def sizes_out_of_range(values: Mapping[str, Any], names: Collection[str], where:
         size, most = values.get(name), LARGEST.get(name, 2**31)
         if isinstance(size, int) and not 1 <= size <= most:
             yield f"{where}{name} is {size}; it must be at least 1 and at most {most}"
+
+
+def image_sizes_out_of_range(vision: Any) -> Iterator[str]:
+    """Sizes in the `vision_config` of a config.json that no model has; the image side is made of modules at once."""
+    for name, most in LARGEST_OF_IMAGES.items():
+        size = vision.get(name) if isinstance(vision, Mapping) else None
+        if isinstance(size, int) and not 1 <= size <= most:
+            yield f"vision_config.{name} is {size}; it must be at least 1 and at most {most}"
 
 
 def sizes_below_one(config: Any, names: Collection[str], where: str = "") -> Iterator[str]:

@@ -11,9 +11,10 @@ import copy
 import functools
 import importlib
 import json
+import math
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -22,11 +23,15 @@ from torch import nn
 
 from blockdiff import models
 from blockdiff.errors import CheckpointError
+from blockdiff.models.config_checks import is_above_zero, refuse_first
 
 if TYPE_CHECKING:
     from blockdiff.models.image_side import ImageSide
     from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.models.names import Names
+
+
+LARGEST_CANVAS = 8192  # tokens; released models have 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,23 @@ class Family:
     experts: int = 0
     experts_per_token: int = 0
     mask: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise CheckpointError for numbers that no model has, whichever key of config.json they come from."""
+        refuse_first(self._out_of_range())
+
+    def _out_of_range(self) -> Iterator[str]:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{each.name} is {value!r}; it must be a finite number"
+        if self.canvas_length > LARGEST_CANVAS:
+            yield f"canvas_length is {self.canvas_length}; canvases of at most {LARGEST_CANVAS} tokens are supported"
+        if not 0 <= self.rms_norm_eps <= 1:
+            yield f"rms_norm_eps is {self.rms_norm_eps!r}; it must be at least 0 and at most 1"
+        cap = getattr(self, "final_logit_softcapping", None)
+        if cap is not None and not is_above_zero(cap):
+            yield f"final_logit_softcapping is {cap!r}; it must be above 0, or null"
 
     # -- config.json -----------------------------------------------------------------------------------------------
 
@@ -238,6 +260,22 @@ class Family:
             if choice not in supported:
                 there = ", ".join(supported) or "none"
                 raise CheckpointError(f"{cls.model_type} does not support {choice} ({kind}: {there})")
+
+
+# What transformers' class has of every model and ours have not; it makes lists as long as `num_labels` says.
+OF_EVERY_CLASS = (
+    *("num_labels", "id2label", "label2id", "problem_type", "output_attentions"),
+    *("attn_implementation", "experts_implementation"),
+)
+
+
+def for_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the content of a config.json for transformers' class, without what no model of ours computes with."""
+    kept = {name: value for name, value in values.items() if name not in OF_EVERY_CLASS}
+    return {
+        name: for_transformers(value) if isinstance(value, Mapping) else copy.deepcopy(value)
+        for name, value in kept.items()
+    }
 
 
 def written_out(theirs: Any) -> dict[str, Any]:

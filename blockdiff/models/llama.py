@@ -16,7 +16,6 @@ config.json is that of transformers' `LlamaConfig` or `Qwen3Config`, with a `can
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -31,7 +30,7 @@ from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.rope import default_frequencies, llama3_frequencies
 from blockdiff.models.causal import CausalModel, canvases, wrong_canvas_length
 from blockdiff.models.config_checks import other_values, refuse_first, sizes_below_one, sizes_out_of_range, wrong_rope
-from blockdiff.models.family import Family, written_out
+from blockdiff.models.family import Family, for_transformers, written_out
 from blockdiff.models.layer_kind import LayerKind, Rope
 from blockdiff.models.model import BlockDiffusionModel, layer_scalar, wanted
 from blockdiff.models.names import Names
@@ -196,7 +195,7 @@ class LlamaFamily(Family):
         """The content of a config.json as transformers' config, which raises what it raises for a wrong one."""
         import transformers
 
-        return getattr(transformers, cls.transformers_class)(**json.loads(json.dumps(dict(values))))
+        return getattr(transformers, cls.transformers_class)(**for_transformers(values))
 
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:

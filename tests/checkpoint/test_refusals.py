@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blockdiff import devices
 from blockdiff.checkpoint import (
+    files,
     load,
 )
 from blockdiff.checkpoint.files import INDEX, WEIGHTS
@@ -52,6 +53,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "misshapen": (put(PROJECTION, torch.ones(3, 64)), [WEIGHTS, PROJECTION, "[3, 64]", "[64, 64]"]),
     "misshapen tie": (put("lm_head.weight", torch.ones(2, 64)), ["lm_head.weight", "[2, 64]", "[384, 64]"]),
     "quantized": (put(PROJECTION, torch.ones(64, 64, dtype=torch.int8)), [PROJECTION, "I8"]),
+    "integers": (put(PROJECTION, torch.ones(64, 64, dtype=torch.int64)), [WEIGHTS, PROJECTION, "I64", "real numbers"]),
+    "too many": (
+        lambda d: edit(d, lambda tensors: tensors.update({f"{n}": torch.empty(0) for n in range(1000)})),
+        [WEIGHTS, "tensors; at most 1,000 are read"],
+    ),
+    "a long config": (
+        lambda d: (d / "config.json").write_text("[" + " " * 2**22 + "]"),
+        ["config.json", "longer than 4,194,304 bytes"],
+    ),
     "truncated": (truncate, [WEIGHTS, "truncated"]),
     "empty file": (lambda d: (d / WEIGHTS).write_bytes(b""), [WEIGHTS, "truncated"]),
     "no config": (lambda d: (d / "config.json").unlink(), ["no config.json"]),
@@ -82,8 +92,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_refused_in_one_line_that_names_it(damaged, what):
+def test_damage_is_refused_in_one_line_that_names_it(damaged, monkeypatch, what):
     damage, words = DAMAGE[what]
+    monkeypatch.setattr(files, "MOST_TENSORS", 1000)
     damage(damaged)
     with pytest.raises(CheckpointError) as refusal:
         load(damaged, "float32", "cpu")

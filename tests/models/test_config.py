@@ -15,9 +15,11 @@ from transformers.models.diffusion_gemma.configuration_diffusion_gemma import (
     DiffusionGemmaTextConfig,
 )
 
+from blockdiff import checkpoint
 from blockdiff.checkpoint import init, load, read_config, save
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma.family import ONE_VALUE
+from blockdiff.time_limit import time_limit
 from tests.support.little_model import LITTLE
 
 pytestmark = pytest.mark.quick
@@ -168,6 +170,42 @@ def test_a_config_stays_as_it_was_read(saved):
         config.hidden_size = 16
     config.to_dict()["text_config"]["attention_bias"] = True
     assert config.values["text_config"]["attention_bias"] is False
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"canvas_length": 100_000}, "canvas_length is 100000; canvases of at most 8192 tokens"),
+        ({"vision_config": LITTLE["vision_config"] | {"num_hidden_layers": 10**9}}, "vision_config.num_hidden_layers"),
+        ({"vision_config": LITTLE["vision_config"] | {"head_dim": 10**9}}, "vision_config.head_dim is 1000000000"),
+        ({"vision_config": LITTLE["vision_config"] | {"patch_size": 0}}, "vision_config.patch_size is 0"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e+300; it must be at least 0 and at most 1"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"final_logit_softcapping": float("nan")}, "final_logit_softcapping is nan"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0; it must be above 0, or null"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0; it must be above 0, or null"),
+        ({"initializer_range": float("inf")}, "initializer_range is inf; it must be a finite number"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(values, said, tmp_path):
+    whole = {name: value for name, value in values.items() if name in SMALL}
+    text = {name: value for name, value in values.items() if name not in SMALL}
+    (tmp_path / "config.json").write_text(json.dumps(changed(text) | whole))
+    assert said in refusal(lambda: read_config(tmp_path))
+
+
+def test_what_no_model_of_ours_reads_is_written_back_and_never_reaches_transformers(tmp_path):
+    unread = {"num_labels": 10**9, "problem_type": "single_label_classification", "output_attentions": True}
+    values = changed({"num_labels": 10**9}) | unread
+    values["vision_config"] = values["vision_config"] | {"num_labels": 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with time_limit(5):
+        config = read_config(tmp_path)
+        checkpoint.empty_image_side(config)
+    assert config.to_dict() == values
+    written = config.written("float32", None)
+    assert {name: written[name] for name in unread} == unread and written["text_config"]["num_labels"] == 10**9
 
 
 def test_neutral_values_are_not_refused(saved):

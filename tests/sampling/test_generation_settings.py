@@ -119,6 +119,12 @@ def test_special_tokens_are_the_settings_else_the_configs_else_the_tokenizers(so
     assert (special.eos_ids, special.pad_id) == expected
 
 
+def test_a_vocabulary_whose_every_token_ends_an_answer_is_refused():
+    config = our_config(tiny_config())
+    with pytest.raises(CheckpointError, match="eos_token_id: every token"):
+        special_tokens(config, Generation(eos_ids=tuple(range(config.vocab_size + 1))))
+
+
 @pytest.fixture
 def recorder() -> Recorder:
     model = ScriptedModel(random_script(8, 40, {(9, 1): [5, 1, *[6] * 6]}, {9: 1, 10: 2}), 8, 40)

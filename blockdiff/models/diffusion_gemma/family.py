@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from blockdiff.errors import CheckpointError
-from blockdiff.models.config_checks import LARGEST, other_values, refuse_first, sizes_out_of_range, wrong_rope
+from blockdiff.models.config_checks import (
+    LARGEST,
+    image_sizes_out_of_range,
+    other_values,
+    refuse_first,
+    sizes_out_of_range,
+    wrong_rope,
+)
 from blockdiff.models.diffusion_gemma.images import GemmaImages
 from blockdiff.models.diffusion_gemma.model import ACTIVATIONS, KINDS, DiffusionGemma
 from blockdiff.models.diffusion_gemma.names import NAMES
-from blockdiff.models.family import Family, written_out
+from blockdiff.models.family import Family, for_transformers, written_out
 
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaConfig
@@ -105,6 +111,7 @@ class DiffusionGemmaFamily(Family):
             if isinstance(value, int) and value > most:
                 raise CheckpointError(f"text_config.{name} is {value}; at most {most} is supported")
         refuse_first(_wrong_sizes(values.get("canvas_length"), values["text_config"]))
+        refuse_first(image_sizes_out_of_range(values.get("vision_config")))
         theirs = cls.as_transformers(values)
         refuse_first(_wrong(theirs))
         text: Any = theirs.text_config
@@ -142,7 +149,7 @@ class DiffusionGemmaFamily(Family):
         from transformers import PreTrainedConfig
         from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaConfig
 
-        own: dict[str, Any] = json.loads(json.dumps(dict(values))) | {"vision_config": PreTrainedConfig()}
+        own = for_transformers(values) | {"vision_config": PreTrainedConfig()}
         return DiffusionGemmaConfig(**own)  # `from_dict` would also write it out, for a log that nobody reads
 
     @classmethod
@@ -164,7 +171,7 @@ class DiffusionGemmaFamily(Family):
         )
 
     def image_side(self) -> GemmaImages:
-        return GemmaImages(self.values.get("vision_config") or {}, self.as_transformers(self.values))
+        return GemmaImages(for_transformers(self.values.get("vision_config") or {}), self.as_transformers(self.values))
 
     def image_tokens(self) -> tuple[int, int, int] | None:
         tokens = self.boi_token_id, self.image_token_id, self.eoi_token_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -11,13 +10,14 @@ from blockdiff.errors import CheckpointError
 from blockdiff.kernels.expert_mlp.activations import oai
 from blockdiff.models.causal import canvases, wrong_canvas_length
 from blockdiff.models.config_checks import (
+    image_sizes_out_of_range,
     is_above_zero,
     other_values,
     refuse_first,
     sizes_below_one,
     sizes_out_of_range,
 )
-from blockdiff.models.family import Family, written_out
+from blockdiff.models.family import Family, for_transformers, written_out
 from blockdiff.models.minimax_m3.images import AFTER, BEFORE, MiniMaxM3Images, processor_values
 from blockdiff.models.minimax_m3.model import KINDS, MiniMaxM3
 from blockdiff.models.minimax_m3.names import NAMES, TEXT_NAMES
@@ -118,6 +118,7 @@ class MiniMaxM3Family(Family):
         values = {key: value for key, value in values.items() if key != "quantization_config"}
         text, where = cls.text_of(values), cls.place_of_text
         refuse_first(sizes_out_of_range(text, SIZES, where))
+        refuse_first(image_sizes_out_of_range(values.get("vision_config")))
         metric_values = (text.get("sparse_attention_config") or {}).get("sparse_disable_index_value", 1)
         carry = [not off for off in metric_values] if isinstance(metric_values, list) else [not metric_values]
         if any(carry):
@@ -148,7 +149,7 @@ class MiniMaxM3Family(Family):
     @classmethod
     def as_transformers(cls, values: Mapping[str, Any]) -> Any:
         """The content of a config.json as transformers' config, which raises what it raises for a wrong one."""
-        own: dict[str, Any] = json.loads(json.dumps(dict(values)))
+        own = for_transformers(values)
         text = cls.text_of(own)
         sparse = text.get("sparse_attention_config") or {}
         for ours, theirs in (("index_init_blocks", "sparse_init_block"), ("index_score_type", "sparse_score_type")):
