@@ -21,6 +21,7 @@ WORDS = {
     "unreasoned": "{:,} messages without their reasoning",
     "bare": "{:,} turns without the empty reasoning in which their prompts end",
     "endless": "{:,} turns without the end that the last one has",
+    "misplaced": "{:,} turns tagged elsewhere than after their prompts",
     "unanswered": "{:,} conversations end without an answer",
     "spelt": "{:,} rows spell control tokens",
 }

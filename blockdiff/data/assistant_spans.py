@@ -54,13 +54,15 @@ class Inserted(NamedTuple):
 class Turns(NamedTuple):
     """The characters [start, end) of the assistant's turns, once the text has what is to be inserted.
 
-    bare: the number of turns without the empty reasoning in which their prompts end; endless: of those without an end.
+    bare: the number of turns without the empty reasoning in which their prompts end; endless: of those without an end;
+    misplaced: of those that do not follow their prompts at all, which only tags can ask for.
     """
 
     spans: list[Span]
     inserted: Inserted = Inserted()
     bare: int = 0
     endless: int = 0
+    misplaced: int = 0
 
 
 def assistant_turns(written: Write, messages: Sequence[Message], places: Sequence[int]) -> Turns:
@@ -94,12 +96,14 @@ def span_owners(count: Callable[[Sequence[Message]], int], messages: Sequence[Me
     return owners
 
 
-def behind_prompts(written: Write, messages: Sequence[Message], whole: str, spans: Sequence[Span]) -> list[Span]:
-    """The spans that tags mark without what prompts already have, such as the name of the role."""
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+def behind_prompts(written: Write, messages: Sequence[Message], whole: str, spans: Sequence[Span]) -> Turns:
+    """The turns that tags mark without what prompts already have, such as the name of the role."""
+    roles = ["", *(message["role"] for message in messages)]
+    places = [place for place, role in enumerate(roles[1:]) if role == "assistant" != roles[place]]
     prompts = [written(messages[:place], True) for place in places]
     starts = [len(prompt) for prompt in prompts if whole.startswith(prompt)]
-    return [(max([start, *(at for at in starts if start < at < end)]), end) for start, end in spans]
+    cut = [(max([start, *(at for at in starts if start < at < end)]), end) for start, end in spans]
+    return Turns(cut, misplaced=len(prompts) - len(starts))
 
 
 def _start(written: Write, messages: Sequence[Message], place: int, whole: str) -> tuple[int, Inserted, bool]:

@@ -25,8 +25,8 @@ class Statistics:
     (file and line, without its directory). `bad` rows cannot be used, for the reasons in `first_bad`. `truncated` ones
     were cut at a canvas boundary and lost `cut_tokens`. `clean_tokens` are in rows (prompts too), `response_tokens` in
     responses, and `image_tokens` stand for `images`. Of the `conversations` among the rows, `unscored_turns` of the
-    assistant are context only. The last ten say what became of messages (`blockdiff.data.alterations.WORDS`), and how
-    many rows spell control tokens.
+    assistant are context only. Those from `stripped` on say what became of messages
+    (`blockdiff.data.alterations.WORDS`), and how many rows spell control tokens.
     """
 
     canvas_length: int
@@ -54,6 +54,7 @@ class Statistics:
     unreasoned: int = 0
     bare: int = 0
     endless: int = 0
+    misplaced: int = 0
     unanswered: int = 0
     spelt: int = 0
     unread: list[str] = field(default_factory=list)

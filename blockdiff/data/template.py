@@ -338,7 +338,7 @@ def marked(
         raise RefusedByTemplate(f"{error}; {', or '.join(remedies)}") from None
     learnt = [messages[owner].get("is_learnt", True) for owner in owners]
     place, inserted = found.inserted.place, found.inserted
-    changes = Counter(rendered.changes) + Counter(bare=found.bare, endless=found.endless)
+    changes = Counter(rendered.changes) + Counter(bare=found.bare, endless=found.endless, misplaced=found.misplaced)
     changes["unreasoned"] -= bool(inserted.reasoning)
     cuts = [at + len(inserted.text) * (at > place) for at in rendered.cuts]
     cuts += [place + len(inserted.before) + at for at in guard.cuts(inserted.reasoning)]
@@ -355,20 +355,22 @@ def _tagged(
     written: Callable[..., Rendered], template: str, messages: Sequence[Message], rendered: Rendered
 ) -> tuple[Turns, list[int]]:
     """The turns that a template marks with tags, and the place of each one's message (0 if the row excludes none)."""
-    spans, last = rendered.spans, len(messages) - 1
+    found, last = Turns(rendered.spans), len(messages) - 1
     if not template.endswith(_packaged_file()):
         plain = [*messages[:-1], {"role": "assistant", "content": STAND_INS[0]}]
         if _has_no_end(rendered, messages[-1]) and _has_no_end(written(plain), plain[-1]):
             reason = "the template's {% generation %} tags end before the turn does, so answers would not end"
             raise UnprovedError(last, reason, "move them in the file that data.template names", is_past=False)
-        spans = behind_prompts(lambda some, is_prompt: written(some, is_prompt).text, messages, rendered.text, spans)
+        found = behind_prompts(
+            lambda some, is_prompt: written(some, is_prompt).text, messages, rendered.text, rendered.spans
+        )
     excluding = next((index for index, message in enumerate(messages) if not message.get("is_learnt", True)), None)
     if excluding is None:
-        return Turns(spans), [0] * len(spans)
+        return found, [0] * len(found.spans)
     owners = span_owners(lambda some: len(written(some).spans), messages)
-    if len(owners) != len(spans):
+    if len(owners) != len(found.spans):
         raise UnprovedError(excluding, "it cannot be said which of its parts the row excludes from learning")
-    return Turns(spans), owners
+    return found, owners
 
 
 def _bounded(is_prompt: bool) -> AbstractContextManager[None]:

@@ -243,6 +243,16 @@ def test_tags_that_begin_before_the_end_of_the_prompt_are_moved_behind_it():
     assert learnt(tagged, CONVERSATIONS["several turns"]) == (["a<|im_end|>\n", "b<|im_end|>\n"], "")
 
 
+def test_turns_that_tags_mark_elsewhere_than_after_their_prompts_are_counted():
+    tagged = TEMPLATES["r1"].replace(
+        "{{ text }}" + CALLS, "{% generation %}{{ text ~ '<|im_end|>' }}{% endgeneration %}"
+    )
+    assert learnt(tagged, CONVERSATIONS["several turns"]) == (
+        ["a<|im_end|>", "b<|im_end|>"],
+        "2 turns tagged elsewhere than after their prompts",
+    )
+
+
 def test_rows_with_tools_are_written_by_the_template_called_tool_use():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = {"default": TEMPLATES["phi3"], "tool_use": PLAIN}
