@@ -169,11 +169,10 @@ def inference(dtype: torch.dtype) -> None:
     layer_end(x, x, slots, (w, w, w), eps, scalar)
 
 
-@torch.no_grad()
 def router(experts: int, dtype: torch.dtype) -> None:
-    """The choice of 8 experts for 256 tokens of the released model's width."""
+    """The choice of 8 experts for 256 tokens of the released model's width, and its gradient."""
     x, table, scale = (torch.zeros(*shape, dtype=dtype) for shape in ((256, 2816), (experts, 2816), (experts,)))
-    routed_tokens(x, x[0], 1.0, table, scale, 8)
+    routed_tokens(x.requires_grad_(), x[0].detach(), 1.0, table, scale, 8)[1].sum().backward()
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from triton.runtime.errors import OutOfResources
 from blockdiff.kernels import IN_TORCH, Kernels, launch, resolve
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.heads import HeadNorms
+from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.routing import triton as routing
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.norm import CastRMSNorm, RMSNorm, ZeroCentredRMSNorm
@@ -188,6 +189,24 @@ def test_tokens_are_routed_in_one(in_triton, N, E, k, D):
     )
     assert torch.equal(index, truth) and index.dtype == torch.int64
     assert_close([of_expert], [of_truth])
+
+
+@torch.enable_grad()
+@pytest.mark.parametrize(("N", "E", "k", "D"), [(5, 8, 2, 16), (19, 6, 3, 200), (33, 16, 8, 136)])
+def test_routed_tokens_have_the_gradient_of_single_operations_and_a_router_that_trains_is_left_to_these(N, E, k, D):
+    router = draw(D, seed=1), draw(E, D, seed=2), draw(E, seed=3)
+    router[2][0] = 0.0
+    served = Kernels("triton", routed_tokens=routing.routed_tokens)  # strictly
+    found = []
+    for kernels in (served, IN_TORCH):
+        x = draw(N, D).requires_grad_()
+        _, of_expert = kernels.routed_tokens(x, router[0], D**-0.5, *router[1:], k)
+        (of_expert * draw(N, k, seed=5)).sum().backward()
+        found.append(x.grad)
+    assert_close([found[0]], [found[1]])
+    router[1].requires_grad_()
+    with pytest.raises(Unserved, match="tokens alone"):
+        routing.routed_tokens(x, router[0], D**-0.5, *router[1:], k)
 
 
 def test_a_launch_that_is_too_large_leaves_the_call_to_the_single_ops_with_one_warning(monkeypatch):

@@ -1,4 +1,4 @@
-"""The Triton kernels of routed_tokens, without gradient: scores of experts in parts of their sums, and the choice."""
+"""The Triton kernels of routed_tokens: scores of experts in parts of their sums, the choice, and its gradient."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def router_scores(
 
 @triton.jit(do_not_specialize=["N"])
 def routed_tokens(
-    x, scores, expert_scale, index, of_expert, N,
+    x, scores, expert_scale, index, of_expert, shares, N,
     E: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """index [N, TOP_K]: the experts of the largest scores, the largest first; of_expert: their softmax times
-    expert_scale.
+    expert_scale; shares: their softmax alone, if a backward is to come (else None).
 
     Scores [PARTS, N, COLUMNS] are added up in their order and rounded to the dtype of x. CHOICES: TOP_K rounded up to a
     power of two. Of equal scores the expert with the lower number comes first.
@@ -65,7 +65,34 @@ def routed_tokens(
     best = tl.minimum(best, E - 1)  # where nothing is left but -inf
     factor = tl.load(expert_scale + best).to(tl.float32)
     share = tl.exp(score - tl.max(score, 1)[:, None])
-    share = share / tl.sum(share, 1)[:, None] * factor
+    share = share / tl.sum(share, 1)[:, None]
     at, is_there = row[:, None] * TOP_K + choice[None, :], (row < N)[:, None] & (choice < TOP_K)[None, :]
     tl.store(index + at, best.to(tl.int64), mask=is_there)
-    tl.store(of_expert + at, share, mask=is_there)
+    tl.store(of_expert + at, share * factor, mask=is_there)
+    if shares is not None:
+        tl.store(shares + at, share, mask=is_there)
+
+
+@triton.jit(do_not_specialize=["N"])
+def routed_tokens_backward(
+    index, shares, expert_scale, grad, out, N,
+    E: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out [N, E]: the gradient of the scores, from that of the weights of each token's TOP_K experts."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert, is_row = tl.arange(0, COLUMNS), row < N
+    mean = tl.zeros([ROWS], tl.float32)
+    for i in tl.static_range(TOP_K):
+        at = row * TOP_K + i
+        scale = tl.load(expert_scale + tl.load(index + at, mask=is_row, other=0)).to(tl.float32)
+        mean += tl.load(shares + at, mask=is_row, other=0.0) * tl.load(grad + at, mask=is_row, other=0.0) * scale
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(TOP_K):
+        at = row * TOP_K + i
+        chosen = tl.load(index + at, mask=is_row, other=0)
+        scale = tl.load(expert_scale + chosen).to(tl.float32)
+        share, of_weight = tl.load(shares + at, mask=is_row, other=0.0), tl.load(grad + at, mask=is_row, other=0.0)
+        of_score = share * (of_weight * scale - mean)
+        total = tl.where(expert[None, :] == chosen[:, None], of_score[:, None], total)
+    is_there = is_row[:, None] & (expert < E)[None, :]
+    tl.store(out + row[:, None] * E + expert[None, :], total.to(out.dtype.element_ty), mask=is_there)
