@@ -434,11 +434,12 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """The rows, some at a time: at most CHUNK, and no more than CHARACTERS unless one row has more."""
     chunk, size = list[Row](), 0
     for row in rows:
-        if chunk and (len(chunk) == CHUNK or size + row.characters > CHARACTERS):
+        length = row.characters
+        if chunk and (len(chunk) == CHUNK or size + length > CHARACTERS):
             yield chunk
             chunk, size = [], 0
         chunk.append(row)
-        size += row.characters
+        size += length
     if chunk:
         yield chunk
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property
 from typing import Any
 
 from blockdiff.data.image_parts import (
@@ -70,7 +69,7 @@ class Row:
         """All its images in the order of the text."""
         return list(self.images) if self.messages is None else images_in(self.messages)
 
-    @cached_property
+    @property
     def characters(self) -> int:
         """The number of characters that are to be tokenised."""
         return characters((self.prompt, self.response, self.messages, self.tools))
@@ -134,13 +133,13 @@ def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, 
         named = _renamed(value, columns) if columns else value
         form = _form(named, is_asked)
         row = _row(named, form, where, is_asked, unread)
-        if row.characters > LONGEST:
-            raise BadRow(f"{row.characters:,} characters, more than the {LONGEST:,} of a row; split it")
+        if (length := row.characters) > LONGEST:
+            raise BadRow(f"{length:,} characters, more than the {LONGEST:,} of a row; split it")
     except BadRow as bad:
         raise DataError(f"{where}: {bad}") from None
     read = {*READ[form], *COMMON, *(columns or {}).values()}
     unread |= {str(key) for key, each in value.items() if key not in read and each is not None}
-    return replace(row, unread=frozenset(unread))
+    return replace(row, unread=frozenset(unread)) if unread else row
 
 
 def _renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:

@@ -390,6 +390,7 @@ def _has_no_end(rendered: Rendered, last: Message) -> bool:
     return last["role"] == "assistant" and bool(content) and learnt.rstrip().endswith(content)
 
 
+@lru_cache(maxsize=64)
 def is_variable(name: str, template: str) -> bool:
     """True where a template uses a variable of this name, and it is one that a person may set."""
     is_own = name in OWN_VARIABLES or name.endswith(("_token", "_tokens", "_tokens_mask"))

@@ -32,6 +32,7 @@ from blockdiff.rl.reward import advantages, make_rewards, weighted
 from blockdiff.sampling import Generation, Result
 from blockdiff.sampling import sampler as sampler_module
 from blockdiff.training.export import consolidate
+from blockdiff.training.kinds import rollouts as rollouts_module
 from blockdiff.training.kinds.rollouts import Rollouts
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse
@@ -247,6 +248,21 @@ def test_samples_of_a_batch_of_canvases_are_its_answers():
     trajectory = [[1, 2]], [[1, 2]], [1, 2]
     rows = [Answer(place, [5, 6], [1, 2], 1, {}, {}, [], [trajectory], advantage=1) for place in (3, 7)]
     assert sample_ids(canvas_batch(rows, Collator(2, 0, 2, 3, StratifiedTime()), 1)) == [3, 7]
+
+
+def test_prompts_that_a_run_found_good_are_not_tried_by_the_next_unless_it_differs(inputs, tmp_path, monkeypatch):
+    tried: list[Any] = []
+    prepare = rollouts_module.prepare_sequences
+    monkeypatch.setattr(
+        rollouts_module, "prepare_sequences", lambda asked, settings: tried.append(asked) or prepare(asked, settings)
+    )
+    counts = []
+    for number, more in enumerate(([], [], ["generation.max_new_tokens=9"], ["data.control_tokens=allow"], [])):
+        changes = ["train.steps=1", "train.save_every=0", f"data.cache={tmp_path / 'cache'}", *more]
+        before = len(tried)
+        blockdiff.train(inputs, changes, tmp_path / f"run{number}", reward=nothing)
+        counts.append(len(tried) - before)
+    assert counts == [len(ROWS), 0, len(ROWS), len(ROWS), 0]
 
 
 def test_another_template_of_prompts_is_another_run(inputs, tmp_path):

@@ -221,7 +221,7 @@ class Policy(Canvas):
             why = "the model was trained with ar_loss: none, so its head has learnt nothing"
             show.line(f"note      objective.over: next_token: {why}")
         made = Rollouts(recipe, self.round(recipe), data, objective, sampler, rewards, ranks, built.precision, show)
-        made.check([*data.train.rows, *getattr(data.prompts, "rows", ())])
+        made.check([each for each in (data.train, data.prompts) if isinstance(each, Prompts)])
         return made
 
     def in_words(self, recipe: Recipe) -> str:

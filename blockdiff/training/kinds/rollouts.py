@@ -11,26 +11,28 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
 
 from blockdiff.errors import DataError, RequestError, RunError
+from blockdiff.files import json_digest
 from blockdiff.metrics import Record
 from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.turns import measuring
 from blockdiff.rl.batches import ROWS, Answer, Recorder, canvas_batch, examples, head_batch
 from blockdiff.rl.policy import PolicyObjective, RolloutBatch
-from blockdiff.rl.prompts import Prompt
+from blockdiff.rl.prompts import Prompt, Prompts
 from blockdiff.rl.reward import Rewards, advantages, failure_lines
 from blockdiff.sampling import Request, Sampler
 from blockdiff.sampling.prepare import prepare_sequences
 from blockdiff.sampling.trace import CommittedCanvas
 from blockdiff.seeding import Stream, words
 from blockdiff.training.built import Source
-from blockdiff.training.data import Data
+from blockdiff.training.data import Data, cache_directory
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.samples import room_after
@@ -87,6 +89,8 @@ class Rollouts(Source):
         self.prompts, self.order, self.collator = data.train, data.order, data.collator
         self.sampler, self.rewards = sampler, rewards
         self.ranks, self.precision, self.show = ranks, precision, show
+        template = str(data.encoder.tokenizer.chat_template)
+        self._tokenizer_fingerprint = json_digest([data.encoder.tokenizer_fingerprint, template])
         self._round = 0
         self._had_spread = True  # whether rewards of a group differed in the round before
         self._updates: list[list[RolloutBatch]] = []  # of the round
@@ -244,13 +248,26 @@ class Rollouts(Source):
                     f"({answers[0].failures[name]}); mend it"
                 )
 
-    def check(self, rows: Sequence[Prompt]) -> None:
-        """Raise DataError for a prompt that cannot be answered, and not in the middle of a run."""
-        for row in rows:
+    def check(self, asked: Sequence[Prompts]) -> None:
+        """Raise DataError for a prompt that cannot be answered, and not in the middle of a run.
+
+        Prompts that an earlier run found good are not looked at again; a file beside the kept tokens says so.
+        """
+        directory, settings, data = cache_directory(self.recipe.data.cache), self.sampler.settings, self.recipe.data
+        facts = [repr(settings.generation), repr(settings.strategy), settings.canvas_length, settings.positions]
+        facts += [data.thinking, data.control_tokens, self._tokenizer_fingerprint]
+        kept = f"answerable-{json_digest([[each.fingerprint for each in asked], *facts])}"
+        if directory is not None and (directory / kept).is_file():
+            return
+        for row in (row for each in asked for row in each.rows):
             try:
-                prepare_sequences(self._request(0, 0, row), self.sampler.settings)
+                prepare_sequences(self._request(0, 0, row), settings)
             except RequestError as error:
                 raise DataError(f"{row.question.where}: {error}") from None
+        if directory is not None:
+            with suppress(OSError):  # which costs the next start what it cost this one
+                directory.mkdir(parents=True, exist_ok=True)
+                (directory / kept).touch()
 
     def _request(self, number: int, place: int, row: Prompt) -> Request:
         """The request of one draw, with the seed of its address; beside canvases a trained head says its likeliest."""
