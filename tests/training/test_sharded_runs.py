@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import blockdiff
@@ -99,7 +100,7 @@ def test_a_checkpoint_is_exported_in_another_dtype_and_without_its_recipe_not_at
         consolidate(lost, tmp_path / "other")
 
 
-def test_adapters_of_a_sharded_run_are_exported_alone_and_merged(inputs, moved, tmp_path):
+def test_adapters_of_a_sharded_run_are_exported_alone_and_merged_and_train_on(inputs, moved, tmp_path):
     recipe = {
         **inputs,
         "model": {"path": str(moved / "model-4"), "dtype": "bfloat16"},
@@ -115,3 +116,7 @@ def test_adapters_of_a_sharded_run_are_exported_alone_and_merged(inputs, moved, 
     consolidate(saved, tmp_path / "early")
     assert contents(tmp_path / "early") == contents(tmp_path / "merged")
     assert not torch.equal(weights(tmp_path / "early"), weights(moved / "model-4"))
+    recipe |= {"lora": {"path": str(tmp_path / "run" / "adapter")}, "optim": {**recipe["optim"], "lr": 1e-30}}
+    forked.run_ranks(2, sharded_runs.train, tmp_path, recipe, ["train.steps=1", FULL], "on")
+    before, after = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("run", "on"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
