@@ -147,10 +147,13 @@ class Encoder:
     @property
     def kept_template(self) -> str | dict[str, str]:
         """The chat template for the tokenizer of a trained model: if it has several, all of them."""
-        if not isinstance(self.tokenizer.chat_template, dict) or self.verbatim:
+        several = self.tokenizer.chat_template
+        if isinstance(several, dict) and "default" not in several and not self.verbatim:
+            return several
+        if not isinstance(several, dict) or self.verbatim:
             return self.template
         named = {"default": self.template, "tool_use": self.tool_template}
-        return self.tokenizer.chat_template | named if self.template != self.tool_template else self.template
+        return several | named if self.template != self.tool_template else self.template
 
     @cached_property
     def _alterations(self) -> dict[str, Alterations]:

@@ -356,6 +356,7 @@ def test_a_run_that_is_resumed_a_day_later_trains_on_the_tokens_of_its_first_day
     whole = blockdiff.train(dated, (), tmp_path / "whole")
     assert torch.equal(weights_of(resumed), weights_of(whole)) and not torch.equal(weights_of(whole), weights_of(later))
     assert json.loads((resumed.directory / "data.json").read_text())["day"] == "2026-03-03"
+    assert json.loads((resumed.directory / "model" / "blockdiff.json").read_text())["prompts"] == "chat"
 
 
 def test_the_schedule_scales_the_rates_of_every_parameter_group_of_ones_own_optimiser(inputs, tmp_path):
