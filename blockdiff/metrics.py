@@ -212,12 +212,16 @@ class MetricsLog:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
+    def write(self, records: Iterable[Record]) -> None:
+        """Write all of the file anew: it has the old records or these."""
+        write_text(self.path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+
     def cut(self, step: int) -> list[Record]:
         """Forget what was logged after optimiser step `step`, and a last line cut short; returns the rest."""
         if not self.path.exists():
             return []
         records = [record for record in read(self.path) if record["step"] <= step]
-        write_text(self.path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+        self.write(records)
         return records
 
 

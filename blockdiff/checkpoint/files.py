@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ CONFIG = "config.json"
 MODEL = "model"  # the directory of the trained model in that of a run
 ADAPTER = "adapter"  # or of its adapter
 CHECKPOINTS = "checkpoints"  # and those that it goes on from
+REPORT = "report.json"  # the file of a run that came to its end
 ADAPTER_CONFIG = "adapter_config.json"
 GENERATION = "generation_config.json"
 ADDED = "blockdiff.safetensors"  # what a tweaked model class adds (`added.py`)
@@ -123,6 +125,8 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
                 f"{path}: a run that has no model yet; {saved} (sample, eval, export: --checkpoint last)"
             )
         found = path / inside[0] if inside else path
+        if inside:
+            _warn_of_newer(path, inside[0])
         for name in (CONFIG, WEIGHTS, INDEX, ADDED, *SIDE_FILES):
             require_regular(found / name)
         return found
@@ -140,6 +144,22 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
         raise CheckpointError(
             f"{path_or_hub_id}: no such directory, and not to be had from the Hub ({reason})"
         ) from error
+
+
+def _warn_of_newer(run: Path, exported: str) -> None:
+    """One warning if a run has gone on since it wrote its model, and has not come to its end again."""
+    try:
+        ended = read_json(run / REPORT).get("steps") if (run / REPORT).is_file() else None
+    except CheckpointError:
+        return
+    names = (each.name.removeprefix("step-") for each in (run / CHECKPOINTS).glob("step-*"))
+    newest = max((int(step) for step in names if step.isdecimal()), default=0)
+    if isinstance(ended, int) and ended < newest:
+        warnings.warn(
+            f"{run}: {exported}/ is of step {ended}, and the run has gone on to step {newest} since; "
+            "sample, eval and export take that with --checkpoint last",
+            stacklevel=1,
+        )
 
 
 def require_regular(file: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from blockdiff import checkpoint
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.digests import compare, read_back
-from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find, read_json
+from blockdiff.checkpoint.files import ADAPTER, MODEL, REPORT, Carried, find, read_json
 from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.checkpoint.stream import TensorSource
@@ -37,7 +37,7 @@ from blockdiff.training.checkpoint_reader import open_checkpoint, restore_weight
 from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.report import report_line, run_report
-from blockdiff.training.run import CURVES, DATA, RECIPE, REPORT, best_saved, remove_run
+from blockdiff.training.run import CURVES, DATA, RECIPE, best_saved, remove_run
 
 if TYPE_CHECKING:
     from blockdiff.training.build import Built

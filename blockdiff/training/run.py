@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff import checkpoint, plain_yaml
-from blockdiff.checkpoint.files import ADAPTER, MODEL
+from blockdiff.checkpoint.files import ADAPTER, MODEL, REPORT
 from blockdiff.errors import RESUME, RunError
 from blockdiff.files import remove_directory, remove_leftovers
 from blockdiff.metrics import FILE_NAME, METRICS, SAMPLES, Record, decisive_metrics, read
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_content import FOLDER, steps_saved
 
-RECIPE, REPORT, DATA, CURVES, IDENTITY = "recipe.yaml", "report.json", "data.json", "curves.png", "tracker-id"
+RECIPE, DATA, CURVES, IDENTITY = "recipe.yaml", "data.json", "curves.png", "tracker-id"
 SIGNS_OF_A_RUN = (FOLDER, FILE_NAME)  # what only a run has
 WRITTEN = (*SIGNS_OF_A_RUN, SAMPLES, MODEL, ADAPTER, RECIPE, REPORT, DATA, CURVES, IDENTITY)
 

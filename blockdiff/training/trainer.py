@@ -6,6 +6,7 @@ checkpoints, and `export` the model, the curves and the report.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from blockdiff.diffusion.corruption import Corruption
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import Weight
 from blockdiff.errors import RESUME, DataError, RunError
+from blockdiff.files import room_remedy
 from blockdiff.metrics import FILE_NAME, METRICS, SAMPLES, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
 from blockdiff.parallel.accelerate_config import refuse_settings
@@ -68,6 +70,7 @@ class Trainer:
     built: Built  # model, objective, optimiser, data, ...
     records: list[Record]  # all of metrics.jsonl, on the main process
     show: Progress  # what is printed
+    place: os.stat_result  # of the run's directory
     trackers: Trackers
     saver: CheckpointWriter
     sampler: Sampler | None  # the one of all evaluations, made by the first
@@ -290,11 +293,23 @@ class Trainer:
     def record(self, record: Record) -> None:
         """Write a record to metrics.jsonl, show it and hand it to trackers and callbacks, on the main process."""
         if self.ranks.is_main:
+            self._require_same_directory()
+            log = MetricsLog(self.directory / FILE_NAME)
+            if self.records and not log.path.exists():
+                log.write(self.records)
+                self.show.line(f"note      {log.path} was removed; its records are written again")
             self.records.append(record)
-            MetricsLog(self.directory / FILE_NAME).append(record)
+            log.append(record)
             self.show.record(record)
             self.trackers.log(record)
             self._notify("on_record", record)
+
+    def _require_same_directory(self) -> None:
+        """Raise RunError if the run's directory is no longer the one that the run began in."""
+        if not self.directory.is_dir() or not os.path.samestat(self.directory.stat(), self.place):
+            raise RunError(
+                f"{self.directory}: was removed or replaced while the run went on; put it back, then {RESUME}"
+            )
 
     def _notify(self, event: str, *values: Any) -> None:
         """Call a method of every callback."""
@@ -314,6 +329,8 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Write a checkpoint; with `train.save_async` only begin to write it."""
+        if self.ranks.is_main:
+            self._require_same_directory()
         b = self.built
         counts = b.source.counts(self.ranks)
         self.saver.start(step, b.objective, b.optimiser, b.facts, b.average, counts)
@@ -380,6 +397,14 @@ class Trainer:
                     with closing(self.saver), closing(self.trackers), shown, ranks.guarded(lambda: self.doing):
                         self._notify("on_start")
                         yield
+        except OSError as error:
+            ranks.close()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            file, step = error.filename or self.directory, getattr(self, "saved", 0)
+            raise RunError(
+                f"{file}: {error.strerror}; {room_remedy(error)}, then {RESUME}; the run is saved at step {step}"
+            ) from error
         except BaseException:
             ranks.close()  # the others notice at once
             raise
@@ -393,6 +418,7 @@ class Trainer:
 
     def _start(self, checkpoint: Path | None) -> None:
         """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""
+        self.place = self.directory.stat()
         built = build(self.recipe, self.ranks, self.show, checkpoint)
         records = export.open_logs(self.directory, self.recipe, built, checkpoint) if self.ranks.is_main else []
         self._begin(built, records)

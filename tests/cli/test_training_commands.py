@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +20,7 @@ import blockdiff
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import stored_tensors
 from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.errors import RunError
 from blockdiff.metrics import METRICS, decisive_metrics, reproducible
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.training.recipe_files import read_recipe
@@ -145,6 +149,58 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(workshop: Path, tmp_path
         monkeypatch.setattr("sys.stderr", pipe)
         run = blockdiff.train(workshop / "recipe.yaml", output=tmp_path / "run")
     assert reproducible(run.records) == reproducible(metrics(workshop / "run")) and run.report
+
+
+class AtStep2(blockdiff.Callback):
+    """Calls a function with the run's directory after optimiser step 2."""
+
+    def __init__(self, call: Callable[[Path], object]) -> None:
+        self.call = call
+
+    def on_step(self, trainer: blockdiff.Trainer) -> None:
+        if trainer.step == 2:
+            self.call(trainer.directory)
+
+
+def test_records_that_are_removed_while_a_run_goes_on_are_written_again(workshop: Path, tmp_path: Path, capsys) -> None:
+    callback = AtStep2(lambda run: (run / "metrics.jsonl").unlink())
+    run = blockdiff.train(workshop / "recipe.yaml", output=tmp_path / "run", callbacks=[callback])
+    assert reproducible(run.records) == reproducible(metrics(workshop / "run"))
+    assert capsys.readouterr().out.count("metrics.jsonl was removed; its records are written again") == 1
+
+
+def test_a_run_whose_directory_was_replaced_ends_and_writes_nothing_there(workshop: Path, tmp_path: Path) -> None:
+    def replace(run: Path) -> None:
+        run.rename(tmp_path / "moved")
+        run.mkdir()
+
+    with pytest.raises(RunError, match=r"run: was removed or replaced .*--resume"):
+        blockdiff.train(workshop / "recipe.yaml", output=tmp_path / "run", callbacks=[AtStep2(replace)])
+    assert not [*(tmp_path / "run").glob("*")] and (tmp_path / "moved" / "metrics.jsonl").exists()
+
+
+def test_a_disk_that_is_full_or_read_only_in_a_run_is_one_line_with_the_file_and_resume(
+    workshop: Path, tmp_path: Path, monkeypatch
+) -> None:
+    run = tmp_path / "run"
+    for number, remedy in ((errno.ENOSPC, "make room"), (errno.EROFS, "see to the permissions")):
+
+        def fail(directory: Path, number: int = number) -> None:
+            raise OSError(number, os.strerror(number), str(directory / "metrics.jsonl"))
+
+        with pytest.raises(RunError, match=rf"run/metrics\.jsonl: .*; {remedy}.*--resume.* saved at step 0"):
+            blockdiff.train(workshop / "recipe.yaml", output=run, callbacks=[AtStep2(fail)], overwrite=True)
+
+
+def test_a_model_that_is_older_than_the_checkpoints_of_its_run_is_told(workshop: Path, tmp_path: Path, prompt) -> None:
+    shutil.copytree(workshop / "run", run := tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(run, device="cpu")
+    report = json.loads((run / "report.json").read_text())
+    (run / "report.json").write_text(json.dumps(report | {"steps": 2}))
+    with pytest.warns(UserWarning, match="run: model/ is of step 2, and the run has gone on to step 3 since; .*last"):
+        works("sample", run, "--prompt", prompt)
 
 
 def test_training_says_what_trains_and_what_the_data_are(workshop: Path, tmp_path: Path) -> None:
