@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -85,7 +86,7 @@ class ModelOptions:
         count = sum(getattr(row, "prompt", None) is not None for row in rows)
         if count and self.asks_chat:
             prompts = "1 raw prompt is" if count == 1 else f"{count:,} raw prompts are"
-            say(f"note: {prompts} put into the chat template, as {self.place} was trained; --raw leaves them out of it")
+            _note(f"{prompts} put into the chat template, as {self.place} was trained; --raw leaves them out of it")
         return self.asks_chat
 
     @property
@@ -146,7 +147,13 @@ def note_raw_rows(count: int, sampler: Sampler, remedy: str) -> None:
     """Say that `count` rows are raw prompts, of a model with a chat template that was not trained on raw ones."""
     if count and sampler.diffusion.prompts is None and getattr(sampler.tokenizer, "chat_template", None):
         prompts = "1 row is a raw prompt" if count == 1 else f"{count:,} rows are raw prompts"
-        say(f"note: {prompts}, and the model has a chat template; {remedy}")
+        _note(f"{prompts}, and the model has a chat template; {remedy}")
+
+
+def _note(text: str) -> None:
+    """Say a line on stderr, once if several processes run the command."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"note: {text}")
 
 
 @dataclass(frozen=True)

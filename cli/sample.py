@@ -141,7 +141,7 @@ def sample(
     mine = ranks.agree(answers.missing)[ranks.row_rank :: ranks.row_world]
     sampler = opened.open(chosen, mesh=mesh, device=str(ranks.device) if ranks.world > 1 else None)
 
-    if prompts is not None and ranks.is_main:
+    if prompts is not None:
         count = sum(isinstance(entry, Request) and entry.prompt is not None for entry in entries)
         note_raw_rows(count, sampler, "write them as messages to use it")
     recorder = view = None
