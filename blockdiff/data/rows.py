@@ -35,7 +35,7 @@ KEYS = ("prompt", "response", "messages", "tools", "system", "image", "images", 
 CONTENT_KEYS = {"prompt", "response", "completion", "history", "text", *JUDGEMENTS, *ALPACA_KEYS, *CONVERSATION_KEYS}
 LONGEST = 2 << 20  # characters of a row: some 500,000 tokens, which take half a GiB while they are made
 # The keys that are read of a row, by the one that says which form it has.
-COMMON = ("id", "image", "images", "system", *JUDGEMENTS)
+COMMON = ("id", "image", "images", "system")
 READ = {
     "messages": ("messages", "tools"),
     "conversations": ("conversations", "tools"),
@@ -126,7 +126,7 @@ def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, 
         if not isinstance(value, Mapping):
             needed = "prompt" if is_asked else "prompt and response"
             raise BadRow(f"the row is {type_in_words(value)}, not an object; write {{...}} with messages, or {needed}")
-        judged = [key for key in JUDGEMENTS if value.get(key) is False]
+        judged = [key for key in JUDGEMENTS if value.get(key) is False or value.get(key) in ("false", "False")]
         if judged and not is_asked:
             raise BadRow(f"{judged[0]} is false, so its answer is one not to learn; remove the row")
         unread: set[str] = set()
@@ -137,7 +137,7 @@ def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, 
             raise BadRow(f"{length:,} characters, more than the {LONGEST:,} of a row; split it")
     except BadRow as bad:
         raise DataError(f"{where}: {bad}") from None
-    read = {*READ[form], *COMMON, *(columns or {}).values()}
+    read = {*READ[form], *COMMON, *(columns or {}).values(), *(key for key in JUDGEMENTS if value.get(key) is True)}
     unread |= {str(key) for key, each in value.items() if key not in read and each is not None}
     return replace(row, unread=frozenset(unread)) if unread else row
 

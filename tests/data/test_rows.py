@@ -234,6 +234,11 @@ def test_the_texts_of_a_row_are_all_that_somebody_wrote():
         (chat({**user(), "reasoning": "x"}, assistant()), "only an assistant"),
         (chat(user(), {"role": "system", "content": "a"}, assistant()), r"messages\[1\].*role system"),
         (chat(user([{"type": "image"}]), assistant()), "1 parts.*image"),
+        (chat(user([{"type": []}]), assistant()), r"content\[0\] is \[\]"),
+        (chat(user(), {"role": "tool_call", "content": 5}), r"messages\[1\] .*tool_call.*number"),
+        (chat(user(), assistant([{"type": "tool_use"}])), r"messages\[1\]\.tool_calls\[0\].*no function"),
+        (chat(user(), assistant(train_detail=[])), "train_detail"),
+        (chat(user(), assistant(weight="0")), r"weight is '0'"),
         (chat(user([{"type": "text"}]), assistant()), r"content\[0\]\.text.*null"),
     ],
 )

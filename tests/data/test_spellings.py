@@ -12,6 +12,7 @@ from blockdiff.data.dataset import load_dataset
 from blockdiff.data.rows import Row, check_row
 from blockdiff.data.sources import Source
 from blockdiff.data.template import packaged_template
+from blockdiff.data.tokenise import conversation as prompted
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.errors import DataError
@@ -119,6 +120,11 @@ def test_anthropics_reasoning_and_what_the_user_says_behind_an_answer_are_kept()
 def test_a_call_without_arguments_has_none_in_every_spelling(nothing):
     found = messages(talk(USER, {"role": "assistant", "tool_calls": [{"name": "go", "arguments": nothing}]}))
     assert found[1]["tool_calls"][0]["function"]["arguments"] == {}
+    go = {"function": {"name": "go", "arguments": nothing}}
+    asked, _ = prompted(
+        [USER, {"role": "assistant", "content": "", "tool_calls": [go]}, {"role": "tool", "content": ""}]
+    )
+    assert asked[1]["tool_calls"][0]["function"]["arguments"] == {}
     assert "tool_calls" not in messages(talk(USER, {**SAID, "tool_calls": "[]"}))[1]
 
 
@@ -233,6 +239,16 @@ def test_keys_that_nothing_reads_are_named_of_columns_and_of_messages(tmp_path, 
         source = Source(rows=table)
     data = load_dataset([source], Encoder(chat_tokenizer(CHATML), eos_id=1, canvas_length=4), cache=None)
     assert data.total.unread == ["messages.mood", "source"]
+
+
+@pytest.mark.parametrize("key", ["label", "kto_tag"])
+@pytest.mark.parametrize("no", [False, "False"])
+def test_an_answer_that_its_author_calls_a_bad_one_is_refused_where_it_would_be_learnt(key, no):
+    with pytest.raises(DataError, match=rf"f:1: {key} is false"):
+        check_row({"prompt": "a", "completion": "b", key: no}, "f:1")
+    assert check_row({"prompt": "a", key: no}, "f:1", is_asked=True).prompt == "a"
+    assert not check_row({"prompt": "a", "completion": "b", key: True}, "f:1").unread
+    assert check_row({"prompt": "a", "completion": "b", key: 3}, "f:1").unread == {key}
 
 
 def test_a_text_is_learnt_whole_by_next_tokens_and_refused_by_canvases():
