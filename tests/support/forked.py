@@ -1,20 +1,24 @@
 """Processes that cost a test no imports: one server process imports what they need and forks each of them.
 
-A target is a function of a module and its arguments are pickled, so a process shares nothing with the test.
+A target is a function of a module and is handed over by its name, so a process shares nothing with the test. Its
+arguments are plain values, other such functions, and mappings of these.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -48,8 +52,9 @@ def started(target: Callable[..., None], *arguments: Any, log: Path, **variables
     with pytest.MonkeyPatch.context() as patch:  # for the server, which starts with the first process
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("OMP_NUM_THREADS", "1")
-        task = pickle.dumps((target, arguments))  # so that what its imports say goes to the log, too
-        process = SERVER.Process(target=_begin, args=(task, str(log), variables))
+        # names, so that what their imports say goes to the log, too
+        task = _named(target), [_named(argument) for argument in arguments]
+        process = SERVER.Process(target=_begin, args=(*task, str(log), variables))
         process.start()
     try:
         yield process
@@ -107,7 +112,36 @@ def _ranks(
         yield processes, logs
 
 
-def _begin(task: bytes, log: str, variables: dict[str, str]) -> None:
+@dataclass(frozen=True)
+class _Named:
+    """A function of a module, with some of its arguments."""
+
+    module: str
+    name: str
+    keywords: dict[str, Any]
+
+    def found(self) -> Callable[..., Any]:
+        """The function, imported."""
+        return partial(getattr(importlib.import_module(self.module), self.name), **self.keywords)
+
+
+def _named(value: Any) -> Any:
+    """A value whose functions are replaced by their names."""
+    if isinstance(value, Mapping):
+        return {key: _named(each) for key, each in value.items()}
+    if isinstance(value, partial):
+        return _Named(value.func.__module__, value.func.__name__, value.keywords)
+    return _Named(value.__module__, value.__name__, {}) if isinstance(value, FunctionType) else value
+
+
+def _found(value: Any) -> Any:
+    """A value whose names of functions are replaced by these again."""
+    if isinstance(value, Mapping):
+        return {key: _found(each) for key, each in value.items()}
+    return value.found() if isinstance(value, _Named) else value
+
+
+def _begin(target: _Named, arguments: Sequence[Any], log: str, variables: dict[str, str]) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -116,8 +150,7 @@ def _begin(task: bytes, log: str, variables: dict[str, str]) -> None:
     gc.set_threshold(50_000)
     export.draw_curves = lambda *_, **__: None  # type: ignore[assignment]  # which takes longer than a short training
     os.fsync = lambda _: None  # type: ignore[assignment]  # no test cuts the power
-    target, arguments = pickle.loads(task)
-    target(*arguments)
+    target.found()(*map(_found, arguments))
 
 
 def _join(target: Callable[..., None], *arguments: Any) -> None:
