@@ -37,6 +37,7 @@ from blockdiff.kernels.expert_mlp.triton import expert_mlp, expert_slots
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import fp8_linear
 from blockdiff.kernels.gated.triton import FEW_ROWS, gated_linear
+from blockdiff.kernels.gated.triton import gated as gate_and_up
 from blockdiff.kernels.heads import HeadNorms, Norm
 from blockdiff.kernels.heads.triton import attention_heads
 from blockdiff.kernels.launch import forget_sizes
@@ -175,11 +176,12 @@ def router(experts: int, dtype: torch.dtype) -> None:
     routed_tokens(x.requires_grad_(), x[0].detach(), 1.0, table, scale, 8)[1].sum().backward()
 
 
-@torch.no_grad()
 def gated(tokens: int, dtype: torch.dtype) -> None:
-    """The gated half of the released model's dense MLP."""
-    gate = torch.empty(2112, 2816, dtype=dtype)
-    gated_linear(torch.zeros(tokens, 2816, dtype=dtype), gate, gate, "gelu_tanh")
+    """The gated half of the released model's dense MLP, and what it is composed of in training, with its gradient."""
+    gate, products = torch.empty(2112, 2816, dtype=dtype), torch.zeros(tokens, 2112, dtype=dtype, requires_grad=True)
+    with torch.no_grad():
+        gated_linear(torch.zeros(tokens, 2816, dtype=dtype), gate, gate, "gelu_tanh")
+    gate_and_up(products, products, "gelu_tanh").sum().backward()
 
 
 def vocabulary(dtype: torch.dtype) -> None:

@@ -99,8 +99,13 @@ class Launch:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel at once, where its grid and constants are not worth remembering."""
-    Launch(kernel, grid, **constants)(*arguments)
+    """Launch a kernel at once; equal grids and constants share a `Launch`."""
+    _launch_of(kernel, grid, tuple(constants.items()))(*arguments)
+
+
+@cached_by_sizes
+def _launch_of(kernel: Any, grid: tuple[int, ...], constants: tuple[tuple[str, Any], ...]) -> Launch:
+    return Launch(kernel, grid, **dict(constants))
 
 
 def _first_tensor(arguments: tuple[Any, ...]) -> Tensor:

@@ -47,7 +47,7 @@ class Kernels:
     routed_tokens = Composition(routing.routed_tokens, "triton")
     expert_mlp = Op(experts.expert_mlp, "c", "triton")
     expert_slots = Composition(experts.expert_slots, "triton")
-    gated = Op(gates.gated, "c")
+    gated = Op(gates.gated, "c", "triton")
     gated_linear = Composition(gates.gated_linear, "triton")
     fp8_linear = Op(fp8.fp8_linear, "triton")
     logits = Op(vocabulary.logits)

@@ -96,8 +96,9 @@ class Casts(NamedTuple):
     @torch.no_grad()
     def of(cls, layers: Sequence[Adapted], dtype: torch.dtype) -> Casts:
         """Cast the adapters of layers."""
-        is_cast, A = layers[0].A.dtype is not dtype, [layer.A.to(dtype) for layer in layers]
-        together = torch.cat(A) if len(A) > 1 else A[0] if is_cast else None
+        is_cast, A = layers[0].A.dtype is not dtype, layers[0].A
+        together = torch.cat([layer.A for layer in layers]) if len(layers) > 1 else A if is_cast else None
+        together = None if together is None else together.to(dtype)
         return cls(together, tuple([layer.B.to(dtype) if is_cast else None for layer in layers]))
 
 

@@ -65,6 +65,15 @@ def test_nothing_is_launched_for_an_empty_grid_or_tensors_without_memory():
     assert runs == [((1, 2), ((None, x), 4), {"D": 3})]
 
 
+def test_launches_of_equal_grids_and_constants_share_what_was_looked_up(launched):
+    x = torch.zeros(2)
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: print, "__name__": "kernel"})()
+    for grid, D in (((1,), 1), ((1,), 1), ((2,), 1), ((1,), 2)):
+        launching.launch(kernel, grid, x, D=D)
+    first, same, *others = launched
+    assert first is same and len({id(each) for each in launched}) == 3 and others[1].constants == {"D": 2}
+
+
 def test_an_op_has_one_gradient_whether_torch_sees_it_or_not(monkeypatch):
     seen: list[Any] = []
     custom = norms._rms_norms.custom

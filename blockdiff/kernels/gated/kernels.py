@@ -1,4 +1,4 @@
-"""The Triton kernel of gated_linear, without gradient."""
+"""The Triton kernels of gated, both ways, and of gated_linear, without gradient."""
 
 from __future__ import annotations
 
@@ -43,3 +43,38 @@ def gated_product(
     is_there = (row < N)[:, None] & (column < F)[None, :]
     at = row.to(tl.int64)[:, None] * F + column[None, :]
     tl.store(out + at, (activated * linear).to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _numbers(N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The places of a program's numbers in [N, F], and which of them are there."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    return row[:, None] * F + column[None, :], (row < N)[:, None] & (column < F)[None, :]
+
+
+@triton.jit(do_not_specialize=["N"])
+def gated_forward(
+    gate, up, out, N, F: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out = f(gate) * g(up), all [N, F]."""
+    at, is_there = _numbers(N, F, ROWS, COLUMNS)
+    of_gate = tl.load(gate + at, mask=is_there, other=0.0).to(tl.float32)
+    of_up = tl.load(up + at, mask=is_there, other=0.0).to(tl.float32)
+    activated, _, linear, _ = _activation(of_gate, of_up, ACTIVATION)
+    tl.store(out + at, (activated * linear).to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gated_backward(
+    gate, up, grad, grad_gate, grad_up, N,
+    F: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """grad_gate and grad_up."""
+    at, is_there = _numbers(N, F, ROWS, COLUMNS)
+    of_gate = tl.load(gate + at, mask=is_there, other=0.0).to(tl.float32)
+    of_up = tl.load(up + at, mask=is_there, other=0.0).to(tl.float32)
+    of_out = tl.load(grad + at, mask=is_there, other=0.0).to(tl.float32)
+    activated, slope, linear, slope_up = _activation(of_gate, of_up, ACTIVATION)
+    tl.store(grad_gate + at, (of_out * linear * slope).to(grad_gate.dtype.element_ty), mask=is_there)
+    tl.store(grad_up + at, (of_out * activated * slope_up).to(grad_up.dtype.element_ty), mask=is_there)

@@ -1,8 +1,9 @@
-"""gated_linear in Triton, as an op for torch without gradient."""
+"""gated in Triton with its gradient, and gated_linear without one: launchers as ops for torch, public functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,45 @@ from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.gated import kernels
 from blockdiff.kernels.launch import Launch, Unserved, cached_by_sizes, check_dtypes, check_without_gradient, registered
 from blockdiff.kernels.stored import StoredMatrix
-from blockdiff.kernels.tiles import decodes_fp8, precision_of, tile_for
+from blockdiff.kernels.tiles import decodes_fp8, elementwise, precision_of, tile_for
 
 FEW_ROWS = 1024  # for more, torch's product is faster than a product here saves launches
+
+
+@registered("gated")
+def _gated(gate: Tensor, up: Tensor, activation: str) -> Iterator[Tensor]:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    yield out
+    launched, N = _walk_of(kernels.gated_forward, gate.numel(), gate.shape[-1], activation)
+    launched(gate, up, out, N)
+
+
+@registered("gated_backward")
+def _gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> Iterator[tuple[Tensor, Tensor]]:
+    gate, up = gate.contiguous(), up.contiguous()
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    yield grad_gate, grad_up
+    launched, N = _walk_of(kernels.gated_backward, gate.numel(), gate.shape[-1], activation)
+    launched(gate, up, grad.contiguous(), grad_gate, grad_up, N)
+
+
+@cached_by_sizes
+def _walk_of(kernel: Any, numbers: int, F: int, activation: str) -> tuple[Launch, int]:
+    tile, N = elementwise(256), numbers // max(F, 1)
+    return Launch(kernel, tile.grid(N, F), F=F, ACTIVATION=activation, **tile.options), N
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *_gated_backward(*ctx.saved_tensors, grad, ctx.activation), None
+
+
+_gated.register_autograd(_gradients, setup_context=_save)
 
 
 @registered("gated_product")
@@ -37,6 +74,14 @@ def _gated_product_of(
     tile = tile_for("expert_mlp_gate_up", dtype, device, N / 4).fitted(columns=F, inner=D)
     constants = dict(D=D, F=F, ACTIVATION=activation, HARDWARE=hardware, PRECISION=precision_of(dtype), **tile.options)
     return Launch(kernels.gated_product, tile.grid(N, F), **constants)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
+    """As in torch.py, rounded once; Unserved for other dtypes than fp32, bf16 and fp16."""
+    check_activation(activation)
+    check_dtypes("gated", gate, up)
+    out: Tensor = _gated(gate, up, activation)
+    return out
 
 
 def gated_linear(x: Tensor, gate_FD: Tensor | StoredMatrix, up_FD: Tensor | StoredMatrix, activation: str) -> Tensor:
