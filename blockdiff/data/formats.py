@@ -26,6 +26,7 @@ Choose = Callable[[list[str]], list[str]]
 
 BATCH = 1000  # rows of a parquet file that become Python objects together
 LINE = 128 << 20  # bytes of a line, and of a row of CSV, which may have several; an image of 64 MiB has room
+PARTS = 8 << 20  # commas and opening brackets of a line of JSON, each of which may become an object of 64 bytes
 DOCUMENT = 1 << 30  # bytes of a JSON file, which is held in memory as a whole
 DECODED = 256 << 20  # bytes of the rows of parquet and Arrow that become Python objects together
 VALUES = 1 << 27  # values of a column in a row group of parquet
@@ -107,6 +108,8 @@ def json_lines(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
 
 def _json_line(line: bytes, where: str) -> Any:
     try:
+        if sum(map(line.count, (b",", b"[", b"{"))) > PARTS:
+            raise DataError(f"{where}: more than {PARTS:,} commas and brackets; write a row in fewer")
         return parsed(decoded(line, where), where)
     except DataError as error:
         return error

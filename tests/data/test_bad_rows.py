@@ -141,9 +141,11 @@ def packed(path: Path, content: bytes) -> Path:
 def test_lines_rows_of_csv_and_documents_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "LINE", 1000)
     monkeypatch.setattr(formats, "DOCUMENT", 3000)
+    monkeypatch.setattr(formats, "PARTS", 100)
     row = GOOD.encode()
     files = {
         packed(tmp_path / "a.jsonl.gz", row + b'\n{"prompt": "' + b"a" * 5000): ":2: ",
+        packed(tmp_path / "b.jsonl.gz", row + b'\n{"x": [' + b"[]," * 50 + b"[]]}"): ":2: ",
         packed(tmp_path / "a.csv.gz", b'prompt,response\na,b\nc,"' + b"d\n" * 5000): ":3: ",
         packed(tmp_path / "a.json.gz", b"[" + row + b" " * 5000 + b"]"): ": ",
     }
