@@ -98,6 +98,14 @@ def test_the_first_error_of_a_body_is_one_short_line_however_many_it_has(kind, b
         assert cause.error_count() < 20
 
 
+@pytest.mark.parametrize("value", ["[]", "{}", "1", '{"a":1}'])
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(value):
+    content = b'{"messages":[],"metadata":[%s]}' % b",".join([value.encode()] * 1_050_000)
+    with pytest.raises(Refused, match="values") as refused:
+        parsed_body(content, ChatRequest, "/v1")
+    assert refused.value.status == 413
+
+
 def test_large_bodies_are_read_off_the_event_loop(chatty, monkeypatch):
     """While one is read, `/health` answers."""
     from blockdiff.serving import bodies
