@@ -13,7 +13,7 @@ import pytest
 from blockdiff.errors import NoText, RequestError
 from blockdiff.sampling.constraints.json_schema import schema_automaton
 from blockdiff.sampling.constraints.number_range import Numbers
-from blockdiff.sampling.constraints.outlines import TooLarge
+from blockdiff.sampling.constraints.outlines import TooLarge, compile_limit
 from blockdiff.sampling.constraints.token_automaton import MOST_STATES
 from blockdiff.serving.chat import schema_of_call
 from tests.support.random_schemas import invalid_texts, judge, random_documents
@@ -333,6 +333,23 @@ def test_a_schema_that_is_too_large_is_refused_while_it_is_added_up():
     schema = {"$defs": {"long": long}, "type": "array", "prefixItems": [{"$ref": "#/$defs/long"}] * 2150}
     with pytest.raises(TooLarge, match="states"):
         schema_automaton(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"not": {"required": ["a"]}}, {"not": {"required": ["b"]}}], "properties": {"a": NULL, "b": NULL}},
+        {"enum": ["a" * 40, "b"], "pattern": "^(b|(a+)+x)$"},
+        {"properties": {"a": {"$ref": "#"}, **{f"p{n}": {"$ref": "#"} for n in range(9)}}, "type": "object"},
+        {"items": {"anyOf": [{"$ref": "#"}] * 9}, "type": "array"},
+        {"dependentSchemas": {"a": {"type": "object"}}, "required": ["a"], "type": ["boolean", "object"]},
+        {"contains": {"const": 1}, "uniqueItems": False, "type": "array"},
+    ],
+)
+def test_schemas_on_which_walks_could_go_on_without_end_compile(schema):
+    with compile_limit(5):
+        texts = random_documents(schema, random.Random(0), 10)
+    assert texts and all(judge(schema).is_valid(json.loads(text)) for text in texts)
 
 
 def test_a_schema_that_does_not_fit_otherwise_is_written_with_tighter_bounds():

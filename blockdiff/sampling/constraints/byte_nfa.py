@@ -11,6 +11,7 @@ from blockdiff.sampling.constraints.byte_automaton import MOST_STATES, ByteAutom
 from blockdiff.sampling.constraints.outlines import seconds_left, too_large
 
 Ranges = tuple[tuple[int, int], ...]  # of code points or bytes, both ends included
+MOST_EDGES = 1 << 19
 EVERY: Ranges = ((0, 0x10FFFF),)
 _PLANES = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))  # without surrogates
 
@@ -26,6 +27,7 @@ class ByteNfa:
         self.edges: list[list[tuple[int, int, int]]] = [[]]
         self.free: list[list[int]] = [[]]
         self.most = most
+        self.added = 0  # edges of characters and languages
 
     def state(self) -> int:
         """Add a state."""
@@ -36,6 +38,12 @@ class ByteNfa:
         self.edges.append([])
         self.free.append([])
         return len(self.edges) - 1
+
+    def _count(self, edges: int) -> None:
+        seconds_left()
+        self.added += edges
+        if self.added > MOST_EDGES:
+            raise too_large(len(self.edges))
 
     def join(self, start: int, end: int) -> int:
         """Let a state lead to another one without a byte."""
@@ -57,6 +65,7 @@ class ByteNfa:
     def character(self, start: int, ranges: Ranges) -> int:
         """Add one character of some ranges of code points."""
         end = self.state()
+        self._count(len(utf8_ranges(ranges)))
         rest_states: dict[Sequence[tuple[int, int]], int] = {(): end}  # what is to be read is shared
         for sequence in utf8_ranges(ranges):
             for index in reversed(range(1, len(sequence))):
@@ -71,6 +80,7 @@ class ByteNfa:
         """Add the texts of a deterministic automaton."""
         states, end = [self.state() for _ in range(automaton.states)], self.state()
         self.join(start, states[0])
+        self._count(sum(map(len, _edges(automaton))))
         for state, edges in zip(states, _edges(automaton), strict=True):
             self.edges[state] = [(low, high, states[following]) for low, high, following in edges]
         for state in automaton.is_accepting_S.nonzero().squeeze(-1).tolist():
@@ -123,7 +133,7 @@ class ByteNfa:
         return frozenset(found)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _edges(automaton: ByteAutomaton) -> list[list[tuple[int, int, int]]]:
     """The (lowest byte, highest byte, next state) triples of each state."""
     next_SB = automaton.next_SB[:-1]
@@ -141,7 +151,7 @@ def _edges(automaton: ByteAutomaton) -> list[list[tuple[int, int, int]]]:
     return found
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def utf8_ranges(ranges: Ranges) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The sequences of byte ranges that spell the characters of some ranges of code points."""
     found = list[tuple[tuple[int, int], ...]]()

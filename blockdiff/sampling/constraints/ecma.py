@@ -7,6 +7,7 @@ Unicode and Python. Control characters cannot be matched.
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 
@@ -133,7 +134,8 @@ class _Parser:
                 continue
             found += ranges
         self.at += 1
-        return without(EVERY, tuple(found)) if is_negated else tuple(found)
+        outside = without(EVERY, tuple(found))  # so ranges that overlap are one
+        return outside if is_negated else without(EVERY, outside)
 
     def _repeated(self, atom: Ranges | Alternatives | str) -> Item:
         sign = self.pattern[self.at : self.at + 1]
@@ -163,9 +165,9 @@ class _Parser:
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
     """The characters of some ranges that are in none of others."""
-    found = list[tuple[int, int]]()
+    found, left_out = list[tuple[int, int]](), sorted(others)
     for low, high in ranges:
-        for first, last in sorted(others):
+        for first, last in left_out:
             if last < low or first > high:
                 continue
             if first > low:
@@ -236,32 +238,33 @@ def _once(nfa: ByteNfa, start: int, atom: Ranges | Alternatives | str) -> int:
     return end
 
 
-@lru_cache(maxsize=256)
-def expression_automaton(regex: str, is_open: bool = False, is_loose: bool = False) -> ByteAutomaton:
+@lru_cache(maxsize=64)
+def expression_automaton(
+    regex: str, is_open: bool = False, is_anywhere: bool = False, is_loose: bool = False
+) -> ByteAutomaton:
     """The texts that match an expression as a whole, as they are written in a JSON string.
 
-    is_open: anything may follow an expression that does not end in `$`. is_loose: all texts in which it matches
-    somewhere, and perhaps others. RequestError, which says what of it, for an expression that an automaton cannot
-    follow; NoText for one that matches nothing.
+    is_open: anything may follow an expression that does not end in `$`; is_anywhere: or be before one that does not
+    begin with `^`. is_loose: no text is left out that matches to some validator. RequestError, which says what of it,
+    for an expression that an automaton cannot follow; NoText for one that matches nothing.
     """
     if regex.startswith("^(?!"):  # what must not follow at the beginning
         parser = _Parser(regex, at=4, is_loose=True)
         ways = [[("^", 1, 1), *way] for way in parser.alternatives()]
-        rest = regex[parser.at + 1 :]
-        kept = expression_automaton(f"^{rest}" if rest.startswith("(?!") else rest, is_open, is_loose)
-        return kept if is_loose else kept.without(_automaton(ways, is_open=True, is_loose=True))
+        kept = expression_automaton(f"^{regex[parser.at + 1 :]}", is_open, is_anywhere, is_loose)
+        return kept if is_loose else kept.without(_automaton(ways, is_open=True, is_anywhere=True, is_loose=True))
     parser = _Parser(regex, is_loose=is_loose)
     ways = parser.alternatives()
     if parser.at < len(regex):
         raise parser.error("a parenthesis that nothing opens")
-    return _automaton(ways, is_open or is_loose, is_loose)
+    return _automaton(ways, is_open or is_anywhere, is_anywhere, is_loose)
 
 
-def _automaton(ways: Alternatives, is_open: bool, is_loose: bool) -> ByteAutomaton:
+def _automaton(ways: Alternatives, is_open: bool, is_anywhere: bool, is_loose: bool) -> ByteAutomaton:
     rest: Item = (without(EVERY, CONTROL), 0, None)
     if is_open:
         ways = [way if way and way[-1][0] == "$" else [*way, rest] for way in ways]
-    if is_loose:
+    if is_anywhere:
         ways = [way if way and way[0][0] == "^" else [rest, *way] for way in ways]
     nfa = ByteNfa()
     inner = _inner(ways, True, True, is_loose)
@@ -269,3 +272,18 @@ def _automaton(ways: Alternatives, is_open: bool, is_loose: bool) -> ByteAutomat
         return nfa.automaton(_write(nfa, 0, inner))
     except NoText:
         raise NoText("matches no text that a JSON string can have") from None
+
+
+def is_in(text: str, pattern: str) -> bool:
+    """True if a pattern matches somewhere in a text; RequestError if validators may differ about that."""
+    written = json.dumps(text, ensure_ascii=False)[1:-1].encode()
+    try:
+        if not expression_automaton(pattern, is_anywhere=True, is_loose=True).accepts(written):
+            return False
+        if expression_automaton(pattern, is_anywhere=True).accepts(written):
+            return True
+    except NoText:
+        return False
+    except RequestError as error:
+        raise RequestError(f"the JSON schema's pattern {pattern!r:.60} {error}") from None
+    raise RequestError(f"the JSON schema's pattern {pattern!r:.60} matches {text!r:.40} to some validators only")

@@ -247,7 +247,7 @@ class _Writer:
         for pattern in patterns:
             own = self._strings((pattern,), (), 0, None, place, is_open=True)
             for other in patterns:
-                anywhere = self._strings((other,), (), 0, None, place, is_loose=True)
+                anywhere = self._strings((other,), (), 0, None, place, is_anywhere=True)
                 if other != pattern and own is not None and anywhere is not None:
                     try:
                         own.both(anywhere)
@@ -322,8 +322,8 @@ class _Writer:
                 raise unheld("contains", place)
             prefix, least, plain = [{"allOf": [items, plain["contains"]]}], max(least, 1), plain | {"items": items}
         if plain.get("uniqueItems") and not (most is not None and most <= 1):
-            if plain.get("prefixItems"):
-                raise unheld("uniqueItems", place, "or leave out prefixItems")
+            if prefix:
+                raise unheld("uniqueItems", place, "or leave out prefixItems and contains")
             pieces = self._parts(items, f"{where}/items", within)
             return self._in_order(start, "[]", [(each, False) for each in pieces], least, most)
         if not prefix:

@@ -81,7 +81,7 @@ def any_string(nfa: ByteNfa, start: int) -> int:
     return nfa.join(loop, nfa.state())
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def strings(
     patterns: Sequence[str],
     formats: Sequence[str],
@@ -89,16 +89,16 @@ def strings(
     most: int | None,
     in_blocks: bool = False,
     is_open: bool = False,
-    is_loose: bool = False,
+    is_anywhere: bool = False,
 ) -> ByteAutomaton:
     """The texts between the quotes of strings that match patterns, have formats and at least and at most so many
     characters.
 
     in_blocks: characters that are not ASCII's count for up to eight, so that there are fewer states. is_open: anything
-    may follow a pattern without `$`; is_loose: all strings in which patterns match, and perhaps others. RequestError,
+    may follow a pattern without `$`; is_anywhere: all strings in which patterns match to some validator. RequestError,
     which says what of a pattern an automaton cannot follow, and NoText.
     """
-    parts = [expression_automaton(pattern, is_open, is_loose) for pattern in patterns]
+    parts = [expression_automaton(pattern, is_open, is_anywhere, is_anywhere) for pattern in patterns]
     parts += [expression_automaton(FORMATS[name]) for name in formats if name in FORMATS]
     if least or most is not None or not parts:
         parts.append(_of_length(least, most, in_blocks and not patterns and not formats))

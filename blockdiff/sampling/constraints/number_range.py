@@ -85,7 +85,7 @@ class Numbers:
         return nfa.automaton(end)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _automaton(numbers: Numbers, is_integer: bool) -> ByteAutomaton | None:
     return numbers._compile(is_integer)
 

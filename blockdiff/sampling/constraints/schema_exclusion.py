@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from blockdiff.sampling.constraints.schema_merging import OF_TYPE, is_in, of_name, simplified, written_types
+from blockdiff.sampling.constraints.ecma import is_in
+from blockdiff.sampling.constraints.schema_merging import OF_TYPE, of_name, simplified, written_types
 
 Plain = dict[str, Any]
 # Of two schemas: the plain schemas of what satisfies the first and not the second; None where they cannot be told apart

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from blockdiff.errors import RequestError
+from blockdiff.sampling.constraints.ecma import is_in
 
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 OBJECT = {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames"}
@@ -23,10 +23,10 @@ OF_TYPE = {
     "boolean": set(),
     "null": set(),
 }
-COMBINING = ("$ref", "anyOf", "oneOf", "if", "dependentRequired", "dependentSchemas", "allOf", "not")
-KNOWN = {"type", "enum", *COMBINING, *(keyword for keywords in OF_TYPE.values() for keyword in keywords)}
+COMBINING = ("$ref", "anyOf", "oneOf", "if", "dependentRequired", "dependentSchemas", "allOf")
+KNOWN = {"type", "enum", "not", *COMBINING, *(keyword for keywords in OF_TYPE.values() for keyword in keywords)}
 KNOWN |= {"$dynamicRef", "$recursiveRef"}
-EXCLUDED = "\0excluded"  # (schema, keyword) pairs that no document may satisfy
+EXCLUDED: Any = ("excluded",)  # no key of JSON: (schema, keyword) pairs that no document may satisfy
 LEAST = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"}
 GREATEST = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "minContains"}
 BOTH = {"items", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"}  # schemas that both hold
@@ -50,6 +50,8 @@ def simplified(schema: Any, place: str) -> dict[str, Any] | Literal[False]:
     if "const" in schema:
         same = [value for value in found.get("enum", [schema["const"]]) if is_equal(value, schema["const"])]
         found["enum"] = same
+    if "not" in found:
+        found[EXCLUDED] = [*found.get(EXCLUDED, ()), (found.pop("not"), "not")]
     if "type" in found:
         found["type"] = _types(found["type"], place)
     if "enum" in found and (not isinstance(found["enum"], list) or ("const" not in schema and not found["enum"])):
@@ -196,14 +198,6 @@ def of_name(schema: Mapping[str, Any], name: str) -> Any:
     for each in found[1:]:
         whole = _put_off(whole, each)
     return whole
-
-
-def is_in(text: str, pattern: str) -> bool:
-    """True if a pattern matches somewhere in a text."""
-    try:
-        return re.search(pattern, text, re.ASCII) is not None
-    except re.error as error:
-        raise RequestError(f"the JSON schema's pattern {pattern!r:.60} cannot be used: {error}") from None
 
 
 def is_equal(one: Any, other: Any) -> bool:

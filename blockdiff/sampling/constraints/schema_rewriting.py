@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints.outlines import seconds_left
+from blockdiff.sampling.constraints.outlines import TooLarge, seconds_left
 from blockdiff.sampling.constraints.schema_exclusion import apart
 from blockdiff.sampling.constraints.schema_merging import COMBINING, EXCLUDED, both_of, simplified, unheld
 from blockdiff.sampling.constraints.schema_values import holds
@@ -47,6 +47,8 @@ class Rewriting:
                 if (found := self._referred(plain.pop("$ref"), place, refs)) is not None:
                     target, refs = found
                     todo.insert(0, (both_of(plain, target, place), refs))
+                elif is_loose:
+                    raise unheld("$ref", place, "it refers to itself in a place where schemas must differ")
             else:
                 inner = plain.pop(keyword)
                 todo[:0] = [(each, refs) for each in self._ways_of[keyword](self, inner, plain, place)]
@@ -102,8 +104,8 @@ class Rewriting:
         found = self.look_up(name, place)
         self.refs, self.last_ref = self.refs + 1, name
         if self.refs > MOST_REFS:
-            raise RequestError(f"the JSON schema follows more than {MOST_REFS:,} $refs, last {name!r}; write fewer")
-        if name in within and len(within) >= self.refs_within:
+            raise TooLarge(f"the JSON schema follows more than {MOST_REFS:,} $refs, last {name!r}; write fewer")
+        if within.count(name) >= self.refs_within or (name in within and len(within) >= 4 * self.refs_within):
             return None
         return found, (*within, name)
 
@@ -123,9 +125,6 @@ class Rewriting:
         first, *rest = _listed(schemas, "allOf", place)
         return [both_of(plain | ({"allOf": rest} if rest else {}), first, place)]
 
-    def _not(self, schema: Any, plain: dict[str, Any], place: str) -> list[Any]:
-        return [both_of(plain, {EXCLUDED: [(schema, "not")]}, place)]
-
     def _if(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
         condition, then, otherwise = schemas
         is_met = both_of(both_of(plain, condition, place), then, place)
@@ -139,18 +138,19 @@ class Rewriting:
     def _dependent_schemas(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
         if not isinstance(schemas, Mapping):
             raise RequestError(f"the JSON schema's dependentSchemas at {place} must be an object of schemas")
-        (name, schema), *rest = [*schemas.items()] or [("", True)]
+        if not schemas:
+            return [plain]
+        (name, schema), *rest = schemas.items()
         plain = plain | ({"dependentSchemas": dict(rest)} if rest else {})
-        has_name = both_of(both_of(plain, {"required": [name]}, place), schema, place)
-        if name in plain.get("required", ()) or not schemas:
-            return [has_name] if schemas else [plain]
+        has_name = both_of(both_of(plain, {"type": "object", "required": [name]}, place), schema, place)
+        if plain.get("type") == ["object"] and name in plain.get("required", ()):
+            return [has_name]
         return [both_of(plain, {"properties": {name: False}}, place), has_name]
 
     _ways_of: Mapping[str, Callable[[Rewriting, Any, dict[str, Any], str], list[Any]]] = {
         "anyOf": _any_of,
         "oneOf": _one_of,
         "allOf": _all_of,
-        "not": _not,
         "if": _if,
         "dependentRequired": _dependent_required,
         "dependentSchemas": _dependent_schemas,

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from blockdiff.sampling.constraints.ecma import is_in
 from blockdiff.sampling.constraints.json_strings import FORMATS, strings
-from blockdiff.sampling.constraints.schema_merging import EXCLUDED, is_equal, is_in, of_name, simplified, unheld
+from blockdiff.sampling.constraints.schema_merging import EXCLUDED, is_equal, of_name, simplified, unheld
 
 LookUp = Callable[[Any, str], Any]
 
@@ -30,7 +31,7 @@ def holds(value: Any, schema: Any, place: str, look_up: LookUp) -> bool:
         return False
     if "oneOf" in plain and sum(fits(value, each) for each in plain["oneOf"]) != 1:
         return False
-    if ("not" in plain and fits(value, plain["not"])) or any(fits(value, each) for each, _ in plain.get(EXCLUDED, ())):
+    if any(fits(value, each) for each, _ in plain.get(EXCLUDED, ())):
         return False
     if "if" in plain:
         condition, then, otherwise = plain["if"]
