@@ -15,6 +15,7 @@ from os import PathLike
 from typing import Any
 
 from blockdiff.data.spellings import (
+    ANSWER_KEYS,
     CALLERS,
     MESSAGE_KEYS,
     REASONING_KEYS,
@@ -228,9 +229,11 @@ def _messages(value: Any, name: str, is_prompt: bool, unread: set[str] | None) -
     value = from_json(value, name, "{")
     if not isinstance(value, Mapping):
         raise BadRow(f"{name} is {type_in_words(value)}; make it an object with role and content")
+    messages = [_message(each, name, is_prompt) for each in without_blocks(value, name)]
     if unread is not None:
-        unread |= {f"messages.{key}" for key, each in value.items() if key not in MESSAGE_KEYS and each is not None}
-    return [_message(each, name, is_prompt) for each in without_blocks(value, name)]
+        read = ANSWER_KEYS if messages[0]["role"] == "tool" else MESSAGE_KEYS
+        unread |= {f"messages.{key}" for key, each in value.items() if key not in read and each is not None}
+    return messages
 
 
 def _message(value: Mapping[str, Any], name: str, is_prompt: bool) -> Message:

@@ -38,10 +38,9 @@ REASONING_KEYS = ("reasoning", "reasoning_content")
 MARKS = ("weight", "train", "loss", "trainable")
 # Keys by which a row says that its answer is a good one (TRL and ms-swift, LLaMA-Factory).
 JUDGEMENTS = ("label", "kto_tag")
-# What a message may have beside role and content, or from and value.
-MESSAGE_KEYS = frozenset(
-    ("role", "content", "from", "value", "tool_calls", "function_call", "name", "tool_call_id", *REASONING_KEYS, *MARKS)
-)
+# What a message may have, and one of a tool.
+MESSAGE_KEYS = frozenset(("role", "content", "from", "value", "tool_calls", "function_call", *REASONING_KEYS, *MARKS))
+ANSWER_KEYS = MESSAGE_KEYS | {"name", "tool_call_id"}
 # Parts in which Anthropic's messages have calls, answers and reasoning.
 BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 

@@ -221,8 +221,8 @@ def test_the_cache_keeps_what_is_excluded_and_names_keys_that_nothing_reads_once
     for _ in range(2):
         data = load_dataset([Source(str(path))], encoder, cache=tmp_path / "cache")
         assert [len(example.excluded) for example in data.examples] == [1, 1, 1]
-        assert data.total.unread == ["score", "source"]
-        assert "2 keys are not read: score, source" in data.total.unread_keys
+        assert data.total.unread == ["messages.name", "score", "source"]
+        assert "3 keys are not read: messages.name, score, source" in data.total.unread_keys
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "Dataset"])
