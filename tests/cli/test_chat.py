@@ -242,7 +242,8 @@ def in_terminal(terminal: str, words: list[str]) -> None:
     fcntl.ioctl(opened, termios.TIOCSCTTY, 0)
     for stream in range(3):
         os.dup2(opened, stream)
-    sys.stdin = os.fdopen(0, closefd=False)  # that of a forked process is no terminal
+    sys.stdin = os.fdopen(0, closefd=False)  # those of a forked process are no terminal
+    sys.stdout = os.fdopen(1, "w", closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["blockdiff", *words]
     main()
