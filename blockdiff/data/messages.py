@@ -141,7 +141,9 @@ def _part(value: Any, name: str) -> Part:
     if kind == "text":
         return {"type": "text", "text": checked_text(value.get("text"), f"{name}.text")}
     if kind == "image":
-        image = value.get("image")
+        image, source = value.get("image"), value.get("source")
+        if image is None and isinstance(source, Mapping) and source.get("type") == "base64":  # Anthropic's
+            image = f"data:{source.get('media_type')};base64,{source.get('data')}"
         if image is None and (other := next((key for key in ("path", "url", "base64") if value.get(key)), None)):
             raise BadRow(f"{name} has its image as {other!r}; write it as 'image'")
         return {"type": "image"} if image is None else {"type": "image", "image": image_source(image, f"{name}.image")}

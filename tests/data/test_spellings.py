@@ -111,6 +111,9 @@ def test_anthropics_reasoning_and_what_the_user_says_behind_an_answer_are_kept()
     assert [message["content"] for message in found[2:]] == ["sun", "Well?", "No."]
     with pytest.raises(DataError, match=r"f:1: messages\[1\] .*tool_use"):
         messages(talk(USER, {"role": "assistant", "content": [use, {"type": "text", "text": "behind"}]}))
+    source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+    seen = messages(talk({"role": "user", "content": [{"type": "image", "source": source}]}, SAID))
+    assert seen[0]["content"] == [{"type": "image", "image": b"hi"}]
     schema = {"properties": {}, "type": "object"}
     (tool,) = check_row({**talk(USER, SAID), "tools": [{"name": "f", "input_schema": schema}]}, "f:1").tools
     assert tool == {"type": "function", "function": {"name": "f", "parameters": schema}}
