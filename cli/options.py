@@ -190,8 +190,10 @@ TensorParallel = Annotated[
 
 
 def is_recipe(target: str, overrides: list[str] | None = None) -> bool:
-    """True where a target is a recipe by its name; typer.BadParameter for overrides of anything else."""
-    if Path(target).suffix in (".yaml", ".yml"):
+    """True for a target that is a recipe by its name; typer.BadParameter for overrides of anything else."""
+    from blockdiff.recipes import packaged
+
+    if Path(target).suffix in (".yaml", ".yml") or packaged(target) is not None:
         return True
     if overrides:
         raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")

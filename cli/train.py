@@ -12,7 +12,9 @@ from blockdiff.cli import options
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe (recipes/README.md lists the keys).")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="A YAML recipe, or the name of a packaged one, such as quickstart.")
+    ],
     set_: options.Overrides = None,
     output: options.RunDirectory = None,
     resume: options.Resume = False,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,6 +97,14 @@ class ServeSettings(BaseModel):
         return keys
 
 
+def _nearest(key: str) -> str:
+    """The key of serve.yaml that is meant, or all of them."""
+    keys = [*ServeSettings.model_fields, *(f"limits.{each.name}" for each in fields(Limits))]
+    words = {each.rpartition(".")[2]: each for each in reversed(keys)}
+    near = difflib.get_close_matches(key.rpartition(".")[2], words, 1)
+    return f"did you mean {words[near[0]]}?" if near else f"there are {', '.join(keys)}"
+
+
 def read_settings(path: Path | None, given: Mapping[str, Any]) -> ServeSettings:
     """The settings of a file (None: none) with those that are given over them; BlockdiffError says what is wrong."""
     said: Any = {}
@@ -115,5 +125,5 @@ def read_settings(path: Path | None, given: Mapping[str, Any]) -> ServeSettings:
         first = error.errors()[0]
         key, words = ".".join(map(str, first["loc"])), first["msg"]
         if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            words = "is not a key; docs/serving.md lists them"
+            words = f"is not a key; {_nearest(key)}"
         raise BlockdiffError(f"{path or 'the command line'}: {key}: {words[:1].lower()}{words[1:]}") from None

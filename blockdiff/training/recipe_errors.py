@@ -111,6 +111,8 @@ _ALL_ROWS = "train.batch_size: the rows of an optimiser step over all processes 
 _FEWER_ROWS = "train.micro_batch_size: the rows of one forward; how often it is accumulated follows from it"
 _PRECISION = "train.autocast: bfloat16, or null for the model's own"
 _RESUME = "it is no key of a recipe; give --resume (from Python resume=True)"
+_RESPONSES = "objective.ar_loss: canvases learn responses alone; {scope: response} lets next tokens do so, too"
+_KERNELS = "model.kernels: attention that reads no more than queries see is the default"
 
 # A word, in lower case -> our key and, after a colon, a remark; or a sentence where there is no such key.
 OTHER_TOOLKITS: dict[str, str] = {
@@ -148,8 +150,12 @@ OTHER_TOOLKITS: dict[str, str] = {
     **dict.fromkeys(("metric_for_best_model", "load_best_model_at_end"), "evaluation.best: the metric that decides"),
     "early_stopping_patience": "evaluation.patience",
     "random_seed": "seed",
-    **dict.fromkeys(("lora", "peft", "adapter", "lora_config", "peft_config", "target_modules"), "lora"),
-    **dict.fromkeys(("lora_r", "lora_rank"), "lora.rank"),
+    **dict.fromkeys(("lora", "peft", "adapter", "lora_config", "peft_config"), "lora"),
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), "lora.rank"),
+    "target_modules": "lora.parts: the parts of the model with a rank for each",
+    "val_set_size": "data.heldout: a file of rows, or a part of a file's",
+    **dict.fromkeys(("train_on_inputs", "train_on_responses_only"), _RESPONSES),
+    **dict.fromkeys(("flash_attention", "flash_attn", "attn_implementation"), _KERNELS),
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
 }

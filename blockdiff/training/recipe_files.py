@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from blockdiff.data.sources import Source
 from blockdiff.data.template import is_template_file
 from blockdiff.errors import RecipeError
 from blockdiff.files import is_hub_id, matching, read_text
+from blockdiff.recipes import packaged
 from blockdiff.training.kinds import kinds
 from blockdiff.training.recipe import ObjectiveSection, Recipe, Section, choosing, keys, kinds_with
 from blockdiff.training.recipe_choices import OneOf
@@ -193,8 +195,9 @@ def _layers(source: AnyRecipe, chain: tuple[Path, ...] = ()) -> list[Layer]:
     if isinstance(source, Mapping):
         directory, tree = Path(), _with_rows(source)
     else:
-        directory, tree = Path(source).parent, _read(Path(source), chain)
-        chain = (*chain, Path(source).resolve())
+        file = (None if chain else packaged(source)) or Path(source)
+        directory, tree = file.parent, _read(file, chain)
+        chain = (*chain, file.resolve())
     base = tree.pop("extends", None)
     layer: Layer = (origin, directory, tree)
     if base is None:
@@ -285,7 +288,15 @@ def _locate(name: str, key: str, origin: str, directory: Path, must_exist: bool)
     if not must_exist or (is_hub_id(name) and not places[0].parent.is_dir()):
         return name
     tried = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
-    raise RecipeError(f"{origin}: {key}: no file {name!r} (looked for {tried}); correct it or make the data")
+    raise RecipeError(f"{origin}: {key}: no file {name!r} (looked for {tried}); {_remedy(Path(origin))}")
+
+
+def _remedy(recipe: Path) -> str:
+    """The remedy for missing data: the command that a comment of the recipe names, if there is one."""
+    file = packaged(recipe) or recipe
+    text = file.read_text(encoding="utf-8").replace("\\\n#", "") if file.is_file() else ""
+    command = re.search(r"^#\s+(blockdiff data .*)", text, re.MULTILINE)
+    return "correct it or make the data" + ("" if command is None else f": {command[1]}")
 
 
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:

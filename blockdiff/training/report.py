@@ -25,6 +25,10 @@ from blockdiff.terminal import counted
 PACKAGES = ("torch", "transformers", "accelerate")
 
 
+SOME = 5  # records whose mean loss is compared
+WORSE = 1.5  # times the first loss that a diverging one has
+
+
 class Clock:
     """Seconds spent on optimiser steps and the tokens they processed; evaluation and saving stand apart.
 
@@ -77,6 +81,25 @@ def memory_gib(device: torch.device) -> float:
 def epochs_in_words(epochs: float) -> str:
     """A number of passes over the examples, such as "2.5 epochs" or "0.04 epochs"."""
     return f"{epochs:,.1f} epochs" if epochs >= 0.1 else f"{epochs:.1g} epochs"
+
+
+def diverging(records: Sequence[Record]) -> str | None:
+    """A line for the user if a training loss is much larger now than at the start of the run; None if none is.
+
+    Both are means of `SOME` records, so that one batch decides nothing.
+    """
+    trained = of_kind(records, "train")
+    for key in ("canvas_loss", "ar_loss"):
+        losses = [record[key] for record in trained if record.get(key)]
+        if len(losses) < 2 * SOME:
+            continue
+        first, last = sum(losses[:SOME]) / SOME, sum(losses[-SOME:]) / SOME
+        if last > WORSE * first:
+            return (
+                f"{METRICS[key].label} is {last:.3g} over the last {SOME} records and was {first:.3g} over the first: "
+                "the run diverges; lower optim.lr, and go on from an earlier checkpoint"
+            )
+    return None
 
 
 def run_report(

@@ -42,7 +42,7 @@ from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe_checks import refuse, without_effect
 from blockdiff.training.recipe_files import AnyRecipe, settled
-from blockdiff.training.report import Clock, epochs_in_words, memory_gib
+from blockdiff.training.report import Clock, diverging, epochs_in_words, memory_gib
 from blockdiff.training.run import Run, best_saved, best_step, evaluations_since_best, hold_run, prune
 from blockdiff.training.samples import keep_texts
 from blockdiff.training.starting_model import decided
@@ -71,6 +71,9 @@ class Trainer:
     records: list[Record]  # all of metrics.jsonl, on the main process
     show: Progress  # what is printed
     place: os.stat_result  # of the run's directory
+    clock: Clock
+    skipped: SkippedSteps
+    was_diverging: bool  # whether a line has said so
     trackers: Trackers
     saver: CheckpointWriter
     sampler: Sampler | None  # the one of all evaluations, made by the first
@@ -198,6 +201,9 @@ class Trainer:
         if steps_per_epoch := self._steps_per_epoch():
             record["epoch"] = round(self.step / steps_per_epoch, 4)
         self.record({**record, "skipped": len(self.skipped.steps), **rates})
+        if not self.was_diverging and (line := diverging(self.records)) is not None:
+            self.was_diverging = True
+            self.show.line(f"note      {line}")
 
     def skip(self, gradient: Gradient, batches: Sequence[Batch]) -> None:
         """Record a step whose losses or gradient are not finite; RunError where that is to end the run."""
@@ -441,6 +447,7 @@ class Trainer:
         self.saver = CheckpointWriter(self.directory, self.ranks, self.recipe.train.save_async)
         self.weights = list(trainable(built.objective).values())
         self.unscored = UnscoredSteps(self.steps)
+        self.was_diverging = diverging(records) is not None
         skipped = [record["step"] for record in of_kind(records, "skipped")]
         self.skipped = SkippedSteps(self.recipe.train.non_finite, self.ranks.agree(skipped))
         seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)

@@ -88,7 +88,9 @@ def test_other_machines_need_a_key_and_a_port_has_one_server(directory, tmp_path
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("prot: 1", "prot: is not a key"),
+        ("prot: 1", "prot: is not a key; did you mean port?"),
+        ("{limits: {answer_second: 1}}", "did you mean limits.answer_seconds?"),
+        ("qqqq: 1", "qqqq: is not a key; there are "),
         ("limits: {bodies: 2}", "limits.bodies"),
         ("port: x", "port"),
         ("- a", "write keys"),

@@ -146,6 +146,13 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
         ("model: {lora: 1}", "unknown key model.lora; did you mean lora?"),
         ("train: {num_train_epochs: 1}", "unknown key train.num_train_epochs; did you mean train.epochs?"),
         ("learning_rate: 1", "unknown key learning_rate; did you mean optim.lr?"),
+        ("lora: {r: 8}", "unknown key lora.r; did you mean lora.rank?"),
+        ("lora: {target_modules: all-linear}", "unknown key lora.target_modules; did you mean lora.parts"),
+        ("val_set_size: 0.1", "unknown key val_set_size; did you mean data.heldout"),
+        ("data: {val_set_size: 0.1}", "did you mean data.heldout"),
+        ("train_on_inputs: false", "unknown key train_on_inputs; did you mean objective.ar_loss"),
+        ("flash_attention: true", "unknown key flash_attention; did you mean model.kernels"),
+        ("model: {attn_implementation: sdpa}", "did you mean model.kernels"),
         ("train: {per_device_train_batch_size: 1}", "did you mean train.batch_size (the rows of an optimiser step"),
         ("train: {gradient_accumulation_steps: 4}", "did you mean train.micro_batch_size (the rows of one forward;"),
         ("optim: {lora_r: 8}", "unknown key optim.lora_r; did you mean lora.rank?"),
@@ -377,3 +384,16 @@ def test_anchors_and_merges_of_a_few_keys_are_read(recipes: Path) -> None:
     path = write(recipes, "extends: base.yaml\ntrain: &a {steps: 20}\noptim: {<<: {lr: 1e-3}}\n")
     recipe = read_recipe(path)
     assert (recipe.train.steps, recipe.optim.lr) == (20, 1e-3)
+
+
+def test_a_packaged_recipe_is_read_by_its_name_and_says_how_its_data_are_made(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "make the data: blockdiff data sudoku --output data/sudoku4" in refusal(Path("quickstart"))
+    for name in ("countdown3", "chat_cpu", "pixel_sudoku", "word_problems", "rl_sudoku"):
+        assert re.search(r"make the data: blockdiff data [\w-]+ .*--output \w+", refusal(Path(name))), name
+    assert read_recipe("quickstart", needs_data=False).model.preset == "sudoku4"
+    (tmp_path / "quickstart").write_text(MINIMAL)
+    assert read_recipe("quickstart", needs_data=False).model.preset == "tiny"
+    (tmp_path / "forwards").mkdir()
+    assert "forwards: Is a directory" in refusal(Path("forwards"))
+    assert "quickstrt: no such recipe" in refusal(Path("quickstrt"))

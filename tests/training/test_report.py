@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockdiff.training import report as module
-from blockdiff.training.report import report_line, run_report
+from blockdiff.training.report import diverging, report_line, run_report
 
 pytestmark = pytest.mark.quick
 
@@ -50,6 +50,14 @@ RECORDS = [
 def reported(records=RECORDS, **changes):
     given = {"run": "chat", "batch_size": 8, "examples": 64, "device": CPU, "world": 2, **changes}
     return run_report(records, **given)
+
+
+def test_a_loss_that_rises_far_above_its_first_values_is_told_and_one_bad_batch_is_not():
+    losses = [7.6, 7.5, 7.7, 7.6, 7.4, 5.0, 20.0, 5.1, 5.0, 4.9]
+    records = [trained(step, 1.0, 1.0, loss) for step, loss in enumerate(losses)]
+    assert diverging(records) is None and diverging(records[:4]) is None
+    records += [trained(10 + step, 1.0, 1.0, 16.0) for step in range(5)]
+    assert diverging(records).startswith("canvas loss is 16 over the last 5 records and was 7.56 over the first")
 
 
 def test_the_report_counts_examples_and_keeps_last_and_best_figures():
