@@ -199,7 +199,8 @@ def _cache() -> Path | None:
     except RuntimeError as error:  # there is no home directory
         obstacle = str(error)
     if obstacle:
-        warnings.warn(f"the C functions are compiled anew for this process: {directory}: {obstacle}", stacklevel=2)
+        where = f"{directory}: {obstacle}; XDG_CACHE_HOME names another place"
+        warnings.warn(f"the C functions are compiled anew for this process: {where}", stacklevel=2)
     return None if obstacle else directory
 
 

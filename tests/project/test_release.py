@@ -95,6 +95,12 @@ def test_the_image_copies_what_an_install_needs_and_installs_this_package_on_a_p
     assert install.endswith('pip install --no-cache-dir --constraint constraints.txt $index ".[serve]"')
     assert json.loads(dict(steps)["ENTRYPOINT"]) == [*PROJECT["scripts"]]
     assert "DEVICE=cpu" in dict(steps)["ARG"]
+    (compiler,) = (rest for word, rest in steps if word == "RUN" and " gcc " in rest)
+    assert "DEVICE" not in compiler  # the C functions are for a CPU
+    variables = dict(each.split("=") for word, rest in steps if word == "ENV" for each in rest.split())
+    caches = {name: place for name, place in variables.items() if name not in ("HOME", "USER")}
+    assert {"XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR"} <= caches.keys()
+    assert all(place.startswith(f"{dict(steps)['WORKDIR']}/") for place in caches.values())
 
 
 @pytest.mark.quick
