@@ -32,7 +32,7 @@ from tests.support.commands import run
 from tests.support.little_model import LITTLE, save_preset
 from tests.support.peaks import peak_memories
 from tests.support.recipes import largest_batch, read_data, start, without_weights
-from tests.support.seeing import png
+from tests.support.seeing import AROUND, png
 
 CPU = torch.device("cpu")
 LORA = "lora={parts: {attention: 4, mlp: 4, experts: 4, self_conditioning: 4}}"
@@ -45,11 +45,12 @@ IMAGE = 9  # tokens of an image that nothing cuts
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
-    tokenizer = character_tokenizer(alphabet(4) + "[#]")  # signs that no row has stand for an image
+    tokenizer = character_tokenizer(alphabet(4))
+    tokenizer.add_tokens(list(AROUND), special_tokens=True)
     tokenizer.save_pretrained(folder / "tokenizer")
     wide = {**LITTLE, "text_config": {**LITTLE["text_config"], "hidden_size": 32, "intermediate_size": 64}}
     names = ("boi_token_id", "image_token_id", "eoi_token_id")
-    wide |= dict(zip(names, tokenizer.convert_tokens_to_ids(list("[#]")), strict=True))
+    wide |= dict(zip(names, tokenizer.convert_tokens_to_ids(list(AROUND)), strict=True))
     wide["vision_config"] = {**LITTLE["vision_config"], "position_embedding_size": 64}
     cuts = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70}
     (folder / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(cuts))
