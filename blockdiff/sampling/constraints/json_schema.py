@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 from blockdiff.errors import NoText, RequestError
 from blockdiff.sampling.constraints.byte_automaton import MOST_STATES, ByteAutomaton
-from blockdiff.sampling.constraints.byte_nfa import ByteNfa
-from blockdiff.sampling.constraints.json_strings import any_string, strings
+from blockdiff.sampling.constraints.json_nfa import JsonNfa, Write
+from blockdiff.sampling.constraints.json_strings import strings
 from blockdiff.sampling.constraints.number_range import Numbers
 from blockdiff.sampling.constraints.outlines import TooLarge, TooSlow
 from blockdiff.sampling.constraints.schema_merging import is_equal, of_name, unheld, written_types
@@ -19,8 +19,6 @@ from blockdiff.sampling.constraints.schema_rewriting import Rewriting
 from blockdiff.sampling.constraints.schema_values import holds, types_of
 from blockdiff.sampling.constraints.token_automaton import MOST_STATES as MOST_TOKEN_STATES
 from blockdiff.sampling.constraints.unique_items import distinct_texts
-
-Write = Callable[[int], "int | None"]  # adds a piece behind a state; None if there is no text of it
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class _Writer:
     """
 
     def __init__(self, document: Any, bounds: Bounds):
-        self.rewriting, self.bounds, self.nfa = Rewriting(document, bounds.refs), bounds, ByteNfa()
+        self.rewriting, self.bounds, self.nfa = Rewriting(document, bounds.refs), bounds, JsonNfa(bounds.items)
         self.reason = ""  # why there is no document
 
     def automaton(self, most: int) -> ByteAutomaton:
@@ -113,16 +111,7 @@ class _Writer:
             self._plain(start, plain, where, refs)
             for plain, refs in self.rewriting.ways(schema, where or "its top", within)
         ]
-        return self._joined(ends)
-
-    def _joined(self, ends: Sequence[int | None]) -> int | None:
-        found = [end for end in ends if end is not None]
-        if len(found) < 2:
-            return found[0] if found else None
-        end = self.nfa.state()
-        for each in found:
-            self.nfa.join(each, end)
-        return end
+        return self.nfa.joined(ends)
 
     def _plain(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
         place = where or "its top"
@@ -131,10 +120,10 @@ class _Writer:
             values = [each for each in plain["enum"] if holds(each, rest, place, self.rewriting.look_up)]
             if not values:
                 self.reason = f"no value of the enum at {place} satisfies its other keywords"
-            return self._joined([self._value(start, each) for each in values])
+            return self.nfa.joined([self.nfa.value(start, each) for each in values])
         if not plain:
             return self._free(start, self.bounds.free)
-        return self._joined([self._of_type(start, type, plain, where, within) for type in written_types(plain)])
+        return self.nfa.joined([self._of_type(start, type, plain, where, within) for type in written_types(plain)])
 
     def _of_type(self, start: int, type: str, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
         place = where or "its top"
@@ -147,7 +136,7 @@ class _Writer:
         if type == "null":
             return self.nfa.text(start, "null")
         if type == "boolean":
-            return self._joined([self.nfa.text(start, "true"), self.nfa.text(start, "false")])
+            return self.nfa.joined([self.nfa.text(start, "true"), self.nfa.text(start, "false")])
         automaton = self._numbers(plain, type == "integer", place)
         return None if automaton is None else self.nfa.language(start, automaton)
 
@@ -155,26 +144,9 @@ class _Writer:
         """Add any value, with at most so many arrays and objects within each other."""
         ends = [self._of_type(start, type, {}, "", ()) for type in ("string", "number", "boolean", "null")]
         if depth > 0:
-            ends.append(self._list(start, lambda state: self._free(state, depth - 1)))
-            ends.append(self._map(start, [(self._any_string, lambda state: self._free(state, depth - 1))]))
-        return self._joined(ends)
-
-    def _value(self, start: int, value: Any) -> int:
-        """Add one value."""
-        nfa = self.nfa
-        if isinstance(value, Mapping):
-            state = nfa.text(start, "{")
-            for number, (key, inner) in enumerate(value.items()):
-                state = nfa.space(nfa.text(state, ",")) if number else nfa.space(state)
-                state = self._value(nfa.space(nfa.text(nfa.space(self._value(state, key)), ":")), inner)
-            return nfa.text(nfa.space(state), "}")
-        if isinstance(value, list):
-            state = nfa.text(start, "[")
-            for number, inner in enumerate(value):
-                state = nfa.space(nfa.text(nfa.space(state), ",")) if number else nfa.space(state)
-                state = self._value(state, inner)
-            return nfa.text(nfa.space(state), "]")
-        return nfa.text(start, json.dumps(value, ensure_ascii=False))
+            ends.append(self.nfa.repeated(start, "[]", lambda state: self._free(state, depth - 1)))
+            ends.append(self.nfa.entries(start, [(self.nfa.any_string, lambda state: self._free(state, depth - 1))]))
+        return self.nfa.joined(ends)
 
     # -- objects ----------------------------------------------------------------------------------------------------
 
@@ -196,7 +168,9 @@ class _Writer:
             elif name in required:
                 self.reason = self.reason or f"{place} requires {name!r}, which cannot be there"
                 return None
-        return self._in_order(start, "{}", entries, least, most)
+        if least > len(entries) or (most is not None and most < len({*required})):
+            self.reason = f"minProperties or maxProperties at {place} leave no object"
+        return self.nfa.in_order(start, "{}", entries, least, most)
 
     def _entry(self, name: str, schema: Any, where: str, within: tuple[str, ...]) -> Write:
         def write(start: int) -> int | None:
@@ -218,19 +192,16 @@ class _Writer:
         ways = list[tuple[Write, Write]]()
         for pattern, schema in schemas.items():
             if schema is not False:
-                keys = self._any_string if pattern is None else self._key(pattern, place)
+                keys = self.nfa.any_string if pattern is None else self._key(pattern, place)
                 if "propertyNames" in plain:
                     keys = self._named_keys(plain["propertyNames"], pattern, where, within)
                 ways.append((keys, self._inner(schema, f"{where}/additionalProperties", within)))
-        return self._map(start, ways, least, most)
+        return self.nfa.entries(start, ways, least, most)
 
     def _inner(self, schema: Any, where: str, within: tuple[str, ...]) -> Write:
         if schema is True or schema == {}:
             return lambda state: self._free(state, max(0, self.bounds.free - 1))
         return lambda state: self.write(state, schema, where, within)
-
-    def _any_string(self, start: int) -> int:
-        return self.nfa.text(any_string(self.nfa, self.nfa.text(start, '"')), '"')
 
     def _key(self, pattern: str, place: str) -> Write:
         automaton = self._strings((pattern,), (), 0, None, place, is_open=True)
@@ -255,61 +226,6 @@ class _Writer:
                         continue
                     raise unheld("patternProperties", place, f"{pattern!r:.40} and {other!r:.40} match the same names")
 
-    def _in_order(
-        self, start: int, signs: str, entries: Sequence[tuple[Write, bool]], least: int, most: int | None
-    ) -> int | None:
-        """Add entries in their order between two signs, each once; those that are not required may be left out."""
-        nfa, count = self.nfa, len(entries)
-        needed = [number for number, (_, is_required) in enumerate(entries) if is_required]
-        most = None if most is None or most >= count else most
-        if max(least, len(needed)) > (count if most is None else most):
-            self.reason = self.reason or f"{count} of its parts are too few, or {len(needed)} too many"
-            return None
-        counted = max(least if least > max(1, len(needed)) else 0, most or 0)  # more make no difference
-        end = nfa.state()
-        first = nfa.text(start, signs[0])
-        if not needed and least == 0:
-            nfa.join(nfa.text(nfa.space(first), signs[1]), end)
-        # the state before the choice of an entry, by the number of entries that are written
-        choose = [[nfa.state() for _ in range(count + 1)] for _ in range(counted + 1)]
-        nfa.join(nfa.space(first), choose[0][0])
-        is_written = False
-        for written in range(counted + 1):
-            following = min(written + 1, counted)
-            for number, (write, is_required) in enumerate(entries):
-                if not is_required:
-                    nfa.join(choose[written][number], choose[written][number + 1])
-                if written > number or (most is not None and written == most):
-                    continue
-                after = write(choose[written][number])
-                if after is None:
-                    if is_required:
-                        return None
-                    continue
-                after = nfa.space(after)
-                if not any(each > number for each in needed) and (counted == 0 or following >= least):
-                    nfa.join(nfa.text(after, signs[1]), end)
-                    is_written = True
-                if number + 1 < count and (most is None or following < most):
-                    nfa.join(nfa.space(nfa.text(after, ",")), choose[following][number + 1])
-        return end if is_written or (not needed and least == 0) else None
-
-    def _map(
-        self, start: int, ways: Sequence[tuple[Write, Write]], least: int = 0, most: int | None = None
-    ) -> int | None:
-        """Add an object of any number of entries, each with one of some pairs of a key and a value."""
-
-        def entry(state: int) -> int | None:
-            ends = list[int | None]()
-            for key, value in ways:
-                after = key(state)
-                if after is not None:
-                    after = self.nfa.space(self.nfa.text(self.nfa.space(after), ":"))
-                    ends.append(value(after))
-            return self._joined(ends)
-
-        return self._repeated(start, "{}", entry, least, most)
-
     # -- arrays -----------------------------------------------------------------------------------------------------
 
     def _array(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
@@ -325,75 +241,15 @@ class _Writer:
             if prefix:
                 raise unheld("uniqueItems", place, "or leave out prefixItems and contains")
             pieces = self._parts(items, f"{where}/items", within)
-            return self._in_order(start, "[]", [(each, False) for each in pieces], least, most)
+            return self.nfa.in_order(start, "[]", [(each, False) for each in pieces], least, most)
         if not prefix:
-            return self._list(start, self._inner(items, f"{where}/items", within), least, most)
+            return self.nfa.repeated(start, "[]", self._inner(items, f"{where}/items", within), least, most)
         writes = [self._inner(each, f"{where}/prefixItems/{n}", within) for n, each in enumerate(prefix)]
         writes = writes[:most]
         rest = None
         if ("items" in plain or least > len(prefix)) and items is not False and (most is None or most > len(prefix)):
             rest = self._inner(items, f"{where}/items", within)
-        return self._sequence(start, writes, rest, least, most)
-
-    def _sequence(
-        self, start: int, writes: Sequence[Write], rest: Write | None, least: int, most: int | None
-    ) -> int | None:
-        """Add an array of items in their places, and others behind them."""
-        nfa, end = self.nfa, self.nfa.state()
-        state = nfa.text(start, "[")
-        for number, write in enumerate(writes):
-            state = nfa.space(nfa.text(state, ",")) if number else nfa.space(state)
-            after = write(state)
-            if after is None:
-                return None
-            state = nfa.space(after)
-        if least <= len(writes):
-            nfa.join(nfa.text(state, "]"), end)
-        elif rest is None:
-            return None
-        if rest is not None:
-            left = None if most is None else most - len(writes)
-            needed = max(0, least - len(writes))
-            before = nfa.space(nfa.text(state, ",")) if writes else nfa.space(state)
-            behind = self._items(before, rest, max(1, needed), left)
-            if behind is not None:
-                nfa.join(nfa.text(behind, "]"), end)
-            elif needed:
-                return None
-        return end
-
-    def _list(self, start: int, item: Write, least: int = 0, most: int | None = None) -> int | None:
-        return self._repeated(start, "[]", item, least, most)
-
-    def _repeated(self, start: int, signs: str, item: Write, least: int, most: int | None) -> int | None:
-        """Add at least and at most so many items between two signs."""
-        nfa, end = self.nfa, self.nfa.state()
-        first = nfa.space(nfa.text(start, signs[0]))
-        if least == 0:
-            nfa.join(nfa.text(first, signs[1]), end)
-        behind = None if most == 0 else self._items(first, item, max(1, least), most)
-        if behind is None:
-            return end if least == 0 else None
-        nfa.join(nfa.text(behind, signs[1]), end)
-        return end
-
-    def _items(self, start: int, item: Write, least: int, most: int | None) -> int | None:
-        """Add items with commas between them, of which there are some, and a space."""
-        nfa, last = self.nfa, self.nfa.state()
-        most = None if most is None else max(least, min(most, self.bounds.items))
-        state = start
-        for number in range(least if most is None else most):
-            loop = nfa.join(state, nfa.state())
-            after = item(loop)
-            if after is None:
-                return None
-            after = nfa.space(after)
-            if number + 1 >= least:
-                nfa.join(after, last)
-            state = nfa.space(nfa.text(after, ","))
-        if most is None:
-            nfa.join(state, loop)
-        return last
+        return self.nfa.sequence(start, writes, rest, least, most)
 
     def _parts(self, schema: Any, where: str, within: tuple[str, ...]) -> list[Write]:
         """Pieces of which no two have a document in common, for an array of different items.
@@ -420,7 +276,7 @@ class _Writer:
         if len({*types}) < len(types) or kinds & {*types} & {"string", "number", "object", "array"}:
             raise unheld("uniqueItems", place, "its items must differ in their types")
         different = [value for at, value in enumerate(values) if not any(is_equal(value, each) for each in values[:at])]
-        return [*(partial(self._value, value=value) for value in different), *pieces]
+        return [*(partial(self.nfa.value, value=value) for value in different), *pieces]
 
     def _parts_of_type(self, type: str, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> list[Write]:
         place = where or "its top"
@@ -453,7 +309,7 @@ class _Writer:
 
     def _string(self, start: int, plain: dict[str, Any], place: str) -> int | None:
         if not {"minLength", "maxLength", "pattern", "format"} & plain.keys():
-            return self._any_string(start)
+            return self.nfa.any_string(start)
         automaton = self._strings_of(plain, place)
         return None if automaton is None else self._text(start, '"', automaton)
 

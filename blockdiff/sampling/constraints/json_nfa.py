@@ -1,0 +1,164 @@
+"""The pieces of JSON documents as they are added to an automaton, with one space or none between their parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from blockdiff.sampling.constraints.byte_nfa import ByteNfa
+from blockdiff.sampling.constraints.json_strings import any_string
+
+Write = Callable[[int], "int | None"]  # adds a piece behind a state; None if there is no text of it
+
+
+class JsonNfa(ByteNfa):
+    """An automaton of JSON texts; most_items: of an array or object that has a largest number of them.
+
+    Methods add a piece behind a state and return the state at its end; None where no text is added.
+    """
+
+    def __init__(self, most_items: int):
+        super().__init__()
+        self.most_items = most_items
+
+    def any_string(self, start: int) -> int:
+        """Add any string, with its quotes."""
+        return self.text(any_string(self, self.text(start, '"')), '"')
+
+    def joined(self, ends: Sequence[int | None]) -> int | None:
+        """Join the ends of several ways; None are left out."""
+        found = [end for end in ends if end is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        end = self.state()
+        for each in found:
+            self.join(each, end)
+        return end
+
+    def value(self, start: int, value: Any) -> int:
+        """Add one value."""
+        if isinstance(value, Mapping):
+            state = self.text(start, "{")
+            for number, (key, inner) in enumerate(value.items()):
+                state = self.space(self.text(state, ",")) if number else self.space(state)
+                state = self.value(self.space(self.text(self.space(self.value(state, key)), ":")), inner)
+            return self.text(self.space(state), "}")
+        if isinstance(value, list):
+            state = self.text(start, "[")
+            for number, inner in enumerate(value):
+                state = self.space(self.text(self.space(state), ",")) if number else self.space(state)
+                state = self.value(state, inner)
+            return self.text(self.space(state), "]")
+        return self.text(start, json.dumps(value, ensure_ascii=False))
+
+    def in_order(
+        self, start: int, signs: str, entries: Sequence[tuple[Write, bool]], least: int, most: int | None
+    ) -> int | None:
+        """Add entries in their order between two signs, each once; those that are not required may be left out."""
+        count = len(entries)
+        needed = [number for number, (_, is_required) in enumerate(entries) if is_required]
+        most = None if most is None or most >= count else most
+        if max(least, len(needed)) > (count if most is None else most):
+            return None
+        counted = max(least if least > max(1, len(needed)) else 0, most or 0)  # more make no difference
+        end = self.state()
+        first = self.text(start, signs[0])
+        if not needed and least == 0:
+            self.join(self.text(self.space(first), signs[1]), end)
+        # the state before the choice of an entry, by the number of entries that are written
+        choose = [[self.state() for _ in range(count + 1)] for _ in range(counted + 1)]
+        self.join(self.space(first), choose[0][0])
+        is_written = False
+        for written in range(counted + 1):
+            following = min(written + 1, counted)
+            for number, (write, is_required) in enumerate(entries):
+                if not is_required:
+                    self.join(choose[written][number], choose[written][number + 1])
+                if written > number or (most is not None and written == most):
+                    continue
+                after = write(choose[written][number])
+                if after is None:
+                    if is_required:
+                        return None
+                    continue
+                after = self.space(after)
+                if not any(each > number for each in needed) and (counted == 0 or following >= least):
+                    self.join(self.text(after, signs[1]), end)
+                    is_written = True
+                if number + 1 < count and (most is None or following < most):
+                    self.join(self.space(self.text(after, ",")), choose[following][number + 1])
+        return end if is_written or (not needed and least == 0) else None
+
+    def entries(
+        self, start: int, ways: Sequence[tuple[Write, Write]], least: int = 0, most: int | None = None
+    ) -> int | None:
+        """Add an object of any number of entries, each with one of some pairs of a key and a value."""
+
+        def entry(state: int) -> int | None:
+            ends = list[int | None]()
+            for key, value in ways:
+                after = key(state)
+                if after is not None:
+                    after = self.space(self.text(self.space(after), ":"))
+                    ends.append(value(after))
+            return self.joined(ends)
+
+        return self.repeated(start, "{}", entry, least, most)
+
+    def sequence(
+        self, start: int, writes: Sequence[Write], rest: Write | None, least: int, most: int | None
+    ) -> int | None:
+        """Add an array of items in their places, and others behind them."""
+        end = self.state()
+        state = self.text(start, "[")
+        for number, write in enumerate(writes):
+            state = self.space(self.text(state, ",")) if number else self.space(state)
+            after = write(state)
+            if after is None:
+                return None
+            state = self.space(after)
+        if least <= len(writes):
+            self.join(self.text(state, "]"), end)
+        elif rest is None:
+            return None
+        if rest is not None:
+            left = None if most is None else most - len(writes)
+            needed = max(0, least - len(writes))
+            before = self.space(self.text(state, ",")) if writes else self.space(state)
+            behind = self.items(before, rest, max(1, needed), left)
+            if behind is not None:
+                self.join(self.text(behind, "]"), end)
+            elif needed:
+                return None
+        return end
+
+    def repeated(self, start: int, signs: str, item: Write, least: int = 0, most: int | None = None) -> int | None:
+        """Add at least and at most so many items between two signs."""
+        end = self.state()
+        first = self.space(self.text(start, signs[0]))
+        if least == 0:
+            self.join(self.text(first, signs[1]), end)
+        behind = None if most == 0 else self.items(first, item, max(1, least), most)
+        if behind is None:
+            return end if least == 0 else None
+        self.join(self.text(behind, signs[1]), end)
+        return end
+
+    def items(self, start: int, item: Write, least: int, most: int | None) -> int | None:
+        """Add items with commas between them, of which there are some, and a space."""
+        last = self.state()
+        most = None if most is None else max(least, min(most, self.most_items))
+        state = start
+        for number in range(least if most is None else most):
+            loop = self.join(state, self.state())
+            after = item(loop)
+            if after is None:
+                return None
+            after = self.space(after)
+            if number + 1 >= least:
+                self.join(after, last)
+            state = self.space(self.text(after, ","))
+        if most is None:
+            self.join(state, loop)
+        return last
