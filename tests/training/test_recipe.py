@@ -352,6 +352,7 @@ CHAIN = "a0: &a0 [x]\n" + "\n".join(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1,
         (CHAIN, "written out it is longer than"),
         ("[" * 2000, "nested too deeply"),
         ("a: " + "{a: " * 2000, "nested too deeply"),
+        ("a: " + "1" * 60_000 + "e", "recipe.yaml"),  # nearly a number
         ("? [a]\n: b", "a key is one word"),
         ("a: " + "9" * 10_000, "not valid YAML"),
         ("a: 2001-99-99", "not valid YAML"),
