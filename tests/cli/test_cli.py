@@ -90,7 +90,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["sample", "m", "--prompt", "a", "--trace", "x.svg"], "x.svg ends in none of .html, .jsonl, .png, .gif"),
         (
             ["eval", "m", "--task", "chess", "--data", "d.jsonl"],
-            "countdown, exact, gsm8k, pixel_sudoku, sudoku, lm-eval:NAME",
+            "countdown, exact, gsm8k, pixel_sudoku, sudoku, module:function, lm-eval:NAME",
         ),
         (["eval", "m", "--task", "suduko", "--data", "d.jsonl"], "did you mean sudoku?"),
         (["data", "sudoku", "--size", "5", "--output", "o"], "5 is neither 4 nor 9"),

@@ -64,8 +64,8 @@ def test_fp32_matches_transformers_as_closely_as_transformers_itself(length):
         signal, soft, tolerance = {"self_conditioning_logits": logits}, mine.soft_embedding(logits), 1e-3
 
 
-@pytest.mark.parametrize("canvas_length", [1, 5, 33])
-def test_a_canvas_may_have_any_length(pair, canvas_length):
+@pytest.mark.parametrize("canvas_length", [1, 5, 16])
+def test_a_canvas_may_be_shorter_than_the_model_s(pair, canvas_length):
     model, mine = pair
     prompt, canvas = tokens(2, 20), tokens(2, canvas_length, seed=1)
     close(mine.denoise(canvas, mine.encode(prompt)), transformers_run(model, prompt, canvas).hidden)
