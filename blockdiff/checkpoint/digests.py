@@ -6,6 +6,7 @@ The latter are made of what was to be written, so they also tell what a disk has
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.files import WORKERS, piecewise_digest, seal, write_json
 
 DIGESTS = "digests.json"
+NAMES = re.compile(r"[\w.-]{1,200}", re.ASCII)  # of files that have digests; a directory can have all of them
 
 
 def write_digests(directory: Path, digests: Mapping[str, str]) -> None:
@@ -40,7 +42,7 @@ def read_back(directory: Path) -> Path:
     """
     digests = read_json(directory / DIGESTS)
     for name, digest in digests.items():
-        if Path(name).name != name or not isinstance(digest, str):
+        if not NAMES.fullmatch(name) or not isinstance(digest, str):
             raise CheckpointError(f"{directory / DIGESTS}: {name!r} is no file of the directory with its digest")
     if missing := sorted({file.name for file in directory.glob("*.safetensors")} - digests.keys()):
         raise CheckpointError(
