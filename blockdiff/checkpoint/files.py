@@ -284,6 +284,10 @@ def tensors_in(file: Path) -> dict[str, Stored]:
                 raise CheckpointError(f"{file}: has {len(names):,} tensors; at most {MOST_TENSORS:,} are read")
             return {name: _stored(file, handle.get_slice(name)) for name in names}
     except FileNotFoundError:
+        if not file.parent.is_dir():
+            raise CheckpointError(
+                f"{file.parent}: was removed while it was read, as a run that goes on removes old ones; try again"
+            ) from None
         raise CheckpointError(f"{file.parent}: {INDEX} names {file.name}, which is not there") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: truncated or not a safetensors file ({first_line(error)})") from error

@@ -103,6 +103,11 @@ def test_damage_is_refused_in_one_line_that_names_it(damaged, monkeypatch, what)
     assert all(word in message for word in words), message
 
 
+def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_told_from_a_broken_one(tmp_path):
+    with pytest.raises(CheckpointError, match="step-3: was removed while it was read"):
+        files.tensors_in(tmp_path / "step-3" / WEIGHTS)
+
+
 def test_a_place_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
