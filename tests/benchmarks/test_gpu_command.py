@@ -79,6 +79,7 @@ def test_a_file_that_fails_is_run_again_with_launches_by_triton(named, monkeypat
 NOT_ON_A_GPU = {
     "test_launch.py": "looks at launches, of which none is made",
     "test_adapted_products.py": "looks at what is recorded for a backward, on the CPU",
+    "test_second_derivatives.py": "looks at what autograd refuses, whatever the device",
     "test_relaunch.py": "stands in for the GPU's driver",
     "test_ops.py": "says what GPU there is",
     "test_scratch.py": "looks at memory that a layer shares, of tensors of the CPU",
