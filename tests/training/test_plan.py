@@ -291,12 +291,12 @@ def test_the_command_says_what_fits_and_exits_with_1_where_nothing_does(folder, 
     assert done.exit_code == 1 and "does not fit" in done.stdout
     assert "what fits: --set 'train.micro_batch_size=1'" in done.stdout
     done = run("plan", path, "--json")
-    assert done.exit_code == 0 and json.loads(done.stdout)["fits"] is (True if torch.cuda.is_available() else None)
+    assert done.exit_code == 0 and json.loads(done.stdout)["fits"] is (torch.cuda.is_available() or None)
     monkeypatch.setattr("blockdiff.memory.total_bytes", lambda device: 2_000_000)
     done = run("plan", path, "--device", "cpu", "--json")
     assert done.exit_code == 1 and json.loads(done.stdout)["fits"] is False
     done = run("plan", folder / "base", "--json")
-    assert done.exit_code == 0 and json.loads(done.stdout)["fits"] is (True if torch.cuda.is_available() else None)
+    assert done.exit_code == 0 and json.loads(done.stdout)["fits"] is (torch.cuda.is_available() or None)
     assert "no GPU is here" in run("plan", folder / "base").stdout or torch.cuda.is_available()
     done = run("plan", path, "--set", "data.max_length=null", "--device", "cpu")
     assert done.exit_code == 1 and "the longest row is not known" in done.stderr
