@@ -27,11 +27,10 @@ from blockdiff.kernels.gated import triton as gated
 from blockdiff.kernels.launch import forget_sizes
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, cast_once, draw_adapters, targets
-from blockdiff.models.diffusion_gemma.model import Layer, layer_scalar, wanted
 from blockdiff.objective import Objective
 from blockdiff.training.recomputation import checkpoint_activations
 
-LAYERS, REPEATS, SETS = 6, 20, 4  # SETS of weights are more than a cache holds
+LAYERS, REPEATS = 6, 20
 Work = Callable[[], Any]
 
 
@@ -87,82 +86,6 @@ def say(part: str, way: str, **figures: Any) -> None:
     """Print a line."""
     rounded = {name: round(each, 4) if isinstance(each, float) else each for name, each in figures.items()}
     print(json.dumps(dict(part=part, way=way) | rounded), flush=True)
-
-
-@torch.no_grad()
-def qkv(machine: Machine) -> None:
-    """Queries, keys and values of a sliding layer: three products, or one with the three weights in one tensor."""
-    config, tokens = machine.config, machine.config.canvas_length
-    heads, of_layer = config.num_attention_heads, config.heads[0]
-    sizes = [n * of_layer.head_dim for n in (heads, of_layer.num_key_value_heads, of_layer.num_key_value_heads)]
-    x = machine.drawn(tokens, config.hidden_size)
-    weights = [machine.drawn(sum(sizes), config.hidden_size) for _ in range(SETS)]
-    ways = (
-        machine.captured(lambda: [F.linear(x, part) for weight in weights for part in weight.split(sizes)]),
-        machine.captured(lambda: [F.linear(x, weight) for weight in weights]),
-    )
-    for way, seconds in zip(("three products", "one product"), machine.seconds(*ways), strict=True):
-        say("qkv", way, tokens=tokens, microseconds=1e6 * seconds / SETS)
-
-
-@torch.no_grad()
-def streams(machine: Machine) -> None:
-    """A denoising pass whose dense MLP runs after the experts, or beside them on a second stream."""
-    if not machine.is_cuda:
-        return say("streams", "needs a GPU")
-    model, length = machine.model(), machine.config.canvas_length
-    prefix = model.encode(torch.randint(3, 300, (1, 1024), device=machine.device))
-    canvas = torch.randint(3, 300, (1, length), device=machine.device)
-    soft, side = machine.drawn(1, length, machine.config.hidden_size), torch.cuda.Stream()
-
-    def beside(self: Layer, x: Tensor, rope: Any, spans: Any, past: Any, is_noisy: Any) -> Any:
-        kernels, eps, main = self.kernels, self.eps, torch.cuda.current_stream()
-        (normed,) = kernels.rms_norms(x, (self.input_norm.weight,), eps)
-        attended, kv = self.attention(normed, rope, spans, past)
-        x, is_noisy = wanted(x, is_noisy, attended.shape[1])
-        weights = self.pre_mlp_norm.weight, self.pre_experts_norm.weight, None
-        of_norm = self.post_attention_norm.weight
-        x, for_mlp, for_experts, for_router = kernels.residual_norms(x, attended, of_norm, weights, eps)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            dense = self.mlp(for_mlp)
-        routed = self.experts.slots(for_experts, *self.router(for_router))
-        main.wait_stream(side)
-        norms = self.post_mlp_norm.weight, self.post_experts_norm.weight, self.post_ff_norm.weight
-        scalar = layer_scalar(self, is_noisy, x.dtype)
-        return kernels.layer_end(x, dense, routed, norms, eps, scalar), kv
-
-    def work() -> Tensor:
-        return model.denoise(canvas, prefix, soft)
-
-    after = machine.captured(work)
-    with patch.object(Layer, "forward", beside):
-        aside = machine.captured(work)
-    for way, seconds in zip(("one stream", "two streams"), machine.seconds(after, aside), strict=True):
-        say("streams", way, milliseconds_of_a_layer=1e3 * seconds / LAYERS)
-    return None
-
-
-@torch.no_grad()
-def soft(machine: Machine) -> None:
-    """The signal p E of a canvas: one product, or parts of the vocabulary summed in fp32."""
-    config = machine.config
-    V, tokens, parts = config.vocab_size, config.canvas_length, 8
-    V -= V % parts
-    p = torch.randn(tokens, V, device=machine.device).mul_(4).softmax(-1).to(machine.dtype)
-    table = machine.drawn(V, config.hidden_size)
-
-    def split() -> Tensor:
-        of_p, of_table = p.view(tokens, parts, V // parts).transpose(0, 1), table.view(parts, V // parts, -1)
-        pieces = torch.bmm(of_p, of_table, torch.float32) if machine.is_cuda else torch.bmm(of_p, of_table)
-        return pieces.sum(0).to(machine.dtype)
-
-    ways: dict[str, Work] = {"one product": lambda: p @ table, "eight parts, summed in fp32": split}
-    truth = p[:16].double() @ table.double()
-    captured = [machine.captured(way) for way in ways.values()]
-    for (name, way), seconds in zip(ways.items(), machine.seconds(*captured), strict=True):
-        error = float((way()[:16].double() - truth).norm() / truth.norm())
-        say("soft", name, milliseconds=1e3 * seconds, relative_error=f"{error:.2e}")
 
 
 @torch.no_grad()
@@ -257,7 +180,7 @@ def lora(machine: Machine) -> None:
     forget_sizes()
 
 
-PARTS = {each.__name__: each for each in (lora, qkv, streams, soft, experts, gate_up)}
+PARTS = {each.__name__: each for each in (lora, experts, gate_up)}
 
 
 def main(words: Sequence[str] | None = None) -> None:
