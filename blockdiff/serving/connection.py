@@ -36,6 +36,7 @@ class Connection(asyncio.Protocol):
     loop: asyncio.AbstractEventLoop
     _is_over = False  # what comes is dropped
     _unread = 0  # bytes of answers at the last look
+    _body = _framing = 0  # bytes of the request's body so far, and what came beside them
 
     def connection_made(self, transport: Any) -> None:
         """Begin, and wait for a request."""
@@ -49,7 +50,12 @@ class Connection(asyncio.Protocol):
                 self._end_behind_answer()
             if self._is_over or self.transport.is_closing():
                 break
-            self._feed(data[start : start + HEAD_BYTES])
+            part, cycle = data[start : start + HEAD_BYTES], self.cycle
+            before = 0 if cycle is None else len(cycle.body)
+            self._feed(part)
+            if self.cycle is not cycle:
+                before = self._body = self._framing = 0
+            self._count(len(part), before)
         self._watch()
 
     def pause_writing(self) -> None:
@@ -82,6 +88,15 @@ class Connection(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> None:
         super().data_received(data)
+
+    def _count(self, size: int, before: int) -> None:
+        """Refuse a body in chunks so small that they are more than what they hold, of which each costs time."""
+        if self.cycle is None or not self.cycle.more_body or self.cycle.response_complete or self._is_over:
+            return
+        grown = len(self.cycle.body) - before
+        self._body, self._framing = self._body + grown, self._framing + size - grown
+        if self._framing > 2 * HEAD_BYTES + self._body:
+            self._refuse_head()
 
     @property
     def _is_ahead(self) -> bool:

@@ -86,6 +86,7 @@ ENDLESS = {
     "trailers": [CHUNKED, b"2\r\n{}\r\n0\r\n", b"x: y\r\n" * MIB],
     "a trailer": [CHUNKED, b"2\r\n{}\r\n0\r\nx: ", b"y" * MIB],
     "the size of a chunk": [CHUNKED, b"2;", b"x" * MIB],
+    "chunks of a byte": [CHUNKED, b"1\r\n \r\n" * 200_000],
 }
 
 
@@ -99,6 +100,12 @@ def test_a_head_without_end_is_refused_and_its_connection_ends(server, name):
 def test_a_head_of_a_hundred_headers_is_answered(server):
     answer = server.answer(GET + b"x: %s\r\n" % (b"y" * 600) * 98 + b"connection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_in_chunks_that_hold_more_than_they_cost_is_read(server):
+    head = CHUNKED.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    answer = server.answer(head, b"10\r\n                \r\n" * 30_000, b"2\r\n{}\r\n0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400") and b"prompt" in answer
 
 
 def test_nothing_is_read_ahead_of_an_answer(server):
