@@ -15,6 +15,14 @@ from blockdiff.parallel.signals import Stopped, caught
 pytestmark = pytest.mark.quick
 
 
+@pytest.fixture(autouse=True)
+def hangup():
+    """SIGHUP as it is without nohup, under which the tests themselves may run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_first_signal_is_remembered_with_one_line(number, capfd):
     before = signal.getsignal(number)
