@@ -31,7 +31,6 @@ SUITES = ("attention", "vocabulary", "experts", "denoise", "training")  # kernel
 NEEDED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pytest")
 PASSED, DONE, NOTHING = "passed", "done", "nothing to compare with here"
 PEERS = {
-    "outlines_core": "steps under a JSON schema are measured",
     "peft": "LoRA steps are compared with PEFT",
     "liger_kernel": "losses are compared with Liger",
     "cut_cross_entropy": "losses are compared with cut-cross-entropy",

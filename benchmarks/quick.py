@@ -44,7 +44,6 @@ PARTS = tuple(part for stage in STAGES for part in stage)
 NEEDS = {
     "triton": ((), "kernels are compiled by it"),
     "pytest": ((TESTS,), "tests of kernels at released shapes run"),
-    "outlines_core": ((), "steps under a JSON schema are timed"),
     "pydantic": (("nccl",), "two GPUs train"),
     "datasets": (("nccl",), "two GPUs train"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 import warnings
 from collections.abc import Iterator
@@ -167,10 +166,9 @@ def sampling(figures: Figures, quantize: bool = False) -> None:
         line = timed(times, floor(engine.model, count * engine.model.canvas_length) if figures.is_cuda else None)
         return dict(kind=kind, rows=count) | line | ({"met": sorted(met)} if met else {})
 
-    kinds = [kind for kind in STEPS if kind != "JSON" or importlib.util.find_spec("outlines_core")]
     figures.make("engine", started, limit=200)
     for count in dict.fromkeys((1, figures.rows)):
-        for kind in kinds:
+        for kind in STEPS:
             figures.make(f"step, {count} rows, {kind}", partial(step, count, kind))
             if kind == "plain" and figures.is_cuda:
                 figures.make(f"step, {count} rows, by kernel", partial(by_kernel, engine, count, figures.prompt))

@@ -19,9 +19,9 @@ from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Classes
 from blockdiff.sampling.canvas_control import FREE, CanvasControl
 from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, texts_without
+from blockdiff.sampling.constraints.compile_limit import compile_limit
 from blockdiff.sampling.constraints.json_object import ANY_OBJECT, any_object
 from blockdiff.sampling.constraints.json_schema import schema_automaton
-from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, completable_later, completable_pins, forced
 from blockdiff.sampling.constraints.regex import regex_automaton
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, token_automaton

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from blockdiff.errors import Closed, EngineError, Full, RequestError, TimedOut
-from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS
+from blockdiff.sampling.constraints.compile_limit import COMPILE_SECONDS
 from blockdiff.sampling.engine import Event
 from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.read import Choices, Read, RunningRead

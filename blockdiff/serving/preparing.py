@@ -12,7 +12,7 @@ from queue import PriorityQueue
 from typing import Literal, TypeVar
 
 from blockdiff.errors import Closed, Full
-from blockdiff.sampling.constraints.outlines import TooSlow, compile_limit
+from blockdiff.sampling.constraints.compile_limit import TooSlow, compile_limit
 from blockdiff.sampling.request import Request
 
 # The threads of each kind: of requests with a constraint or images, of those whose constraint takes long, of those with

@@ -14,7 +14,7 @@ from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints import compile_child, outlines
 from blockdiff.sampling.constraints import regex as expressions
 from blockdiff.sampling.constraints.byte_automaton import texts_without
-from blockdiff.sampling.constraints.outlines import compile_limit
+from blockdiff.sampling.constraints.compile_limit import compile_limit
 from blockdiff.sampling.constraints.paths import completable, forced, paths
 from blockdiff.sampling.constraints.regex import regex_automaton
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton, token_automaton

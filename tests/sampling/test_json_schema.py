@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 from blockdiff.errors import NoText, RequestError
+from blockdiff.sampling.constraints.compile_limit import TooLarge, compile_limit
 from blockdiff.sampling.constraints.json_schema import schema_automaton
 from blockdiff.sampling.constraints.number_range import Numbers
-from blockdiff.sampling.constraints.outlines import TooLarge, compile_limit
 from blockdiff.sampling.constraints.token_automaton import MOST_STATES
 from blockdiff.serving.chat import schema_of_call
 from tests.support.random_schemas import invalid_texts, judge, random_documents

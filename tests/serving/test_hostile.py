@@ -15,7 +15,7 @@ from PIL import Image
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Request, Sampler
-from blockdiff.sampling.constraints.outlines import TooSlow, seconds_left
+from blockdiff.sampling.constraints.compile_limit import TooSlow, seconds_left
 from blockdiff.serving import Access, AsyncEngine, Limits
 from blockdiff.serving.bodies import parsed_body
 from blockdiff.serving.completions import PATH as COMPLETIONS

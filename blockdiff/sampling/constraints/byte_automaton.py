@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import NoText, RequestError
-from blockdiff.sampling.constraints.outlines import seconds_left, too_large
+from blockdiff.sampling.constraints.compile_limit import seconds_left, too_large
 
 MOST_STATES = 1 << 14  # an expression can have exponentially many
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from blockdiff.sampling.constraints.byte_automaton import MOST_STATES, ByteAutomaton
-from blockdiff.sampling.constraints.outlines import seconds_left, too_large
+from blockdiff.sampling.constraints.compile_limit import seconds_left, too_large
 
 Ranges = tuple[tuple[int, int], ...]  # of code points or bytes, both ends included
 MOST_EDGES = 1 << 19

@@ -10,10 +10,10 @@ from typing import Any
 
 from blockdiff.errors import NoText, RequestError
 from blockdiff.sampling.constraints.byte_automaton import MOST_STATES, ByteAutomaton
+from blockdiff.sampling.constraints.compile_limit import TooLarge, TooSlow
 from blockdiff.sampling.constraints.json_nfa import JsonNfa, Write
 from blockdiff.sampling.constraints.json_strings import strings
 from blockdiff.sampling.constraints.number_range import Numbers
-from blockdiff.sampling.constraints.outlines import TooLarge, TooSlow
 from blockdiff.sampling.constraints.schema_merging import is_equal, of_name, unheld, written_types
 from blockdiff.sampling.constraints.schema_rewriting import Rewriting
 from blockdiff.sampling.constraints.schema_values import holds, types_of

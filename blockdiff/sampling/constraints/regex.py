@@ -10,7 +10,8 @@ import torch
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.byte_automaton import MOST_STATES, ByteAutomaton
 from blockdiff.sampling.constraints.compile_child import END
-from blockdiff.sampling.constraints.outlines import call_outlines, too_large
+from blockdiff.sampling.constraints.compile_limit import too_large
+from blockdiff.sampling.constraints.outlines import call_outlines
 
 MOST_CHARACTERS = 4096  # of a text, as its expression is written: over tokens each is a state, of which so many may be
 _PIECE = re.compile(

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints.outlines import TooLarge, seconds_left
+from blockdiff.sampling.constraints.compile_limit import TooLarge, seconds_left
 from blockdiff.sampling.constraints.schema_exclusion import apart
 from blockdiff.sampling.constraints.schema_merging import COMBINING, EXCLUDED, both_of, simplified, unheld
 from blockdiff.sampling.constraints.schema_values import holds

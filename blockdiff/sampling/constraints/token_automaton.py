@@ -12,7 +12,7 @@ from torch import Tensor
 from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Classes
 from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, reaching
-from blockdiff.sampling.constraints.outlines import seconds_left, too_large
+from blockdiff.sampling.constraints.compile_limit import seconds_left, too_large
 from blockdiff.sampling.constraints.tokens import Tokens
 
 MOST_STATES = 4096
