@@ -229,6 +229,20 @@ def encode_spans(
     return Spans(_stack(first.clamp(min=0), past, own_lo, run_hi, doc_start_BT >= 0), is_causal=True)
 
 
+def block_runs(doc_start_BT: Tensor, block: int, past_B: Tensor | None = None) -> Tensor:
+    """Return the block of each token of an encode call as a run [B, T, 2] for `encode_spans`.
+
+    Blocks of `block` tokens count from the start of each document; its last one may be shorter. A call must begin where
+    a block does.
+    """
+    column_BT = torch.arange(doc_start_BT.shape[1], device=doc_start_BT.device).expand_as(doc_start_BT)
+    past = 0 if past_B is None else past_B[:, None]
+    first_BT = doc_start_BT + (past + column_BT - doc_start_BT) // block * block - past
+    is_last_BT = F.pad(doc_start_BT[:, 1:] != doc_start_BT[:, :-1], (0, 1), value=True)
+    doc_end_BT = (column_BT + 1).where(is_last_BT, doc_start_BT.shape[1]).flip(1).cummin(1).values.flip(1)
+    return torch.stack([first_BT.clamp(min=0), doc_end_BT.minimum(first_BT + block)], -1)
+
+
 def denoise_spans(
     start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int, window: int | None = None
 ) -> Spans:

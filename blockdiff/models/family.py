@@ -52,13 +52,14 @@ class Family:
     sharding_units: names of modules (`{}` is the layer number) whose weights are gathered together when they are
     sharded, inner ones first. tensor_parts: patterns of the names of modules -> how tensor parallelism splits them:
     "attention", "mlp", "experts" or "vocabulary"; empty: it cannot. predictions, corruptions, meshes: what the models
-    can be trained with; `require` refuses everything else.
+    can be trained with; `require` refuses everything else. prefixes: the words that the field `prefix` may have.
 
     Fields, of one model: those that config.json has under the same names, in the words that all families share.
     values: the whole content of config.json, with the keys that nothing here reads; canvas_length: 1 for a causal
-    model; denoises: whether the model has canvases; experts, experts_per_token: 0 without experts; rope_theta: of the
-    first kind of layers; mask: the mask token of a drafter's blocks, or of a denoiser's
-    canvases if no blockdiff.json has another (None: noise is uniform).
+    model; denoises: whether the model has canvases; prefix: what a clean token sees, "causal" (nothing behind it) or
+    "blocks" (its whole block of `canvas_length` tokens; canvases are such blocks, too); experts, experts_per_token: 0
+    without experts; rope_theta: of the first kind of layers; mask: the mask token of a drafter's blocks, or of a
+    denoiser's canvases if no blockdiff.json has another (None: noise is uniform).
     """
 
     model_type: ClassVar[str]
@@ -74,6 +75,7 @@ class Family:
     predictions: ClassVar[tuple[str, ...]] = ()
     corruptions: ClassVar[tuple[str, ...]] = ()
     meshes: ClassVar[tuple[str, ...]] = ()
+    prefixes: ClassVar[tuple[str, ...]] = ("causal",)
     is_drafter: ClassVar[bool] = False
     makes_drafters: ClassVar[bool] = False
     is_written: ClassVar[bool] = True
@@ -98,6 +100,7 @@ class Family:
     pad_token_id: int | None
     canvas_length: int
     denoises: bool
+    prefix: str = "causal"
     experts: int = 0
     experts_per_token: int = 0
     mask: int | None = None
@@ -113,6 +116,10 @@ class Family:
                 yield f"{each.name} is {value!r}; it must be a finite number"
         if self.canvas_length > LARGEST_CANVAS:
             yield f"canvas_length is {self.canvas_length}; canvases of at most {LARGEST_CANVAS} tokens are supported"
+        if self.prefix not in self.prefixes:
+            yield f"prefix is {self.prefix!r}; {self.model_type} has: {', '.join(self.prefixes)}"
+        elif self.prefix == "blocks" and not self.denoises:
+            yield 'prefix is "blocks", whose length is the canvas_length, and there is none; give one'
         if not 0 <= self.rms_norm_eps <= 1:
             yield f"rms_norm_eps is {self.rms_norm_eps!r}; it must be at least 0 and at most 1"
         cap = getattr(self, "final_logit_softcapping", None)
@@ -148,7 +155,7 @@ class Family:
     @classmethod
     def of(cls, values: Mapping[str, Any], theirs: Any, **own: Any) -> Self:
         """The config with each field from `own` or else from the attribute of that name of transformers' config."""
-        own["values"] = copy.deepcopy(dict(values))
+        own = {"prefix": values.get("prefix") or "causal"} | own | {"values": copy.deepcopy(dict(values))}
         names = [each.name for each in fields(cls) if each.name not in own and hasattr(theirs, each.name)]
         return cls(**{name: getattr(theirs, name) for name in names}, **own)
 
@@ -170,9 +177,10 @@ class Family:
             values |= {key: token for key, token in found.items() if values.get(key) is not None}
         return self.read(values)
 
-    def with_canvases(self, canvas_length: int) -> Self:
-        """The config of the same model as a denoiser of canvases of `canvas_length` tokens."""
-        return self.read(self.to_dict() | {"canvas_length": canvas_length})
+    def with_canvases(self, canvas_length: int, prefix: str = "causal") -> Self:
+        """The config of the same model as a denoiser of canvases of `canvas_length` tokens over such a prefix."""
+        more = {} if prefix == "causal" else {"prefix": prefix}
+        return self.read(self.to_dict() | {"canvas_length": canvas_length} | more)
 
     @property
     def stored_dtype(self) -> str | None:
@@ -189,6 +197,19 @@ class Family:
         return values | {named: dtype} | ({} if quantization is None else {"quantization_config": dict(quantization)})
 
     # -- one model -------------------------------------------------------------------------------------------------
+
+    @property
+    def block(self) -> int | None:
+        """The tokens of a block that a clean token sees whole and at whose multiples canvases begin.
+
+        Counted from the document's start; None with a causal prefix, behind which canvases begin at any column.
+        """
+        return self.canvas_length if self.prefix == "blocks" else None
+
+    @property
+    def predicts_next_tokens(self) -> bool:
+        """False if a clean token sees those behind it, so that it cannot be asked for the next one."""
+        return self.prefix == "causal"
 
     @property
     def cached_per_token(self) -> int:

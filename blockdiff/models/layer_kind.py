@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockdiff.images import RowImages
 from blockdiff.layers.rope import angles
-from blockdiff.spans import Spans, canvas_spans, denoise_spans, encode_spans
+from blockdiff.spans import Spans, block_runs, canvas_spans, denoise_spans, encode_spans
 
 Rope = tuple[Tensor, Tensor]
 
@@ -20,7 +20,9 @@ class LayerKind:
 
     window: how many keys a clean query sees, itself included (None: all); frequencies: of RoPE, fp32 [d/2];
     keeps_selection: of layers that select among the keys of the prefix, whether what they select in the first step of a
-    canvas stands for its other steps; sees_whole_images: whether the tokens of adjacent images all see one another.
+    canvas stands for its other steps; sees_whole_images: whether the tokens of adjacent images all see one another;
+    block: the tokens of the blocks, counted from a document's start, that a clean token sees whole (None: a clean token
+    sees none behind it).
     """
 
     name: str
@@ -28,6 +30,7 @@ class LayerKind:
     frequencies: Tensor
     keeps_selection: bool = False
     sees_whole_images: bool = False
+    block: int | None = None
     _on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -38,8 +41,10 @@ class LayerKind:
     def encode_spans(
         self, doc_start_BT: Tensor, past_B: Tensor | None = None, images: RowImages | None = None
     ) -> Spans:
-        """The causal spans of clean tokens, see `spans.encode_spans`; images: those among the call's tokens."""
+        """The spans of clean tokens, see `spans.encode_spans`; images: those among the call's tokens."""
         run_BT2 = images.run_BS2 if images is not None and self.sees_whole_images else None
+        if self.block is not None:
+            run_BT2 = block_runs(doc_start_BT, self.block, past_B)
         return encode_spans(doc_start_BT, self.window, past_B, run_BT2)
 
     def denoise_spans(self, start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int) -> Spans:

@@ -11,7 +11,8 @@ What is special about them:
   scalars at 1, as `init --from` makes them, noisy tokens are computed like clean ones. The Hub has no names for these
   tensors, so they lie in blockdiff.safetensors and transformers loads the rest as the causal model that it is.
 
-config.json is that of transformers' `LlamaConfig` or `Qwen3Config`, with a `canvas_length` if the model denoises.
+config.json is that of transformers' `LlamaConfig` or `Qwen3Config`, with a `canvas_length` if the model denoises, and
+`"prefix": "blocks"` if its clean tokens see their whole block.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class Llama(CausalModel):
         self.layer_kinds = tuple(KINDS[each] for each in config.layer_types)
         windows = {"full": None, "sliding": config.sliding_window}
         self.kinds = {
-            name: LayerKind(name, windows[name], frequencies(config)) for name in dict.fromkeys(self.layer_kinds)
+            name: LayerKind(name, windows[name], frequencies(config), block=config.block)
+            for name in dict.fromkeys(self.layer_kinds)
         }
 
 
@@ -174,6 +176,7 @@ class LlamaFamily(Family):
     predictions: ClassVar[tuple[str, ...]] = ("posterior", "leave_one_out")
     corruptions: ClassVar[tuple[str, ...]] = ("uniform", "mask")
     meshes: ClassVar[tuple[str, ...]] = ("replicate", "shard", "tensor")
+    prefixes: ClassVar[tuple[str, ...]] = ("causal", "blocks")
     transformers_class: ClassVar[str] = "LlamaConfig"
     has_qk_norm: ClassVar[bool] = False
 
@@ -235,6 +238,7 @@ class LlamaFamily(Family):
         layers, sliding = f"{self.num_hidden_layers} layers", self.layer_types.count("sliding_attention")
         layers += f" ({sliding} sliding, window {self.sliding_window})" if sliding else ""
         canvas = f"canvas {self.canvas_length}" if self.denoises else "causal"
+        canvas += "" if self.block is None else ", prefix of blocks"
         return (
             f"{layers}, hidden {self.hidden_size}, vocabulary {self.vocab_size:,}, {canvas}",
             f"MLP of {self.intermediate_size}; {self.num_attention_heads} query heads, "

@@ -201,12 +201,12 @@ class BlockDiffusionModel(nn.Module):
         prefix: Prefix | None = None,
         images: Sequence[Sequence[PlacedImage]] | None = None,
     ) -> Prefix:
-        """Encode clean tokens causally; with `prefix`, append them to it (and consume it).
+        """Encode clean tokens; with `prefix`, append them to it (and consume it).
 
         tokens_BS: int64, rows right-padded; lengths: valid tokens of each row, int64 [B] (None: all valid); images: of
         each row, by columns of this call (`images.images_between` has those of a part of a row).
         Returns the Prefix that `denoise` and further calls read; its `hidden` is [B, S, D]. Raises BlockdiffError for
-        lengths that the rows do not have.
+        lengths that the rows do not have, and for rows to append to that end within a block of `config.block` tokens.
         """
         _require_lengths(lengths, tokens_BS)
         placed = None if images is None else self.placed(images, tokens_BS.shape[1])
@@ -218,6 +218,7 @@ class BlockDiffusionModel(nn.Module):
             spans = {name: kind.encode_spans(doc_start_BS, None, placed) for name, kind in self.kinds.items()}
             hidden, kv = self(tokens_BS, column.expand(tokens_BS.shape), spans, images=placed)
             return Prefix.of(hidden, kv, [self.kinds[name] for name in self.layer_kinds], lengths)
+        prefix.require_whole_blocks()
         spans = {
             name: prefix.held(kind, kind.encode_spans(doc_start_BS, prefix.lengths_B, placed))
             for name, kind in self.kinds.items()

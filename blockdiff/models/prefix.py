@@ -71,6 +71,7 @@ class Prefix:
         rope: what gives a model's RoPE of positions. What layers keep of a selection they keep with this prefix.
         """
         if length not in self._canvases:
+            self.require_whole_blocks()
             start_B1 = self.lengths_B[:, None]
             everything = torch.zeros_like(start_B1), torch.full_like(start_B1, length)
             spans = {}
@@ -84,6 +85,18 @@ class Prefix:
             positions_BL = start_B1 + torch.arange(length, device=start_B1.device)
             self._canvases[length] = positions_BL, spans, rope(positions_BL)
         return self._canvases[length]
+
+    def require_whole_blocks(self) -> None:
+        """Raise BlockdiffError if a row ends within a block that its tokens see whole: nothing can follow there."""
+        block = next((kind.block for kind in self.kinds if kind.block is not None), None)
+        if block is None:
+            return
+        lengths = self.lengths_B.tolist() if self.common_length is None else [self.common_length]
+        if cut := next((length for length in lengths if length % block), None):
+            raise BlockdiffError(
+                f"a row of {cut} tokens ends within a block of {block}; encode whole blocks, and put the rest of the "
+                "tokens into the canvas behind them"
+            )
 
     def select(self, rows: Tensor) -> Prefix:
         """The prefix of some rows (int64 [B'] indices)."""

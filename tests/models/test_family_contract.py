@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ def denoiser(request) -> BlockDiffusionModel:
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(model: BlockDiffusionModel, count: int) -> int:
+    """At most `count` tokens, behind which a canvas or more clean tokens can follow."""
+    return count // (model.config.block or 1) * (model.config.block or 1)
 
 
 def close(found: Tensor, truth: Tensor, tolerance: float = CLOSE) -> None:
@@ -117,12 +123,14 @@ def test_what_the_file_beside_has_is_missed_where_it_is_gone(denoiser, tmp_path)
 @pytest.mark.parametrize("split", [(1, 29), (17, 13), (7, 7, 7, 9)])
 def test_any_split_of_a_prompt_gives_the_same(model, split):
     prompt = tokens(2, 30)
-    whole, prefix, parts = model.encode(prompt), None, []
-    for chunk in prompt.split(split, 1):
-        prefix = model.encode(chunk, prefix=prefix)
-        parts.append(prefix.hidden)
-    close(torch.cat(parts, 1), whole.hidden)
-    for one, other in zip(prefix.layers(), whole.layers(), strict=True):
+    at_once, prefix, parts = model.encode(prompt), None, []
+    ends = [whole(model, end) for end in accumulate(split[:-1])]
+    for chunk in prompt.tensor_split(ends, 1):
+        if chunk.shape[1]:
+            prefix = model.encode(chunk, prefix=prefix)
+            parts.append(prefix.hidden)
+    close(torch.cat(parts, 1), at_once.hidden)
+    for one, other in zip(prefix.layers(), at_once.layers(), strict=True):
         for x, y in zip(one, other, strict=True):
             close(x, y)
 
@@ -150,47 +158,51 @@ def test_packed_documents_do_not_see_each_other(model):
 
 
 def test_later_tokens_change_nothing_before_them(model):
-    prompt = tokens(1, 30)
-    other = torch.cat([prompt[:, :20], tokens(1, 10, seed=5)], 1)
-    close(model.encode(prompt).hidden[:, :20], model.encode(other).hidden[:, :20])
+    prompt, same = tokens(1, 30), whole(model, 20)
+    other = torch.cat([prompt[:, :same], tokens(1, 30 - same, seed=5)], 1)
+    close(model.encode(prompt).hidden[:, :same], model.encode(other).hidden[:, :same])
 
 
 def test_pages_hold_what_a_prefix_holds(model):
     prompt, pages = tokens(2, 30), Pages(model, page_tokens=8, capacity=160)
     rows = [pages.open(), pages.open()]
-    first = pages.encode(rows, prompt[:, :19], [19, 19])
-    second = pages.encode(rows, prompt[:, 19:], [11, 4])
-    whole = model.encode(prompt).hidden
-    close(torch.cat([first[0], second[0]]), whole[0])
-    close(torch.cat([first[1], second[1, :4]]), whole[1, :23])
+    cut, short, long = (whole(model, count) for count in (19, 23, 30))
+    first = pages.encode(rows, prompt[:, :cut], [cut, cut])
+    second = pages.encode(rows, prompt[:, cut:long], [long - cut, short - cut])
+    at_once = model.encode(prompt[:, :long]).hidden
+    close(torch.cat([first[0], second[0]]), at_once[0])
+    close(torch.cat([first[1], second[1, : short - cut]]), at_once[1, :short])
     if model.denoises:
         canvas = tokens(2, model.canvas_length, seed=3)
         found = pages.denoise(rows, canvas)
-        close(found[:1], model.denoise(canvas[:1], model.encode(prompt[:1])))
-        close(found[1:], model.denoise(canvas[1:], model.encode(prompt[1:, :23])))
+        close(found[:1], model.denoise(canvas[:1], model.encode(prompt[:1, :long])))
+        close(found[1:], model.denoise(canvas[1:], model.encode(prompt[1:, :short])))
     pages.check()
 
 
 def test_several_query_tokens_at_once_over_pages_are_as_one_at_a_time(model):
     """Decoding steps of any number of query tokens, in rows of other lengths, of which one ends with a page."""
-    prompts, more, lengths = tokens(3, 24), tokens(3, 6, seed=1), [24, 9, 14]
+    one, lengths = model.config.block or 1, [24, whole(model, 9), whole(model, 14)]
+    prompts, more = tokens(3, 24), tokens(3, 6 * one, seed=1)
     found = []
     for steps in ((1, 1, 1, 1, 1, 1), (2, 3, 1), (6,)):
-        pages = Pages(model, page_tokens=8, capacity=240)
+        pages = Pages(model, page_tokens=8, capacity=480)
         rows = [pages.open() for _ in lengths]
         pages.encode(rows, prompts, lengths)
-        hidden = [pages.encode(rows, some, [some.shape[1]] * 3) for some in more.split(steps, 1)]
-        found.append(torch.cat([*hidden, pages.encode(rows, more[:, :1], [1] * 3)], 1))
+        parts = more.split([one * count for count in steps], 1)
+        hidden = [pages.encode(rows, some, [some.shape[1]] * 3) for some in parts]
+        found.append(torch.cat([*hidden, pages.encode(rows, more[:, :one], [one] * 3)], 1))
         pages.check()
     close(found[1], found[0])
     close(found[2], found[0])
-    alone = model.encode(torch.cat([prompts[1:2, :9], more[1:2]], 1)).hidden[:, 9:]
-    close(found[0][1:2, :6], alone)
+    alone = model.encode(torch.cat([prompts[1:2, : lengths[1]], more[1:2]], 1)).hidden[:, lengths[1] :]
+    close(found[0][1:2, : 6 * one], alone)
 
 
 def test_a_gradient_reaches_every_parameter(model):
-    encoded = model.encode(tokens(2, 30))
-    loss = model.vocabulary.cross_entropy(encoded.hidden.flatten(0, 1), tokens(60, seed=4)).sum()
+    count = whole(model, 30)
+    encoded = model.encode(tokens(2, count))
+    loss = model.vocabulary.cross_entropy(encoded.hidden.flatten(0, 1), tokens(2 * count, seed=4)).sum()
     if model.denoises:
         L = model.canvas_length
         soft = model.vocabulary.soft_embedding(torch.randn(2, L, encoded.hidden.shape[2], dtype=torch.float64))
@@ -214,7 +226,7 @@ def test_a_causal_model_says_that_it_denoises_nothing():
 
 
 def test_a_canvas_sees_all_of_itself_and_changes_nothing_of_the_prefix(denoiser):
-    prompt, L = tokens(1, 20), denoiser.canvas_length
+    prompt, L = tokens(1, whole(denoiser, 20)), denoiser.canvas_length
     prefix = denoiser.encode(prompt)
     before = [x.clone() for layer in prefix.layers() for x in layer]
     canvas = tokens(1, L, seed=1)
@@ -229,7 +241,7 @@ def test_a_canvas_sees_all_of_itself_and_changes_nothing_of_the_prefix(denoiser)
 
 def test_canvases_side_by_side_are_as_alone_in_packed_rows_too(denoiser):
     L, documents = denoiser.canvas_length, [tokens(20), tokens(15, seed=1)]
-    starts = [[9, 12], [6]]
+    starts = [[whole(denoiser, start) for start in of] for of in ([9, 17], [11])]
     noisy = [[tokens(L, seed=10 + n).tolist() for n in range(len(of))] for of in starts]
     rows = [
         CleanRow(document.tolist(), [Canvas(canvas, start) for canvas, start in zip(of, at, strict=True)])
@@ -253,7 +265,7 @@ def test_canvases_side_by_side_are_as_alone_in_packed_rows_too(denoiser):
 
 
 def test_clean_and_noisy_tokens_in_one_call_are_as_in_two(denoiser):
-    L, prefix = denoiser.canvas_length, denoiser.encode(tokens(1, 12))
+    L, prefix = denoiser.canvas_length, denoiser.encode(tokens(1, whole(denoiser, 12)))
     canvas, soft = tokens(1, L, seed=1), torch.randn(1, L, prefix.hidden.shape[2], dtype=torch.float64)
     positions, spans, _ = prefix.canvas(L, denoiser.rope)
     alone = denoiser(canvas, positions, spans, prefix.layers(), True, soft)[0]
@@ -263,7 +275,7 @@ def test_clean_and_noisy_tokens_in_one_call_are_as_in_two(denoiser):
 
 
 def test_no_signal_is_a_signal_of_zeros(denoiser):
-    L, prefix = denoiser.canvas_length, denoiser.encode(tokens(2, 12))
+    L, prefix = denoiser.canvas_length, denoiser.encode(tokens(2, whole(denoiser, 12)))
     canvas, width = tokens(2, L, seed=1), prefix.hidden.shape[2]
     nothing = torch.zeros(2, L, width, dtype=torch.float64)
     close(denoiser.denoise(canvas, prefix, nothing), denoiser.denoise(canvas, prefix))

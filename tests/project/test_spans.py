@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.spans import denoise_spans, encode_spans
+from blockdiff.spans import block_runs, denoise_spans, encode_spans
 
 pytestmark = pytest.mark.quick
 
@@ -44,6 +44,33 @@ def test_encode_sees_a_window_that_counts_the_query():
             xxx..
             .xxx.
             ..xxx
+        """),
+    )
+
+
+def test_blocks_count_from_each_documents_start_and_end_with_it():
+    doc_start = torch.tensor([[0, 0, 0, 0, 0, 5, 5, 5, 5, -1]])
+    drawing = matrix("""
+        xxx.......
+        xxx.......
+        xxx.......
+        xxxxx.....
+        xxxxx.....
+        .....xxx..
+        .....xxx..
+        .....xxx..
+        .....xxxx.
+        ..........
+    """)
+    spans = encode_spans(doc_start, run_BT2=block_runs(doc_start, 3))
+    assert torch.equal(spans.dense(0, 10)[0], drawing)
+    past, rest = torch.tensor([3]), torch.tensor([[0, 0, -1]])
+    assert torch.equal(
+        encode_spans(rest, window=2, past_B=past, run_BT2=block_runs(rest, 3, past)).dense(3, 3)[0],
+        matrix("""
+            ..x|xx.
+            ...|xx.
+            ...|...
         """),
     )
 

@@ -46,6 +46,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "minimax_m3 denoising": lambda: m3_config(canvas_length=8),
     "minimax_m3 text, denoising": lambda: m3_text_config(canvas_length=8),
     "qwen3": lambda: Qwen3Config(**SMALL, tie_word_embeddings=True),
+    "qwen3 sliding, blocks": lambda: Qwen3Config(**SMALL, **SLIDING, canvas_length=4, prefix="blocks"),
     "qwen3 sliding, denoising": lambda: Qwen3Config(**SMALL, **SLIDING, canvas_length=8),
 }
 

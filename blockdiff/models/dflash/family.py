@@ -61,6 +61,7 @@ class DFlashFamily(Qwen3Family):
     model_type = "dflash"
     architecture = "DFlashDraftModel"
     model_class = DFlash
+    prefixes: ClassVar[tuple[str, ...]] = ("causal",)
     names = Names(TABLE)
     parts: ClassVar = {
         "norms": ("*norm.weight",),
