@@ -231,6 +231,9 @@ def test_numbers_have_the_bounds_and_the_factor_that_are_asked_for():
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 STRING, NULL = {"type": "string"}, {"type": "null"}
+ONES = {"type": "object", "properties": {"a": {"items": {"const": 1}, "type": "array"}}, "required": ["a"]}
+DIAMOND = {**{f"{n}": {"$ref": "#/$defs/ones"} for n in range(3)}, "ones": {**ONES, "additionalProperties": False}}
+LISTS = {"lists": {"type": "array", "items": {"$ref": "#/$defs/lists"}}}
 KIND = {"kind": {"enum": ["a", "b"]}}
 
 
@@ -254,6 +257,13 @@ KIND = {"kind": {"enum": ["a", "b"]}}
         ({"type": "string", "pattern": r"^(?!\s*$)\S+"}, ['"a"'], ['" "', '"　"', '""']),
         ({"type": "string", "maxLength": 200}, [f'"{"a" * 200}"', f'"{"é" * 200}"'], [f'"{"a" * 201}"']),
         ({"allOf": [{"properties": {"a": STRING}}, {"required": ["a"]}]}, ['{"a":""}'], ["{}", '{"a":1}']),
+        ({"allOf": [{"$ref": "#/$defs/a"}] * 10, "$defs": {"a": {"enum": [1, 2]}}}, ["1", "2"], ["3"]),
+        (
+            {"allOf": [{"$ref": f"#/$defs/{n % 3}"} for n in range(12)], "$defs": DIAMOND},
+            ['{"a":[1]}', '{"a":[]}'],
+            ['{"a":[2]}', "{}"],
+        ),
+        ({"allOf": [{"$ref": "#/$defs/lists"}] * 6, "$defs": LISTS}, ["[]", "[[],[[]]]"], ["[1]"]),
         ({"allOf": [{"minimum": 3}, {"type": "integer", "maximum": 4}]}, ["3", "4"], ["2", "5", "3.5"]),
         ({"anyOf": [STRING, {"type": "integer"}], "minLength": 1, "minimum": 5}, ['"a"', "5"], ['""', "4"]),
         ({"oneOf": [STRING, {"type": "array", "items": STRING}]}, ['"a"', '["a"]'], ["1"]),

@@ -6,6 +6,7 @@ of which a document satisfies one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -33,25 +34,32 @@ class Rewriting:
 
         They may hold less than the schema. is_loose: they hold no less; exclusions are left out.
         """
-        done, todo = list[Way](), [(schema, within)]
+        done, todo = list[Way](), [(schema, within, list[Way](), within)]
         while todo:
             seconds_left()
-            value, refs = todo.pop(0)
+            value, refs, others, before = todo.pop(0)
             plain = simplified(value, place)
             if isinstance(plain, bool):
                 continue
             keyword = next((each for each in COMBINING if each in plain), None)
-            if keyword is None:
-                done.append((plain, refs))
+            if keyword is None and others:
+                (other, outer), *others = others
+                todo.insert(0, (both_of(plain, other, place), outer, others, _with_most(before, refs)))
+            elif keyword is None:
+                done.append((plain, _with_most(before, refs)))
             elif keyword == "$ref":
                 if (found := self._referred(plain.pop("$ref"), place, refs)) is not None:
                     target, refs = found
-                    todo.insert(0, (both_of(plain, target, place), refs))
+                    todo.insert(0, (both_of(plain, target, place), refs, others, before))
                 elif is_loose:
                     raise unheld("$ref", place, "it refers to itself in a place where schemas must differ")
+            elif keyword == "allOf":  # a $ref in one of its schemas is not around the next
+                first, *rest = _listed(plain.pop(keyword), keyword, place)
+                todo.insert(0, (both_of(plain, first, place), refs, [(each, refs) for each in rest] + others, before))
             else:
                 inner = plain.pop(keyword)
-                todo[:0] = [(each, refs) for each in self._ways_of[keyword](self, inner, plain, place)]
+                found_ways = self._ways_of[keyword](self, inner, plain, place)
+                todo[:0] = [(each, refs, others, before) for each in found_ways]
             if len(done) + len(todo) > MOST_WAYS:
                 raise unheld(keyword or "anyOf", place, f"it has more than {MOST_WAYS} combinations; name fewer")
         if is_loose:
@@ -121,10 +129,6 @@ class Rewriting:
             found.append(both_of(both_of(plain, schema, place), {EXCLUDED: others}, place))
         return found
 
-    def _all_of(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
-        first, *rest = _listed(schemas, "allOf", place)
-        return [both_of(plain | ({"allOf": rest} if rest else {}), first, place)]
-
     def _if(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
         condition, then, otherwise = schemas
         is_met = both_of(both_of(plain, condition, place), then, place)
@@ -150,7 +154,6 @@ class Rewriting:
     _ways_of: Mapping[str, Callable[[Rewriting, Any, dict[str, Any], str], list[Any]]] = {
         "anyOf": _any_of,
         "oneOf": _one_of,
-        "allOf": _all_of,
         "if": _if,
         "dependentRequired": _dependent_required,
         "dependentSchemas": _dependent_schemas,
@@ -175,6 +178,11 @@ def rooted(document: Any, root: str = "#", where: str = "#") -> Any:
         else:
             found[key] = rooted(value, root, f"{where}/{key.replace('~', '~0').replace('/', '~1')}")
     return found
+
+
+def _with_most(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """The $refs around two schemas of one value: each as often as around the schema that has more of it."""
+    return tuple((Counter(one) | Counter(other)).elements())
 
 
 def _listed(schemas: Any, keyword: str, place: str) -> list[Any]:
