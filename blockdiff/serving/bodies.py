@@ -56,7 +56,7 @@ def checked_body(given: dict[str, Any], kind: type[B], path: str) -> B:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = _nearest(error.errors(include_url=False, include_input=False), given)
     place = _place(first["loc"], given, first["type"] == "missing")
     words = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
@@ -67,6 +67,16 @@ def checked_body(given: dict[str, Any], kind: type[B], path: str) -> B:
     else:
         words = f"{words[:1].lower()}{words[1:]}"
     raise Refused(f"{place}: {words}" if place else words, param=place or None)
+
+
+def _nearest(errors: list[Any], given: dict[str, Any]) -> Any:
+    """The first error, or that of another of its field's types, if the value is of that type."""
+    place = _place(errors[0]["loc"], given, False)
+    if errors[0]["type"].endswith("_type"):
+        for each in errors:
+            if not each["type"].endswith("_type") and f"{_place(each['loc'], given, False)}.".startswith(f"{place}."):
+                return each
+    return errors[0]
 
 
 def _place(location: Sequence[Any], value: Any, is_missing: bool) -> str:

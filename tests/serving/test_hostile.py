@@ -346,6 +346,7 @@ def test_stop_texts_are_few_and_short(chatty):
     for stop in (["a"] * 65, "a" * 1025, ["a" * 1025]):
         status, error = served(chatty, lambda asking, stop=stop: asking.refusal(messages=USER, stop=stop))
         assert status == 400 and error["param"].startswith("stop")
+        assert "64 items" in error["message"] or "1024 characters" in error["message"]
     with pytest.raises(RequestError, match="stop"):
         Request("a", prompt="a", stop=["a" * 1025]).check()
 
