@@ -10,7 +10,7 @@ def main() -> None:
 
         command()
     except KeyboardInterrupt:
-        print("blockdiff: error: stopped", file=sys.stderr)
+        print("blockdiff: error: stopped", file=sys.stderr)  # noqa: T201 (nothing else is imported yet)
         sys.exit(130)
 
 

@@ -154,6 +154,11 @@ def say(text: str, file: IO[str] | None = None) -> None:
     file.flush()
 
 
+def say_out(text: str) -> None:
+    """Print a text on stdout, as `shown` there: what commands print may hold names that a stranger has given."""
+    say(text, sys.stdout)
+
+
 @contextmanager
 def saying(line: Callable[[float], str | None], say: Callable[[str], object] = say) -> Iterator[None]:
     """Surrounds what may take long: a line of the seconds so far is said after one, after two, after four and so on.

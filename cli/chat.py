@@ -88,11 +88,11 @@ def lines(is_terminal: bool) -> Iterator[str]:
         try:
             line = input("… " if before else "> ") if is_terminal else sys.stdin.readline()
         except KeyboardInterrupt:
-            print()
+            print()  # noqa: T201
             before = ""
             continue
         except EOFError:
-            print()
+            print()  # noqa: T201
             return
         if not is_terminal and not line:
             if before.strip():

@@ -13,6 +13,7 @@ import typer
 
 from blockdiff.cli import options
 from blockdiff.errors import BlockdiffError
+from blockdiff.terminal import say_out
 
 data = typer.Typer(
     help="Make the data of a task, or a tokenizer from data.",
@@ -157,10 +158,10 @@ def tokenizer(
     made = byte_level_bpe(texts(), vocab_size)
     options.make_parent(output / "tokenizer.json")
     write_tokenizer(made, output)
-    print(f"{len(made):,} tokens from {counted(counts['rows'], 'row')}, {counted(counts['characters'], 'character')}")
+    say_out(f"{len(made):,} tokens from {counted(counts['rows'], 'row')}, {counted(counts['characters'], 'character')}")
     if len(made) < vocab_size:
-        print(f"these texts give no more than that, fewer than the {vocab_size:,} of --vocab-size")
-    print(f"written to {output}")
+        say_out(f"these texts give no more than that, fewer than the {vocab_size:,} of --vocab-size")
+    say_out(f"written to {output}")
 
 
 def _write(output: Path, counts: Iterable[str], overwrite: bool, write: Callable[[], Iterable[str]]) -> None:
@@ -170,8 +171,8 @@ def _write(output: Path, counts: Iterable[str], overwrite: bool, write: Callable
     for name in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
         options.require_free(output / name, overwrite=overwrite)
     for line in write():
-        print(line)
-    print(f"written to {output}")
+        say_out(line)
+    say_out(f"written to {output}")
 
 
 def _counts(splits: list[str]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from blockdiff.cli.model import ModelOptions, SamplingOptions, note_raw_rows, wi
 from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.evals import TASKS
 from blockdiff.evals import task as find_task
-from blockdiff.terminal import shown
+from blockdiff.terminal import say_out
 
 if TYPE_CHECKING:
     from blockdiff.data.rows import Row
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.strategy import Strategy
 
 HARNESS = "lm-eval:"
-Say = Callable[[str], object]  # `print`, or nothing where stdout has JSON alone
+Say = Callable[[str], object]  # `say_out`, or nothing where stdout has JSON alone
 
 
 @with_groups
@@ -81,7 +81,7 @@ def evaluate(
         raise typer.BadParameter("the numbers are printed by --json", param_hint="--output")
     if chat and raw:
         raise typer.BadParameter("it leaves prompts as they are; give it or --chat", param_hint="--raw")
-    say: Say = _say_nothing if as_json else print
+    say: Say = _say_nothing if as_json else say_out
     is_of_harness = task.startswith(HARNESS)
     if task == HARNESS:
         raise typer.BadParameter("name a task of the harness, such as lm-eval:gsm8k", param_hint="--task")
@@ -192,7 +192,7 @@ def _print_report(report: dict[str, Any], say: Say) -> None:
 
     say("\n".join(summary.lines(report)))
     if failed := _failures(report):
-        say(f"not answered      {len(failed)}, first {shown(failed[0], sys.stdout)}")
+        say(f"not answered      {len(failed)}, first {failed[0]}")
 
 
 def _compared(first: dict[str, Any], second: dict[str, Any], say: Say) -> dict[str, Any]:

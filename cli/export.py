@@ -9,6 +9,7 @@ import typer
 
 from blockdiff.cli import options
 from blockdiff.cli.model import at_checkpoint
+from blockdiff.terminal import say_out
 
 
 def export(
@@ -51,8 +52,8 @@ def export(
 
         written = export_model(source, output, adapter, peft=peft, base=base, dtype=dtype, quantize=quantize)
     what = "the adapter, in PEFT's format" if peft else "a checkpoint"
-    print(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")
+    say_out(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")
     if push is not None:
         from blockdiff.checkpoint.push import push as upload
 
-        print(f"uploaded to {upload(written, push)}")
+        say_out(f"uploaded to {upload(written, push)}")

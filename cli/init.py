@@ -77,7 +77,7 @@ def init(
     from blockdiff import checkpoint
     from blockdiff.checkpoint.opening import require_as_written
     from blockdiff.checkpoint.tokenizer import load_tokenizer
-    from blockdiff.terminal import counted
+    from blockdiff.terminal import counted, say_out
 
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     if add_tokens is not None:
@@ -105,6 +105,6 @@ def init(
     checkpoint.save(model, directory, tokenizer=loaded)
     count = sum(parameter.numel() for parameter in model.parameters())
     written = str(model.dtype).removeprefix("torch.")
-    print(f"{directory}: {origin}, {count:,} parameters, {written}, seed {seed}")
+    say_out(f"{directory}: {origin}, {count:,} parameters, {written}, seed {seed}")
     if loaded is None and drafter_for is None and not (directory / "tokenizer_config.json").exists():
-        print("no tokenizer in it; give one with --tokenizer DIR before sampling")
+        say_out("no tokenizer in it; give one with --tokenizer DIR before sampling")

@@ -24,7 +24,7 @@ def inspect(
     is_recipe = options.is_recipe(target, set_)
     if not is_recipe and (step, rows) != (1, 3):
         raise typer.BadParameter("only a recipe (a .yaml file) has batches to draw", param_hint="--step, --rows")
-    from blockdiff.terminal import quiet
+    from blockdiff.terminal import quiet, say_out
     from blockdiff.training.progress import Progress
 
     quiet()
@@ -39,4 +39,4 @@ def inspect(
 
         found = show_recipe(read_recipe(target, set_ or ()), show, step, rows)
     if as_json:
-        print(json.dumps(found, indent=1))
+        say_out(json.dumps(found, indent=1))

@@ -30,7 +30,7 @@ from blockdiff.cli.sample import sample
 from blockdiff.cli.serve import serve
 from blockdiff.cli.train import train
 from blockdiff.errors import BlockdiffError
-from blockdiff.terminal import ESCAPED, outliving, say, say_error
+from blockdiff.terminal import ESCAPED, outliving, say, say_error, say_out
 
 OURS = (Path(blockdiff.__file__).parent, Path(__file__).parent)
 REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room there and start again")
@@ -111,7 +111,7 @@ for name, command, example in (
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"blockdiff {__version__}")
+        say_out(f"blockdiff {__version__}")
         raise typer.Exit
 
 

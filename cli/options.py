@@ -14,6 +14,7 @@ import typer
 from blockdiff.errors import BlockdiffError
 from blockdiff.files import matching
 from blockdiff.request_options import OPTIONS, PROMPTS, SAMPLING, RequestOptions
+from blockdiff.terminal import say_out
 
 # The groups of options in `--help`.
 ROWS, OUTPUT, DEVICE = "Rows", "Output", "Model and device"
@@ -55,7 +56,7 @@ def _help_of_strategies(value: str | None) -> str | None:
     if value == "help":
         from blockdiff.sampling.strategies import strategies_table
 
-        typer.echo(strategies_table())
+        say_out(strategies_table())
         raise typer.Exit
     return value
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from blockdiff.cli import options
+from blockdiff.terminal import say_out
 
 GIB = 2**30
 
@@ -55,7 +56,7 @@ def plan(
         lines, report = _sampling(target, limit, tokens or 1000, device, quantize)
     if limit is None:
         lines.append("no GPU is here to compare with; --gpu-memory GIB says whether it fits one")
-    print(json.dumps(report, indent=1) if as_json else "\n".join(lines))
+    say_out(json.dumps(report, indent=1) if as_json else "\n".join(lines))
     raise typer.Exit(1 if report["fits"] is False else 0)
 
 

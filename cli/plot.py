@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from blockdiff.cli import options
+from blockdiff.terminal import say_out
 
 
 def plot(
@@ -27,4 +28,4 @@ def plot(
     options.require_free(output, overwrite=overwrite)
     options.make_parent(output)
     draw_comparison(runs, output)
-    print(f"{output}: {len(runs)} run{'s' * (len(runs) != 1)}")
+    say_out(f"{output}: {len(runs)} run{'s' * (len(runs) != 1)}")

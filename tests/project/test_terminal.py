@@ -15,7 +15,7 @@ import blockdiff
 import blockdiff.cli.main
 from blockdiff.cli.main import _show_warning, report
 from blockdiff.errors import BlockdiffError
-from blockdiff.terminal import ESCAPED, counted, outliving, printable, say, shown, unread
+from blockdiff.terminal import ESCAPED, counted, outliving, printable, say, say_out, shown, unread
 from blockdiff.training.progress import Progress
 from blockdiff.training.report import epochs_in_words
 
@@ -51,6 +51,13 @@ def test_what_commands_a_terminal_is_written_as_its_code(text: str, escaped: str
     assert printable(f"a{text}b") == f"a{escaped}b"
     line = json.dumps({"text": f"a{text}b"}, ensure_ascii=False)
     assert json.loads(printable(line)) == json.loads(line)
+
+
+@pytest.mark.quick
+def test_names_in_what_a_command_prints_cannot_command_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    say_out("runs/\x1b]0;gone\x07: a checkpoint")
+    assert terminal.writes == ["runs/\\u001b]0;gone\\u0007: a checkpoint\n"]
 
 
 @pytest.mark.quick
