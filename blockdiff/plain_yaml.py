@@ -13,7 +13,11 @@ _OF_A_VALUE = 20  # characters that a value counts for in addition to its own
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with numbers like 1e-4 read as numbers (YAML 1.2), duplicate keys refused and anchors bounded."""
+    """YAML with the numbers of YAML 1.2, duplicate keys refused and anchors bounded.
+
+    1e-4 is a number. 1:30 and 010 are texts, which YAML 1.1 reads to the base of 60 and of 8; where a number is
+    expected, the text 010 is ten.
+    """
 
     def construct_document(self, node: yaml.Node) -> Any:
         _require_small(node, {})
@@ -29,7 +33,18 @@ class _Loader(yaml.SafeLoader):
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
+        text = self.construct_scalar(node)
+        return text if _OTHER_BASE.match(text) else super().construct_yaml_int(node)
 
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Any:
+        text = self.construct_scalar(node)
+        return text if ":" in text else super().construct_yaml_float(node)
+
+
+_OTHER_BASE = re.compile(r"[-+]?0[0-9_]|.*:")
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from blockdiff.checkpoint.files import ADDED, first_line
+from blockdiff.checkpoint.files import ADDED, metadata_in, tensors_in
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.weights import is_scale
 from blockdiff.models.adapters import is_adapter
@@ -99,13 +98,8 @@ def added_in(directory: Path) -> tuple[str, Shapes]:
 
     Raises CheckpointError for a file that cannot be read.
     """
-    file = directory / ADDED
-    try:
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in list(handle.keys())}
-            return (handle.metadata() or {}).get("class", "another class"), shapes
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: truncated or not a safetensors file ({first_line(error)})") from error
+    shapes = {name: stored.shape for name, stored in tensors_in(directory / ADDED).items()}
+    return metadata_in(directory / ADDED).get("class", "another class"), shapes
 
 
 def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device: torch.device) -> None:

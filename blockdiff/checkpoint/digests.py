@@ -6,6 +6,7 @@ The latter are made of what was to be written, so they also tell what a disk has
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -30,8 +31,8 @@ def write_digests(directory: Path, digests: Mapping[str, str]) -> None:
 
 
 def has_digests(directory: Path) -> bool:
-    """True for a directory whose files can be compared with what was written."""
-    return (directory / DIGESTS).is_file()
+    """True if a directory has digests of its files, even ones that cannot be read."""
+    return os.path.lexists(directory / DIGESTS)
 
 
 def read_back(directory: Path) -> Path:
@@ -40,6 +41,8 @@ def read_back(directory: Path) -> Path:
     Raises CheckpointError naming a file that is missing or not as it was written, and for digests that are not those of
     all weights of the directory and of nothing else.
     """
+    if not (directory / DIGESTS).is_file():
+        raise CheckpointError(f"{directory / DIGESTS}: is no file with digests; write the directory again")
     digests = read_json(directory / DIGESTS)
     for name, digest in digests.items():
         if not NAMES.fullmatch(name) or not isinstance(digest, str):

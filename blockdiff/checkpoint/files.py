@@ -55,6 +55,8 @@ WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, 
 LARGEST_JSON = 1 << 22  # bytes of a config and the like
 LARGEST_INDEX = 1 << 26  # bytes of the names and places of all tensors
 MOST_TENSORS = 250_000  # of a file; experts by themselves make some 100,000
+LARGEST_HEADER = 1 << 25  # bytes of the names and places of a file's tensors, and of its metadata
+MOST_METADATA = 100_000  # entries
 
 SAMPLE = 1024  # numbers of each tensor that `fingerprint` reads
 
@@ -278,11 +280,9 @@ def tensors_in(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file by name; reads its header only. Raises CheckpointError."""
     require_regular(file)
     try:
+        _require_small_header(file)
         with safe_open(file, framework="pt", device="cpu") as handle:
-            names = list(handle.keys())
-            if len(names) > MOST_TENSORS:
-                raise CheckpointError(f"{file}: has {len(names):,} tensors; at most {MOST_TENSORS:,} are read")
-            return {name: _stored(file, handle.get_slice(name)) for name in names}
+            return {name: _stored(file, handle.get_slice(name)) for name in list(handle.keys())}
     except FileNotFoundError:
         if not file.parent.is_dir():
             raise CheckpointError(
@@ -297,10 +297,28 @@ def metadata_in(file: Path) -> Mapping[str, str]:
     """The metadata of a safetensors file. Raises CheckpointError."""
     require_regular(file)
     try:
+        _require_small_header(file)
         with safe_open(file, framework="pt", device="cpu") as handle:
             return handle.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: truncated or not a safetensors file ({first_line(error)})") from error
+
+
+def _require_small_header(file: Path) -> None:
+    """Raise CheckpointError for a safetensors file whose header takes long to parse.
+
+    A tensor's entry has a brace and ten quotation marks, one of the metadata four quotation marks.
+    """
+    with file.open("rb") as handle:
+        size = int.from_bytes(handle.read(8), "little")
+        header = handle.read(min(size, LARGEST_HEADER))
+    if size > LARGEST_HEADER and size <= file.stat().st_size:
+        raise CheckpointError(f"{file}: its header has {size:,} bytes; at most {LARGEST_HEADER:,} are read")
+    tensors, marks = header.count(b"{"), header.count(b'"')
+    if tensors > MOST_TENSORS + 2:
+        raise CheckpointError(f"{file}: has {tensors:,} tensors; at most {MOST_TENSORS:,} are read")
+    if marks - 10 * tensors > 4 * MOST_METADATA:
+        raise CheckpointError(f"{file}: its metadata has more than {MOST_METADATA:,} entries; remove them")
 
 
 def _stored(file: Path, part: Any) -> Stored:

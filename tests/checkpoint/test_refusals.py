@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdiff import devices
@@ -58,6 +59,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda d: edit(d, lambda tensors: tensors.update({f"{n}": torch.empty(0) for n in range(1000)})),
         [WEIGHTS, "tensors; at most 1,000 are read"],
     ),
+    "long metadata": (
+        lambda d: save_file({}, d / WEIGHTS, {f"{n}": "" for n in range(2000)}),
+        [WEIGHTS, "metadata has more than 1,000 entries"],
+    ),
+    "a long header": (
+        lambda d: (d / WEIGHTS).write_bytes((2**26).to_bytes(8, "little") + bytes(2**26)),
+        [WEIGHTS, "header has 67,108,864 bytes"],
+    ),
     "a long config": (
         lambda d: (d / "config.json").write_text("[" + " " * 2**22 + "]"),
         ["config.json", "longer than 4,194,304 bytes"],
@@ -95,6 +104,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 def test_damage_is_refused_in_one_line_that_names_it(damaged, monkeypatch, what):
     damage, words = DAMAGE[what]
     monkeypatch.setattr(files, "MOST_TENSORS", 1000)
+    monkeypatch.setattr(files, "MOST_METADATA", 1000)
     damage(damaged)
     with pytest.raises(CheckpointError) as refusal:
         load(damaged, "float32", "cpu")

@@ -124,6 +124,16 @@ def test_digests_are_of_the_files_of_a_directory_and_of_all_its_weights(
     assert named in refusal("inspect", model)
 
 
+@pytest.mark.parametrize(
+    "replace", [os.mkfifo, Path.mkdir, lambda file: file.symlink_to(file.with_name("gone"))], ids=str
+)
+def test_digests_that_are_no_file_are_refused_and_not_taken_for_none(workshop: Path, tmp_path: Path, replace) -> None:
+    shutil.copytree(workshop / "run" / "model", model := tmp_path / "model")
+    (model / "digests.json").unlink()
+    replace(model / "digests.json")
+    assert "digests.json: is no file with digests" in refusal("inspect", model)
+
+
 def test_the_metrics_that_can_decide_are_those_that_are_measured(workshop: Path) -> None:
     records = metrics(workshop / "run")
     measured = {key for record in records if record["kind"] == "heldout" for key in record}

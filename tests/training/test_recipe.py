@@ -387,6 +387,15 @@ def test_anchors_and_merges_of_a_few_keys_are_read(recipes: Path) -> None:
     assert (recipe.train.steps, recipe.optim.lr) == (20, 1e-3)
 
 
+@pytest.mark.parametrize("text", ["1:30", "!!int 1:30", ":".join(["59"] * 3000), "1:30.5"])
+def test_a_number_to_another_base_is_no_number_of_a_recipe(recipes: Path, text: str) -> None:
+    assert "train.steps" in refusal(write(recipes, f"extends: base.yaml\ntrain: {{steps: {text}}}\n"))
+
+
+def test_a_number_with_a_leading_zero_is_a_decimal_one(recipes: Path) -> None:
+    assert read_recipe(write(recipes, "extends: base.yaml\ntrain: {steps: 010}\n")).train.steps == 10
+
+
 def test_a_packaged_recipe_is_read_by_its_name_and_says_how_its_data_are_made(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "make the data: blockdiff data sudoku --output data/sudoku4" in refusal(Path("quickstart"))
