@@ -17,6 +17,7 @@ from blockdiff.kernels.fp8 import torch as fp8
 from blockdiff.kernels.gated import torch as gates
 from blockdiff.kernels.heads import torch as heads
 from blockdiff.kernels.norm_rope import torch as norms
+from blockdiff.kernels.nvfp4 import torch as nvfp4
 from blockdiff.kernels.op import Composition, Op
 from blockdiff.kernels.routing import torch as routing
 from blockdiff.kernels.span_attention import torch as spans
@@ -50,6 +51,7 @@ class Kernels:
     gated = Op(gates.gated, "c", "triton")
     gated_linear = Composition(gates.gated_linear, "triton")
     fp8_linear = Op(fp8.fp8_linear, "triton")
+    nvfp4_linear = Op(nvfp4.nvfp4_linear)
     logits = Op(vocabulary.logits)
     divergence = Op(vocabulary.divergence)
     linear_cross_entropy = Op(vocabulary.linear_cross_entropy, "c", "triton")

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.op import Ops
 
 
@@ -65,3 +67,24 @@ class Decoded:
 def linear(ops: Ops, x: Tensor, weight: Tensor | StoredMatrix) -> Tensor:
     """`x W^T`: x [..., in], weight [out, in]."""
     return F.linear(x, weight) if isinstance(weight, Tensor) else weight.product(ops, x)
+
+
+def decoded_linear(x: Tensor, weight: StoredMatrix) -> Tensor:
+    """`x W^T` in x's dtype in plain torch: W is decoded where it is used, and not kept; a gradient for x alone."""
+    (x,) = in_autocast(x)
+    out: Tensor = _DecodedLinear.apply(x, type(weight), *weight)  # type: ignore[misc]
+    return out
+
+
+class _DecodedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, form: Any, *tensors: Tensor) -> Tensor:
+        ctx.form = form
+        ctx.save_for_backward(*tensors)
+        return F.linear(x, form(*tensors).decoded(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight = ctx.form(*ctx.saved_tensors)
+        return grad @ weight.decoded(grad.dtype), None, *(None for _ in weight)

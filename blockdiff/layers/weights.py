@@ -1,7 +1,8 @@
 """Parts of the modules that hold weights: the form in which a weight is stored, and the adapter over it.
 
 A weight is a parameter, or it is frozen in a form of fewer bits (`kernels/stored.py`), whose tensors are buffers: X has
-the codes and X_scale the scales of a weight X in fp8. Neither part changes the names of tensors.
+the codes and X_scale the scales of a weight X in fp8, X_scale_2 those of the tensor in NVFP4. Neither part changes the
+names of tensors.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.nvfp4 import Nvfp4
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.layers.lora import LowRank, merged
 
 Form = type[StoredMatrix]
-FORMS: dict[str, Form] = {"fp8": Fp8}
+FORMS: dict[str, Form] = {"fp8": Fp8, "nvfp4": Nvfp4}
 NAMES = ("weight", "gate_up_proj", "down_proj")  # of all weights that can be stored in a form
 
 

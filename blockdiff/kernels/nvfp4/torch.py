@@ -1,0 +1,13 @@
+"""nvfp4_linear in plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from blockdiff.kernels.nvfp4.matrix import Nvfp4
+from blockdiff.kernels.stored import decoded_linear
+
+
+def nvfp4_linear(x: Tensor, weight: Nvfp4) -> Tensor:
+    """`x weight^T` in x's dtype: x [..., in], weight [out, in]; a gradient for x alone."""
+    return decoded_linear(x, weight)
