@@ -6,7 +6,7 @@ so the fill never enters a row. Noise lives in `diffusion`, reading and choosing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -36,7 +36,8 @@ class Canvas:
     """One canvas before it becomes a column of tensors.
 
     `tokens` has the canvas length; the first `length` of them (default: all) are valid and scored. `content` of these
-    are the response's own (default: all valid ones), the others its fill.
+    are the response's own (default: all valid ones), the others its fill. The tokens at the places `pinned`, from 0,
+    are given: the model sees them as they are, and they are neither corrupted nor scored.
     `start` and `doc_start` are columns of the row; `address` is (epoch, sample id, index within the sample);
     `weight` is what each scored position counts for.
     """
@@ -50,6 +51,7 @@ class Canvas:
     address: tuple[int, int, int] = (0, 0, 0)
     weight: float = 1.0
     content: int | None = None
+    pinned: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class Batch:
 
     B rows, S clean columns, C canvases per row (sorted by document, then start), L canvas length.
     Padding columns have `doc_start_BS` -1, position 0 and the pad token; absent canvases have `length_BC` 0. Of a
-    canvas's valid tokens the first `content_BC` are the response's own; what follows them is fill.
+    canvas's valid tokens the first `content_BC` are the response's own; what follows them is fill. Tokens that are
+    pinned are seen without noise and are not scored.
     `weight_BC` and `ar_weight_BS` say what each scored position of a canvas and each scored pair counts for: 1 where
     the loss is a mean over tokens, 1 / (scored positions of the example) where it is a mean over examples. `images` are
     those of the clean rows (None: there is none). `visited` stands in place of noise (None: there is noise).
@@ -126,6 +129,7 @@ class Batch:
     doc_start_BC: Tensor
     length_BC: Tensor
     content_BC: Tensor
+    is_pinned_BCL: Tensor
     is_scored_BCL: Tensor
     t_BC: Tensor
     coin_BC: Tensor
@@ -149,7 +153,7 @@ class Batch:
         is_copied = self.tokens_BS.is_cpu and not there.tokens_BS.is_cpu
         return replace(there, host=self) if is_copied else there
 
-    def pinned(self) -> Self:
+    def in_pinned_memory(self) -> Self:
         """The batch with its tensors, those of images too, in pinned memory."""
         return self.map(Tensor.pin_memory)
 
@@ -219,6 +223,7 @@ CANVAS_FIELDS = (
     "doc_start_BC",
     "length_BC",
     "content_BC",
+    "is_pinned_BCL",
     "is_scored_BCL",
     "t_BC",
     "coin_BC",
@@ -252,6 +257,14 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
     content_BC = collect(lambda canvas: canvas_length if canvas.content is None else canvas.content)
     t = [[canvas.t for canvas in of_row] for of_row in canvases]
     weight = [[canvas.weight for canvas in of_row] for of_row in canvases]
+    pinned = [
+        (row, number, place)
+        for row, of_row in enumerate(canvases)
+        for number, canvas in enumerate(of_row)
+        for place in canvas.pinned
+    ]
+    is_pinned_BCL = torch.zeros(len(rows), most, canvas_length, dtype=torch.bool)
+    is_pinned_BCL[torch.tensor(pinned, dtype=torch.int64).reshape(-1, 3).unbind(1)] = True
     is_valid_BS = doc_start_BS >= 0
     is_ar_scored_BS = torch.zeros_like(is_valid_BS)
     is_ar_scored_BS[:, :-1] = is_valid_BS[:, :-1] & (doc_start_BS[:, :-1] == doc_start_BS[:, 1:])
@@ -271,7 +284,8 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
         doc_start_BC=collect(lambda canvas: canvas.doc_start),
         length_BC=length_BC,
         content_BC=content_BC.minimum(length_BC),
-        is_scored_BCL=torch.arange(canvas_length) < length_BC[..., None],
+        is_pinned_BCL=is_pinned_BCL,
+        is_scored_BCL=(torch.arange(canvas_length) < length_BC[..., None]) & ~is_pinned_BCL,
         t_BC=torch.tensor(t, dtype=torch.float32).reshape(len(rows), most),
         coin_BC=collect(lambda canvas: canvas.coin).bool(),
         address_BC3=collect(lambda canvas: canvas.address, 3),

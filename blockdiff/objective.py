@@ -192,11 +192,7 @@ class Objective(nn.Module):
         if batch.visited is not None:
             tokens_BCL = batch.visited.tokens_BCL
             return replace(batch, canvas_BCL=tokens_BCL), tokens_BCL != batch.canvas_BCL
-        # copies, for parts from Python may write into their arguments
-        alpha_BC = self.schedule.alpha(batch.t_BC.clone())
-        made = self.corruption.corrupt(batch.canvas_BCL.clone(), alpha_BC, batch.address_BC3.clone(), self.seed)
-        noisy_BCL, is_corrupted_BCL = _noise(made, batch.canvas_BCL, self.corruption, self.model.vocab_size)
-        return replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL
+        return corrupted(batch, self.schedule, self.corruption, self.seed, self.model.vocab_size)
 
     def _encode(self, batch: Batch) -> tuple[Tensor, list[KV]]:
         """Run the clean rows: hidden states [B, S, D], and the prefix that canvases see."""
@@ -391,6 +387,18 @@ def positions(noisy: Batch) -> Tensor:
 def places(batch: Batch) -> Tensor:
     """The places [L] of tokens in a canvas."""
     return torch.arange(batch.canvas_BCL.shape[-1], device=batch.start_BC.device)
+
+
+def corrupted(
+    batch: Batch, schedule: Schedule, corruption: Corruption, seed: int, vocab_size: int
+) -> tuple[Batch, Tensor]:
+    """The batch with noise in its canvases, but in their pinned places, and its corrupted positions [B, C, L]."""
+    # copies, for parts from Python may write into their arguments
+    alpha_BC = schedule.alpha(batch.t_BC.clone())
+    made = corruption.corrupt(batch.canvas_BCL.clone(), alpha_BC, batch.address_BC3.clone(), seed)
+    noisy_BCL, is_corrupted_BCL = _noise(made, batch.canvas_BCL, corruption, vocab_size)
+    noisy_BCL = batch.canvas_BCL.where(batch.is_pinned_BCL, noisy_BCL)
+    return replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL & ~batch.is_pinned_BCL
 
 
 def _noise(

@@ -26,7 +26,7 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse, without_effect
 from blockdiff.training.starting_model import decided
 
-LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
+LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined; pinned tokens bold"
 OF_BLOCKS = "prompt dim; blocks of the drafter coloured; its masks reversed"
 GLOSSARY = (
     "t: the noise level, from 0 (clean) to 1 (all noise)",
@@ -128,10 +128,10 @@ def summary(shown: Shown, step: int, ar_weight: float) -> dict[str, Any]:
     }
     if not shown.drawn.has_noise:
         return numbers
-    fill = scored - int(batch.content_BC.sum())
     return numbers | {
         "with_signal": coins,
-        "fill": fill,
+        "fill": int((batch.is_scored_BCL & batch.is_fill_BCL).sum()),
+        "pinned": int(batch.is_pinned_BCL.sum()),
         "corrupted": corrupted,
         "ar_pairs": pairs,
         "ar_weight": ar_weight,
@@ -149,7 +149,8 @@ def summary_lines(numbers: Mapping[str, Any]) -> list[str]:
         first,
         f"  {canvases}, "
         + "{with_signal} with self-conditioning; "
-        "{scored} positions scored, {fill} of them fill; {corrupted} corrupted".format(**numbers),
+        "{scored} positions scored, {fill} of them fill; {corrupted} corrupted".format(**numbers)
+        + f"; {numbers['pinned']} pinned" * (numbers["pinned"] > 0),
         "  {ar_pairs} next-token pairs scored, weight {ar_weight:g}".format(**numbers),
         *[f"  {counted(numbers['images'], 'different image')}"] * (numbers["images"] > 0),
         f"  {LEGEND}",
@@ -202,18 +203,25 @@ def row_texts(shown: Shown, row: int, words: Words) -> list[Text]:
     styles: dict[int, str] = {}
     for canvas in range(count):
         at, colour = (row, canvas), CANVAS_COLOURS[canvas % len(CANVAS_COLOURS)]
-        start, content = int(batch.start_BC[at]), int(batch.content_BC[at])
-        styles |= dict.fromkeys(range(start, start + content), colour)
+        start, pinned = int(batch.start_BC[at]), batch.is_pinned_BCL[at].tolist()
+        own = zip(batch.is_fill_BCL[at].tolist(), pinned, strict=True)
+        styles |= {start + place: colour for place, given in enumerate(own) if not any(given)}
         scored, corrupted = int(batch.is_scored_BCL[at].sum()), int(shown.drawn.is_corrupted_BCL[at].sum())
+        fill = int((batch.is_scored_BCL[at] & batch.is_fill_BCL[at]).sum())
         text = Text(
             f"  block at column {start}: {scored} scored\n  "
             if not shown.drawn.has_noise
             else f"  canvas at column {start}: t {float(batch.t_BC[at]):.3f}, {scored} scored, {corrupted} corrupted, "
-            f"{scored - content} fill, {'with' if batch.coin_BC[at] else 'no'} signal\n  "
+            f"{fill} fill, {'with' if batch.coin_BC[at] else 'no'} signal\n  "
         )
         marks = [
-            colour + " reverse" * is_corrupted + " underline" * (place >= content and shown.drawn.has_noise)
-            for place, is_corrupted in enumerate(shown.drawn.is_corrupted_BCL[at].tolist())
+            colour
+            + " reverse" * is_corrupted
+            + (" underline" * is_fill + " bold" * is_pinned if shown.drawn.has_noise else "")
+            for is_corrupted, is_fill, is_pinned in zip(
+                *(x[at].tolist() for x in (shown.drawn.is_corrupted_BCL, batch.is_fill_BCL, batch.is_pinned_BCL)),
+                strict=True,
+            )
         ]
         # Tokens of the same style are read together: a character of a kept and a corrupted one is a broken one.
         for style, group in groupby(zip(shown.drawn.noisy_BCL[at].tolist(), marks, strict=True), key=itemgetter(1)):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -115,6 +115,14 @@ class RandomCanvases(FirstCanvases):
         ]
 
 
+class Piece(NamedTuple):
+    """The columns [start, end) of an example's canvas, and the places of the canvas that are pinned."""
+
+    start: int
+    end: int
+    pinned: Sequence[int] = ()
+
+
 @dataclass(frozen=True)
 class Collator:
     """Makes a `Batch` of examples: chooses canvases, draws noise levels and coins, lays everything out.
@@ -162,9 +170,7 @@ class Collator:
         """The tensors of rows, packed or not."""
         batch = lay_out(rows, self.canvas_length, self.pad_id)
         if self.are_blocks:
-            place_L = torch.arange(self.canvas_length)
-            is_scored_BCL = (place_L > 0) & (place_L < batch.content_BC[..., None])
-            batch = replace(batch, is_scored_BCL=is_scored_BCL)
+            batch = replace(batch, is_scored_BCL=batch.is_scored_BCL & ~batch.is_fill_BCL)
         if not self.scores_ar or self.are_blocks:
             batch = replace(batch, is_ar_scored_BS=torch.zeros_like(batch.is_ar_scored_BS))
         return batch
@@ -197,14 +203,15 @@ class Collator:
         canvases_of: list[list[Canvas]] = [[] for _ in examples]
         scored = [sum(self._scored(pieces[row][canvas]) for canvas in canvases) for row, canvases in enumerate(chosen)]
         for (row, canvas, _), t, coin in zip(flat, t_N.tolist(), coin_N.tolist(), strict=True):
-            start, end = pieces[row][canvas]
+            start, end, pinned = pieces[row][canvas]
             example = examples[row]
             tokens = fill(example.tokens[start:end], self.canvas_length, self.eos_id)
             address = (epochs[row], example.sample_id, canvas)
             weight = 1.0 if self.normalisation == "token" else 1 / scored[row]
-            canvases_of[row].append(
-                Canvas(tokens, start, content=end - start, t=t, coin=coin, address=address, weight=weight)
+            made = Canvas(
+                tokens, start, content=end - start, t=t, coin=coin, address=address, weight=weight, pinned=pinned
             )
+            canvases_of[row].append(made)
         result = []
         for example, canvases, images in zip(examples, canvases_of, self._images(examples), strict=True):
             seen, weights = self._seen(example, canvases), self._ar_weights(example)
@@ -224,17 +231,17 @@ class Collator:
             raise RecipeError(f"objective.time: {type(self.time).__name__} drew {wrong}")
         return t_N
 
-    def _cut(self, response: tuple[int, int]) -> list[tuple[int, int]]:
-        """The columns of each canvas of a response, or of each block."""
+    def _cut(self, response: tuple[int, int]) -> list[Piece]:
+        """The canvases of a response, or its blocks, whose first token is pinned."""
         if not self.are_blocks:
-            return cut(response, self.canvas_length)
+            return [Piece(*columns) for columns in cut(response, self.canvas_length)]
         start, end = response
-        return [(column, min(column + self.canvas_length, end)) for column in range(start, end - 1)]
+        return [Piece(column, min(column + self.canvas_length, end), (0,)) for column in range(start, end - 1)]
 
-    def _scored(self, columns: tuple[int, int]) -> int:
-        """The number of positions that are scored of a canvas, or of a block, at some columns."""
-        start, end = columns
-        return end - start - 1 if self.are_blocks else self.canvas_length
+    def _scored(self, piece: Piece) -> int:
+        """The number of positions that are scored of a canvas or of a block."""
+        length = piece.end - piece.start if self.are_blocks else self.canvas_length
+        return length - len(piece.pinned)
 
     def begin(self, examples: Sequence[Example]) -> None:
         """Begin to read the images of the examples whose rows are asked for next."""

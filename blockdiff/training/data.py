@@ -62,7 +62,7 @@ class Ahead:
 
     def _made(self, step: int) -> list[Batch]:
         batches = self._make(step)
-        return [batch.pinned() for batch in batches] if self._is_pinned else batches
+        return [batch.in_pinned_memory() for batch in batches] if self._is_pinned else batches
 
 
 @dataclass(frozen=True)

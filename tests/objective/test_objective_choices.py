@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +24,11 @@ from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config
 pytestmark = pytest.mark.quick
 
 L, V, SEED, MASK = 8, 384, 5, 383
+NOTHING = ((), ())
+# Of two canvases in each of two rows: a tail of what stands before it, some places anywhere, none, and all but two.
+PINNED = (((0, 1, 2), (1, 4, 7)), ((), (0, 1, 2, 4, 6, 7)))
 Gradients = dict[str, Tensor]
+Pins = tuple[tuple[tuple[int, ...], ...], ...]  # by row and canvas
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +41,14 @@ def tokens(n: int, seed: int) -> list[int]:
     return torch.randint(3, 380, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def batch(with_weights: bool = False) -> Batch:
+def batch(with_weights: bool = False, pinned: Pins = (NOTHING, NOTHING)) -> Batch:
     """Two documents in one row, several canvases, coins of both kinds, high and low noise levels."""
     a, b = tokens(41, 1), tokens(25, 2)
 
     def canvas(sample: int, row: list[int], start: int, t: float, coin: bool, doc: int = 0) -> Canvas:
         clean = [*row[start : start + L], *[1] * L][:L]
-        weight = 1 / (3 + start) if with_weights else 1.0
-        return Canvas(clean, start, doc, t=t, coin=coin, address=(2, sample, start), weight=weight)
+        weight, pins = 1 / (3 + start) if with_weights else 1.0, pinned[sample][start in (31, 22)]
+        return Canvas(clean, start, doc, t=t, coin=coin, address=(2, sample, start), weight=weight, pinned=pins)
 
     weights = [0.0 if column % 3 == 0 else 0.5 + column / 10 for column in range(41)] if with_weights else None
     rows = [
@@ -63,10 +68,15 @@ class Plain:
     only_corrupted: bool = False
     leave_one_out: bool = False
 
-    def losses(self, model: DiffusionGemma, encoder: DiffusionGemma, batch: Batch) -> Losses:
+    def losses(
+        self, model: DiffusionGemma, encoder: DiffusionGemma, batch: Batch, pinned: Pins = (NOTHING, NOTHING)
+    ) -> Losses:
         """The canvas and AR sums, encoded by `encoder` and denoised by `model`."""
         alpha_BC = self.schedule.alpha(batch.t_BC)
         noisy_BCL, is_corrupted_BCL = self.corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, SEED)
+        for b, c in product(range(2), range(2)):
+            for place in pinned[b][c]:
+                noisy_BCL[b, c, place], is_corrupted_BCL[b, c, place] = batch.canvas_BCL[b, c, place], False
         canvas_sum, ar_sum = torch.zeros(2, dtype=torch.float64).unbind()
         for b, row in enumerate(batch.tokens_BS):
             for doc in sorted(set(batch.doc_start_BS[b].tolist()) - {-1}):
@@ -88,6 +98,7 @@ class Plain:
                     alpha = self.schedule.alpha(t)
                     z = z + torch.log(1 + alpha * V / (1 - alpha)) * F.one_hot(noisy, V)
                 nll = F.cross_entropy(z, batch.canvas_BCL[b, c], reduction="none")
+                nll = nll * torch.tensor([place not in pinned[b][c] for place in range(L)])
                 if self.only_corrupted:
                     nll = nll * is_corrupted_BCL[b, c]
                 known = {"t": t, "tokens": batch.canvas_BCL[b, c], "is_corrupted": is_corrupted_BCL[b, c]}
@@ -159,6 +170,28 @@ def test_losses_and_gradients_are_those_of_the_formula(model, name):
     given = batch(with_weights=True)
     objective = Objective(model, plain.schedule, plain.corruption, SEED, **options)
     assert_same(objective(given), plain.losses(model, model, given), model)
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+@pytest.mark.parametrize("name", ["defaults, with weights", "one's own weight", "masked elbo", "all of them"])
+def test_pinned_places_are_seen_clean_and_have_no_loss(model, name, sweep):
+    plain, options = CHOICES[name]
+    given = batch(with_weights=True, pinned=PINNED)
+    objective = Objective(model, plain.schedule, plain.corruption, SEED, sweep=sweep, **options)
+    assert_same(objective(given), plain.losses(model, model, given, PINNED), model)
+
+
+def test_pinned_places_are_in_no_count_and_in_no_figure(model):
+    given = batch(pinned=PINNED)
+    counts = [[5, 5], [8, 2]]
+    assert given.is_scored_BCL.sum(-1).tolist() == counts and given.canvas_count() == 20
+    noisy = replace(given, t_BC=torch.ones_like(given.t_BC))
+    measured = Objective(model, Linear(), MaskCorruption(MASK), SEED).evaluate(noisy)
+    for column in (measured.is_corrupted_BCL, measured.loss_BCL, measured.signal_loss_BCL, measured.factor_BCL):
+        assert column.count_nonzero(-1).tolist() == counts
+    assert (
+        Objective(model, Linear(), UNIFORM)(given)["canvas"] != Objective(model, Linear(), UNIFORM)(batch())["canvas"]
+    )
 
 
 def test_stop_gradient_trains_the_canvas_loss_as_if_another_model_had_encoded(model):

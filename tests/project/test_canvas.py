@@ -67,6 +67,18 @@ def test_counts_are_of_scored_positions():
     assert short.canvas_count() == 2
 
 
+def test_pinned_places_are_not_scored_wherever_they_are():
+    first = CleanRow([2, 5, 6, 7, 8, 9], [Canvas([8, 9, 1], start=4, pinned=[1]), Canvas([5, 6, 7], 1, pinned=(0, 2))])
+    second = CleanRow([2, 5], [Canvas([5, 1, 1], start=1, length=2, pinned={0})])
+    apart, packed = (lay_out(rows, canvas_length=3, pad_id=0) for rows in ([first, second], [joined([first, second])]))
+    expected = [[False, True, False], [True, False, True], [False, True, False]]
+    assert apart.is_scored_BCL[apart.length_BC > 0].tolist() == expected
+    assert packed.is_scored_BCL[0].tolist() == expected
+    assert apart.is_pinned_BCL[1].tolist() == [[True, False, False], [False] * 3]
+    assert apart.canvas_count() == packed.canvas_count() == 4
+    assert apart.select(apart.start_BC == 4)[0].is_pinned_BCL.tolist() == [[[False, True, False]]]
+
+
 def test_counts_are_sums_of_weights():
     row = CleanRow(
         [2, 5, 6, 7],

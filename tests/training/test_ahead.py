@@ -118,7 +118,7 @@ def test_all_of_a_batch_is_pinned_and_a_copy_of_it_has_the_one_on_the_host(monke
     batch = lay_out([CleanRow([1, 1, 2], [Canvas([2], 2)], images=[PlacedImage(image, 0)])], 1, 0)
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: pinned.append(x) or x)
     own = [x for field in fields(batch) if isinstance(x := getattr(batch, field.name), Tensor)]
-    assert batch.images is not None and batch.pinned().images is not None
+    assert batch.images is not None and batch.in_pinned_memory().images is not None
     of_images = [image.values["pixel_values"], batch.images.row_N, batch.images.column_N, batch.images.source_N]
     assert {id(x) for x in pinned} == {id(x) for x in (*own, *of_images, batch.images.run_BS2)}
     copied = batch.to("meta")

@@ -18,7 +18,7 @@ from blockdiff.errors import RecipeError
 from blockdiff.metrics import METRICS, Record
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.objective import Objective
+from blockdiff.objective import Objective, corrupted
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training import recipe_choices as choices
 from blockdiff.training.data import Data
@@ -123,9 +123,8 @@ class Denoising(Kind):
 
     def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
         """A batch with its noise."""
-        alpha_BC = self.schedule.alpha(batch.t_BC.clone())
-        arguments = batch.canvas_BCL.clone(), alpha_BC, batch.address_BC3.clone(), recipe.seed
-        return Drawn(batch, *self.noise(base).corrupt(*arguments))
+        noisy, is_corrupted_BCL = corrupted(batch, self.schedule, self.noise(base), recipe.seed, base.vocab_size)
+        return Drawn(batch, noisy.canvas_BCL, is_corrupted_BCL)
 
     def losses(self) -> dict[str, Loss]:
         """The canvas loss and the next-token loss."""
