@@ -138,7 +138,7 @@ def _scored(
     question: Question, name: str, reading: RunningRead, draws: int, sampled: Sequence[int]
 ) -> tuple[float, float, float]:
     """The probability of the likeliest choice, whether it is right, and whether it is what full sampling says."""
-    mean_X = torch.stack([reading.distributions[n][name] for n in range(draws)]).mean(0)
+    mean_X = reading.scores(name)[:draws].softmax(-1).mean(0)
     best, (places, choices) = question.choices[name][int(mean_X.argmax())], reading.holes[name]
     says_the_same = choices is not None and choices[best] == list(sampled[places[0] : places[-1] + 1])
     return float(mean_X.max()), best == question.truth[name], says_the_same

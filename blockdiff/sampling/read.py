@@ -61,14 +61,15 @@ class RunningRead:
     """A read of one prompt under way: its draws are `sequences` for an engine, and `answer` is for when they are done.
 
     holes: by name, the positions in the canvas and the tokens of each choice (None: a free hole's position).
-    distributions: by the number of each draw that is done and by hole, fp64.
+    log_probabilities: by the number of each draw that is done and by hole, those of its choices among all tokens, in
+    nats, fp64 (of a free hole those of all tokens, -inf for what is no text).
     """
 
     model: BlockDiffusionModel
     settings: SamplingSettings
     holes: dict[str, tuple[list[int], dict[str, list[int]] | None]]
     sequences: list[Sequence] = field(default_factory=list)
-    distributions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    log_probabilities: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def prepare(
@@ -128,13 +129,11 @@ class RunningRead:
 
     def answer(self) -> Read:
         """The distributions over all draws; RequestError where a draw could not be read."""
-        for n, sequence in enumerate(self.sequences):
-            if n not in self.distributions:
-                raise RequestError(f"prompt {sequence.request.id!r}: {sequence.error or 'it was not read to its end'}")
+        self.require_read()
         tokenizer = require_tokenizer("a read", self.settings)
         probabilities, spread = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
         for name, (_, choices) in self.holes.items():
-            p_NX = torch.stack([self.distributions[n][name] for n in range(len(self.sequences))])
+            p_NX = self.scores(name).softmax(-1)
             mean_X, deviation_X = p_NX.mean(0), p_NX.std(0, correction=0)
             if choices is None:
                 texts = dict[str, int]()  # bytes of characters may look alike: the likeliest of them is named
@@ -148,27 +147,37 @@ class RunningRead:
             spread[name] = dict(zip(names, deviation_X.tolist(), strict=True))
         return Read(self.sequences[0].request.id, probabilities, spread)
 
+    def require_read(self) -> None:
+        """Raise RequestError for a draw that was not read."""
+        for n, sequence in enumerate(self.sequences):
+            if n not in self.log_probabilities:
+                raise RequestError(f"prompt {sequence.request.id!r}: {sequence.error or 'it was not read to its end'}")
+
+    def scores(self, name: str) -> Tensor:
+        """The log-probabilities of a hole's choices in every draw, fp64 [N, X]."""
+        return torch.stack([self.log_probabilities[n][name] for n in range(len(self.sequences))])
+
     def _reader(self, draw: int) -> abc.Callable[[Tensor], None]:
         """The reader of a draw's last step."""
 
         def read(hidden_LD: Tensor) -> None:
-            self.distributions[draw] = {
-                name: self._distribution(hidden_LD[places], choices).cpu()
+            self.log_probabilities[draw] = {
+                name: self._log_probabilities(hidden_LD[places], choices).cpu()
                 for name, (places, choices) in self.holes.items()
             }
 
         return read
 
-    def _distribution(self, hidden_nD: Tensor, choices: dict[str, list[int]] | None) -> Tensor:
-        """The probabilities of a hole's choices, or of all tokens at a free position, fp64, at temperature 1."""
+    def _log_probabilities(self, hidden_nD: Tensor, choices: dict[str, list[int]] | None) -> Tensor:
+        """Those of a hole's choices, or of all tokens at a free position, at temperature 1."""
         logits_nV = self.model.vocabulary.logits(hidden_nD).double()
         if choices is not None:
             ids_Xn = torch.tensor([*choices.values()], device=logits_nV.device)
-            return logits_nV.gather(-1, ids_Xn.T).sum(0).softmax(-1)
+            return logits_nV.log_softmax(-1).gather(-1, ids_Xn.T).sum(0)
         control = self.sequences[0].control
         assert control is not None and control.classes is not None
         allowed = control.classes.token_M[: int(control.classes.end_C[0])]  # texts, and no special token
-        return torch.full_like(logits_nV[0], -torch.inf).index_copy_(0, allowed, logits_nV[0, allowed]).softmax(-1)
+        return torch.full_like(logits_nV[0], -torch.inf).index_copy_(0, allowed, logits_nV[0, allowed]).log_softmax(-1)
 
 
 def _holes(

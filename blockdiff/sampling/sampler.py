@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.opening import model_files, with_adapter
 from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
+from blockdiff.sampling.decisions.decide import Answer, RunningDecision
+from blockdiff.sampling.decisions.form import Asking, Form
+from blockdiff.sampling.decisions.question import Question
 from blockdiff.sampling.engine import UNCAPTURED, Engine, Event
 from blockdiff.sampling.prepare import A_DRAFTER, prepare_sequences, sampling_settings
 from blockdiff.sampling.read import Choices, Read, RunningRead
@@ -261,6 +265,37 @@ class Sampler:
             if result.error is not None:
                 raise RequestError(f"prompt {result.id!r}: {result.error}")
         return [reading.answer() for reading in readings]
+
+    def decide(
+        self,
+        prompts: Iterable[Prompt],
+        questions: abc.Sequence[Question],
+        *,
+        form: Form = "decisions",
+        joint: bool = False,
+        steps: int = 1,
+        draws: int = 4,
+        seed: int = 0,
+        batch_size: int = 32,
+    ) -> list[list[Answer]]:
+        """The answers to typed questions about each of the prompts, text or messages as in `generate`, in order.
+
+        form: of the questions' text and labels (docs/decisions.md); joint: whether questions about a prompt share
+        canvases. They are read after `steps` denoising steps, and averaged over `draws` draws of the noise. Raises
+        RequestError for what cannot be asked, before anything runs.
+        """
+        prompts, asking = _listed(prompts), Asking(form, joint, steps, draws)
+        require_seed(seed)
+        running = []
+        for place, prompt in enumerate(prompts):
+            try:
+                request = as_request(prompt, place)
+                running.append(RunningDecision.prepare(request, questions, self.model, self.settings, asking, seed))
+            except RequestError as error:
+                raise _named(error, place, prompts) from None
+        for _ in self._answers([draws for each in running for draws in each.sequences], batch_size, None, None, None):
+            pass  # what failed is said by `answers`
+        return [each.answers() for each in running]
 
     def _answers(
         self,

@@ -1,0 +1,192 @@
+"""Deciding: the questions about a state become reads of one denoising step, and these become answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from blockdiff.errors import RequestError
+from blockdiff.sampling.control import require_tokenizer
+from blockdiff.sampling.decisions.form import ONE_BY_ONE, Asked, Asking, Form, ask_jointly, ask_one, hole, with_question
+from blockdiff.sampling.decisions.question import Question, Value
+from blockdiff.sampling.read import RunningRead
+from blockdiff.sampling.request import Request
+
+if TYPE_CHECKING:
+    from blockdiff.models.model import BlockDiffusionModel
+    from blockdiff.sampling.sequence import Sequence as RunningSequence
+    from blockdiff.sampling.settings import SamplingSettings
+
+END = 1  # tokens behind the last slot of a canvas, at least: the end of the turn
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The probabilities of a question's options, in their order.
+
+    label_mass: the probability of all labels together among all tokens; spread: the standard deviation of each
+    probability over draws; temperature: that was applied; is_calibrated: whether it was fitted on labelled rows.
+    """
+
+    question: Question
+    probabilities: tuple[float, ...]
+    label_mass: float
+    spread: tuple[float, ...]
+    temperature: float = 1.0
+    is_calibrated: bool = False
+
+    @property
+    def place(self) -> int:
+        """The index of the likeliest option."""
+        return max(range(len(self.probabilities)), key=self.probabilities.__getitem__)
+
+    @property
+    def value(self) -> Value:
+        """The value of the likeliest option."""
+        return self.question.options[self.place].value
+
+    @property
+    def confidence(self) -> float:
+        """The probability of the likeliest option times that of all labels among all tokens."""
+        return self.probabilities[self.place] * self.label_mass
+
+    @property
+    def score(self) -> float:
+        """The expected index of the options: of a score its expected level, of a predicate the probability of true."""
+        return sum(place * p for place, p in enumerate(self.probabilities))
+
+    def to_record(self) -> dict[str, Any]:
+        """The answer as `POST /v1/decisions` writes it."""
+        kind, options = self.question.type, self.question.options
+        head: dict[str, Any] = {"type": kind, "name": self.question.name}
+        if kind == "predicate":
+            return head | {"probability": self.probabilities[1]}
+        pairs = zip(options, self.probabilities, strict=True)
+        if kind == "choice":
+            known = [{"value": option.value, "probability": p} for option, p in pairs]
+            return head | {"choice": self.value, "probabilities": known, "confidence": self.confidence}
+        levels = [{"value": option.value, "label": option.text, "probability": p} for option, p in pairs]
+        return head | {"score": self.score, "probabilities": levels, "confidence": self.confidence}
+
+
+TemperatureOf = Callable[[Question], float | None]  # None: not calibrated
+
+
+@dataclass(eq=False)
+class RunningDecision:
+    """The questions about one state under way: `sequences` are for an engine, `answers` is for when they are done."""
+
+    asked: list[Asked]
+    reads: list[RunningRead]
+
+    @classmethod
+    def prepare(
+        cls,
+        request: Request,
+        questions: Sequence[Question],
+        model: BlockDiffusionModel,
+        settings: SamplingSettings,
+        asking: Asking = ONE_BY_ONE,
+        seed: int = 0,
+    ) -> RunningDecision:
+        """The reads of the questions about the state that a request has as text or messages.
+
+        RequestError says what cannot be asked. The state is encoded once, as far as its pages are whole; every
+        question's text behind it is encoded for itself.
+        """
+        if request.tokens is not None:
+            raise RequestError("a decision is asked about text or messages; give one of them, not tokens")
+        messages = request.messages if request.messages is not None else [{"role": "user", "content": request.prompt}]
+        asked = [ask_one(question, asking.form) for question in questions]
+        if asking.joint:
+            asked = _jointly(questions, asking.form, request, settings)
+        reads = []
+        for place, each in enumerate(asked):
+            of_it = replace(
+                request,
+                id=f"{request.id}/{place}" if len(asked) > 1 else request.id,
+                prompt=None,
+                messages=with_question([dict(message) for message in messages], each),
+            )
+            choices = each.choices(_spaces(each, of_it, settings))
+            reads.append(
+                RunningRead.prepare(of_it, each.template, choices, model, settings, asking.steps, asking.draws, seed)
+            )
+        return cls(asked, reads)
+
+    @property
+    def sequences(self) -> list[list[RunningSequence]]:
+        """The draws of each read."""
+        return [read.sequences for read in self.reads]
+
+    @property
+    def scores(self) -> list[Tensor]:
+        """The log-probabilities of the labels of each question in every draw, in order, fp64 [N, X].
+
+        Of a label that is read with a space before it and without, the likelier one.
+        """
+        return [by_space_SNX.amax(0) for by_space_SNX in self._by_space()]
+
+    def answers(self, temperature_of: TemperatureOf = lambda question: None) -> list[Answer]:
+        """The answers to the questions, in order; RequestError where a draw could not be read."""
+        for read in self.reads:
+            read.require_read()
+        questions = [question for asked in self.asked for question in asked.questions]
+        return [
+            answer_of(question, by_space_SNX, temperature_of(question))
+            for question, by_space_SNX in zip(questions, self._by_space(), strict=True)
+        ]
+
+    def _by_space(self) -> list[Tensor]:
+        found = []
+        for asked, read in zip(self.asked, self.reads, strict=True):
+            for place, labels in enumerate(asked.labels):
+                scores_NS = read.scores(hole(place))
+                found.append(scores_NS.unflatten(-1, (-1, len(labels))).movedim(1, 0))
+        return found
+
+
+def answer_of(question: Question, by_space_SNX: Tensor, temperature: float | None) -> Answer:
+    """The answer from the log-probabilities of S spellings of the labels in N draws."""
+    p_NX = (by_space_SNX.amax(0) / (temperature or 1.0)).softmax(-1)
+    mass = float(by_space_SNX.exp().sum((0, 2)).mean())
+    p_X, spread_X = p_NX.mean(0).tolist(), p_NX.std(0, correction=0).tolist()
+    return Answer(question, tuple(p_X), min(1.0, mass), tuple(spread_X), temperature or 1.0, temperature is not None)
+
+
+def _jointly(questions: Sequence[Question], form: Form, request: Request, settings: SamplingSettings) -> list[Asked]:
+    """As few canvases as hold all questions, with as even numbers of them as possible."""
+    for count in range(1, len(questions) + 1):
+        size = math.ceil(len(questions) / count)
+        asked = [ask_jointly(questions[lo : lo + size], form) for lo in range(0, len(questions), size)]
+        if all(_length(each, request, settings) + END <= settings.canvas_length for each in asked):
+            return asked
+    raise RequestError(f"a canvas of {settings.canvas_length} tokens holds no answer line; ask one by one")
+
+
+def _length(asked: Asked, request: Request, settings: SamplingSettings) -> int:
+    """The tokens of the canvas' lines, one for each slot."""
+    tokenizer = require_tokenizer("a decision", settings)
+    text = asked.template
+    for place in range(len(asked.questions)):
+        text = text.replace(f"<?{hole(place)}>", "\0")
+    return sum(len(request.spelt(part, tokenizer, "the line")) for part in text.split("\0") if part) + len(
+        asked.questions
+    )
+
+
+def _spaces(asked: Asked, request: Request, settings: SamplingSettings) -> list[str]:
+    """The spaces with which every label is one token; RequestError where there are none."""
+    tokenizer, found = require_tokenizer("a decision", settings), []
+    for space in asked.spaces:
+        labels = [text for texts in asked.choices([space]).values() for text in texts]
+        longer = next((text for text in labels if len(request.spelt(text, tokenizer, "the label")) > 1), None)
+        if longer is None:
+            found.append(space)
+    if not found:
+        raise RequestError(f"the label {longer!r} is no single token of this model, and a slot has one; ask otherwise")
+    return found

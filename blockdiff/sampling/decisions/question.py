@@ -1,0 +1,204 @@
+"""A typed question about a state: whether a statement is true, which of several choices fits, or a score.
+
+Two public forms are read: the questions of OpenAI's `POST /v1/decisions` (also those of files), and those of TypeSafe's
+`POST /v1/systemone`. Both become a `Question`, and an answer is written in the form that was read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from blockdiff.errors import RequestError
+
+Type = Literal["predicate", "choice", "score"]
+Value = str | bool | int
+MOST_QUESTIONS, MOST_CHOICES, MOST_LEVELS = 400, 255, 10
+# Of the JSON of a question or an input.
+MOST_DEPTH, MOST_VALUES, MOST_BYTES = 32, 10_000, 256 * 1024
+
+
+@dataclass(frozen=True)
+class Option:
+    """A possible answer: False or True of a predicate, the value of a choice, or the index of a level."""
+
+    value: Value
+    text: str
+    description: str | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and its options, in the order in which it lists them.
+
+    instructions: its text; images: the images that stand behind it; name: what its answer is called.
+    """
+
+    type: Type
+    instructions: str
+    options: tuple[Option, ...]
+    name: str | None = None
+    images: tuple[Any, ...] = ()
+
+    def place_of(self, value: object) -> int:
+        """The index of the option with this value; RequestError if there is none.
+
+        A score may be given by the text of its level, too.
+        """
+        for place, option in enumerate(self.options):
+            is_text = self.type == "score" and option.text == value
+            if is_text or (option.value == value and isinstance(option.value, bool) == isinstance(value, bool)):
+                return place
+        known = ", ".join(json.dumps(option.value) for option in self.options[:8])
+        raise RequestError(f"{value!r:.80} is no answer to {self.instructions!r:.60}; give one of {known}")
+
+
+def read_questions(values: object, where: str = "questions") -> tuple[Question, ...]:
+    """The questions of `POST /v1/decisions`, of a row or of a file; RequestError, by place, for what is none."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RequestError(f"{where} must be a list of questions, got {values!r:.80}")
+    if not 1 <= len(values) <= MOST_QUESTIONS:
+        raise RequestError(f"{where} must have 1 to {MOST_QUESTIONS} questions, got {len(values)}")
+    return tuple(_question(each, f"{where}[{place}]") for place, each in enumerate(values))
+
+
+def read_systemone(values: object, where: str = "questions") -> tuple[Question, ...]:
+    """The questions of `POST /v1/systemone`, by their ids; RequestError, by id, for what is none."""
+    if not isinstance(values, Mapping):
+        raise RequestError(f"{where} must be an object that has a question for each id, got {values!r:.80}")
+    if not 1 <= len(values) <= MOST_QUESTIONS:
+        raise RequestError(f"{where} must have 1 to {MOST_QUESTIONS} questions, got {len(values)}")
+    return tuple(_of_systemone(str(name), each, f"{where}.{name:.60}") for name, each in values.items())
+
+
+def _question(values: object, where: str) -> Question:
+    said = _object(values, where, {"type", "instructions", "name", "choices", "levels"})
+    kind, name = said.get("type"), said.get("name")
+    if kind not in ("predicate", "choice", "score"):
+        raise RequestError(f"{where}.type must be predicate, choice or score, got {kind!r:.80}")
+    for key, owner in (("choices", "choice"), ("levels", "score")):
+        if (key in said) != (kind == owner):
+            has = f"needs {key}" if kind == owner else f"has no {key}"
+            raise RequestError(f"{where} is a {kind}, which {has}")
+    if name is not None and not isinstance(name, str):
+        raise RequestError(f"{where}.name must be text, got {name!r:.80}")
+    text, images = content_of(said.get("instructions"), f"{where}.instructions")
+    if kind == "predicate":
+        options = predicate_options()
+    elif kind == "choice":
+        options = tuple(_choices(said["choices"], f"{where}.choices"))
+    else:
+        options = tuple(_levels(said["levels"], f"{where}.levels"))
+    return Question(kind, text, options, name, images)
+
+
+def predicate_options(false: str | None = None, true: str | None = None) -> tuple[Option, ...]:
+    """The options of a predicate, with their descriptions."""
+    return Option(False, "false", false), Option(True, "true", true)
+
+
+def _choices(values: object, where: str) -> Iterable[Option]:
+    seen = set[tuple[type, object]]()
+    for place, each in enumerate(_list(values, where, 2, MOST_CHOICES)):
+        said = _object(each, f"{where}[{place}]", {"value", "description"})
+        value = said.get("value")
+        if not isinstance(value, str | bool) or value == "":
+            raise RequestError(f"{where}[{place}].value must be text, true or false, got {value!r:.80}")
+        if (type(value), value) in seen:
+            raise RequestError(f"{where} has {json.dumps(value)[:80]} twice; choices must differ")
+        seen.add((type(value), value))
+        yield Option(value, json.dumps(value, ensure_ascii=False), _text(said, "description", f"{where}[{place}]"))
+
+
+def _levels(values: object, where: str) -> Iterable[Option]:
+    for place, each in enumerate(_list(values, where, 2, MOST_LEVELS)):
+        said = _object(each, f"{where}[{place}]", {"label", "description"})
+        label = _text(said, "label", f"{where}[{place}]")
+        if not label:
+            raise RequestError(f"{where}[{place}].label must be text")
+        yield Option(place, label, _text(said, "description", f"{where}[{place}]"))
+
+
+def _of_systemone(name: str, values: object, where: str) -> Question:
+    said = _object(values, where, {"type", "instructions", "criteria"})
+    kind, criteria = said.get("type"), said.get("criteria")
+    text, images = content_of(said.get("instructions", ""), f"{where}.instructions", may_be_empty=True)
+    if kind == "noul":
+        sides = {} if criteria is None else _object(criteria, f"{where}.criteria", {"true", "false"})
+        described = [_text(sides, side, f"{where}.criteria") for side in ("false", "true")]
+        return Question("predicate", text, predicate_options(*described), name, images)
+    if kind == "choice":
+        named = _object(criteria, f"{where}.criteria", None)
+        _list([*named], f"{where}.criteria", 2, MOST_CHOICES)
+        options = [Option(each, each, _text(named, each, f"{where}.criteria")) for each in named]
+        return Question("choice", text, tuple(options), name, images)
+    if kind == "score":
+        levels = _list(criteria, f"{where}.criteria", 2, MOST_LEVELS)
+        if not all(isinstance(level, str) and level for level in levels):
+            raise RequestError(f"{where}.criteria must be a list of texts, got {criteria!r:.80}")
+        return Question("score", text, tuple(Option(n, level) for n, level in enumerate(levels)), name, images)
+    raise RequestError(f"{where}.type must be noul, choice or score, got {kind!r:.80}")
+
+
+def content_of(value: object, where: str, may_be_empty: bool = False) -> tuple[str, tuple[Any, ...]]:
+    """The text of instructions or of an input, with JSON written out, and the images among their parts in order."""
+    parts = [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+    if not isinstance(parts, Sequence):
+        raise RequestError(f"{where} must be text or a list of parts, got {value!r:.80}")
+    texts, images = list[str](), list[Any]()
+    for place, part in enumerate(parts):
+        at = where if isinstance(value, str) else f"{where}[{place}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "input_text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "input_json" and "data" in part:
+            texts.append(json_text(part["data"], f"{at}.data"))
+        elif kind == "input_image":
+            images.append(part)
+        else:
+            raise RequestError(f"{at} must be a part of type input_text, input_json or input_image, got {part!r:.80}")
+    text = "\n".join(texts)
+    if not text.strip() and not images and not may_be_empty:
+        raise RequestError(f"{where} is empty; say what is asked")
+    return text, tuple(images)
+
+
+def json_text(value: object, where: str) -> str:
+    """A JSON object or a list of objects as the text that a model reads; RequestError for what is too deep or long."""
+    values, level = 0, [value]
+    for _ in range(MOST_DEPTH + 1):
+        values += len(level)
+        inner = [
+            each.values() if isinstance(each, Mapping) else each for each in level if isinstance(each, list | dict)
+        ]
+        level = [each for those in inner for each in those]
+        if not level or values > MOST_VALUES:
+            break
+    text = "" if level else json.dumps(value, ensure_ascii=False, indent=None)
+    if level or values > MOST_VALUES or len(text.encode()) > MOST_BYTES:
+        most = f"{MOST_DEPTH} levels, {MOST_VALUES:,} values or {MOST_BYTES // 1024} KiB"
+        raise RequestError(f"{where} has more than {most}; shorten it")
+    return text
+
+
+def _object(value: object, where: str, known: set[str] | None) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{where} must be an object, got {value!r:.80}")
+    if known is not None and (unknown := sorted(map(str, value.keys() - known))):
+        raise RequestError(f"{where} has an unknown key {unknown[0]!r:.60}; there are {', '.join(sorted(known))}")
+    return value
+
+
+def _list(value: object, where: str, least: int, most: int) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not least <= len(value) <= most:
+        raise RequestError(f"{where} must be a list of {least} to {most}, got {value!r:.80}")
+    return value
+
+
+def _text(values: Mapping[str, Any], key: str, where: str) -> str | None:
+    value = values.get(key)
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{where}.{key} must be text, got {value!r:.80}")
+    return value

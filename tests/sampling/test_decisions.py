@@ -1,0 +1,152 @@
+"""Decisions: questions are written one way, and their probabilities are those of the model's own logits in the slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blockdiff.checkpoint import init
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import RequestError
+from blockdiff.sampling import Request, Sampler
+from blockdiff.sampling.decisions.calibration import fit_temperature
+from blockdiff.sampling.decisions.decide import answer_of
+from blockdiff.sampling.decisions.form import ask_jointly, ask_one, with_question
+from blockdiff.sampling.decisions.question import read_questions, read_systemone
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.little_model import LITTLE, save_preset
+
+pytestmark = pytest.mark.quick
+TEMPLATE = (
+    "<bos>{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+TOKENIZER = chat_tokenizer(TEMPLATE)
+GENERATION = Generation(max_steps=8, eos_ids=(1,), stability=8)
+QUESTIONS = [
+    {"type": "predicate", "instructions": "Is it spam?", "name": "spam"},
+    {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": True, "description": "yes"}]},
+    {"type": "score", "instructions": "How good?", "levels": [{"label": "bad"}, {"label": "fair"}, {"label": "good"}]},
+]
+SYSTEMONE = {
+    "spam": {"type": "noul", "instructions": "Is it spam?", "criteria": {"true": "an advertisement"}},
+    "which": {"type": "choice", "instructions": "Which?", "criteria": {"a": "the first", "b": None}},
+    "good": {"type": "score", "instructions": "", "criteria": ["bad", "fair"]},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    preset = tmp_path_factory.mktemp("model") / "preset.json"
+    text = {**LITTLE["text_config"], "vocab_size": len(TOKENIZER)}
+    save_preset(preset, {**LITTLE, "text_config": text, "canvas_length": 16})
+    return init(preset, seed=1, dtype="float64")
+
+
+def test_a_question_is_written_one_way():
+    predicate, choice, score = (ask_one(each, "decisions") for each in read_questions(QUESTIONS))
+    assert predicate.text == (
+        "Question: Is it spam?\nA: false\nB: true\nAnswer with the letter of one option and nothing else."
+    )
+    assert choice.text.splitlines()[1:3] == ['A: "a"', "B: true - yes"]
+    assert score.text.splitlines()[1:4] == ["A: bad", "B: fair", "C: good"]
+    assert predicate.template == "<?q1>" and predicate.choices(predicate.spaces) == {"q1": ["A", "B"]}
+
+    side, letter, level = (ask_one(each, "systemone") for each in read_systemone(SYSTEMONE))
+    assert side.text.splitlines()[1:] == [
+        "no", "yes: an advertisement", "Answer with yes or no and nothing else."
+    ]  # fmt: skip
+    assert letter.text.splitlines()[1:3] == ["A: a - the first", "B: b"]
+    assert level.text.splitlines() == ["0: bad", "1: fair", "Answer with the number of one level and nothing else."]
+
+
+def test_questions_are_asked_jointly_as_numbered_lines():
+    asked = ask_jointly(read_questions(QUESTIONS), "decisions")
+    assert asked.template == "1:<?q1>\n2:<?q2>\n3:<?q3>"
+    assert asked.choices(asked.spaces)["q2"] == [" A", " B", "A", "B"]
+    assert "Question 2: Which?" in asked.text
+    assert ask_jointly(read_questions(QUESTIONS[:1]), "decisions").template == "<?q1>"
+
+
+def test_a_question_follows_the_state():
+    asked = ask_one(read_questions(QUESTIONS)[0], "decisions")
+    assert with_question([{"role": "user", "content": "s"}], asked)[-1]["content"] == f"s\n\n{asked.text}"
+    after = with_question([{"role": "user", "content": "s"}, {"role": "assistant", "content": "x"}], asked)
+    assert [each["role"] for each in after] == ["user", "assistant", "user"] and after[-1]["content"] == asked.text
+
+
+@pytest.mark.parametrize(
+    ("questions", "words"),
+    [
+        ([], "1 to 400 questions, got 0"),
+        ([{"type": "guess", "instructions": "x"}], r"questions\[0\].type must be predicate, choice or score"),
+        ([{"type": "predicate", "instructions": " "}], r"questions\[0\].instructions is empty"),
+        ([{"type": "predicate", "instructions": "x", "levels": []}], "a predicate, which has no levels"),
+        ([{"type": "score", "instructions": "x"}], "a score, which needs levels"),
+        ([{**QUESTIONS[1], "choices": [{"value": "a"}, {"value": "a"}]}], 'has "a" twice'),
+        ([{**QUESTIONS[1], "choices": [{"value": "a"}, {"value": 1}]}], r"choices\[1\].value must be text, true or"),
+        ([{**QUESTIONS[1], "choice": 1}], "unknown key 'choice'"),
+        ([{"type": "predicate", "instructions": [{"type": "input_file"}]}], "must be a part of type input_text"),
+    ],
+)
+def test_what_is_no_question_is_refused(questions, words):
+    with pytest.raises(RequestError, match=words):
+        read_questions(questions)
+
+
+def test_true_and_the_text_true_are_two_choices():
+    [question] = read_questions([{**QUESTIONS[1], "choices": [{"value": "true"}, {"value": True}]}])
+    assert question.place_of(True) == 1 and question.place_of("true") == 0
+    with pytest.raises(RequestError, match="1 is no answer"):
+        question.place_of(1)
+
+
+@torch.no_grad()
+def test_probabilities_are_the_softmax_of_the_logits_in_the_slot(model):
+    sampler, questions = Sampler(model, TOKENIZER, GENERATION), read_questions(QUESTIONS)
+    [answers] = sampler.decide([Request("s", prompt="buy now", seed=3)], questions, draws=2)
+    for question, answer in zip(questions, answers, strict=True):
+        asked = ask_one(question, "decisions")
+        messages = with_question([{"role": "user", "content": "buy now"}], asked)
+        place = questions.index(question)
+        [read] = sampler.read([Request(f"s/{place}", messages=messages, seed=3)], "<?q1>", asked.choices([""]), draws=2)
+        assert list(answer.probabilities) == pytest.approx([*read.probabilities["q1"].values()], abs=1e-12)
+        assert sum(answer.probabilities) == pytest.approx(1) and 0 < answer.label_mass < 1
+    assert answers[0].to_record() == {
+        "type": "predicate", "name": "spam", "probability": answers[0].probabilities[1]
+    }  # fmt: skip
+    levels = answers[2].to_record()
+    assert levels["score"] == pytest.approx(
+        sum(each["value"] * each["probability"] for each in levels["probabilities"])
+    )
+
+
+@torch.no_grad()
+def test_joint_answers_fill_as_few_canvases_as_hold_them(model):
+    sampler = Sampler(model, TOKENIZER, GENERATION)
+    questions = read_questions(QUESTIONS[:1] * 5)  # a line has 4 tokens: 16 hold 3 lines and the end
+    before = sampler.encoded_tokens
+    [answers] = sampler.decide([Request(0, prompt="x", seed=1)], questions, joint=True, draws=1)
+    assert len(answers) == 5 and all(sum(each.probabilities) == pytest.approx(1) for each in answers)
+    assert sampler.encoded_tokens > before
+    with pytest.raises(RequestError, match="not tokens"):
+        sampler.decide([Request(0, tokens=[2, 3])], questions)
+
+
+def test_an_answer_takes_the_likelier_spelling_and_the_mass_of_both():
+    [question] = read_questions(QUESTIONS[:1])
+    p_SNX = torch.tensor([[[0.2, 0.1]], [[0.05, 0.3]]], dtype=torch.float64)
+    answer = answer_of(question, p_SNX.log(), None)
+    assert answer.probabilities == pytest.approx((0.4, 0.6)) and answer.label_mass == pytest.approx(0.65)
+    assert answer.confidence == pytest.approx(0.6 * 0.65) and not answer.is_calibrated
+    calmer = answer_of(question, p_SNX.log(), 2.0)
+    assert calmer.probabilities[1] == pytest.approx(0.3**0.5 / (0.3**0.5 + 0.2**0.5))
+
+
+def test_the_temperature_of_a_sure_model_is_found():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 3, dtype=torch.float64, generator=generator)
+    truth = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    targets = torch.nn.functional.one_hot(truth, 3).double()
+    fit = fit_temperature(list(3 * logits), list(targets))
+    assert fit.temperature == pytest.approx(3, rel=0.1) and fit.after < fit.before and not fit.is_at_bound
