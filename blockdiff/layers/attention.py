@@ -22,7 +22,8 @@ class Attention(nn.Module):
     Where `past` is pages with places for these tokens, it writes them there and returns none; else it changes nothing.
     has_value: whether values have a projection of their own, else they are the raw keys; qk_norm: the norm of every
     query and key before RoPE (None: none); norms_values: whether values are normed, without weight; scale: the factor
-    of the scores.
+    of the scores; is_fused: whether queries, keys and values have one projection, `qkv_proj`, with one adapter and its
+    rows in that order, in place of three.
     """
 
     def __init__(
@@ -37,13 +38,16 @@ class Attention(nn.Module):
         qk_norm: type[RMSNorm] | None = RMSNorm,
         norms_values: bool = True,
         scale: float = 1.0,
+        is_fused: bool = False,
     ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.eps, self.kernels, self.norms_values, self.scale = eps, kernels, norms_values, scale
-        self.q_proj = Linear(hidden, heads * head_dim, bias=False)
-        self.k_proj = Linear(hidden, kv_heads * head_dim, bias=False)
-        self.v_proj = Linear(hidden, kv_heads * head_dim, bias=False) if has_value else None
+        self.qkv_proj = Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=False) if is_fused else None
+        if not is_fused:
+            self.q_proj = Linear(hidden, heads * head_dim, bias=False)
+            self.k_proj = Linear(hidden, kv_heads * head_dim, bias=False)
+            self.v_proj = Linear(hidden, kv_heads * head_dim, bias=False) if has_value else None
         self.o_proj = Linear(heads * head_dim, hidden, bias=False)
         self.q_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
         self.k_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
@@ -71,6 +75,10 @@ class Attention(nn.Module):
     def projected(self, x_BTD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T - first, h * d], from token `first` on, keys and values [B, T, K * d], as projections give
         them."""
+        if self.qkv_proj is not None:
+            widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+            q, k, v = self.qkv_proj(self.qkv_proj.entering(x_BTD)).split(widths, -1)
+            return q[:, first:], k, v
         q_proj, v_proj = self.q_proj, self.v_proj
         x_BTD = q_proj.entering(x_BTD)
         of_keys = (self.k_proj,) if v_proj is None else (self.k_proj, v_proj)

@@ -1,7 +1,8 @@
 """Tensor parallelism: the ranks of a group run every layer together, each with its part of the heads and matrices.
 
 The `tensor_parts` of a family say how each part of its model is split. Attention is split by
-heads, with kv heads and index heads that are fewer than ranks held by several; a dense MLP by its inner width; experts
+heads, with kv heads and index heads that are fewer than ranks held by several; one projection of queries, keys and
+values is held whole by every rank, which multiplies with the rows of its heads; a dense MLP by its inner width; experts
 are split as whole ones; the table by tokens (`tensor_vocabulary.py`). Norms, routers and scalars are the same on all
 ranks, as is the residual between the parts. Each part costs one all-reduce forward and one backward.
 
@@ -12,7 +13,7 @@ does the reductions. All ranks need equal rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -115,24 +116,32 @@ class Outputs:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedHead(Outputs):
-    """Outputs that several ranks make, of a layer that all of them hold whole."""
+class SharedRows(Outputs):
+    """Some outputs of a layer that all ranks hold whole: those of a head that several of them have, or of some heads
+    in each range of a layer that makes queries, keys and values."""
 
-    rows: slice
+    ranges: tuple[slice, ...]
 
     def weight(self, held: Any) -> Any:
         """The rows that this rank multiplies with; those that train get the sum of the ranks' gradients."""
         if isinstance(held, Tensor):
-            return copied(held, self.group)[self.rows]
-        return held.part(self.rows)
+            return self._rows(copied(held, self.group))
+        (rows, *others) = self.ranges
+        if others:
+            rows = torch.cat([torch.arange(each.start, each.stop, device=held[0].device) for each in self.ranges])
+        return held.part(rows)
 
     def bias(self, bias: Tensor) -> Tensor:
         """The part of the bias for these rows."""
-        return copied(bias, self.group)[self.rows]
+        return self._rows(copied(bias, self.group))
 
     def low_rank(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
         """A, and these rows of B."""
-        return copied(A, self.group), copied(B, self.group)[self.rows]
+        return copied(A, self.group), self._rows(copied(B, self.group))
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        parts = [whole[rows] for rows in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,23 +208,31 @@ def _split_in(linear: Linear, mesh: DeviceMesh) -> None:
     linear.split = Inputs(mesh.get_group(), mesh.get_local_rank() == 0)
 
 
-def _share(linear: Linear, mesh: DeviceMesh, heads: int, width: int) -> None:
-    """Each rank makes the outputs of one of `heads` heads, which are fewer than the ranks."""
-    head = mesh.get_local_rank() * heads // mesh.size()
-    linear.split = SharedHead(mesh.get_group(), slice(head * width, (head + 1) * width))
-    linear.out_features = width
+def _share(linear: Linear, mesh: DeviceMesh, heads: Sequence[int], width: int) -> None:
+    """Each rank makes the outputs of some of the heads of each range, of one that others make, too, if they are fewer
+    than the ranks. heads: the number of heads in each range."""
+    rank, ranges, first = mesh.get_local_rank(), [], 0
+    for count in heads:
+        start, own = first + rank * count // mesh.size(), max(1, count // mesh.size())
+        ranges.append(slice(start * width, (start + own) * width))
+        first += count
+    linear.split = SharedRows(mesh.get_group(), tuple(ranges))
+    linear.out_features = sum(each.stop - each.start for each in ranges)
 
 
 def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank runs some heads with the kv heads that they read."""
     assert isinstance(module, Attention)
     size, group = mesh.size(), mesh.get_group()
-    _split_out(module.q_proj, mesh)
-    for each in (module.k_proj, module.v_proj):
-        if each is not None and module.kv_heads % size == 0:
-            _split_out(each, mesh)
-        elif each is not None:
-            _share(each, mesh, module.kv_heads, module.head_dim)
+    if module.qkv_proj is not None:
+        _share(module.qkv_proj, mesh, (module.heads, module.kv_heads, module.kv_heads), module.head_dim)
+    else:
+        _split_out(module.q_proj, mesh)
+        for each in (module.k_proj, module.v_proj):
+            if each is not None and module.kv_heads % size == 0:
+                _split_out(each, mesh)
+            elif each is not None:
+                _share(each, mesh, (module.kv_heads,), module.head_dim)
     module.kv_heads = max(1, module.kv_heads // size)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
@@ -235,7 +252,7 @@ def _split_indexer(indexer: Any, mesh: DeviceMesh) -> None:
     if indexer.heads % mesh.size() == 0:
         _split_out(indexer.q_proj, mesh)
     else:
-        _share(indexer.q_proj, mesh, indexer.heads, indexer.head_dim)
+        _share(indexer.q_proj, mesh, (indexer.heads,), indexer.head_dim)
     indexer.heads = max(1, indexer.heads // mesh.size())
 
 

@@ -41,6 +41,7 @@ def test_the_row_parallel_layer_returns_the_sum_and_not_the_none_of_all_reduce(f
     for of_rank in found:
         torch.testing.assert_close(of_rank["mlp out"], of_rank["mlp out of one"])
         torch.testing.assert_close(of_rank["attention out"], of_rank["attention out of one"])
+        torch.testing.assert_close(of_rank["fused out"], of_rank["fused out of one"])
         assert torch.equal(of_rank["mlp out"], found[0]["mlp out"]), "the same on all ranks"
 
 
@@ -58,6 +59,7 @@ def test_sizes_are_divided_by_the_ranks_once(found):
     for of_rank in found:
         sizes = of_rank["sizes"]
         assert sizes["heads"] == 8 // world and sizes["kv_heads"] == max(1, 2 // world)
+        assert sizes["fused"] == (8 // world + 2 * max(1, 2 // world)) * 8, "heads of queries, of keys and of values"
         assert sizes["q_proj"] == [[64 // world, 32], 64 // world], "weight, and out_features"
         assert sizes["o_proj"] == [[32, 64 // world], 64 // world], "weight, and in_features"
         assert sizes["gate_proj"] == [[48 // world, 32], 48 // world]
@@ -73,7 +75,7 @@ def test_every_rank_has_its_share_of_gate_and_of_up_and_not_of_one_alone(found):
 
 def test_gradients_are_not_multiplied_by_the_ranks(found):
     for of_rank in found:
-        for part in ("mlp", "attention"):
+        for part in ("mlp", "attention", "fused"):
             expected = of_rank[f"{part} grads of one"]
             assert expected.keys() == of_rank[f"{part} grads"].keys() >= {"input"}
             for name, grad in expected.items():

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from blockdiff.kernels import IN_TORCH
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.linear import Linear
+from blockdiff.layers.lora import LowRank
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.rope import angles, default_frequencies
 from blockdiff.layers.weights import local_part
@@ -32,16 +33,22 @@ def drawn(module: nn.Module) -> nn.Module:
     return module
 
 
-def attention() -> Attention:
+def attention(is_fused: bool = False) -> Attention:
     """With a bias in every linear layer, which no family here has and the splits take all the same."""
     sizes, rules = (HIDDEN, HEADS, KV_HEADS, HEAD_DIM), {"qk_norm": None, "norms_values": False, "scale": 0.35}
-    made = Attention(*sizes, True, 1e-6, IN_TORCH, **rules)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        linear = getattr(made, name)
+    made = Attention(*sizes, True, 1e-6, IN_TORCH, **rules, is_fused=is_fused)
+    for name, linear in list(made.named_children()):
         setattr(made, name, Linear(linear.in_features, linear.out_features))
     drawn(made)
     made.o_proj.bias.data.uniform_(50.0, 100.0, generator=torch.Generator().manual_seed(1))
     return made
+
+
+def adapted() -> Attention:
+    """With one projection of queries, keys and values, and an adapter over it."""
+    made = attention(is_fused=True)
+    made.qkv_proj.adapt(LowRank(3, 6.0))
+    return drawn(made)
 
 
 def run(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -71,6 +78,7 @@ def layers(ranks: Ranks, directory: Path) -> None:
     for name, make, cut in (
         ("mlp", lambda: drawn(MLP(HIDDEN, INNER, IN_TORCH, "silu")), split_mlp),
         ("attention", attention, split_attention),
+        ("fused", adapted, split_attention),
     ):
         found[f"{name} out of one"], found[f"{name} grads of one"] = run(make(), x)
         split[name] = make()
@@ -80,7 +88,7 @@ def layers(ranks: Ranks, directory: Path) -> None:
     found["bias"] = attention().o_proj.bias.detach()
     found["whole"] = {name: getattr(whole, name).weight.detach() for name in ("gate_proj", "up_proj")}
     found["held"] = {name: local_part(getattr(mlp, name).weight).detach() for name in ("gate_proj", "up_proj")}
-    found["sizes"] = {"heads": heads.heads, "kv_heads": heads.kv_heads}
+    found["sizes"] = {"heads": heads.heads, "kv_heads": heads.kv_heads, "fused": split["fused"].qkv_proj.out_features}
     for part, name, size in (
         (heads, "q_proj", "out_features"),
         (heads, "o_proj", "in_features"),
