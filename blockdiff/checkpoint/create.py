@@ -14,6 +14,7 @@ from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import empty, require_dtype, require_room, resolve_dtype
 from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
+from blockdiff.layers.weights import dtype_of
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 
@@ -67,7 +68,7 @@ def draw_weights(
         # all ranks draw the same, and keep their own part
         of_image = images.pop(str(config.names.to_hub(name)), None)
         values = drawn(model, name, shape, draw, spread) if of_image is None else of_image
-        fill(model, name, values.to(place, target))
+        fill(model, name, values.to(place, dtype_of(name, target)))
     model.carried = Carried(tensors=images)
     return model.eval()
 

@@ -26,7 +26,7 @@ from blockdiff.checkpoint.write import save
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.layers.lora import merged
-from blockdiff.layers.weights import Form
+from blockdiff.layers.weights import Form, dtype_of
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import check_quantize, frozen_weights, store
@@ -104,7 +104,8 @@ def _written(
     """
 
     def source_of(name: str) -> TensorSource:
-        return TensorSource(sources[name].shape, dtype, lambda: sources[name].read().to(dtype))
+        target = dtype_of(name, dtype)
+        return TensorSource(sources[name].shape, target, lambda: sources[name].read().to(target))
 
     layers = chosen_layers(model, weights, form)
     if keeps_sums:

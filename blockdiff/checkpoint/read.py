@@ -31,7 +31,7 @@ from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.stored import StoredMatrix
-from blockdiff.layers.weights import Form, is_scale
+from blockdiff.layers.weights import Form, dtype_of, is_scale, is_wide
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
@@ -106,7 +106,7 @@ def load_weights(
         for ours in filled[hub, block]:
             # A copy even where nothing changes: the tensor read is a view of the file.
             is_float = state[ours].is_floating_point()
-            kept_as = target if is_float else state[ours].dtype
+            kept_as = dtype_of(ours, target) if is_float else state[ours].dtype
             filling = torch.empty(tensor.shape, dtype=kept_as, device=place).copy_(tensor)
             fill(model, ours, filling, is_local=True)
         if tensor.dim() and is_float:  # a number by itself may be a limit that nothing reaches
@@ -197,7 +197,7 @@ def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str,
 def require_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Raises CheckpointError where a model was sharded in another dtype, which its parameters keep."""
     for name, tensor in model.state_dict().items():
-        is_fixed = tensor.dtype == torch.uint8 or is_scale(name) or is_adapter(name)
+        is_fixed = tensor.dtype == torch.uint8 or is_scale(name) or is_wide(name) or is_adapter(name)
         if is_spread(tensor) and tensor.dtype != dtype and not is_fixed:
             asked = str(dtype).removeprefix("torch.")
             raise CheckpointError(f"{name} is sharded as {tensor.dtype}, {asked} was asked for; cast the model before")

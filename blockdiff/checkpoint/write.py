@@ -24,6 +24,7 @@ from blockdiff.checkpoint.stream import TensorSource, in_order, write_stream
 from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
 from blockdiff.files import room_remedy, unwritten, whole_directory, write_json
+from blockdiff.layers.weights import dtype_of
 from blockdiff.models.adapters import is_adapted
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
@@ -71,7 +72,8 @@ def save(
     gathering = Gathering(state.values())
     if weights is None:
         fixed = {f"{name}.{leaf}" for name, module in stored_layers(model).items() for leaf in module._buffers}
-        own = {name: gathering.source(state[name], None if name in fixed else cast) for name in state}
+        casts = {name: None if cast is None or name in fixed else dtype_of(name, cast) for name in state}
+        own = {name: gathering.source(state[name], casts[name]) for name in state}
     else:
         own = dict(weights)
     files, index = _divided_into_files(model, own, carried, shard_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -28,3 +30,8 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(_device_of(tensors[0]))
     return tuple(x.to(dtype) for x in tensors)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """A context in which products on a tensor's device are computed in the dtypes of their inputs."""
+    return torch.autocast(_device_of(x), enabled=False) if is_on(x) else nullcontext()

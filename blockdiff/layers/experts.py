@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.kernels import IN_TORCH, Kernels
-from blockdiff.kernels.autocast import upcast
+from blockdiff.kernels.autocast import upcast, without_autocast
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.layers.linear import Linear
@@ -40,22 +41,55 @@ class Router(nn.Module):
 
 
 class SigmoidRouter(nn.Module):
-    """Top-k routing by sigmoids: chosen by score plus a bias, weighed by the scores alone, renormalised and scaled."""
+    """Top-k routing by sigmoids: chosen by score plus a bias, weighed by the scores alone, renormalised and scaled.
+
+    groups, kept: the experts are in `groups` groups of neighbours, of which each token chooses among the `kept` whose
+    two best experts have the largest sum. is_wide: whether the projection is computed in fp32 at least, whatever the
+    dtype of the model. The bias has fp32 at least (see `layers.weights.is_wide`).
+    """
 
     bias: Tensor
 
-    def __init__(self, hidden: int, experts: int, top_k: int, scale: float):
+    def __init__(
+        self, hidden: int, experts: int, top_k: int, scale: float, groups: int = 1, kept: int = 1, is_wide: bool = False
+    ):
         super().__init__()
         self.proj = Linear(hidden, experts, bias=False)
         self.register_buffer("bias", torch.zeros(experts))
-        self.top_k, self.factor = top_k, scale
+        self.top_k, self.factor, self.groups, self.kept, self.is_wide = top_k, scale, groups, kept, is_wide
 
     def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Expert index int64 [N, k] and weight [N, k] in fp32 at least; no gradient goes through the choice."""
-        scores = upcast(self.proj(normed_ND)).sigmoid()
-        index = (scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
+        scores = self._logits(normed_ND).sigmoid()
+        index = self._among_groups(scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
         weight = scores.gather(-1, index)
         return index, weight / weight.sum(-1, keepdim=True) * self.factor
+
+    def _logits(self, normed_ND: Tensor) -> Tensor:
+        if not self.is_wide:
+            return upcast(self.proj(normed_ND))
+        with without_autocast(normed_ND):
+            weight = upcast(self.proj.weight)
+            if self.proj.low_rank is not None:  # an adapter that PEFT has put there
+                weight = weight + self.proj.low_rank.scale * (self.proj.lora_B @ self.proj.lora_A)
+            return F.linear(upcast(normed_ND), weight)
+
+    def _among_groups(self, choice_NE: Tensor) -> Tensor:
+        """The choice with -inf in the groups that a token leaves out."""
+        if self.kept == self.groups:
+            return choice_NE
+        choice_NGe = choice_NE.unflatten(-1, (self.groups, -1))
+        best_NG = choice_NGe.topk(2, dim=-1).values.sum(-1).topk(self.kept, dim=-1).indices
+        is_out_NG = torch.ones_like(choice_NGe[..., 0], dtype=torch.bool).scatter(-1, best_NG, False)
+        return choice_NGe.masked_fill(is_out_NG[..., None], float("-inf")).flatten(-2)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Cast and move the module; a bias of fp32 keeps its digits in a model of fewer bits."""
+        old = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.dtype.itemsize < 4:
+            self.bias = upcast(self.bias if old.device.type == "meta" else old).to(self.bias.device)
+        return self
 
 
 class Experts(HasWeights):

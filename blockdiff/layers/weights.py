@@ -34,6 +34,16 @@ def is_scale(name: str) -> bool:
     return any(leaf == weight + end for weight in NAMES for form in FORMS.values() for end in form.SUFFIXES if end)
 
 
+def is_wide(name: str) -> bool:
+    """True for a buffer that has fp32 at least in a model of any dtype: the bias by which a router chooses experts."""
+    return name.endswith("router.bias")
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in a model of a dtype."""
+    return torch.promote_types(dtype, torch.float32) if is_wide(name) else dtype
+
+
 class HasWeights(nn.Module):
     """A module with weights [..., out, in], and two of its optional parts.
 

@@ -25,6 +25,7 @@ from blockdiff.checkpoint.opening import load_files, model_files
 from blockdiff.errors import RunError
 from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.layers.experts import Experts
+from blockdiff.layers.weights import dtype_of
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import stored_layers
@@ -46,7 +47,7 @@ def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_i
         if name in frozen:  # which have a dtype of their own
             continue
         wide = torch.promote_types(dtype, torch.float32)
-        fill(model, name, torch.empty_like(tensor, dtype=wide if is_adapter(name) else dtype))
+        fill(model, name, torch.empty_like(tensor, dtype=wide if is_adapter(name) else dtype_of(name, dtype)))
     if mesh.places is not None:
         expert_parallel(model, mesh.places)
     if mesh.tensors is not None:

@@ -126,10 +126,10 @@ class SharedRows(Outputs):
         """The rows that this rank multiplies with; those that train get the sum of the ranks' gradients."""
         if isinstance(held, Tensor):
             return self._rows(copied(held, self.group))
-        (rows, *others) = self.ranges
-        if others:
-            rows = torch.cat([torch.arange(each.start, each.stop, device=held[0].device) for each in self.ranges])
-        return held.part(rows)
+        if len(self.ranges) == 1:
+            return held.part(self.ranges[0])
+        device = held[0].device
+        return held.part(torch.cat([torch.arange(rows.start, rows.stop, device=device) for rows in self.ranges]))
 
     def bias(self, bias: Tensor) -> Tensor:
         """The part of the bias for these rows."""

@@ -28,6 +28,7 @@ from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.data.dataset import Dataset
 from blockdiff.errors import RESUME, CheckpointError, RunError
 from blockdiff.files import remove_leftovers, write_text
+from blockdiff.layers.weights import dtype_of
 from blockdiff.metrics import FILE_NAME, SAMPLES, MetricsLog, Record
 from blockdiff.models.adapters import adapter_tensors
 from blockdiff.plots.curves import draw_curves
@@ -193,9 +194,9 @@ def consolidate(
     if quantize is not None:
         raise CheckpointError(f"{saved}: export it as it is first, and then the checkpoint with quantize={quantize!r}")
     cast = None if dtype == "auto" else resolve_dtype(dtype)
+    targets = {name: dtype_of(name, cast or kept) for name in model.state_dict()}
     sources = {
-        name: TensorSource(weights[name].shape, cast or kept, partial(read, name, cast or kept))
-        for name in model.state_dict()
+        name: TensorSource(weights[name].shape, target, partial(read, name, target)) for name, target in targets.items()
     }
     if recipe.model.path is not None:
         compare([find(recipe.model.path)])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from blockdiff.errors import RecipeError
 from blockdiff.layers.experts import Experts
-from blockdiff.layers.weights import is_scale
+from blockdiff.layers.weights import is_scale, is_wide
 from blockdiff.models.adapters import is_adapter
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.tensor import tensor_parallel
@@ -53,7 +53,7 @@ def kept_bytes(
     for word, other in beside.items():
         parts[word] = sum(-(-x.nbytes // sharers_of_others) for x in (*other.parameters(), *other.buffers()))
     for name, x in objective.named_buffers():
-        has_own_dtype = not x.is_floating_point() or is_scale(name)
+        has_own_dtype = not x.is_floating_point() or is_scale(name) or is_wide(name)
         parts["weights"] += x.nbytes if has_own_dtype else x.numel() * stored.itemsize
     for full_name, x in objective.named_parameters():
         name, count, rows = full_name.removeprefix("model."), sharers[id(x)], x.shape[0] if x.dim() else 1
