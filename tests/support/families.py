@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, MiniMaxM3VLConfig, Qwen3Config
 
 import blockdiff
+from blockdiff.models.llada2 import LLaDA2Family
 from blockdiff.models.minimax_m3 import MiniMaxM3Family, MiniMaxM3TextFamily
 from blockdiff.models.model import BlockDiffusionModel
 from tests.support.oracle import TWO_LAYERS, tiny_config
@@ -41,6 +42,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "diffusion_gemma": lambda: tiny_config(canvas_length=8, vocab_size=96, **TWO_LAYERS),
     "llama": lambda: LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "llama tied, denoising": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True, canvas_length=8),
+    "llada2": lambda: llada2_config(),
     "minimax_m3": lambda: m3_config(),
     "minimax_m3 dense, denoising": lambda: m3_config(topk=99, canvas_length=8),
     "minimax_m3 denoising": lambda: m3_config(canvas_length=8),
@@ -87,6 +89,28 @@ def m3_config(topk: int = 2, canvas_length: int | None = None, **text: Any) -> M
     whole: dict[str, Any] = dict(projector_hidden_size=16, image_token_index=92, video_token_index=93)
     whole |= {} if canvas_length is None else {"canvas_length": canvas_length}
     return MiniMaxM3Family.as_transformers({"text_config": values | text, "vision_config": vision, **whole})
+
+
+def llada2_config(**more: Any) -> LLaDA2Family:
+    """A tiny LLaDA2: one dense layer, two with experts in four groups."""
+    values = dict(
+        **SMALL,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        partial_rotary_factor=0.5,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        use_bias=False,
+        canvas_length=8,
+        mask_token_id=3,
+    )
+    return LLaDA2Family.read({"model_type": "llada2_moe", **values, **more})
 
 
 def m3_text_config(**more: Any) -> Any:
