@@ -17,13 +17,15 @@ from torch import Tensor
 from blockdiff.images import PlacedImage, RowImages
 
 
-def cut(response: tuple[int, int], canvas_length: int) -> list[tuple[int, int]]:
+def cut(response: tuple[int, int], canvas_length: int, aligned: bool = False) -> list[tuple[int, int]]:
     """Cut a response at columns [start, end) into canvases of `canvas_length` columns.
 
-    Returns the (start, end) columns of each; only the last one can be shorter (the fill makes up the rest).
+    Returns the (start, end) columns of each; only the last one can be shorter (the fill makes up the rest). aligned:
+    whether canvases begin at multiples of their length; then the first one may have columns before the response.
     """
     start, end = response
-    return [(column, min(column + canvas_length, end)) for column in range(start, end, canvas_length)]
+    first = start // canvas_length * canvas_length if aligned and start < end else start
+    return [(column, min(column + canvas_length, end)) for column in range(first, end, canvas_length)]
 
 
 def fill(tokens: Sequence[int], canvas_length: int, eos_id: int) -> list[int]:

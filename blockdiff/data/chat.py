@@ -11,6 +11,7 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from blockdiff.canvas import cut
 from blockdiff.data.alterations import Alterations, find_alterations
 from blockdiff.data.control_tokens import ControlTokens, Guard, make_guard, why_not_encoded
 from blockdiff.data.image_parts import text_with_images
@@ -82,19 +83,20 @@ class Encoding(NamedTuple):
 
 
 def truncated(
-    tokens: list[int], responses: Sequence[Span], max_length: int, canvas_length: int
+    tokens: list[int], responses: Sequence[Span], max_length: int, canvas_length: int, aligned: bool = False
 ) -> tuple[list[int], list[Span]] | None:
     """Tokens and responses cut to `max_length`, a response only between its canvases; None if no canvas fits.
 
-    Nothing is kept after the last response: what follows a cut is no longer what the conversation says.
+    Nothing is kept after the last response: what follows a cut is no longer what the conversation says. aligned: as
+    `canvas.cut` has it.
     """
     if len(tokens) <= max_length:
         return tokens, list(responses)
     kept = []
     for start, end in responses:
         if end > max_length:
-            end = start + (max_length - start) // canvas_length * canvas_length
-            kept += [(start, end)] if end > start else []
+            whole = [its_end for _, its_end in cut((start, end), canvas_length, aligned) if its_end <= max_length]
+            kept += [(start, whole[-1])] if whole else []
             break
         kept.append((start, end))
     return (tokens[: kept[-1][1]], kept) if kept else None
@@ -111,7 +113,8 @@ class Encoder:
     `verbatim`: conversations are written by a template of ours that alters no message, not by the tokenizer's.
     `control_tokens`: what rows have of control tokens is "text" like any other, or "allow"ed to be these tokens.
     `skips_bad_rows`: those who read rows for it leave out and count the rows that cannot be used. `reader`: reads the
-    images of rows; without one, rows that have any are refused. `day`: the date that chat templates write.
+    images of rows; without one, rows that have any are refused. `day`: the date that chat templates write. `aligned`:
+    canvases begin at multiples of their length.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -128,6 +131,7 @@ class Encoder:
     skips_bad_rows: bool = False
     reader: ImageReader | None = None
     day: date = field(default_factory=date.today)
+    aligned: bool = False
 
     @cached_property
     def template(self) -> str:
@@ -191,7 +195,7 @@ class Encoder:
         more = (self.too_long, self.chat, self.tokenizer.special_tokens_map, self.tokenizer.bos_token_id)
         is_split = bool(self.tokenizer.split_special_tokens)
         text = json.dumps([template, options, more, self.control_tokens, is_split], default=str)
-        text += " skips bad rows" * self.skips_bad_rows
+        text += " skips bad rows" * self.skips_bad_rows + " aligned" * self.aligned
         text += f" {self.day}" * asks_date(template)
         text += "" if self.reader is None else self.reader.fingerprint
         return hashlib.blake2b((text + backend.to_str()).encode(), digest_size=16).hexdigest()
@@ -208,7 +212,7 @@ class Encoder:
 
         Raises DataError naming file and line where a row cannot be tokenised, and when no row is left.
         """
-        statistics = Statistics(self.canvas_length)
+        statistics = Statistics(self.canvas_length, self.aligned)
         examples = list(self.examples(rows, statistics))
         if not examples:
             raise self.nothing_left(statistics.rows)
@@ -259,7 +263,7 @@ class Encoder:
             )
         if self.too_long == "drop":
             return None
-        return truncated(tokens, responses, self.max_length, self.canvas_length)
+        return truncated(tokens, responses, self.max_length, self.canvas_length, self.aligned)
 
     def _encoded(self, rows: Iterable[Row], counts: Statistics | None) -> Iterator[Encoding]:
         """Every row as tokens; with `counts` rows that cannot be encoded are counted there and left out."""

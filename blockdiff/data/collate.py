@@ -133,7 +133,8 @@ class Collator:
     `normalisation` says what the losses are means over: scored tokens (a position weighs 1) or examples (a position
     weighs 1 / scored positions of its example in this optimiser step, as in Google's recipe). `reader` reads the images
     of examples. `are_blocks`: canvases are a drafter's blocks, which begin at any token of a response but its last, and
-    of which neither that token nor the fill is scored; next tokens are not.
+    of which neither that token nor the fill is scored; next tokens are not. `aligned`: canvases begin at multiples of
+    their length, counted from the document's start; what stands before a response in its first canvas is pinned.
     """
 
     canvas_length: int
@@ -148,6 +149,7 @@ class Collator:
     ar_scope: Literal["all", "response"] = "all"
     reader: ImageReader | None = None
     are_blocks: bool = False
+    aligned: bool = False
 
     def __call__(
         self,
@@ -233,9 +235,10 @@ class Collator:
 
     def _cut(self, response: tuple[int, int]) -> list[Piece]:
         """The canvases of a response, or its blocks, whose first token is pinned."""
-        if not self.are_blocks:
-            return [Piece(*columns) for columns in cut(response, self.canvas_length)]
         start, end = response
+        if not self.are_blocks:
+            pieces = cut(response, self.canvas_length, self.aligned)
+            return [Piece(*columns, range(max(0, start - columns[0]))) for columns in pieces]
         return [Piece(column, min(column + self.canvas_length, end), (0,)) for column in range(start, end - 1)]
 
     def _scored(self, piece: Piece) -> int:

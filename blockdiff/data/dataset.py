@@ -123,7 +123,7 @@ def load_dataset(
 
 
 def _write(file: IO[bytes], source: OpenedSource, encoder: Encoder, watch: Watch | None) -> Statistics:
-    statistics = Statistics(encoder.canvas_length)
+    statistics = Statistics(encoder.canvas_length, encoder.aligned)
     rows = source.rows(counts=statistics)
     rows = rows if watch is None else watch(rows)
     count = write_examples(file, encoder.examples(rows, statistics, counts_bad=True), source.files)

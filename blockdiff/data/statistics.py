@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from blockdiff.canvas import cut
 from blockdiff.data.alterations import WORDS
 from blockdiff.errors import DataError
 from blockdiff.terminal import counted
@@ -23,13 +24,15 @@ class Statistics:
 
     `dropped` rows were too long (or had no room for a canvas within max_length), the first of them at `first_dropped`
     (file and line, without its directory). `bad` rows cannot be used, for the reasons in `first_bad`. `truncated` ones
-    were cut at a canvas boundary and lost `cut_tokens`. `clean_tokens` are in rows (prompts too), `response_tokens` in
-    responses, and `image_tokens` stand for `images`. Of the `conversations` among the rows, `unscored_turns` of the
-    assistant are context only. Those from `stripped` on say what became of messages
+    were cut at a canvas boundary and lost `cut_tokens`. Canvases that are `aligned` begin at multiples of their length,
+    and `pinned_tokens` of their places stand before a response. `clean_tokens` are in rows (prompts too),
+    `response_tokens` in responses, and `image_tokens` stand for `images`. Of the `conversations` among the rows,
+    `unscored_turns` of the assistant are context only. Those from `stripped` on say what became of messages
     (`blockdiff.data.alterations.WORDS`), and how many rows spell control tokens.
     """
 
     canvas_length: int
+    aligned: bool = False
     rows: int = 0
     dropped: int = 0
     first_dropped: str = ""
@@ -39,6 +42,7 @@ class Statistics:
     cut_tokens: int = 0
     responses: int = 0
     canvases: int = 0
+    pinned_tokens: int = 0
     response_tokens: int = 0
     clean_tokens: int = 0
     longest: int = 0
@@ -127,12 +131,14 @@ class Statistics:
         self.longest = max(self.longest, len(tokens))
         for start, end in responses:
             self.response_tokens += end - start
-            self.canvases += -(-(end - start) // self.canvas_length)
+            canvases = cut((start, end), self.canvas_length, self.aligned)
+            self.canvases += len(canvases)
+            self.pinned_tokens += start - canvases[0][0] if canvases else 0
 
     @property
     def scored_tokens(self) -> int:
         """Canvas positions that are scored when every canvas is: responses and fill."""
-        return self.canvases * self.canvas_length
+        return self.canvases * self.canvas_length - self.pinned_tokens
 
     @property
     def fill_share(self) -> float:
@@ -149,7 +155,11 @@ class Statistics:
         if self.canvas_length != other.canvas_length:
             raise ValueError(f"canvases of {self.canvas_length} and of {other.canvas_length} do not add up")
         sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
-        sums |= {"canvas_length": self.canvas_length, "longest": max(self.longest, other.longest)}
+        sums |= {
+            "canvas_length": self.canvas_length,
+            "aligned": self.aligned,
+            "longest": max(self.longest, other.longest),
+        }
         firsts = {"first_dropped": self.first_dropped or other.first_dropped, "first_bad": sums["first_bad"][:MOST]}
         firsts["unread"] = sorted({*sums["unread"]})[:MOST_KEYS]
         return Statistics(**sums | firsts)

@@ -106,7 +106,7 @@ class _Pass:
         self.source, self.encoder = source.with_defaults(TRAIN, {}), encoder
         self.size, self.address, self._watch = size, address, watch
         self.opened = open_source(source, streaming=True)
-        self.statistics = Statistics(encoder.canvas_length)
+        self.statistics = Statistics(encoder.canvas_length, encoder.aligned)
         self.has_jumped = False
         self._length = 0  # examples of an epoch, once one has been read to its end
         self._restart()

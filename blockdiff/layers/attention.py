@@ -53,7 +53,7 @@ class Attention(nn.Module):
         self.k_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
 
     def forward(self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None) -> tuple[Tensor, KV]:
-        q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in self.projected(x_BTD, spans.first_query))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.projected(x_BTD, spans.first_query))
         norms, into = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps), written(past)
         q, own_k, own_v = self.kernels.attention_heads(q, k, v, norms, rope, into)
         assert own_v is not None, "values were given"

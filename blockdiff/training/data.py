@@ -238,6 +238,7 @@ def encoder(
         skips_bad_rows=d.on_bad_row == "skip",
         reader=reader,
         day=day or date.today(),
+        aligned=base.aligned,
     )
 
 

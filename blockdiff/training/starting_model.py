@@ -50,6 +50,11 @@ class StartingModel:
         return self.config.canvas_length
 
     @property
+    def aligned(self) -> bool:
+        """True if canvases begin at multiples of their length, as the blocks of the prefix do."""
+        return self.config.block is not None
+
+    @property
     def denoises(self) -> bool:
         """True where the model denoises canvases, False where it is causal alone."""
         return self.config.denoises

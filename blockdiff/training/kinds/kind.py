@@ -237,6 +237,7 @@ class Kind(ObjectiveSection):
             seed=recipe.seed,
             canvases=self.canvases(recipe) or NoCanvases(),
             reader=reader,
+            aligned=base.aligned,
             **{"time": StratifiedTime()} | choices,
         )
 
