@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import blockdiff
+from blockdiff.canvas import CleanRow, joined, lay_out
 from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import SigmoidRouter
 from blockdiff.models.llada2 import LLaDA2
-from blockdiff.models.prefix import Prefix
-from blockdiff.spans import encode_spans
 from tests.support.closeness import require_close
 
 pytestmark = pytest.mark.quick
@@ -51,16 +50,6 @@ def model(checkpoint) -> LLaDA2:
     return loaded(checkpoint)
 
 
-def encoded(model: LLaDA2, tokens: Tensor) -> Prefix:
-    """The prefix of a row whose clean tokens see their block whole."""
-    column = torch.arange(tokens.shape[1])
-    run_BT2 = torch.stack([column // L * L, column // L * L + L], -1)[None].clamp(max=tokens.shape[1])
-    kind = model.kinds["full"]
-    spans = {"full": encode_spans(torch.zeros_like(tokens), None, None, run_BT2)}
-    hidden, kv = model(tokens, column[None], spans)
-    return Prefix.of(hidden, kv, [kind] * len(model.layers), None)
-
-
 def hub_gradients(model: LLaDA2) -> dict[str, Tensor]:
     """The gradients by the names of the files, where each expert's matrices are alone."""
     found, names = {}, model.config.names
@@ -81,7 +70,7 @@ def test_hidden_states_logits_and_experts_of_a_clean_row_are_those_of_its_own_co
     chosen: list[Tensor] = []
     routers = [module for module in model.modules() if isinstance(module, SigmoidRouter)]
     hooks = [each.register_forward_hook(lambda _, __, out: chosen.append(out[0].sort(-1).values)) for each in routers]
-    hidden = encoded(model, truth["tokens"]).hidden
+    hidden = model.encode(truth["tokens"]).hidden
     for hook in hooks:
         hook.remove()
     require_close(hidden, truth["encode_hidden"], EXACT)
@@ -90,20 +79,36 @@ def test_hidden_states_logits_and_experts_of_a_clean_row_are_those_of_its_own_co
 
 
 @torch.no_grad()
+def test_a_row_in_chunks_padded_or_packed_is_as_alone(model, truth):
+    tokens, expected = truth["tokens"], truth["encode_hidden"]
+    prefix, parts = None, []
+    for chunk in tokens.split([8, 16, 8], 1):
+        prefix = model.encode(chunk, prefix=prefix)
+        parts.append(prefix.hidden)
+    require_close(torch.cat(parts, 1), expected, EXACT)
+    padded = model.encode(torch.cat([tokens, tokens.flip(1)]), torch.tensor([24, 32]))
+    require_close(padded.hidden[:1, :24], expected[:, :24], EXACT)
+    batch = lay_out([joined([CleanRow(tokens[0, :13].tolist(), []), CleanRow(tokens[0].tolist(), [])])], L, 0)
+    spans = {"full": model.kinds["full"].encode_spans(batch.doc_start_BS)}
+    packed, _ = model(batch.tokens_BS, batch.positions_BS, spans)
+    require_close(packed[:, 13:45], expected, EXACT)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("start", [0, 8, 24])
 def test_logits_of_a_block_over_the_blocks_before_it_are_those_of_its_own_code(model, truth, start):
     tokens = truth["tokens"]
     block = torch.where(truth["holes"].bool(), MASK, tokens[:, start : start + L])
     if start:
-        hidden = model.denoise(block, encoded(model, tokens[:, :start]))
+        hidden = model.denoise(block, model.encode(tokens[:, :start]))
     else:  # it is alone
-        hidden = encoded(model, block).hidden
+        hidden = model.encode(block).hidden
     require_close(hidden @ model.vocabulary.head.T, truth[f"denoise_logits_{start}"], EXACT)
 
 
 def test_the_loss_and_every_gradient_of_a_row_of_blocks_are_those_of_its_own_code(checkpoint, truth):
     model, tokens, is_masked = loaded(checkpoint), truth["tokens"], truth["is_masked"].bool()
-    prefix = encoded(model, tokens)
+    prefix = model.encode(tokens)
     noisy = torch.where(is_masked, MASK, tokens)
     start = torch.arange(0, tokens.shape[1], L)[None]
     nothing, whole = torch.zeros_like(start), torch.full_like(start, L)

@@ -92,6 +92,7 @@ class LLaDA2Family(Family):
     corruptions = ("uniform", "mask")
     meshes = ("replicate", "shard", "experts", "tensor")
     has_self_conditioning = False
+    prefixes = ("blocks",)
 
     first_k_dense_replace: int
     moe_intermediate_size: int
@@ -117,6 +118,7 @@ class LLaDA2Family(Family):
             theirs,
             canvas_length=values.get("canvas_length") or CANVAS_LENGTH,
             denoises=True,
+            prefix=values.get("prefix") or "blocks",
             experts=theirs.num_experts,
             experts_per_token=theirs.num_experts_per_tok,
             turned=int(theirs.head_dim * theirs.partial_rotary_factor),

@@ -7,7 +7,8 @@ What is special about it:
 - The first layers have a dense MLP. The others have routed experts in addition to a shared one, which every token
   passes. The router takes sigmoids in fp32, keeps the groups of experts whose two best have the largest sums of score
   and bias, chooses among their experts by score plus bias, and weighs by the scores alone, renormalised and scaled.
-- It has no next-token head and reads nothing of its last prediction: noisy tokens are computed like clean ones.
+- A clean token sees its whole block, so there is no next-token head. The model reads nothing of its last prediction:
+  noisy tokens are computed like clean ones.
 
 config.json is that of the released remote code; transformers has no class for it.
 """
@@ -106,4 +107,5 @@ class LLaDA2(CausalModel):
         self.layers = nn.ModuleList(self.layer_class(config, n, self.kernels) for n in range(config.num_hidden_layers))
         self.norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
         self.layer_kinds = ("full",) * config.num_hidden_layers
-        self.kinds = {"full": LayerKind("full", None, default_frequencies(config.turned, config.rope_theta))}
+        frequencies = default_frequencies(config.turned, config.rope_theta)
+        self.kinds = {"full": LayerKind("full", None, frequencies, block=config.block)}
