@@ -20,7 +20,8 @@ class DiffusionSettings:
 
     prediction: what the logits mean; corruption: what a canvas starts from and what stands where nothing is accepted,
     uniform tokens or the mask token `mask_id`; objective: the parts of the objective by name; prompts: the form of the
-    prompts that it was trained on, raw text or conversations (None: both, or not known). The defaults are those of the
+    prompts that it was trained on, raw text or conversations (None: both, or not known); calibration: the temperatures
+    of typed decisions, by the key of what they were fitted to (docs/decisions.md). The defaults are those of the
     released model, whose directory has no such file.
     """
 
@@ -29,6 +30,7 @@ class DiffusionSettings:
     mask_id: int | None = None
     objective: Mapping[str, Any] = field(default_factory=dict)
     prompts: PromptForm | None = None
+    calibration: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.prediction not in ("posterior", "leave_one_out"):

@@ -18,8 +18,9 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.opening import model_files, with_adapter
 from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
-from blockdiff.sampling.decisions.decide import Answer, RunningDecision
-from blockdiff.sampling.decisions.form import Asking, Form
+from blockdiff.sampling.decisions.calibration import temperatures
+from blockdiff.sampling.decisions.decide import Answer, RunningDecision, uncalibrated
+from blockdiff.sampling.decisions.form import ONE_BY_ONE, Asking
 from blockdiff.sampling.decisions.question import Question
 from blockdiff.sampling.engine import UNCAPTURED, Engine, Event
 from blockdiff.sampling.prepare import A_DRAFTER, prepare_sequences, sampling_settings
@@ -270,21 +271,19 @@ class Sampler:
         self,
         prompts: Iterable[Prompt],
         questions: abc.Sequence[Question],
+        asking: Asking = ONE_BY_ONE,
         *,
-        form: Form = "decisions",
-        joint: bool = False,
-        steps: int = 1,
-        draws: int = 4,
         seed: int = 0,
         batch_size: int = 32,
+        is_calibrated: bool = True,
     ) -> list[list[Answer]]:
         """The answers to typed questions about each of the prompts, text or messages as in `generate`, in order.
 
-        form: of the questions' text and labels (docs/decisions.md); joint: whether questions about a prompt share
-        canvases. They are read after `steps` denoising steps, and averaged over `draws` draws of the noise. Raises
-        RequestError for what cannot be asked, before anything runs.
+        asking: the form of the questions, how many steps and draws they take, and whether they share canvases;
+        is_calibrated: whether temperatures that were fitted to such questions are applied. Raises RequestError for what
+        cannot be asked, before anything runs.
         """
-        prompts, asking = _listed(prompts), Asking(form, joint, steps, draws)
+        prompts = _listed(prompts)
         require_seed(seed)
         running = []
         for place, prompt in enumerate(prompts):
@@ -295,7 +294,8 @@ class Sampler:
                 raise _named(error, place, prompts) from None
         for _ in self._answers([draws for each in running for draws in each.sequences], batch_size, None, None, None):
             pass  # what failed is said by `answers`
-        return [each.answers() for each in running]
+        fitted = temperatures(self.model, self.settings, asking) if is_calibrated else uncalibrated
+        return [each.answers(fitted) for each in running]
 
     def _answers(
         self,

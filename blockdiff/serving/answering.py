@@ -27,7 +27,7 @@ from blockdiff.serving.deltas import AnswerStream, Delta
 from blockdiff.serving.engine_thread import BASE, Accepted
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.metrics import CallMetrics, Metrics
-from blockdiff.serving.protocol import GenerationBody, ReadRequest, SampledBody
+from blockdiff.serving.protocol import GenerationBody
 from blockdiff.serving.refusals import Refused, error_body
 
 LOG = logging.getLogger("blockdiff.serving")
@@ -35,6 +35,13 @@ FINGERPRINT = f"blockdiff-{__version__}"
 LEFT = 499  # nobody reads this answer
 Event = dict[str, str]  # of a stream: its `data`, and the name of its type in `event` where the protocol has one
 T = TypeVar("T")
+
+
+class TimedBody(Protocol):
+    """A body that may name a model, and the seconds that its answer may take."""
+
+    model: str | None
+    timeout: float | None
 
 
 @dataclass
@@ -69,7 +76,7 @@ class Server:
             raise Refused(words, 404, "model_not_found", "model")
         return name
 
-    def terms(self, http: HttpRequest, body: SampledBody | ReadRequest) -> Terms:
+    def terms(self, http: HttpRequest, body: TimedBody) -> Terms:
         """The terms of a request; Refused for a model that is not served here."""
         seconds = self.limits.seconds(body.timeout)
         return Terms(http.state.measures.began, http.state.owner, seconds, self.adapter_of(body.model))

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from blockdiff import __version__
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.serving import chat, completions, operations, page, reads, responses
+from blockdiff.serving import chat, completions, decisions, operations, page, reads, responses
 from blockdiff.serving.answering import Server
 from blockdiff.serving.async_engine import AsyncEngine
 from blockdiff.serving.limits import Access, Limits
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel
 
 # A file each; each takes the Server.
-ROUTERS = (chat.router, completions.router, responses.router, reads.router, operations.router, page.router)
+ROUTERS = (
+    *(chat.router, completions.router, responses.router, reads.router, decisions.router),
+    *(operations.router, page.router),
+)
 
 
 def app(

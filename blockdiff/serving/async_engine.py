@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from blockdiff.errors import Closed, EngineError, Full, RequestError, TimedOut
 from blockdiff.sampling.constraints.compile_limit import COMPILE_SECONDS
+from blockdiff.sampling.decisions.calibration import temperatures
+from blockdiff.sampling.decisions.decide import Answer, RunningDecision, uncalibrated
+from blockdiff.sampling.decisions.form import ONE_BY_ONE, Asking
+from blockdiff.sampling.decisions.question import Question
 from blockdiff.sampling.engine import Event
 from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.read import Choices, Read, RunningRead
@@ -33,7 +37,17 @@ if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel
 
 DRAIN_LOOKS = 0.05  # seconds between two looks at whether all is answered
+MOST_READS = 64  # of the questions of one decision that run at once
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The answers to the questions about a state, and the tokens of their prompts, of which some were cached."""
+
+    answers: list[Answer]
+    prompt_tokens: int
+    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -176,11 +190,51 @@ class AsyncEngine:
             readings.append(RunningRead.prepare(*given, steps=steps, draws=draws, seed=self.thread.seed))
             return readings[0].sequences
 
+        await self._run(request, prepare, terms)
+        return readings[0].answer()
+
+    async def decide(
+        self,
+        request: Request,
+        questions: abc.Sequence[Question],
+        asking: Asking = ONE_BY_ONE,
+        is_calibrated: bool = True,
+        terms: Terms | None = None,
+    ) -> Decided:
+        """The answers to typed questions about a state, as in `Sampler.decide`, with what they cost.
+
+        Questions run at once, as many as one owner may have under way; the rest as in `generate`.
+        """
+        terms = terms or Terms()
+        model, settings = self.models[terms.adapter]
+        seed = self.thread.seed
+        prepare = partial(RunningDecision.prepare, request, questions, model, settings, asking, seed)
+        running = await self.prepared(prepare, kind_of(request), terms)
+        free = asyncio.Semaphore(min(MOST_READS, self.max_of_owner or MOST_READS))
+
+        async def read(draws: list[Sequence]) -> Result:
+            async with free:
+                return await self._run(draws[0].request, lambda: draws, terms)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(read(draws)) for draws in running.sequences]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        results = [task.result() for task in tasks]
+        fitted = temperatures(model, settings, asking) if is_calibrated else uncalibrated
+        counts = sum(each.prompt_tokens for each in results), sum(each.cached_tokens for each in results)
+        return Decided(running.answers(fitted), *counts)
+
+    async def _run(self, request: Request, prepare: Callable[[], list[Sequence]], terms: Terms) -> Result:
+        """The result of draws that nobody watches; EngineError where they fail."""
         async with aclosing(self._events(request, prepare, terms)) as events:
             async for event in events:
-                if isinstance(event, Result) and event.error is not None:
-                    raise EngineError(event.error)
-        return readings[0].answer()
+                if isinstance(event, Result):
+                    if event.error is not None:
+                        raise EngineError(event.error)
+                    return event
+        raise EngineError("the read did not end")
 
     async def prepared(self, prepare: Callable[[], T], kind: Kind, terms: Terms) -> T:
         """The value of a function that belongs to a request's preparation, from a thread; Full where it waits long."""

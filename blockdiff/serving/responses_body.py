@@ -6,7 +6,7 @@ they got, with ids, states and notes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MaxLen
@@ -135,13 +135,17 @@ def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
     Reasoning, a text and the calls after it are one turn of the assistant. Reasoning behind which it says nothing is
     left out.
     """
-    messages = list[dict[str, Any]]()
-    if body.instructions is not None:
-        messages.append({"role": "system", "content": body.instructions})
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        return [*system, {"role": "user", "content": body.input}]
+    return [*system, *items_as_messages(body.input)]
+
+
+def items_as_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages that items of an input are; Refused, by place, for those that this server cannot read."""
+    messages = list[dict[str, Any]]()
     thoughts, called = list[str](), set[str]()
-    for place, item in enumerate(body.input):
+    for place, item in enumerate(items):
         name = f"input[{place}]"
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "reasoning":

@@ -11,7 +11,7 @@ from blockdiff.errors import RequestError
 from blockdiff.sampling import Request, Sampler
 from blockdiff.sampling.decisions.calibration import fit_temperature
 from blockdiff.sampling.decisions.decide import answer_of
-from blockdiff.sampling.decisions.form import ask_jointly, ask_one, with_question
+from blockdiff.sampling.decisions.form import Asking, ask_jointly, ask_one, with_question
 from blockdiff.sampling.decisions.question import read_questions, read_systemone
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.little_model import LITTLE, save_preset
@@ -104,7 +104,7 @@ def test_true_and_the_text_true_are_two_choices():
 @torch.no_grad()
 def test_probabilities_are_the_softmax_of_the_logits_in_the_slot(model):
     sampler, questions = Sampler(model, TOKENIZER, GENERATION), read_questions(QUESTIONS)
-    [answers] = sampler.decide([Request("s", prompt="buy now", seed=3)], questions, draws=2)
+    [answers] = sampler.decide([Request("s", prompt="buy now", seed=3)], questions, Asking(draws=2))
     for question, answer in zip(questions, answers, strict=True):
         asked = ask_one(question, "decisions")
         messages = with_question([{"role": "user", "content": "buy now"}], asked)
@@ -126,7 +126,7 @@ def test_joint_answers_fill_as_few_canvases_as_hold_them(model):
     sampler = Sampler(model, TOKENIZER, GENERATION)
     questions = read_questions(QUESTIONS[:1] * 5)  # a line has 4 tokens: 16 hold 3 lines and the end
     before = sampler.encoded_tokens
-    [answers] = sampler.decide([Request(0, prompt="x", seed=1)], questions, joint=True, draws=1)
+    [answers] = sampler.decide([Request(0, prompt="x", seed=1)], questions, Asking(joint=True, draws=1))
     assert len(answers) == 5 and all(sum(each.probabilities) == pytest.approx(1) for each in answers)
     assert sampler.encoded_tokens > before
     with pytest.raises(RequestError, match="not tokens"):

@@ -7,26 +7,54 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from blockdiff.sampling.decisions.form import VERSION, Form, labels_of
+from blockdiff.models.stored import stored_layers
+from blockdiff.sampling.decisions.decide import TemperatureOf
+from blockdiff.sampling.decisions.form import VERSION, Asking
 from blockdiff.sampling.decisions.question import Question
+
+if TYPE_CHECKING:
+    from blockdiff.models.model import BlockDiffusionModel
+    from blockdiff.sampling.settings import SamplingSettings
 
 LOWEST, HIGHEST = 0.05, 20.0  # temperatures that a fit may find
 FEW = 50  # rows under which a fit says that it cannot hold
 
 
-def form_digest(question: Question, form: Form, settings: Mapping[str, Any]) -> str:
-    """The digest of what the probabilities of a question depend on, beside the model's weights and the state.
+def key_of(asked: Question | str, asking: Asking, reader: Mapping[str, Any]) -> str:
+    """The key of a question, or of all questions of a type, read in one way: a digest.
 
-    settings: what reads it: joint or alone, steps, draws, strategy, stored form of the weights.
+    asked: the question, or the type; reader: what else the probabilities depend on, as `reader_of` says.
     """
-    described = [[*pair] for pair in zip(labels_of(question, form), map(asdict, question.options), strict=True)]
-    said = [VERSION, form, question.type, question.instructions, described, dict(sorted(settings.items()))]
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    parts: list[Any] = [VERSION, asdict(asking), dict(sorted(reader.items()))]
+    if isinstance(asked, str):
+        parts.append(asked)
+    else:
+        parts += [asked.type, asked.instructions, [asdict(option) for option in asked.options]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def reader_of(model: BlockDiffusionModel, settings: SamplingSettings, asking: Asking) -> dict[str, Any]:
+    """The facts of a model and its settings that calibration depends on: the stored forms, and how it denoises."""
+    forms = sorted({type(module.stored).__name__ for module in stored_layers(model).values()})
+    return {"stored": forms, "strategy": repr(settings.strategy) if asking.steps > 1 else None}
+
+
+def temperatures(model: BlockDiffusionModel, settings: SamplingSettings, asking: Asking) -> TemperatureOf:
+    """The temperature of each question, by its own fit or that of its type; None where nothing was fitted."""
+    fits, reader = settings.diffusion.calibration, reader_of(model, settings, asking)
+
+    def found(question: Question) -> float | None:
+        for asked in (question, question.type):
+            if (fit := fits.get(key_of(asked, asking, reader))) is not None:
+                return float(fit["temperature"])
+        return None
+
+    return found
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,10 @@ class Answer:
 TemperatureOf = Callable[[Question], float | None]  # None: not calibrated
 
 
+def uncalibrated(question: Question) -> None:
+    """No temperature for any question."""
+
+
 @dataclass(eq=False)
 class RunningDecision:
     """The questions about one state under way: `sequences` are for an engine, `answers` is for when they are done."""
@@ -131,7 +135,7 @@ class RunningDecision:
         """
         return [by_space_SNX.amax(0) for by_space_SNX in self._by_space()]
 
-    def answers(self, temperature_of: TemperatureOf = lambda question: None) -> list[Answer]:
+    def answers(self, temperature_of: TemperatureOf = uncalibrated) -> list[Answer]:
         """The answers to the questions, in order; RequestError where a draw could not be read."""
         for read in self.reads:
             read.require_read()
