@@ -170,6 +170,7 @@ TRAINED: dict[str, tuple[str, ...] | None] = {
     "llama tied, denoising": ("FSDP2", "tensor"),
     "minimax_m3": ("FSDP2",),
     "minimax_m3 denoising": ("experts", "tensor"),
+    "llada2": ("FSDP2", "experts"),
     "qwen3 sliding, denoising": ("FSDP2",),
 }
 SCENARIOS = {

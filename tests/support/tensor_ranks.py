@@ -53,7 +53,7 @@ from tests.support.oracle import TWO_LAYERS, oracle, our_config, ours, tiny_conf
 from tests.support.recorder import Looker
 
 Found = dict[str, Tensor]
-OVER_FOUR = ("diffusion_gemma, adapted", "llama", "minimax_m3, adapted", "qwen3 sliding, denoising")
+OVER_FOUR = ("diffusion_gemma, adapted", "llada2, adapted", "llama", "minimax_m3, adapted", "qwen3 sliding, denoising")
 
 
 def adapted(name: str) -> BlockDiffusionModel:
@@ -126,6 +126,7 @@ def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[Bloc
     return {name: (partial(small_model, name), run_through) for name in split} | {
         "diffusion_gemma, in fp8": (adapted_in_fp8, trained),
         "diffusion_gemma, adapted": (partial(adapted, "diffusion_gemma"), trained),
+        "llada2, adapted": (partial(adapted, "llada2"), run_through),
         "minimax_m3, adapted": (partial(adapted, "minimax_m3 denoising"), run_through),
     }
 
