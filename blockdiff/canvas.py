@@ -28,9 +28,9 @@ def cut(response: tuple[int, int], canvas_length: int, aligned: bool = False) ->
     return [(column, min(column + canvas_length, end)) for column in range(first, end, canvas_length)]
 
 
-def fill(tokens: Sequence[int], canvas_length: int, eos_id: int) -> list[int]:
-    """The clean tokens of a canvas, filled up to `canvas_length` with the end-of-sequence id."""
-    return [*tokens, *[eos_id] * (canvas_length - len(tokens))]
+def fill(tokens: Sequence[int], canvas_length: int, fill_id: int) -> list[int]:
+    """The clean tokens of a canvas, filled up to `canvas_length` with a token, mostly the end-of-sequence one."""
+    return [*tokens, *[fill_id] * (canvas_length - len(tokens))]
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ def released_preset(hub_id: str) -> str | None:
 
 def fitted(config: Family, tokenizer: Any) -> Family:
     """`config` with the vocabulary size, the special tokens (None where there are none) and the tokens of images."""
-    special = {key: getattr(tokenizer, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    keys = ["bos_token_id", "eos_token_id", "pad_token_id", *["mask_token_id"] * (config.mask is not None)]
+    special = {key: getattr(tokenizer, key, None) for key in keys}
     return config.with_tokens(rows_needed(tokenizer), special, tokenizer.get_vocab())
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from blockdiff.checkpoint.files import DIFFUSION, read_json
 from blockdiff.errors import CheckpointError
 from blockdiff.files import write_json
+from blockdiff.models.family import Family
 
 PromptForm = Literal["raw", "chat"]
 
@@ -22,7 +23,7 @@ class DiffusionSettings:
     uniform tokens or the mask token `mask_id`; objective: the parts of the objective by name; prompts: the form of the
     prompts that it was trained on, raw text or conversations (None: both, or not known); calibration: the temperatures
     of typed decisions, by the key of what they were fitted to (docs/decisions.md). The defaults are those of the
-    released model, whose directory has no such file.
+    released DiffusionGemma, whose directory has no such file.
     """
 
     prediction: Literal["posterior", "leave_one_out"] = "posterior"
@@ -57,16 +58,26 @@ class DiffusionSettings:
             objective=record or {},
         )
 
+    @classmethod
+    def of_family(cls, config: Family) -> DiffusionSettings:
+        """The settings of a model that brings none: how its family is trained."""
+        if config.mask is None:
+            return cls(objective=config.trained_with)
+        return cls(corruption="mask", mask_id=config.mask, objective=config.trained_with)
+
     def save(self, directory: str | Path) -> None:
         """Write `blockdiff.json` into a checkpoint directory, whole or not at all."""
         write_json(Path(directory) / DIFFUSION, asdict(self))
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, default: DiffusionSettings | None = None) -> DiffusionSettings:
-        """The settings of a checkpoint directory; without the file, the default. CheckpointError if unusable."""
+    def from_pretrained(cls, directory: str | Path, config: Family | None = None) -> DiffusionSettings:
+        """The settings of a checkpoint directory; without the file, those of its family by the config.
+
+        Raises CheckpointError for a file that cannot be used.
+        """
         file = Path(directory) / DIFFUSION
         if not file.is_file():
-            return default or cls()
+            return cls() if config is None else cls.of_family(config)
         values = read_json(file)
         if unknown := sorted(values.keys() - cls.__dataclass_fields__.keys()):
             fields = ", ".join(cls.__dataclass_fields__)

@@ -68,16 +68,18 @@ class Generation:
             raise ValueError(broken)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> Generation:
+    def from_pretrained(cls, path: str | Path, config: Family | None = None) -> Generation:
         """The settings of a checkpoint directory or hub id: its generation_config.json over the defaults.
 
-        CheckpointError when the file cannot be used.
+        config: of the model, whose family says how long an answer is if the file does not. Raises CheckpointError if
+        the file cannot be used.
         """
         file = find(path, with_weights=False) / GENERATION
+        own = {} if config is None else {"max_new_tokens": config.answer_length}
         if not file.exists():
-            return cls()
+            return cls.from_dict(own)
         try:
-            return cls.from_dict(read_json(file))
+            return cls.from_dict(own | {name: value for name, value in read_json(file).items() if value is not None})
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{file}: {error}") from error
 

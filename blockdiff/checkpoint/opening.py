@@ -52,11 +52,11 @@ class ModelFiles:
 
     def generation(self) -> Generation:
         """The settings of generation."""
-        return Generation.from_pretrained(self.holding(GENERATION))
+        return Generation.from_pretrained(self.holding(GENERATION), read_config(self.weights))
 
     def diffusion(self) -> DiffusionSettings:
         """The settings of training that sampling follows."""
-        return DiffusionSettings.from_pretrained(self.holding(DIFFUSION))
+        return DiffusionSettings.from_pretrained(self.holding(DIFFUSION), read_config(self.weights))
 
 
 def model_files(path_or_hub_id: str | Path, adapter: str | Path | None = None, with_weights: bool = True) -> ModelFiles:

@@ -127,7 +127,7 @@ class Piece(NamedTuple):
 class Collator:
     """Makes a `Batch` of examples: chooses canvases, draws noise levels and coins, lays everything out.
 
-    `canvases` says which canvases of each example are run; they are filled up with `eos_id`. `coin_probability` is
+    `canvases` says which canvases of each example are run; they are filled up with `fill_id`. `coin_probability` is
     the chance that a canvas gets the self-conditioning signal. `ar_scope` says which next-token pairs are scored: all,
     or those whose target lies in a response. Without `scores_ar` none is, and columns that no canvas sees are left out.
     `normalisation` says what the losses are means over: scored tokens (a position weighs 1) or examples (a position
@@ -139,7 +139,7 @@ class Collator:
 
     canvas_length: int
     pad_id: int
-    eos_id: int
+    fill_id: int
     seed: int
     time: TimeDraw
     canvases: CanvasChoice = RandomCanvases(1)
@@ -207,7 +207,7 @@ class Collator:
         for (row, canvas, _), t, coin in zip(flat, t_N.tolist(), coin_N.tolist(), strict=True):
             start, end, pinned = pieces[row][canvas]
             example = examples[row]
-            tokens = fill(example.tokens[start:end], self.canvas_length, self.eos_id)
+            tokens = fill(example.tokens[start:end], self.canvas_length, self.fill_id)
             address = (epochs[row], example.sample_id, canvas)
             weight = 1.0 if self.normalisation == "token" else 1 / scored[row]
             made = Canvas(

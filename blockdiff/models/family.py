@@ -44,6 +44,8 @@ class Family:
     nothing without it; makes_drafters: whether it has `for_target`; is_written: whether checkpoints are written, too;
     has_self_conditioning: whether a denoiser reads the soft embedding of its last prediction; default_strategy: the
     text of the strategy that its models are sampled by (None: the released rules for a denoiser, else next tokens);
+    objective: the keys of the objective of canvases, as a recipe has them, with which its denoisers are trained if they
+    bring no blockdiff.json and the recipe does not say otherwise (`trained_with` adds what follows from the config);
     image_spellings: the keys of config.json that have the ids of the tokens of images, and how these are spelt.
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
@@ -59,7 +61,8 @@ class Family:
     model; denoises: whether the model has canvases; prefix: what a clean token sees, "causal" (nothing behind it) or
     "blocks" (its whole block of `canvas_length` tokens; canvases are such blocks, too); experts, experts_per_token: 0
     without experts; rope_theta: of the first kind of layers; mask: the mask token of a drafter's blocks, or of a
-    denoiser's canvases if no blockdiff.json has another (None: noise is uniform).
+    denoiser's canvases if no blockdiff.json has another (None: noise is uniform); fill: the token behind the end of a
+    response in its last canvas (None: the one that ends prompt and response).
     """
 
     model_type: ClassVar[str]
@@ -81,6 +84,7 @@ class Family:
     is_written: ClassVar[bool] = True
     has_self_conditioning: ClassVar[bool] = True
     default_strategy: ClassVar[str | None] = None
+    objective: ClassVar[Mapping[str, Any]] = {}
     image_spellings: ClassVar[Mapping[str, str]] = {}
 
     values: Mapping[str, Any] = field(repr=False, hash=False)
@@ -104,6 +108,7 @@ class Family:
     experts: int = 0
     experts_per_token: int = 0
     mask: int | None = None
+    fill: int | None = None
 
     def __post_init__(self) -> None:
         """Raise CheckpointError for numbers that no model has, whichever key of config.json they come from."""
@@ -166,7 +171,7 @@ class Family:
     def with_tokens(
         self, vocab_size: int, special: Mapping[str, int | None], vocabulary: Mapping[str, int] | None = None
     ) -> Self:
-        """The config with another vocabulary; special: bos_token_id, eos_token_id and pad_token_id.
+        """The config with another vocabulary; special: bos_token_id, eos_token_id, pad_token_id and mask_token_id.
 
         vocabulary: the ids by the tokens; those of images are found in it, and a model without them takes no images.
         """
@@ -210,6 +215,14 @@ class Family:
     def predicts_next_tokens(self) -> bool:
         """False if a clean token sees those behind it, so that it cannot be asked for the next one."""
         return self.prefix == "causal"
+
+    @property
+    def trained_with(self) -> dict[str, Any]:
+        """The keys of the objective of canvases for a model without blockdiff.json, as a recipe has them."""
+        follows: dict[str, Any] = {} if self.mask is None else {"corruption": "mask"}
+        follows |= {} if self.has_self_conditioning else {"coin": 0.0}
+        follows |= {} if self.predicts_next_tokens else {"ar_loss": "none"}
+        return follows | dict(self.objective) if self.denoises and not self.is_drafter else {}
 
     @property
     def cached_per_token(self) -> int:

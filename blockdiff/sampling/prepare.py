@@ -57,7 +57,7 @@ def sampling_settings(
         raise RequestError(f"the model {A_DRAFTER}")
     config: Any = getattr(model, "config", None)
     origin, drafter = _origin(model), _drafter(model)
-    generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
+    generation = generation or (Generation.from_pretrained(origin, config) if origin else Generation())
     denoises = getattr(model, "denoises", True)
     block = drafter.canvas_length if drafter is not None and drafter.target_layers else None
     if drafter is not None and strategy is None:
@@ -69,9 +69,8 @@ def sampling_settings(
     if diffusion is None:
         diffusion = _diffusion(origin, config)
         if drafter is not None and block is None:
-            diffusion = replace(
-                _diffusion(_origin(drafter), drafter.config), objective=diffusion.objective, prompts=diffusion.prompts
-            )
+            of_drafter = _diffusion(_origin(drafter), drafter.config)
+            diffusion = replace(of_drafter, objective=diffusion.objective, prompts=diffusion.prompts)
     if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
         raise CheckpointError(
             f"{DIFFUSION}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"
@@ -106,10 +105,10 @@ def _drafter(model: BlockDiffusionModel) -> BlockDiffusionModel | None:
 
 
 def _diffusion(origin: Path | None, config: Any) -> DiffusionSettings:
-    """The settings of diffusion beside a checkpoint; without one, the noise of its config: masks, or uniform."""
-    mask = getattr(config, "mask", None)
-    default = DiffusionSettings() if mask is None else DiffusionSettings(corruption="mask", mask_id=mask)
-    return DiffusionSettings.from_pretrained(origin, default) if origin else default
+    """The settings of diffusion beside a checkpoint; without one, those of its family."""
+    if origin is not None:
+        return DiffusionSettings.from_pretrained(origin, config)
+    return DiffusionSettings() if config is None else DiffusionSettings.of_family(config)
 
 
 def _image_reader(model: BlockDiffusionModel, tokenizer: PreTrainedTokenizerBase | None) -> ImageReader | None:

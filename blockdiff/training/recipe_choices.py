@@ -204,20 +204,28 @@ class Refuse(MaxLength):
 class UniformTokens:
     """A corrupted token becomes any token of the vocabulary."""
 
-    def for_tokenizer(self, tokenizer: Any, vocab_size: int, reserved: Collection[int | None]) -> Corruption:
-        """The corruption of a model with so many tokens."""
+    def for_tokenizer(
+        self, tokenizer: Any, vocab_size: int, reserved: Collection[int | None], mask: int | None
+    ) -> Corruption:
+        """The corruption of a model with `vocab_size` tokens."""
         return UniformCorruption(vocab_size)
 
 
 @dataclass(frozen=True)
 class MaskToken:
-    """A corrupted token becomes the mask token: the tokenizer's own, or another of its tokens by name."""
+    """A corrupted token becomes the mask token: the model's, else the tokenizer's, or a token by its name."""
 
     token: str | None = None
 
-    def for_tokenizer(self, tokenizer: Any, vocab_size: int, reserved: Collection[int | None]) -> Corruption:
-        """The corruption for a tokenizer; RecipeError without a mask token or if its id is among `reserved`."""
-        mask_id = tokenizer.mask_token_id if self.token is None else tokenizer.get_vocab().get(self.token)
+    def for_tokenizer(
+        self, tokenizer: Any, vocab_size: int, reserved: Collection[int | None], mask: int | None
+    ) -> Corruption:
+        """The corruption for a tokenizer and a model whose config names this `mask` (None: none).
+
+        Raises RecipeError without a mask token or if its id is among `reserved`.
+        """
+        own = getattr(tokenizer, "mask_token_id", None) if mask is None else mask
+        mask_id = own if self.token is None else tokenizer.get_vocab().get(self.token)
         if mask_id is None:
             reason = "the tokenizer has no mask token"
             reason = reason if self.token is None else f"{self.token!r} is no token of the tokenizer"

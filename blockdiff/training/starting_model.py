@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,7 +62,7 @@ class StartingModel:
 
     @property
     def mask_id(self) -> int | None:
-        """The mask token of a drafter's blocks; None of a model that is no drafter."""
+        """The mask token of a drafter's blocks, or of a denoiser's canvases by its config; None if it names none."""
         return self.config.mask
 
     @property
@@ -74,30 +75,46 @@ def decided(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with its kind of run, and with the keys of `objective` that it leaves out and its model has.
 
     Without `objective.kind` the kind follows from the model's config. Keys of `inherited` that the recipe leaves out
-    are those with which `model.path` was trained. The text says what was taken that is no default, and what the recipe
-    has otherwise; empty: nothing. A model that cannot be read decides nothing. Raises RecipeError for a key that the
-    kind does not have.
+    are those with which `model.path` was trained, or its family is if nothing says it, as that of a preset is. The text
+    says what was taken that is no default, and what the recipe has otherwise; empty: nothing. A model that cannot be
+    read decides nothing. Raises RecipeError for a key that the kind does not have.
     """
     recipe = _with_kind(recipe)
-    if recipe.model.path is None:
-        return recipe, ""
-    try:
-        directory = find(recipe.model.path, with_weights=False)
-    except CheckpointError:  # `read_starting_model` says what is wrong with it
-        return recipe, ""
-    base, objective = DiffusionSettings.from_pretrained(directory).objective, recipe.objective
+    base, objective = _trained_with(recipe), recipe.objective
     own = objective.model_dump(mode="json", include=set(objective.inherited))
     said = {key: getattr(objective, key) for key in objective.model_fields_set}
-    taken: dict[str, Any] = {}
-    for key in base.keys() & own.keys() - objective.model_fields_set:
+    base, taken = dict(base), dict[str, Any]()
+    for key in base.keys() & own.keys():
         with suppress(ValidationError):  # of a part that was given from Python
-            taken[key] = getattr(type(objective).model_validate({**said, key: base[key]}), key)
+            theirs = type(objective).model_validate({**said, key: base[key]})
+            base |= theirs.model_dump(mode="json", include={key})
+            if key not in objective.model_fields_set:
+                taken[key] = getattr(theirs, key)
     unlike = [key for key in own if key in base and own[key] != base[key]]
     as_base = [f"{key} {base[key]} (default {own[key]})" for key in unlike if key in taken]
     otherwise = [f"{key} {own[key]} (there {base[key]})" for key in unlike if key not in taken]
-    lines = [f"as model.path was trained: {', '.join(as_base)}"] * bool(as_base)
-    lines += [f"not as model.path was trained: {', '.join(otherwise)}"] * bool(otherwise)
+    of = "model.path" if recipe.model.path is not None else recipe.model.preset
+    lines = [f"as {of} was trained: {', '.join(as_base)}"] * bool(as_base)
+    lines += [f"not as {of} was trained: {', '.join(otherwise)}"] * bool(otherwise)
     return recipe.model_copy(update={"objective": objective.model_copy(update=taken)}), "; ".join(lines)
+
+
+def _trained_with(recipe: Recipe) -> Mapping[str, Any]:
+    """The keys of `objective` with which the starting model was trained, or is by its family; empty if not known."""
+    try:
+        config = starting_config(recipe)
+    except CheckpointError:  # `read_starting_model` says what is wrong with it
+        shape = shape_of(recipe)
+        return {} if shape is None else shape.trained_with
+    if recipe.model.path is None:
+        return dict(config.trained_with)
+    return DiffusionSettings.from_pretrained(find(recipe.model.path, with_weights=False), config).objective
+
+
+def shape_of(recipe: Recipe) -> Family | None:
+    """The config of the preset that has the shape of `model.path`; None if no preset is of that released model."""
+    preset = None if recipe.model.path is None else checkpoint.released_preset(recipe.model.path)
+    return None if preset is None else checkpoint.preset_config(preset)
 
 
 def _with_kind(recipe: Recipe) -> Recipe:
@@ -137,7 +154,7 @@ def read_starting_model(recipe: Recipe, config: Family, settings_from: str | Non
         return _with_tokens(recipe, config, files.generation(), tokenizer, checkpoint.read_config(files.weights))
     if m.path is not None:
         tokenizer = load_tokenizer(m.tokenizer or find(m.path, with_weights=False))
-        generation = Generation.from_pretrained(m.path)
+        generation = Generation.from_pretrained(m.path, config)
     elif m.tokenizer is not None:
         tokenizer = load_tokenizer(m.tokenizer)
         config = checkpoint.fitted(config, tokenizer)

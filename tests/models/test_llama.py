@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import blockdiff
 from blockdiff.checkpoint.config import config_from
-from blockdiff.checkpoint.generation import default_generation
+from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.norm_rope.torch import turned
 from blockdiff.layers.rope import llama3_frequencies
@@ -238,3 +239,11 @@ def test_a_family_says_by_what_noise_strategy_and_length_its_models_are_sampled_
     assert (settings.diffusion.corruption, settings.diffusion.mask_id) == ("mask", 5)
     assert settings.strategy == as_strategy("confident", settings.generation) != as_strategy(None, settings.generation)
     assert default_generation(config).max_new_tokens == 40
+
+
+def test_a_family_says_how_long_answers_are_where_generation_config_does_not(tmp_path):
+    config = PlainFamily.read(LlamaConfig(**SMALL, canvas_length=8, mask_token_id=5).to_dict())
+    assert Generation.from_pretrained(tmp_path, config).max_new_tokens == 40
+    for said, expected in (({"eos_token_id": 3, "max_new_tokens": None}, 40), ({"max_new_tokens": 7}, 7)):
+        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+        assert Generation.from_pretrained(tmp_path, config).max_new_tokens == expected

@@ -33,8 +33,8 @@ def test_a_response_is_cut_into_whole_canvases_and_a_rest():
 
 
 def test_the_fill_makes_the_last_canvas_whole():
-    assert fill([7, 8], 4, eos_id=1) == [7, 8, 1, 1]
-    assert fill([7, 8], 2, eos_id=1) == [7, 8]
+    assert fill([7, 8], 4, fill_id=1) == [7, 8, 1, 1]
+    assert fill([7, 8], 2, fill_id=1) == [7, 8]
 
 
 def test_positions_restart_with_each_document_and_padding_is_marked():

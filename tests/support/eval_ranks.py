@@ -41,7 +41,7 @@ def figures(mesh: Mesh) -> dict[str, Any]:
         split(model, mesh, torch.float64)
     draw_weights(model, seed=3, dtype="float64", device="cpu")
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
-    collator = Collator(8, pad_id=0, eos_id=1, seed=5, time=StratifiedTime(1e-4), canvases=RandomCanvases(2))
+    collator = Collator(8, pad_id=0, fill_id=1, seed=5, time=StratifiedTime(1e-4), canvases=RandomCanvases(2))
 
     def batches(examples: int) -> Any:
         return heldout_batches(EXAMPLES[:examples], collator, 2, rank=ranks.rank, world=ranks.world)

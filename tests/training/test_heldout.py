@@ -212,7 +212,7 @@ EXAMPLES = [Example(n, [2, *range(3 + n, 20 + 2 * n)], [(4, 18 + n)]) for n in r
 
 
 def collator(**options):
-    return Collator(8, pad_id=0, eos_id=1, seed=5, time=StratifiedTime(1e-4), canvases=AllCanvases(), **options)
+    return Collator(8, pad_id=0, fill_id=1, seed=5, time=StratifiedTime(1e-4), canvases=AllCanvases(), **options)
 
 
 @pytest.fixture(scope="module")

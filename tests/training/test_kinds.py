@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,9 @@ import torch
 
 import blockdiff
 from blockdiff.canvas import Batch
-from blockdiff.checkpoint import init, save
+from blockdiff.checkpoint import Generation, init, save
+from blockdiff.checkpoint.config import config_from
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RecipeError, RunError
 from blockdiff.objective import Losses, Objective
@@ -18,8 +23,9 @@ from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training.kinds import kinds
 from blockdiff.training.kinds.canvas import Canvas
 from blockdiff.training.kinds.kind import Kind
+from blockdiff.training.recipe_choices import MaskToken, UniformTokens
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import decided
+from blockdiff.training.starting_model import StartingModel, decided
 from blockdiff.training.step import Loss
 from tests.support.little_model import LITTLE, save_preset
 from tests.support.recipes import MINIMAL_TREE
@@ -84,6 +90,41 @@ def test_without_a_name_the_kind_follows_from_the_model_and_its_keys_are_checked
     assert kind_over("causal").kind == "next_token"
     with pytest.raises(RecipeError, match=r"causal\.json.* next_token: unknown key objective\.coin .*canvas or"):
         kind_over("causal", coin=0.1)
+
+
+DATA = Path(__file__).parents[1] / "data"
+LLADA2 = json.loads((DATA / "families/llada2/mini/config.json").read_text()) | {"mask_token_id": 6}
+
+
+@pytest.mark.quick
+def test_a_model_that_says_nothing_of_its_training_is_trained_as_its_family_is(tmp_path):
+    save_preset(tmp_path / "blocks.json", CAUSAL | {"canvas_length": 4, "prefix": "blocks"})
+    save_preset(tmp_path / "masks.json", LLADA2)
+    save_preset(tmp_path / "config.json", LLADA2)
+
+    def found(where: str, path: Path, **objective: Any) -> tuple[Any, str]:
+        recipe, said = decided(
+            read_recipe(MINIMAL_TREE | {"model": {where: str(path)}, "objective": objective}, needs_data=False)
+        )
+        return recipe.objective, said
+
+    (blocks, _), (masks, said) = (found("preset", tmp_path / f"{name}.json") for name in ("blocks", "masks"))
+    assert (blocks.ar_loss, blocks.coin, blocks.corruption) == (None, 0.5, UniformTokens())
+    assert (masks.coin, masks.corruption) == (0.0, MaskToken())
+    assert "masks.json was trained: " in said and "corruption mask (default uniform)" in said
+    assert found("path", tmp_path)[0] == masks
+    with_coin, said = found("path", tmp_path, coin=0.25)
+    assert with_coin.coin == 0.25 and "not as model.path was trained: coin 0.25 (there 0.0)" in said
+    DiffusionSettings().save(tmp_path)
+    assert found("path", tmp_path)[0] == Canvas()
+
+
+@pytest.mark.quick
+def test_canvases_are_filled_with_the_token_of_the_family_or_else_the_end():
+    recipe = read_recipe(MINIMAL_TREE, needs_data=False)
+    for token, expected in ((None, 2), (7, 7)):
+        config = replace(config_from(LLADA2, "here"), fill=token)
+        assert Canvas().collate(recipe, StartingModel(config, None, Generation(), 2, 0)).fill_id == expected
 
 
 class Halved(Objective):

@@ -76,9 +76,10 @@ def test_more_processes_than_examples_of_a_step_are_refused() -> None:
 def test_a_mask_token_that_texts_contain_is_refused(token: str) -> None:
     tokenizer = character_tokenizer("ab?")
     reserved = (1, 0, tokenizer.bos_token_id)
-    assert MaskToken("?").for_tokenizer(tokenizer, 6, reserved) == MaskCorruption(5)
+    assert MaskToken("?").for_tokenizer(tokenizer, 6, reserved, None) == MaskCorruption(5)
+    assert MaskToken().for_tokenizer(tokenizer, 6, reserved, 4) == MaskCorruption(4)  # that of the model's config
     with pytest.raises(BlockdiffError, match=r"objective\.corruption: "):
-        MaskToken(token).for_tokenizer(tokenizer, 6, reserved)
+        MaskToken(token).for_tokenizer(tokenizer, 6, reserved, 4)
 
 
 def test_keys_that_need_those_of_another_section_are_named() -> None:

@@ -117,7 +117,7 @@ def test_a_run_that_evaluates_and_samples_ends_with_the_same_weights_to_the_bit(
         objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=1)
         optimiser = torch.optim.AdamW([p for p in objective.parameters() if p.requires_grad], lr=1e-2)
         examples = [Example(n, [2, *range(3 + n, 14 + n)], [(3, 12)]) for n in range(4)]
-        collator = Collator(8, pad_id=0, eos_id=1, seed=0, time=UniformTime(1e-4))
+        collator = Collator(8, pad_id=0, fill_id=1, seed=0, time=UniformTime(1e-4))
         order = Order(4, 4, 0)
         sampler = Sampler(model, LETTERS, Generation(max_steps=2, eos_ids=(1,)))
         records: list = []

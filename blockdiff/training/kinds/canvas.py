@@ -27,7 +27,7 @@ from blockdiff.training.kinds.kind import Drawn, Kind
 from blockdiff.training.kinds.next_token import NextToken
 from blockdiff.training.recipe import Recipe, Share
 from blockdiff.training.recipe_choices import MaskToken, UniformTokens, described
-from blockdiff.training.starting_model import StartingModel
+from blockdiff.training.starting_model import StartingModel, shape_of
 from blockdiff.training.step import Loss
 
 PARTS = ("canvas", "response", "weighted", "corrupted", "kept")
@@ -76,8 +76,11 @@ class Denoising(Kind):
             )
 
     def needs_tokenizer(self, recipe: Recipe) -> bool:
-        """True if tokens are named, also for a mask token."""
-        return super().needs_tokenizer(recipe) or not isinstance(self.corruption, UniformTokens)
+        """True if tokens are named, also for a mask token that the model's config does not name."""
+        if super().needs_tokenizer(recipe) or isinstance(self.corruption, UniformTokens):
+            return super().needs_tokenizer(recipe)
+        shape = shape_of(recipe)
+        return self.corruption != MaskToken() or shape is None or shape.mask is None
 
     def sweeps(self, recipe: Recipe) -> bool:
         """True if clean rows are encoded in the calls that denoise their canvases, not in one of their own."""
@@ -91,7 +94,7 @@ class Denoising(Kind):
         corruption: Any = self.corruption
         if isinstance(corruption, UniformTokens | MaskToken):
             reserved = (base.eos_id, base.pad_id, getattr(base.tokenizer, "bos_token_id", None))
-            corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
+            corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved, base.mask_id)
         name = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
         base.config.require(corruptions=name)
         found: Corruption = corruption

@@ -252,7 +252,7 @@ class Distil(Denoising):
             frozen = checkpoint.load(directory, recipe.model.dtype, built.model.device, recipe.model.kernels)
         # Without tokenizers nobody decodes the canvases.
         generation = replace(Generation.from_pretrained(directory), eos_ids=base.generation.eos_ids)
-        teacher = Sampler(frozen, None, generation, DiffusionSettings.from_pretrained(directory))
+        teacher = Sampler(frozen, None, generation, DiffusionSettings.from_pretrained(directory, base.config))
         student = Sampler(built.model, None, base.generation, built.diffusion)
         rows = super().source(recipe, built, ranks, show)
         return Settled(rows, student, teacher, recipe.seed, built.precision)

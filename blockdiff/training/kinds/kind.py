@@ -233,7 +233,7 @@ class Kind(ObjectiveSection):
         return Collator(
             canvas_length=base.canvas_length,
             pad_id=base.pad_id,
-            eos_id=base.eos_id,
+            fill_id=base.eos_id if base.config.fill is None else base.config.fill,
             seed=recipe.seed,
             canvases=self.canvases(recipe) or NoCanvases(),
             reader=reader,
