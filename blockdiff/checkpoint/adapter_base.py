@@ -17,6 +17,7 @@ from typing import Any
 from blockdiff.checkpoint.adapter_names import WEIGHTS, hub_module
 from blockdiff.checkpoint.adapter_patterns import NamePatterns
 from blockdiff.checkpoint.added import listed, tensor_shapes
+from blockdiff.checkpoint.expert_adapters import expert_modules
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, fingerprint, metadata_in
 from blockdiff.errors import CheckpointError
 from blockdiff.models.image_side import IMAGE_SIDE
@@ -81,6 +82,8 @@ def require_every_target(
         whole = of_model.names.fused_of(hub) if is_linear else None
         hub = hub if whole is None else whole[0]
         copies = [name if is_linear else f"{name}.{leaf}" for name in of_model.names.copies(hub)]
+        if not is_linear and (modules := expert_modules(ours, of_model.names)):
+            is_linear, copies = True, [each.replace("[]", "0") for each in modules]
         is_adapted = f"{module}.{prefix}lora_A" in parts
         if not is_adapted and any(_is_target(config, name, is_linear, patterns) for name in copies):
             without_tensors.append(copies[0])

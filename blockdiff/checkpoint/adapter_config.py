@@ -6,11 +6,13 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS, Part, fused_rank, hub_module
 from blockdiff.checkpoint.adapter_patterns import NamePatterns
+from blockdiff.checkpoint.expert_adapters import expert_modules
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
@@ -76,7 +78,11 @@ def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
         one = hub_module(f"{ours}.x", model)
         whole = family_names.fused_of(one)
         for hub in family_names.copies(one if whole is None else whole[0]):
-            if isinstance(module, Experts):
+            if isinstance(module, Experts) and family_names.experts_apart:
+                apart = [each for leaf in module.WEIGHTS for each in expert_modules(f"{ours}.{leaf}", family_names)]
+                linears += apart
+                names |= dict.fromkeys(apart, low_rank)
+            elif isinstance(module, Experts):
                 for leaf in module.WEIGHTS:
                     parameters.append(f"{hub}.{leaf}")
                     names[f"{hub}.{leaf}"] = low_rank
@@ -104,13 +110,16 @@ def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
         "lora_alpha": _number(alpha),
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
-        "lora_dropout": 0.0 if parameters or not dropouts else dropouts[0],
+        "lora_dropout": 0.0
+        if any(isinstance(each, Experts) for each in adapted.values()) or not dropouts
+        else dropouts[0],
         "use_rslora": bool(first is not None and first.rslora),
         "target_modules": _pattern(linears, every) if linears else [],
         "target_parameters": _suffixes(parameters, every) or None,
     }
     if model.vocabulary.token_rows is not None:
-        config["trainable_token_indices"] = {"embed_tokens": list(model.vocabulary.token_ids)}
+        table = family_names.to_module(str(family_names.to_hub("vocabulary.table")).removesuffix(".weight"))
+        config["trainable_token_indices"] = {table.rpartition(".")[2]: list(model.vocabulary.token_ids)}
     return config
 
 
@@ -123,6 +132,8 @@ def _adaptable(model: BlockDiffusionModel) -> list[str]:
     """transformers' names of everything that could be adapted."""
     names = model.config.names
     hub_names = [hub for ours in model.state_dict() if (hub := names.to_hub(ours)) is not None]
+    apart = {hub: names.pieces_of(hub) for hub in hub_names if names.experts_apart}
+    hub_names = [each for hub in hub_names for each in apart.get(hub) or [hub]]
     modules = [names.to_module(copy.removesuffix(".weight")) for hub in hub_names for copy in names.copies(hub)]
     wholes = [names.fused_of(module) for module in modules]
     return [*dict.fromkeys(one if all_ is None else all_[0] for one, all_ in zip(modules, wholes, strict=True))]
@@ -132,7 +143,7 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def _pattern(chosen: Sequence[str], every: Sequence[str]) -> str:
-    """A regular expression that matches exactly the chosen names among all."""
+    """A regular expression that matches exactly the chosen names among all; `[]` in a name is any number."""
     tails: dict[str, list[str]] = defaultdict(list)
     for name in chosen:
         tails[_NUMBER.sub(".#.", name, count=1)].append(name)
@@ -140,7 +151,7 @@ def _pattern(chosen: Sequence[str], every: Sequence[str]) -> str:
     for shape, here in tails.items():
         there = [name for name in every if _NUMBER.sub(".#.", name, count=1) == shape]
         layers = r"\d+" if len(here) == len(there) else "(" + "|".join(_NUMBER.search(n)[1] for n in here) + ")"  # type: ignore[index]
-        pieces.append(re.escape(shape).replace(r"\#", "#").replace("#", layers))
+        pieces.append(re.escape(shape).replace(r"\#", "#").replace("#", layers).replace(r"\[\]", r"\d+"))
     return "|".join(sorted(set(pieces)))
 
 
@@ -185,17 +196,24 @@ def read_low_rank(
     leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
     if (whole := model.config.names.fused_of(hub)) is not None:
         hub = whole[0]
+    family_names, modules = model.config.names, []
     if leaf.startswith(("gate_up", "down")):
-        hub += f".{leaf.partition('_lora')[0]}_proj"
+        weight = f"{leaf.partition('_lora')[0]}_proj"
+        modules = expert_modules(f"{ours.rpartition('.')[0]}.{weight}", family_names)
+        hub = modules[0].replace("[]", "0") if modules else f"{hub}.{weight}"
     rank = int(parts[ours].shape[-2 if leaf.endswith("A") else -1])
     if not rank:
         raise CheckpointError(f"{directory / WEIGHTS}: the adapter of {hub} has rank 0, so it adapts nothing")
-    names, alpha_of = model.config.names.copies(hub), config.get("alpha_pattern") or {}
+    names, alpha_of = family_names.copies(hub), config.get("alpha_pattern") or {}
     alphas = {_of_pattern(alpha_of, name, config.get("lora_alpha"), patterns) for name in names}
     alpha = alphas.pop()
     if alphas or not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise CheckpointError(f"{directory / CONFIG}: gives {hub} no alpha, or two; lora_alpha must be a number")
-    return LowRank(rank, float(alpha), bool(config.get("use_rslora")), float(config.get("lora_dropout") or 0.0))
+    low_rank = LowRank(rank, float(alpha), bool(config.get("use_rslora")), float(config.get("lora_dropout") or 0.0))
+    of_one = _of_pattern(config.get("rank_pattern") or {}, hub, config.get("r"), patterns)
+    if len(modules) > 1 and rank == len(modules) * of_one:  # adapters of several matrices, which are one of this rank
+        return fused_rank(replace(low_rank, rank=of_one), len(modules))
+    return low_rank
 
 
 def _of_pattern(alphas: Mapping[str, Any], name: str, default: Any, patterns: NamePatterns) -> Any:

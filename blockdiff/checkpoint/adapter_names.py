@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdiff.checkpoint.expert_adapters import stacked_experts
 from blockdiff.checkpoint.files import DTYPES, Stored, read_blocks, tensors_in
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.names import Names
 from blockdiff.tensor_pieces import Block
 
 WEIGHTS = "adapter_model.safetensors"
@@ -84,7 +86,14 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
     keys: dict[str, list[str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     found: dict[str, Part] = {}
+    of_experts = [key for key in stored if _is_of_expert(key, names)]
+    read = {
+        key.removeprefix(PREFIX): tensor for key, _, tensor in read_blocks(stored, [(key, None) for key in of_experts])
+    }
+    found |= {ours: Part.of(tensor) for ours, tensor in stacked_experts(read, names, file).items()}
     for key, place in sorted(stored.items()):
+        if key in of_experts:
+            continue
         is_adapters = ROWS in key or _KEY.fullmatch(key) is not None
         if is_adapters and (len(place.shape) != 2 or place.dtype not in DTYPES):
             raise CheckpointError(f"{file}: {key} is {place.dtype} {list(place.shape)}, and no matrix of floats")
@@ -106,6 +115,12 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
     return found | {
         ours: Part(shapes[ours], partial(_read, stored, copies, shapes[ours])) for ours, copies in keys.items()
     }
+
+
+def _is_of_expert(key: str, names: Names) -> bool:
+    """True for a tensor that adapts a matrix of one expert, which is a module of its own."""
+    match = _KEY.fullmatch(key)
+    return names.experts_apart and match is not None and names.piece(f"{names.of_module(match[1])}.weight") is not None
 
 
 def adapts_images(directory: Path, model: BlockDiffusionModel) -> bool:

@@ -27,6 +27,7 @@ from blockdiff.checkpoint.adapter_names import (
 )
 from blockdiff.checkpoint.adapter_patterns import NamePatterns
 from blockdiff.checkpoint.digests import write_digests
+from blockdiff.checkpoint.expert_adapters import LEAVES, expert_tensors
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, read_json
 from blockdiff.checkpoint.gathering import Gathering
@@ -230,6 +231,10 @@ def _to_peft(model: BlockDiffusionModel) -> dict[str, TensorSource]:
         if whole is not None:
             module, place, count = whole
             wholes[module, count][ours.rpartition(".")[2], place] = gathered(tensor).cpu()
+            continue
+        if names.experts_apart and ours.rpartition(".")[2] in LEAVES:
+            parts_of = expert_tensors(ours, gathered(tensor).cpu(), names)
+            out |= {PREFIX + key: TensorSource.of(part) for key, part in parts_of.items()}
             continue
         keys, arrange = peft_names(ours, model)
         out |= dict.fromkeys((PREFIX + key for key in keys), TensorSource.of(arrange(gathered(tensor).cpu())))

@@ -29,6 +29,7 @@ class Names:
     fp8_pieces: as `pieces`, for tensors that only files with weights in fp8 have in pieces.
     files_are_fused: True where files, too, have the matrix of a fused module in place of ours.
     optional: Hub names of tensors that a file may lack; the model is without them then.
+    experts_apart: True where the class that loads the files has the `pieces` as modules of their own, too.
     """
 
     table: tuple[tuple[str, str], ...]
@@ -42,6 +43,7 @@ class Names:
     fp8_pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
     files_are_fused: bool = False
     optional: tuple[str, ...] = ()
+    experts_apart: bool = False
 
     @cached_property
     def _hub(self) -> dict[str, str]:

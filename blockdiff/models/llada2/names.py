@@ -36,4 +36,5 @@ NAMES = Names(
         ("experts.gate_up_proj", ("experts.[].gate_proj.weight", "experts.[].up_proj.weight")),
         ("experts.down_proj", ("experts.[].down_proj.weight",)),
     ),
+    experts_apart=True,
 )

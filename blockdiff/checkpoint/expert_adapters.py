@@ -1,0 +1,79 @@
+"""Adapters of experts whose matrices are modules of their own in the class that loads the files (`experts_apart`).
+
+PEFT then has an adapter for each matrix of each expert, and none of stacked parameters. Ours on gate and up of an
+expert is one A and the rows of B for both, so both are written with the same A. Where PEFT trained one for each, the
+two are one of twice the rank: the As one under the other, the Bs on a diagonal of blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdiff.errors import CheckpointError
+from blockdiff.models.names import Names
+
+LEAVES = {"gate_up_lora_A": "gate_up_proj", "gate_up_lora_B": "gate_up_proj"}
+LEAVES |= {"down_lora_A": "down_proj", "down_lora_B": "down_proj"}
+
+
+def expert_modules(weight: str, names: Names) -> list[str]:
+    """The names, in the class that loads the files, of the modules of one of our weights of experts, with `[]` for the
+    number of the expert."""
+    pieces = names.pieces_of(str(names.to_hub(weight))) if names.experts_apart else []
+    return [names.to_module(piece.removesuffix(".weight")) for piece in pieces]
+
+
+def expert_tensors(ours: str, tensor: Tensor, names: Names) -> dict[str, Tensor]:
+    """The tensors of single modules by their names, of one of our adapter parameters of all experts."""
+    owner, _, leaf = ours.rpartition(".")
+    modules = expert_modules(f"{owner}.{LEAVES[leaf]}", names)
+    which = "lora_A" if leaf.endswith("A") else "lora_B"
+    found: dict[str, Tensor] = {}
+    for expert, own in enumerate(tensor):
+        parts = own.chunk(len(modules)) if which == "lora_B" else [own] * len(modules)
+        for module, part in zip(modules, parts, strict=True):
+            found[f"{module.replace('[]', str(expert))}.{which}.weight"] = part.contiguous()
+    return found
+
+
+def stacked_experts(tensors: Mapping[str, Tensor], names: Names, file: Path) -> dict[str, Tensor]:
+    """Our adapter parameters of all experts, of the tensors of single modules as `expert_tensors` names them.
+
+    Raises CheckpointError for experts of which some have no adapter, or one of another rank.
+    """
+    groups: dict[str, dict[tuple[int, int, str], Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"(.+)\.(lora_[AB])\.weight", name)
+        piece = None if found is None else names.piece(f"{names.of_module(found[1])}.weight")
+        if found is None or piece is None:
+            raise CheckpointError(f"{file}: {name} is no adapter of a matrix of an expert")
+        groups.setdefault(piece[0], {})[piece[1], piece[2], found[2]] = tensor
+    stacked: dict[str, Tensor] = {}
+    for hub, parts in groups.items():
+        experts, matrices = 1 + max(expert for expert, _, _ in parts), len(names.pieces_of(hub))
+        made = []
+        for expert in range(experts):
+            As, Bs = ([parts.get((expert, n, leaf)) for n in range(matrices)] for leaf in ("lora_A", "lora_B"))
+            made.append(_joined([A for A in As if A is not None], [B for B in Bs if B is not None], matrices))
+        shapes = {(A.shape, B.shape) for A, B in filter(None, made)}
+        if None in made or len(shapes) > 1:
+            raise CheckpointError(f"{file}: {hub}: give all matrices of all experts adapters of one rank")
+        owner, _, leaf = str(names.to_ours(hub)).rpartition(".")
+        prefix = f"{owner}.{leaf.removesuffix('_proj')}"
+        stacked[f"{prefix}_lora_A"] = torch.stack([A for A, _ in filter(None, made)])
+        stacked[f"{prefix}_lora_B"] = torch.stack([B for _, B in filter(None, made)])
+    return stacked
+
+
+def _joined(As: list[Tensor], Bs: list[Tensor], matrices: int) -> tuple[Tensor, Tensor] | None:
+    """A and B of the matrices of an expert, one under the other; None if they have not all got adapters of one rank."""
+    if len(As) < matrices or len(Bs) < matrices or len({A.shape for A in As}) > 1:
+        return None
+    if all(torch.equal(A, As[0]) for A in As):
+        return As[0], torch.cat(Bs)
+    return torch.cat(As), torch.block_diag(*Bs)
