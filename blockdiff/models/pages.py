@@ -40,13 +40,15 @@ SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.8}  # that pages may take: torch on a C
 class Pages(PagedRows):
     """All pages of one model, on its device.
 
-    page_tokens: tokens of a page; capacity: tokens that fit in all, of each kind of layer (None: what the device has
-    memory for; on a CPU memory is taken as it is needed, elsewhere all of it with the first encode); weight_addresses:
-    where the model's weights lie. Rows share nothing with those that were opened before `follow_weights` has found the
-    weights changed.
+    page_tokens: tokens of a page, in whole blocks if the model's clean tokens see such; capacity: tokens that fit in
+    all, of each kind of layer (None: what the device has memory for; on a CPU memory is taken as it is needed,
+    elsewhere all of it with the first encode); weight_addresses: where the model's weights lie. Rows share nothing with
+    those that were opened before `follow_weights` has found the weights changed.
     """
 
     def __init__(self, model: BlockDiffusionModel, page_tokens: int = PAGE_TOKENS, capacity: int | None = None):
+        block = max(kind.block or 1 for kind in model.kinds.values())
+        page_tokens = -(-page_tokens // block) * block
         by_kind = {name: [n for n, each in enumerate(model.layer_kinds) if each == name] for name in model.kinds}
         most, grows = (capacity or 0) // page_tokens, model.device.type == "cpu"
         links: Published = {}

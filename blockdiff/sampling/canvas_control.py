@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Classes
@@ -25,7 +26,8 @@ class CanvasControl:
     """The control of B canvases that tell the same classes of tokens apart, on the model's device.
 
     pinned_BL: tokens that are given at every step, FREE elsewhere; start_BL: tokens that the first step sees, FREE
-    where it sees noise (None: noise alone). rows: which canvases of a step they are (None: all).
+    where it sees noise (None: noise alone). rows: which canvases of a step they are (None: all). tail: the number of
+    their first places that the prompt's last tokens have, of which the automaton reads none.
 
     classes: the tokens that can stand in the free places, as one class where no automaton decides (None: every token).
     is_seen_BV, factor_B: the tokens that a penalty makes less likely, and by how much (None: no canvas has one). The
@@ -36,6 +38,7 @@ class CanvasControl:
     pinned_BL: Tensor
     start_BL: Tensor | None = None
     rows: list[int] | None = None
+    tail: int = 0
     classes: Classes | None = None
     is_seen_BV: Tensor | None = None
     factor_B: Tensor | None = None
@@ -54,7 +57,18 @@ class CanvasControl:
     @property
     def key(self) -> Hashable:
         """A key by which equally many canvases launch the same."""
-        return self.classes, self.automaton, self.factor_B is None
+        return self.classes, self.automaton, self.factor_B is None, self.tail
+
+    def behind(self, tokens: Sequence[int]) -> CanvasControl:
+        """The control of canvases that have tokens of the prompt before these places."""
+        if not tokens:
+            return self
+        count, padded = len(tokens), dict[str, Any]()
+        for name in ("pinned_BL", "start_BL", "is_text_BL"):
+            if (x := getattr(self, name)) is not None:
+                padded[name] = F.pad(x, (count, 0), value=False if x.dtype is torch.bool else FREE)
+        padded["pinned_BL"][:, :count] = torch.tensor(tokens, device=self.pinned_BL.device)
+        return replace(self, tail=count, **padded)
 
     def in_buffers(self, buffers: dict[str, Tensor], most: int, count: int) -> CanvasControl:
         """The same of `count` canvases, perhaps more, in buffers for `most` canvases that stay where they are."""
@@ -75,11 +89,12 @@ def grouped(controls: Sequence[CanvasControl | None]) -> list[CanvasControl]:
     None stands for one canvas without control. Canvases in which every token may stand anywhere are in no group, and a
     group is not too large.
     """
-    groups: dict[int, list[tuple[int, CanvasControl]]] = {}
+    groups: dict[Hashable, list[tuple[int, CanvasControl]]] = {}
     count = 0
     for control in controls:
         if control is not None and control.classes is not None:
-            groups.setdefault(id(control.classes), []).append((count, control))
+            key = id(control.classes), control.tail if control.automaton is not None else 0
+            groups.setdefault(key, []).append((count, control))
         count += 1 if control is None else len(control.pinned_BL)
     found = []
     for members in groups.values():

@@ -71,15 +71,24 @@ class Control:
     state: int = 0
     is_seen_V: Tensor | None = None
 
-    def begin(self, seed: int) -> CanvasControl:
-        """The control of the canvas that follows the tokens taken; `seed` is that of the request's draws."""
-        L, seen_V = self.canvas_length, self.is_seen_V
-        own = self._canvases(self.num_taken, L, [self.state], seed, None if seen_V is None else seen_V[None].clone())
+    def begin(self, seed: int, tail: Sequence[int] = ()) -> CanvasControl:
+        """The control of the canvas that follows the tokens taken; `seed` is that of the request's draws.
+
+        tail: the prompt's last tokens, with which the canvas begins.
+        """
+        L, seen_V = self.canvas_length - len(tail), self.is_seen_V
+        seen_BV, number = None if seen_V is None else seen_V[None].clone(), self._number
+        own = self._canvases(self.num_taken, L, number, [self.state], seed, seen_BV)
         start = self.start[self.num_taken : self.num_taken + L]
-        if not start:
-            return own
-        is_kept_L = uniform(seed, Stream.START, (self.num_taken // L,), L) >= self.noise
-        return replace(own, start_BL=torch.tensor(start).where(is_kept_L, FREE)[None].to(self.device))
+        if start:
+            is_kept_L = uniform(seed, Stream.START, (number,), L) >= self.noise
+            own = replace(own, start_BL=torch.tensor(start).where(is_kept_L, FREE)[None].to(self.device))
+        return own.behind(tail)
+
+    @property
+    def _number(self) -> int:
+        """The number of the canvas that follows the tokens taken, of which the first may have had some less."""
+        return -(-self.num_taken // self.canvas_length)
 
     @property
     def first_step(self) -> int:
@@ -105,7 +114,8 @@ class Control:
                     state = self.automaton.run(draft[place : place + 1], state)
                 if seen_BV is not None:
                     seen_BV[max(0, place + 1 - first) :, draft[place]] = True
-        return self._canvases(self.num_taken + first, 1, states, seed, seen_BV)
+        first += self.num_taken
+        return self._canvases(first, 1, first, states, seed, seen_BV)
 
     def possible(self, draft: Sequence[int]) -> list[int]:
         """The tokens of a draft, up to the first that cannot stand after those taken; what is given is taken over."""
@@ -149,10 +159,12 @@ class Control:
             return self.early_NS[min(self.min_tokens - place, len(self.early_NS) - 1)]
         return self.open_NS[min(self.max_tokens - place, len(self.open_NS) - 1)]
 
-    def _canvases(self, first: int, length: int, states: list[int], seed: int, seen_BV: Tensor | None) -> CanvasControl:
+    def _canvases(
+        self, first: int, length: int, number: int, states: list[int], seed: int, seen_BV: Tensor | None
+    ) -> CanvasControl:
         """The control of canvases of `length` tokens, which follow one another from the place `first` of the response.
 
-        states, seen_BV: the states before them, and the tokens that were seen before them.
+        number: of the first one; states, seen_BV: the states before them, and the tokens that were seen before them.
         """
         B, device, parts = len(states), self.device, dict[str, Any]()
         given_BL = pinned_BL = torch.full((B, length), FREE)
@@ -165,7 +177,7 @@ class Control:
             # What the constraint leaves no choice of is pinned, so that the model sees it from the first step on.
             each = zip(states, is_final_BS, given_BL, is_text_BL, strict=True)
             pinned_BL = torch.stack([forced(self.automaton, *of_canvas) for of_canvas in each])
-            number_B = torch.arange(first // length, first // length + B, device=device)
+            number_B = torch.arange(number, number + B, device=device)
             parts |= dict(
                 automaton=self.automaton.on(device),
                 state_B=torch.tensor(states, device=device),
@@ -196,7 +208,8 @@ def compile_control(
     if not request.control_in_words:
         return None
     device, generation, mask_id = torch.device(device), settings.generation, settings.diffusion.mask_id
-    pins, start = _pins(request, settings), _start(request, settings, max_tokens)
+    tail = settings.tail(len(prompt_tokens))
+    pins, start = _pins(request, settings, tail), _start(request, settings, max_tokens, tail)
     languages = _languages(request, settings)
     if languages and start and mask_id is not None:
         raise RequestError(
@@ -277,8 +290,11 @@ def require_tokenizer(name: str, settings: SamplingSettings) -> PreTrainedTokeni
     return settings.tokenizer
 
 
-def _pins(request: Request, settings: SamplingSettings) -> list[int] | None:
-    """The template's texts, each tokenised alone, over as many canvases as it needs, with eos after its end."""
+def _pins(request: Request, settings: SamplingSettings, tail: int) -> list[int] | None:
+    """The template's texts, each tokenised alone, over as many canvases as it needs, with eos after its end.
+
+    tail: the number of places of the first canvas that the prompt has.
+    """
     if request.template is None:
         return None
     tokenizer, eos_ids = require_tokenizer("a template", settings), settings.generation.eos_ids
@@ -295,7 +311,7 @@ def _pins(request: Request, settings: SamplingSettings) -> list[int] | None:
     if settings.diffusion.mask_id in pins:
         raise RequestError("the template has the mask token of the model's noise; write a hole instead")
     length = settings.template_length or settings.canvas_length
-    rest = -len(pins) % length if length > 1 else 1
+    rest = -(tail + len(pins)) % length if length > 1 else 1
     if not settings.denoises:  # the same answer as of canvases, whose further fill nobody sees
         return pins + ([eos_ids[0]] if rest and eos_ids else [])
     if rest and not eos_ids:
@@ -306,7 +322,7 @@ def _pins(request: Request, settings: SamplingSettings) -> list[int] | None:
     return pins + ([eos_ids[0]] * rest if rest else [])
 
 
-def _start(request: Request, settings: SamplingSettings, max_tokens: int) -> list[int]:
+def _start(request: Request, settings: SamplingSettings, max_tokens: int, tail: int) -> list[int]:
     """The tokens of the draft over whole canvases, with eos (noise, where there is none) after its end."""
     if request.draft is None:
         return []
@@ -320,7 +336,7 @@ def _start(request: Request, settings: SamplingSettings, max_tokens: int) -> lis
             "shorten it or raise max_new_tokens (over HTTP, max_tokens)"
         )
     fill = [eos_ids[0]] if eos_ids else [FREE]
-    return start + fill * (-len(start) % settings.canvas_length)
+    return start + fill * (-(tail + len(start)) % settings.canvas_length)
 
 
 def _languages(request: Request, settings: SamplingSettings) -> tuple[ByteAutomaton, ...]:

@@ -69,9 +69,9 @@ class Engine(OneCaller):
     tokens that a step encodes and denoises, as far as prompts can wait (None: twice the canvases of `max_rows` rows);
     page_tokens: of `Pages`; capacity: tokens that all rows may have together (None: as many as memory has room for when
     the first request comes); layers with a window get pages for what they see of `max_rows` rows; chunk_tokens: prompts
-    are encoded in chunks of so many tokens; pages: where prefixes lie (None: pages of its own); graphs: whether steps
-    that can be are captured in CUDA graphs and replayed (None: on a GPU, where attention reads pages); buckets: row
-    counts that captured steps are padded to (None: `row_counts`).
+    are encoded in chunks of so many tokens, in whole blocks if the model's clean tokens see such; pages: where prefixes
+    lie (None: pages of its own); graphs: whether steps that can be are captured in CUDA graphs and replayed (None: on a
+    GPU, where attention reads pages); buckets: row counts that captured steps are padded to (None: `row_counts`).
 
     One thread at a time may call the engine, and nobody after `close`; else EngineError is raised, and nothing is lost.
     """
@@ -109,7 +109,7 @@ class Engine(OneCaller):
         self._scheduler = Scheduler(
             self.pages,
             max_waiting,
-            chunk_tokens,
+            chunk_tokens := self.settings.in_blocks(chunk_tokens),
             round_of(self.settings.strategy).answer_chunk(self.settings, chunk_tokens),
             self.settings.round_length,
         )

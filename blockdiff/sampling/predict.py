@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels import Kernels
@@ -132,6 +133,17 @@ def carried_over(stats: Stats, tokens_BL: Tensor, mask_id: int) -> Stats:
     )
 
 
+def with_given(stats: Stats, given_BL: Tensor) -> Stats:
+    """Statistics in which tokens that are given (-1: none is) are certain."""
+    is_open_BL = given_BL < 0
+    return stats._replace(
+        entropy=stats.entropy * is_open_BL,
+        log_probability=stats.log_probability * is_open_BL,
+        argmax=stats.argmax.where(is_open_BL, given_BL),
+        sample=stats.sample.where(is_open_BL, given_BL),
+    )
+
+
 def controlled_stats(
     model: BlockDiffusionModel, inputs: PredictInputs, control: CanvasControl, mask_id: int | None = None
 ) -> Stats:
@@ -187,18 +199,22 @@ def _constrained(
     step_B: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The classes of the best and of a random canvas [B, L], the entropies, and the random ones' log-probabilities."""
-    B, L = pinned_BL.shape
     assert control.is_text_BL is not None and control.state_B is not None and control.is_final_BS is not None
     assert control.seed_B is not None and control.number_B is not None
-    log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, control.is_text_BL)
+    of = slice(control.tail, None)  # the prompt's tail is no part of the response
+    own, pinned_BL, is_text_BL = ClassStats(*(x[:, of] for x in stats)), pinned_BL[:, of], control.is_text_BL[:, of]
+    B, L = pinned_BL.shape
+    log_sum, maximum = _given((own.log_sum, own.maximum), automaton, pinned_BL, is_text_BL)
     # two numbers for each position, that pick the way of the random canvas through the automaton
     uniform_BL2 = uniform(control.seed_B, Stream.CONSTRAINT, (control.number_B, step_B), 2 * L).view(B, L, 2)
     found = paths(automaton, log_sum, maximum, control.state_B, control.is_final_BS, uniform_BL2, kernels)
     share = found.share_BLC
-    entropy_BL = torch.special.entr(share).sum(-1) + (share * stats.entropy).where(share > 0, 0.0).sum(-1)
+    entropy_BL = torch.special.entr(share).sum(-1) + (share * own.entropy).where(share > 0, 0.0).sum(-1)
     entropy_BL = entropy_BL.masked_fill(~found.is_possible_B[:, None], torch.nan)  # logits that are not finite
     of_class_BL = share.gather(-1, found.random_BL[..., None]).squeeze(-1).log()
-    return found.best_BL, found.random_BL, entropy_BL, of_class_BL
+    columns = found.best_BL, found.random_BL, entropy_BL, of_class_BL
+    best_BL, random_BL, entropy_BL, of_class_BL = (F.pad(x, (control.tail, 0)) for x in columns)
+    return best_BL, random_BL, entropy_BL, of_class_BL
 
 
 def _given(

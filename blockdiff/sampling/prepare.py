@@ -79,6 +79,8 @@ def sampling_settings(
     if doubt is not None:
         warnings.warn(doubt, stacklevel=3)
     configs = [config] if drafter is None else [config, drafter.config]
+    positions = None if config is None else min(each.max_position_embeddings for each in configs)
+    aligned = config is not None and config.block is not None
     special = special_tokens(config, generation, tokenizer)
     settings = SamplingSettings(
         tokenizer,
@@ -88,11 +90,12 @@ def sampling_settings(
         canvas_length=model.canvas_length if way.denoises else 1,
         vocab_size=model.vocab_size,
         denoises=way.denoises,
-        positions=None if config is None else min(each.max_position_embeddings for each in configs),
+        positions=positions // model.canvas_length * model.canvas_length if aligned and positions else positions,
         is_drafted=drafter is not None,
         block=block,
         image_reader=None if drafter is not None and block is None else _image_reader(model, tokenizer),
         template_length=model.canvas_length if block is None else 1,
+        aligned=aligned,
     )
     require_fitting(strategy, settings)
     return settings
@@ -149,7 +152,7 @@ def prepare_sequences(
         strategy = as_strategy(request.strategy, settings.generation)
         require_fitting(strategy, settings)
     way = round_of(strategy)
-    max_tokens = settings.max_tokens(request.max_new_tokens or settings.generation.max_new_tokens)
+    max_tokens = settings.max_tokens(request.max_new_tokens or settings.generation.max_new_tokens, len(tokens))
     max_steps = way.steps(strategy, request.max_steps or settings.generation.max_steps)
     require_shapes(strategy, max_steps)
     if request.stop and settings.tokenizer is None:
@@ -161,7 +164,7 @@ def prepare_sequences(
         )
     control = compile_control(request, tokens, settings, max_tokens=max_tokens, max_steps=max_steps, device=device)
     if control is not None:
-        max_tokens = settings.max_tokens(control.max_tokens)
+        max_tokens = settings.max_tokens(control.max_tokens, len(tokens))
         if control.classes is not None:
             _require_plain(strategy, max_steps)
             _require_plain(next_token_head(strategy) or strategy, max_steps)
@@ -181,6 +184,7 @@ def prepare_sequences(
         max_steps * way.rounds(settings),
         way.of(strategy, settings),
         images,
+        tail_length=settings.tail(len(tokens)),
         control=control,
     )
     reads_head, trained = first.round.head is not None, settings.diffusion.objective

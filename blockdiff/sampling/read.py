@@ -106,12 +106,13 @@ class RunningRead:
                 "a read looks at a canvas that is denoised, not at verified tokens; take another strategy"
             )
         assert first.control is not None and first.control.pins is not None
-        if first.max_tokens > settings.canvas_length:
+        tail = len(first.tail)
+        if first.max_tokens > (room := settings.canvas_length - tail):
             raise RequestError(
-                f"the template is longer than a canvas of {settings.canvas_length} tokens, and a read looks at one; "
-                "shorten it"
+                f"the template is longer than the {room} tokens behind the prompt in a canvas of "
+                f"{settings.canvas_length}, and a read looks at one canvas; shorten it"
             )
-        free = iter([place for place, pin in enumerate(first.control.pins) if pin == FREE])
+        free = iter([place for place, pin in enumerate(first.control.pins, tail) if pin == FREE])
         reading = cls(model, settings, {})
         for name, (size, of_choices) in holes.items():
             places = [next(free) for _ in range(size)]

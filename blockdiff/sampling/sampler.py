@@ -314,7 +314,8 @@ class Sampler:
         longest = max(len(first.prompt_tokens) + first.max_tokens for _, (first, *_) in asked)
         count = sum(len(draws) for _, draws in asked)
         most_rows = min(2 * batch_size, count)  # that have pages at the same time
-        tokens = (most_rows + 1) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+        page = self.settings.in_blocks(PAGE_TOKENS)
+        tokens = (most_rows + 1) * -(-longest // page) * page
         room = tokens, most_rows, max(first.longest_run for _, (first, *_) in asked)
         left = {id(draws[0]): (place, draws[0]) for place, draws in asked}
         events: list[tuple[Sequence, Event]] = []

@@ -225,7 +225,7 @@ class Scheduler:
         """
         if can_share := sequence.num_computed % self.pages.page_tokens == 0:
             self._reuse(sequence)
-        if sequence.num_uncomputed == 0 or (end := self._next_page(sequence)) > len(sequence.prompt_tokens):
+        if sequence.num_uncomputed == 0 or (end := self._next_page(sequence)) > sequence.num_prompted:
             return sequence.num_uncomputed == 0
         page = tuple(sequence.identities[:end])
         if can_share and page in pages:
@@ -246,7 +246,7 @@ class Scheduler:
 
         A chunk that would end within a run of placeholders ends with it.
         """
-        at, prompt = sequence.num_computed, len(sequence.prompt_tokens)
+        at, prompt = sequence.num_computed, sequence.num_prompted
         if at < prompt:
             return run_end(sequence.images, min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt)) - at
         if sequence.round.proposal is not None:

@@ -134,7 +134,8 @@ class Sequence:
     What is asked: prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it;
     seed: that of its draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas;
     round: the way in which it grows, with the state of that; images: those of the prompt; draw: the number of this
-    answer among the request's `best_of`.
+    answer among the request's `best_of`; tail_length: the number of the prompt's last tokens that stand in the first
+    canvas, because that begins before the response does.
 
     What all answers to the request share: draws: all of them, this one included; calls: their model calls so far, by
     the names of `Forwards`.
@@ -144,13 +145,13 @@ class Sequence:
 
     The rest is the engine's. owner: who asked, if others are to get their turns beside it ("": in the order of
     arrival); token_ids: the prompt and the committed tokens, which the next ones must see, with the round's proposal at
-    the end; paged: the pages with the keys and values of those that are encoded (None while the sequence is not
-    admitted); hidden_TD: the hidden states of the encoded tokens that are not accepted yet, because the head has to
-    read them (None: all are accepted); last_hidden_D: that of the last accepted token, from which the next one is
-    scored, drawn or verified; num_preempted: the number of token_ids that were encoded when it was preempted;
-    shared_tokens: the number of token_ids that others had encoded; is_watched: whether its steps are recorded;
-    may_capture: whether its steps may be captured; events: the caller's list, which gets pairs of the sequence and an
-    event; is_done: whether it has left the engine.
+    the end, but without the prompt's tail as long as the first canvas has it; paged: the pages with the keys and values
+    of those that are encoded (None while the sequence is not admitted); hidden_TD: the hidden states of the encoded
+    tokens that are not accepted yet, because the head has to read them (None: all are accepted); last_hidden_D: that of
+    the last accepted token, from which the next one is scored, drawn or verified; num_preempted: the number of
+    token_ids that were encoded when it was preempted; shared_tokens: the number of token_ids that others had encoded;
+    is_watched: whether its steps are recorded; may_capture: whether its steps may be captured; events: the caller's
+    list, which gets pairs of the sequence and an event; is_done: whether it has left the engine.
     """
 
     request: Request
@@ -163,6 +164,7 @@ class Sequence:
     round: Round
     images: abc.Sequence[PlacedImage] = ()
     draw: int = 0
+    tail_length: int = 0
 
     draws: list[Sequence] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
@@ -188,7 +190,7 @@ class Sequence:
     is_done: bool = False
 
     def __post_init__(self) -> None:
-        self.token_ids = self.token_ids or list(self.prompt_tokens)
+        self.token_ids = self.token_ids or self.prompt_tokens[: self.num_prompted]
         self._prompt_identities = identities(self.prompt_tokens, self.images)
 
     @property
@@ -202,9 +204,21 @@ class Sequence:
         return self.request.scores or self.request.best_of > 1
 
     @property
+    def num_prompted(self) -> int:
+        """The number of the prompt's tokens that are encoded before the first canvas."""
+        return len(self.prompt_tokens) - self.tail_length
+
+    @property
+    def tail(self) -> list[int]:
+        """The prompt's last tokens, with which the next canvas begins: none once the first one is committed."""
+        return self.prompt_tokens[len(self.token_ids) :]
+
+    @property
     def identities(self) -> list[int]:
         """The identities of the token_ids, by which pages are shared."""
-        return [*self._prompt_identities, *self.token_ids[len(self.prompt_tokens) :]] if self.images else self.token_ids
+        if not self.images:
+            return self.token_ids
+        return [*self._prompt_identities[: len(self.token_ids)], *self.token_ids[len(self.prompt_tokens) :]]
 
     @property
     def longest_run(self) -> int:
@@ -233,7 +247,7 @@ class Sequence:
     @property
     def is_prompting(self) -> bool:
         """True while the prompt is being encoded."""
-        return self.num_computed < len(self.prompt_tokens)
+        return self.num_computed < self.num_prompted
 
     @property
     def is_over(self) -> bool:
@@ -277,7 +291,7 @@ class Sequence:
         )
         self.events.append((self, committed))
         if self.finish_reason is None:
-            self.token_ids += tokens
+            self.token_ids += self.tail + tokens
         elif self.is_scored:  # the last token predicts nothing
             self.token_ids += tokens[: kept - 1]
         return kept

@@ -29,7 +29,8 @@ class SamplingSettings:
     see (None: no bound); is_drafted: whether another model drafts; block: the most tokens of its blocks, the accepted
     one included (None: it drafts canvases, or nothing drafts); image_reader: of images in prompts (None: the model
     takes none); template_length: the number of tokens to whose multiples templates are filled up with eos (None: that
-    of a canvas; 1: one eos follows).
+    of a canvas; 1: one eos follows); aligned: whether canvases begin at multiples of their length, counted from the
+    prompt's start, and not behind the prompt.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -44,15 +45,35 @@ class SamplingSettings:
     block: int | None = None
     image_reader: ImageReader | None = None
     template_length: int | None = None
+    aligned: bool = False
 
     @property
     def round_length(self) -> int:
         """The most tokens of a canvas or of a drafter's block; 1 where next tokens are drawn one by one."""
         return self.block or self.canvas_length
 
-    def max_tokens(self, max_new_tokens: int) -> int:
-        """The most tokens of a response: so many, in whole canvases; RequestError where no prompt fits before them."""
-        max_tokens = -(-max_new_tokens // self.canvas_length) * self.canvas_length
+    def tail(self, prompt: int) -> int:
+        """The number of the last tokens of a prompt of `prompt` tokens that stand in the response's first canvas."""
+        return prompt % self.canvas_length if self.aligned else 0
+
+    def first_canvas(self, request: Request) -> int:
+        """The number of places of the first canvas that are the response's."""
+        if not self.aligned:
+            return self.canvas_length
+        tokens = request.as_tokens(self.tokenizer, self.vocab_size, self.image_reader).tokens
+        return self.canvas_length - self.tail(len(tokens))
+
+    def in_blocks(self, tokens: int) -> int:
+        """Round `tokens` up to whole blocks, if clean tokens see such: pages and chunks of prompts end there."""
+        return -(-tokens // self.canvas_length) * self.canvas_length if self.aligned else tokens
+
+    def max_tokens(self, max_new_tokens: int, prompt: int = 0) -> int:
+        """The most tokens of a response: `max_new_tokens`, in whole canvases behind a prompt of `prompt` tokens.
+
+        Raises RequestError if no prompt fits before them.
+        """
+        tail = self.tail(prompt)
+        max_tokens = -(-(tail + max_new_tokens) // self.canvas_length) * self.canvas_length - tail
         if self.positions is not None and max_tokens >= self.positions:
             raise RequestError(
                 f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's {self.positions} "
@@ -65,7 +86,8 @@ class SamplingSettings:
         if self.positions is None:
             return 0
         tokens = request.as_tokens(self.tokenizer, self.vocab_size, self.image_reader).tokens
-        return len(tokens) + self.max_tokens(request.max_new_tokens or self.generation.max_new_tokens) - self.positions
+        asked = request.max_new_tokens or self.generation.max_new_tokens
+        return len(tokens) + self.max_tokens(asked, len(tokens)) - self.positions
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of a response without its special tokens; "" where there is no tokenizer."""

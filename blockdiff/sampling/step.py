@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdiff.kernels.vocabulary import Stats
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.canvas_control import CanvasControl
-from blockdiff.sampling.predict import PredictInputs, predict
+from blockdiff.sampling.predict import PredictInputs, predict, with_given
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, decide_groups
 from blockdiff.seeding import Stream, signed, to_integers, to_uniform, uniform, words
 
@@ -230,6 +230,8 @@ class CanvasStep:
         inputs = PredictInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[of], step_B)
         stats = predict(self.model, inputs, call.controls, call.shapes, mask_id)
         pinned_BL = self.pinned_BL[of]
+        if self.settings.aligned:  # rows without a control of their own have the prompt's tail
+            stats = with_given(stats, pinned_BL)
         canvases = state.canvases(self.settings, call.ids, step_B, temperature_B, tokens_BL, stats, pinned_BL)
         decision = decide_groups(canvases, call.groups)
         next_state = replace(

@@ -61,7 +61,7 @@ class Verification:
 
 
 def step_records(
-    steps: Mapping[int, tuple[str | int, int, int, float]],
+    steps: Mapping[int, tuple[int, tuple[str | int, int, int, float]]],
     tokens_BL: Tensor,
     stats: Stats,
     decision: Decision,
@@ -69,18 +69,22 @@ def step_records(
 ) -> list[Step]:
     """The records of one denoising step of some canvases of a batch.
 
-    steps: by the places of these canvases, their requests' ids, numbers, steps and temperatures; pinned_BL: tokens that
-    are given, -1 elsewhere.
+    steps: by the places of these canvases, the number of their first places that the prompt's tail has, which are left
+    out, and their requests' ids, numbers, steps and temperatures; pinned_BL: tokens that are given, -1 elsewhere.
     """
     if not steps:
         return []
     chosen = torch.tensor([*steps], device=tokens_BL.device)
     columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, decision.keep_BL)
-    lists = [column[chosen].tolist() for column in columns]
-    is_pinned = [each if any(each) else None for each in (pinned_BL >= 0)[chosen].tolist()]
-    stays = [None] * len(steps) if decision.stay_BL is None else decision.stay_BL[chosen].tolist()
-    of_canvases = zip(steps.values(), *lists, is_pinned, stays, strict=True)
-    return [Step(*step, *of_canvas) for step, *of_canvas in of_canvases]
+    tails = [tail for tail, _ in steps.values()]
+
+    def listed(column_BL: Tensor) -> list[list[Any]]:
+        return [own[tail:] for tail, own in zip(tails, column_BL[chosen].tolist(), strict=True)]
+
+    is_pinned = [each if any(each) else None for each in listed(pinned_BL >= 0)]
+    stays = [None] * len(steps) if decision.stay_BL is None else listed(decision.stay_BL)
+    of_canvases = zip(steps.values(), *map(listed, columns), is_pinned, stays, strict=True)
+    return [Step(*step, *of_canvas) for (_, step), *of_canvas in of_canvases]
 
 
 @dataclass(frozen=True)

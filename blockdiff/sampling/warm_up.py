@@ -126,7 +126,7 @@ class WarmUp:
         for number in range(rows):
             request = Request(number, tokens=prompt, seed=0, max_new_tokens=length, **asked)
             [sequence] = prepare_sequences(request, self.settings, device=self.pages.model.device)
-            sequence.paged = self.pages.stand_in(len(prompt), 0)
+            sequence.paged = self.pages.stand_in(sequence.num_prompted, 0)
             sequence.last_hidden_D = self._hidden(1)[0]
             if sequence.round.head is not None:  # which may have to read a proposal of the most tokens
                 sequence.round.propose(sequence, Proposal([0] * length, steps=1))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.sampling.canvas_control import grouped
-from blockdiff.sampling.predict import PredictInputs, predict
+from blockdiff.sampling.predict import PredictInputs, predict, with_given
+from blockdiff.sampling.rounds import CanvasRound
 from blockdiff.sampling.sequence import NOT_FINITE, Sequence
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.step import STEPS_AHEAD, draw_ahead, second_draws
@@ -68,21 +69,21 @@ def generate_in_lockstep(
             _answer(model, settings, alike[first : first + batch_size])
 
 
-def _settings(each: Sequence) -> tuple[int, int, str, int, float]:
+def _settings(each: Sequence) -> tuple[int, int, str, int, int, float]:
     """The settings that the rows of a batch have in common."""
     control = each.control
     starts = (0, 0.0) if control is None else (len(control.start), control.noise)
-    return each.max_tokens, each.max_steps, repr(each.strategy), *starts
+    return each.max_tokens, each.max_steps, repr(each.strategy), len(each.tail), *starts
 
 
 def _answer(model: BlockDiffusionModel, settings: SamplingSettings, batch: list[Sequence]) -> None:
     """Fill in the responses of a batch: canvas after canvas, until an eos or the last canvas."""
     prefix = _encode_prompts(model, settings, batch)
-    for number in range(batch[0].max_tokens // model.canvas_length):
+    for number in range(-(-batch[0].max_tokens // model.canvas_length)):
         canvas_BL, steps = _denoise(model, settings, prefix, batch, number)
         for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
             if each.error is None:
-                each.commit(tokens, count, settings)
+                each.commit(tokens[len(each.tail) :], count, settings)
         unfinished = [row for row, each in enumerate(batch) if each.finish_reason is None and not each.error]
         if not unfinished:
             return
@@ -95,13 +96,11 @@ def _answer(model: BlockDiffusionModel, settings: SamplingSettings, batch: list[
 
 def _encode_prompts(model: BlockDiffusionModel, settings: SamplingSettings, batch: abc.Sequence[Sequence]) -> Prefix:
     pad_id, device = int(settings.generation.pad_id or 0), model.device
-    lengths = [len(each.prompt_tokens) for each in batch]
+    lengths = [len(each.token_ids) for each in batch]
     width = max(lengths)
-    tokens = [each.prompt_tokens + [pad_id] * (width - len(each.prompt_tokens)) for each in batch]
-    is_unequal = min(lengths) < width
-    return model.encode(
-        torch.tensor(tokens, device=device), torch.tensor(lengths, device=device) if is_unequal else None
-    )
+    tokens = [each.token_ids + [pad_id] * (width - len(each.token_ids)) for each in batch]
+    tokens_BS, is_unequal = torch.tensor(tokens, dtype=torch.int64, device=device), min(lengths) < width
+    return model.encode(tokens_BS, torch.tensor(lengths, device=device) if is_unequal else None)
 
 
 def _denoise(
@@ -126,7 +125,7 @@ def _denoise(
     live = list(range(len(batch)))
     steps_B, unchanged_B = torch.full_like(seed_B, max_steps), torch.zeros_like(seed_B)
     standing_BL = kept_BL = stats = None
-    controls = [each.control.begin(each.seed) if each.control else None for each in batch]
+    controls = [CanvasRound().control(each, settings, device) for each in batch]
     start_BL = given_tokens([None if control is None else control.start_BL for control in controls])
     pinned_BL = given_tokens([None if control is None else control.pinned_BL for control in controls])
     first_step = next((each.control.first_step for each in batch if each.control is not None), 0)
@@ -149,6 +148,8 @@ def _denoise(
         step_B = torch.full_like(steps_B, step)
         inputs = PredictInputs(hidden_BLD, canvas_BL, shape.temperature, uniform_BL, step_B)
         stats = predict(model, inputs, held, [shape] * len(live), mask_id)
+        if settings.aligned and pinned_BL is not None:
+            stats = with_given(stats, pinned_BL)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
             ids=[batch[place].id for place in live],

@@ -164,12 +164,13 @@ def answer_of(question: Question, by_space_SNX: Tensor, temperature: float | Non
 
 def _jointly(questions: Sequence[Question], form: Form, request: Request, settings: SamplingSettings) -> list[Asked]:
     """As few canvases as hold all questions, with as even numbers of them as possible."""
+    room = settings.first_canvas(request)
     for count in range(1, len(questions) + 1):
         size = math.ceil(len(questions) / count)
         asked = [ask_jointly(questions[lo : lo + size], form) for lo in range(0, len(questions), size)]
-        if all(_length(each, request, settings) + END <= settings.canvas_length for each in asked):
+        if all(_length(each, request, settings) + END <= room for each in asked):
             return asked
-    raise RequestError(f"a canvas of {settings.canvas_length} tokens holds no answer line; ask one by one")
+    raise RequestError(f"the {room} tokens of a canvas behind the prompt hold no answer line; ask one by one")
 
 
 def _length(asked: Asked, request: Request, settings: SamplingSettings) -> int:

@@ -236,7 +236,8 @@ class CanvasBatch:
             sequence, number = canvas.sequence, canvas.number
             if sequence.is_watched and (number, step) > canvas.round.recorded:
                 canvas.round.recorded = number, step
-                watched[place] = sequence.id, number, step, self._shape(place, step).temperature
+                temperature = self._shape(place, step).temperature
+                watched[place] = len(sequence.tail), (sequence.id, number, step, temperature)
         records = step_records(watched, tokens_BL, stats, decision, self._step.pinned_BL[: len(tokens_BL)])
         for place, record in zip(watched, records, strict=True):
             sequence = self.canvases[place].sequence

@@ -6,15 +6,16 @@ from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+import torch
+
+from blockdiff.sampling.canvas_control import FREE, CanvasControl
 from blockdiff.sampling.encoding import score_end
 from blockdiff.sampling.sequence import NOT_FINITE, Round
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from blockdiff.models.pages import Pages
-    from blockdiff.sampling.canvas_control import CanvasControl
     from blockdiff.sampling.sequence import Sequence
     from blockdiff.sampling.settings import SamplingSettings
     from blockdiff.sampling.strategy import Strategy
@@ -86,12 +87,19 @@ class CanvasRound(Round):
         return 0 if sequence.control is None else sequence.control.first_step
 
     def control(self, sequence: Sequence, settings: SamplingSettings, device: torch.device) -> CanvasControl | None:
-        """The control of a new canvas."""
-        return None if sequence.control is None else sequence.control.begin(sequence.seed)
+        """The control of a new canvas; the prompt's tail, with which it may begin, is pinned."""
+        tail = sequence.tail
+        if sequence.control is not None:
+            return sequence.control.begin(sequence.seed, tail)
+        if not tail:
+            return None
+        free = torch.full((1, settings.canvas_length - len(tail)), FREE, device=device)
+        return CanvasControl(free).behind(tail)
 
     def finish(self, canvas: RunningCanvas, pages: Pages, settings: SamplingSettings) -> None:
         """Take the finished canvas, or set the error of the sequence."""
-        sequence, tokens = canvas.sequence, canvas.final or []
+        sequence = canvas.sequence
+        tokens = (canvas.final or [])[len(sequence.tail) :]
         if not canvas.is_finite:
             sequence.error = f"{NOT_FINITE} (canvas {canvas.number + 1}, step {canvas.first_step + canvas.steps})"
         elif outside := [token for token in tokens if not 0 <= token < settings.vocab_size]:

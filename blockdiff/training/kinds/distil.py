@@ -150,7 +150,7 @@ class Settled(Source):
             answers.append(answer)
         if not answers:
             return
-        rows = min(ROWS, len(answers))
+        rows, page = min(ROWS, len(answers)), settings.in_blocks(PAGE_TOKENS)
         longest = max(len(rollout.prompt) for rollout in rollouts) + settings.canvas_length
         # A new engine every time: its tokens follow from weights and batches alone, also when a run is resumed.
         engine = Engine(
@@ -158,7 +158,7 @@ class Settled(Source):
             settings=settings,
             max_rows=rows,
             max_waiting=len(answers),
-            capacity=(rows + 1) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS,
+            capacity=(rows + 1) * -(-longest // page) * page,
             graphs=False,
         )
         with evaluating(model), autocast(model.device, self.precision):
