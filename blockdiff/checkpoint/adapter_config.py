@@ -191,6 +191,7 @@ def read_low_rank(
     model: BlockDiffusionModel,
     directory: Path,
     patterns: NamePatterns,
+    noisy_only: bool,
 ) -> LowRank:
     """The rank and alpha that a file gives the module of one of our adapter parameters."""
     leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
@@ -209,7 +210,8 @@ def read_low_rank(
     alpha = alphas.pop()
     if alphas or not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise CheckpointError(f"{directory / CONFIG}: gives {hub} no alpha, or two; lora_alpha must be a number")
-    low_rank = LowRank(rank, float(alpha), bool(config.get("use_rslora")), float(config.get("lora_dropout") or 0.0))
+    dropout = float(config.get("lora_dropout") or 0.0)
+    low_rank = LowRank(rank, float(alpha), bool(config.get("use_rslora")), dropout, noisy_only)
     of_one = _of_pattern(config.get("rank_pattern") or {}, hub, config.get("r"), patterns)
     if len(modules) > 1 and rank == len(modules) * of_one:  # adapters of several matrices, which are one of this rank
         return fused_rank(replace(low_rank, rank=of_one), len(modules))

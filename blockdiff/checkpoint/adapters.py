@@ -29,7 +29,7 @@ from blockdiff.checkpoint.adapter_patterns import NamePatterns
 from blockdiff.checkpoint.digests import write_digests
 from blockdiff.checkpoint.expert_adapters import LEAVES, expert_tensors
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
-from blockdiff.checkpoint.files import GENERATION, read_json
+from blockdiff.checkpoint.files import GENERATION, metadata_in, read_json
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.images import with_image_side
@@ -38,9 +38,12 @@ from blockdiff.checkpoint.stream import TensorSource, write_stream
 from blockdiff.errors import CheckpointError
 from blockdiff.files import room_remedy, unwritten, whole_directory, write_json, write_text
 from blockdiff.layers.lora import LowRank
-from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapter_tensors
+from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapter_tensors, adapters_of
+from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import gathered, is_spread, local_of, piece_of
+
+NOISY_ONLY = "noisy_only"  # the entry of an adapter's file that is there if it acts on noisy tokens only
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,14 @@ class Adapter:
     parts: Mapping[str, Part]
     tokens: tuple[int, ...] = ()
     base: str | None = None
+
+
+def is_noisy_only(directory: str | Path, family: type[Family] | Family) -> bool:
+    """True for the adapter of noisy tokens only in a directory: as its file says or, if it is not ours, its folder's
+    name."""
+    file = Path(directory) / WEIGHTS
+    said = metadata_in(file) if file.exists() else {}
+    return NOISY_ONLY in said or (BASE not in said and Path(directory).name in family.noisy_adapters)
 
 
 def has_adapter(directory: str | Path) -> bool:
@@ -75,6 +86,13 @@ It is in PEFT's format: transformers with PEFT computes with it what blockdiff d
 
 To merge it, use `blockdiff export` of the run that made it. Where encoder and decoder share their weights
 (DiffusionGemma), PEFT's `merge_and_unload()` would add the adapter to them twice.
+"""
+
+OF_NOISY_TOKENS = """\
+# A LoRA adapter of noisy tokens
+
+It is in PEFT's format, and acts on the tokens of canvases only: blockdiff computes clean tokens, which are encoded, by
+the base alone. With PEFT, encode them within `disable_adapter()`. It cannot be merged.
 """
 
 
@@ -97,6 +115,10 @@ def save_adapter(
     tensors = adapter_tensors(model)
     if not tensors:
         raise CheckpointError("the model has no adapters to save")
+    kinds = {module.low_rank.noisy_only for module in adapters_of(model).values() if module.low_rank is not None}
+    if len(kinds) > 1:
+        raise CheckpointError("some adapters of the model are of noisy tokens only; one file has adapters of one kind")
+    of_noisy = True in kinds
     target = Path(directory).expanduser().absolute()
     gathering = Gathering(model.parameters())  # split or not as a whole: one rank writes adapters that are not, too
     sources = _to_peft(model)
@@ -110,7 +132,8 @@ def save_adapter(
                 write_json(fresh / CONFIG, peft_config(model, base))
                 form, said = stored_as(model), {"format": "pt", BASE: base_record(model)}
                 said |= {} if form is None else {FORM: form}
-                write_text(fresh / "README.md", README)
+                said |= {NOISY_ONLY: "true"} if of_noisy else {}
+                write_text(fresh / "README.md", OF_NOISY_TOKENS if of_noisy else README)
                 write_digests(fresh, {WEIGHTS: write_stream(fresh / WEIGHTS, sources, said)})
                 if tokenizer is not None:
                     tokenizer.save_pretrained(fresh)
@@ -180,13 +203,13 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
     require_base(directory, model)
     if adapts_images(directory, model):
         with_image_side(model)
-    parts = parts_in(directory, model)
+    parts, noisy_only = parts_in(directory, model), is_noisy_only(directory, model.config)
     require_every_target(config, parts, model, directory, patterns)
     modules: dict[str, LowRank] = {}
     for ours in parts:
         if ours != TOKEN_ROWS:
             module = ours.rpartition(".")[0]
-            low_rank = read_low_rank(config, ours, parts, model, directory, patterns)
+            low_rank = read_low_rank(config, ours, parts, model, directory, patterns, noisy_only)
             if modules.setdefault(module, low_rank) != low_rank:
                 raise CheckpointError(f"{directory}: the adapters of {module} differ in rank or alpha; one is read")
     wholes: dict[str, list[str]] = defaultdict(list)

@@ -27,7 +27,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.layers.lora import merged
 from blockdiff.layers.weights import Form, dtype_of
-from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of
+from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of, require_mergeable
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import check_quantize, frozen_weights, store
 
@@ -160,6 +160,7 @@ def _sums(
     model: an empty one, which gets the adapter. Raises CheckpointError for one that does not fit.
     """
     adapter = read_adapter(place, model)
+    require_mergeable(adapter.modules.values())
     adapt(model, adapter.modules, adapter.tokens)
     check_parts(model, adapter.parts, str(place))
     changed: dict[str, TensorSource] = {}

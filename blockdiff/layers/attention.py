@@ -52,8 +52,11 @@ class Attention(nn.Module):
         self.q_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
         self.k_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
 
-    def forward(self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None) -> tuple[Tensor, KV]:
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.projected(x_BTD, spans.first_query))
+    def forward(
+        self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor = False
+    ) -> tuple[Tensor, KV]:
+        projected = self.projected(x_BTD, is_noisy, spans.first_query)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         norms, into = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps), written(past)
         q, own_k, own_v = self.kernels.attention_heads(q, k, v, norms, rope, into)
         assert own_v is not None, "values were given"
@@ -61,7 +64,8 @@ class Attention(nn.Module):
             spans = spans.in_one_run
         prefix_k, prefix_v = (None, None) if past is None else past
         out = self.kernels.span_attention(q, prefix_k, prefix_v, own_k, own_v, spans, self.scale)
-        return self.o_proj(out.flatten(2)), (own_k, own_v) if into is None else ()
+        out = self.o_proj(out.flatten(2), of_last(is_noisy, out.shape[1]))
+        return out, (own_k, own_v) if into is None else ()
 
     def keys(self, x_BTD: Tensor, rope: Rope, past: Past | None) -> KV:
         """The keys and values of tokens that ask for nothing themselves, as `forward` has them or writes them."""
@@ -72,18 +76,25 @@ class Attention(nn.Module):
         assert own_v is not None
         return (own_k, own_v) if into is None else ()
 
-    def projected(self, x_BTD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def projected(self, x_BTD: Tensor, is_noisy: bool | Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T - first, h * d], from token `first` on, keys and values [B, T, K * d], as projections give
         them."""
         if self.qkv_proj is not None:
             widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-            q, k, v = self.qkv_proj(self.qkv_proj.entering(x_BTD)).split(widths, -1)
+            q, k, v = self.qkv_proj(self.qkv_proj.entering(x_BTD), is_noisy).split(widths, -1)
             return q[:, first:], k, v
         q_proj, v_proj = self.q_proj, self.v_proj
         x_BTD = q_proj.entering(x_BTD)
         of_keys = (self.k_proj,) if v_proj is None else (self.k_proj, v_proj)
         if first:
-            q, (k, *v) = q_proj(x_BTD[:, first:]), outputs(of_keys, x_BTD)
+            of_queries = x_BTD[:, first:]
+            q = q_proj(of_queries, of_last(is_noisy, of_queries.shape[1]))
+            k, *v = outputs(of_keys, x_BTD, is_noisy)
         else:
-            q, k, *v = outputs((q_proj, *of_keys), x_BTD)
+            q, k, *v = outputs((q_proj, *of_keys), x_BTD, is_noisy)
         return q, k, v[0] if v else k
+
+
+def of_last(is_noisy: bool | Tensor, tokens: int) -> bool | Tensor:
+    """Which of the last `tokens` of a call are noisy."""
+    return is_noisy[:, -tokens:] if isinstance(is_noisy, Tensor) else is_noisy

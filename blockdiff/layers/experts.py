@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -114,32 +115,62 @@ class Experts(HasWeights):
         self.kernels, self.activation = kernels, activation
 
     def forward(
-        self, x: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None, as_slots: bool = False
+        self,
+        x: Tensor,
+        index_Nk: Tensor,
+        weight_Nk: Tensor,
+        padding_N: Tensor | None = None,
+        is_noisy: bool | Tensor = False,
+        as_slots: bool = False,
     ) -> Any:
         """The weighted sum [N, D] of the experts of N tokens [..., D]; padding tokens go to none and give 0.
 
-        as_slots: as `Kernels.layer_end` takes it, `Slots`, which may be before the sum.
+        is_noisy: as a linear layer takes it. as_slots: as `Kernels.layer_end` takes it, `Slots`, which may be before
+        the sum.
         """
         experts, x_ND = self.gate_up_proj.shape[0], x.flatten(0, -2)
         index_Nk = without_padding(index_Nk, padding_N, experts)
-        if self.split is not None:
-            summed_ND = self.split(x_ND, index_Nk, weight_Nk, experts, self.computed)
-            return Slots(summed_ND.unsqueeze(1), None, 0) if as_slots else summed_ND
-        if not as_slots:
-            return self.computed(x_ND, index_Nk, weight_Nk)
-        gate_up, down = self.matrices()
-        low_rank = self.low_rank_matrices()
-        return self.kernels.expert_slots(x, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
+        adapts = self.adapts(is_noisy)
+        if as_slots and self.split is None and not self._tells_apart(is_noisy):
+            gate_up, down = self.matrices()
+            low_rank = self.low_rank_matrices() if adapts else ()
+            return self.kernels.expert_slots(x, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
+        if self._tells_apart(is_noisy):  # each token goes to experts with adapters or without
+            assert isinstance(is_noisy, Tensor)
+            is_noisy_N = is_noisy.flatten()
+            clean_Nk, noisy_Nk = (without_padding(index_Nk, each, experts) for each in (is_noisy_N, ~is_noisy_N))
+            summed_ND = self._summed(x_ND, clean_Nk, weight_Nk, False) + self._summed(x_ND, noisy_Nk, weight_Nk, True)
+        else:
+            summed_ND = self._summed(x_ND, index_Nk, weight_Nk, adapts)
+        return Slots(summed_ND.unsqueeze(1), None, 0) if as_slots else summed_ND
 
-    def slots(self, x: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None) -> Slots:
+    def _tells_apart(self, is_noisy: bool | Tensor) -> bool:
+        """True if some tokens of a call may have an adapter and others none."""
+        return isinstance(is_noisy, Tensor) and self.low_rank is not None and self.low_rank.noisy_only
+
+    def _summed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, adapts: bool) -> Tensor:
+        """The weighted sum [N, D] of the experts of all ranks, with their adapters or without."""
+        compute = partial(self.computed, adapts=adapts)
+        if self.split is None:
+            return compute(x_ND, index_Nk, weight_Nk)
+        return self.split(x_ND, index_Nk, weight_Nk, self.gate_up_proj.shape[0], compute)
+
+    def slots(
+        self,
+        x: Tensor,
+        index_Nk: Tensor,
+        weight_Nk: Tensor,
+        padding_N: Tensor | None = None,
+        is_noisy: bool | Tensor = False,
+    ) -> Slots:
         """The experts of tokens as `Slots`, by a call of the module, around which sharded weights are gathered."""
-        slots: Slots = self(x, index_Nk, weight_Nk, padding_N, True)
+        slots: Slots = self(x, index_Nk, weight_Nk, padding_N, is_noisy, True)
         return slots
 
-    def computed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
+    def computed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, adapts: bool) -> Tensor:
         """The weighted sum over those of each token's experts that lie here; indices count from the first of them."""
         gate_up, down = self.matrices()
-        low_rank = self.low_rank_matrices()
+        low_rank = self.low_rank_matrices() if adapts else ()
         return self.kernels.expert_mlp(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
 
     def matrices(self) -> tuple[Tensor | StoredMatrix, Tensor | StoredMatrix]:

@@ -38,7 +38,8 @@ class Split(Protocol):
 class Linear(HasWeights, nn.Linear):
     """`W x + bias + scale B A dropout(x)`, where W may be stored in fewer bits, and split over ranks.
 
-    kernels: the ops that multiply with a stored weight.
+    Calls take `is_noisy` as `BlockDiffusionModel.forward` does: an adapter may be one of noisy tokens only. kernels:
+    the ops that multiply with a stored weight.
     """
 
     WEIGHTS: ClassVar = {"weight": ""}
@@ -60,18 +61,17 @@ class Linear(HasWeights, nn.Linear):
         made: Tensor | StoredMatrix = held if self.split is None else self.split.weight(held)
         return made
 
-    @property
-    def is_product(self) -> bool:
-        """True for a layer that multiplies with its matrix and does no more."""
-        return self.low_rank is None and self._parameters["bias"] is None
+    def is_product(self, is_noisy: bool | Tensor) -> bool:
+        """True if the layer multiplies these tokens with its matrix and does no more."""
+        return self._parameters["bias"] is None and not self.adapts(is_noisy)
 
     def entering(self, x: Tensor) -> Tensor:
         """x as this layer takes it; who calls several layers with one x does this once for all of them."""
         return x if self.split is None else self.split.entering(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.low_rank is not None:
-            return _adapted((self,), x)[0]
+    def forward(self, x: Tensor, is_noisy: bool | Tensor = False) -> Tensor:
+        if self.adapts(is_noisy):
+            return _adapted((self,), x, is_noisy)[0]
         matrix, bias, split = self.matrix(), self._parameters["bias"], self.split
         if not isinstance(matrix, Tensor):
             out = matrix.product(self.kernels, x)
@@ -96,27 +96,32 @@ class Linear(HasWeights, nn.Linear):
             return Adapted(matrix, None, bias, A, B, low_rank.scale)
         return Adapted(None, matrix.product(self.kernels, x), bias, A, B, low_rank.scale)
 
-    @property
-    def shares(self) -> bool:
+    def shares(self, is_noisy: bool | Tensor) -> bool:
         """True if the adapter's product can be made together with those of other layers."""
         is_called = self._forward_hooks or self._forward_pre_hooks
-        has_own_input = self.low_rank is None or (self.training and self.low_rank.dropout)
-        return not is_called and not has_own_input
+        has_own_input = self.training and self.low_rank is not None and self.low_rank.dropout
+        return self.adapts(is_noisy) and not is_called and not has_own_input
 
 
-def outputs(layers: Sequence[Linear], x: Tensor) -> Sequence[Tensor]:
+def outputs(layers: Sequence[Linear], x: Tensor, is_noisy: bool | Tensor = False) -> Sequence[Tensor]:
     """The outputs of layers that read the same x; adapters of all of them are one autograd function if they can be."""
-    if all(layer.shares for layer in layers):
-        return _adapted(tuple(layers), x)
-    return [layer(x) for layer in layers]
+    if all(layer.shares(is_noisy) for layer in layers) and len({_is_noisy_only(layer) for layer in layers}) == 1:
+        return _adapted(tuple(layers), x, is_noisy)
+    return [layer(x, is_noisy) for layer in layers]
 
 
-def _adapted(layers: tuple[Linear, ...], x: Tensor) -> Sequence[Tensor]:
-    """The outputs of adapted layers that read the same x; one with dropout is alone."""
-    first, dropped = layers[0], None
+def _is_noisy_only(layer: Linear) -> bool:
+    return layer.low_rank is not None and layer.low_rank.noisy_only
+
+
+def _adapted(layers: tuple[Linear, ...], x: Tensor, is_noisy: bool | Tensor) -> Sequence[Tensor]:
+    """The outputs of adapted layers that read the same x, and are alike; one with dropout is alone."""
+    first, dropped, is_clean = layers[0], None, None
     (x,) = in_autocast(x)
     if first.training and first.low_rank is not None and first.low_rank.dropout:
         dropped = F.dropout(x, first.low_rank.dropout)
+    if isinstance(is_noisy, Tensor) and _is_noisy_only(first):
+        is_clean = ~is_noisy
     terms = [layer.terms(x) for layer in layers]
     key, kept = (x.dtype, layers), None if is_compiling() or terms[0].A.dtype is x.dtype else first.kept_casts
     casts = None if kept is None else kept.get(key)
@@ -124,13 +129,15 @@ def _adapted(layers: tuple[Linear, ...], x: Tensor) -> Sequence[Tensor]:
         casts = Casts.of(terms, x.dtype)
         if kept is not None:
             kept[key] = casts
-    outs = products(x, terms, casts, dropped)
+    outs = products(x, terms, casts, dropped, is_clean)
     return [out if layer.split is None else layer.split.leaving(out) for layer, out in zip(layers, outs, strict=True)]
 
 
-def gated_product(gate: Linear, up: Linear, x: Tensor, activation: str, kernels: Kernels) -> Tensor:
+def gated_product(
+    gate: Linear, up: Linear, x: Tensor, activation: str, kernels: Kernels, is_noisy: bool | Tensor = False
+) -> Tensor:
     """`f(gate x) * g(up x)` of two linear layers."""
-    if gate.is_product and up.is_product:
+    if gate.is_product(is_noisy) and up.is_product(is_noisy):
         return kernels.gated_linear(x, gate.matrix(), up.matrix(), activation)
-    of_gate, of_up = outputs((gate, up), x)
+    of_gate, of_up = outputs((gate, up), x, is_noisy)
     return kernels.gated(of_gate, of_up, activation)

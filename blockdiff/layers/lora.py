@@ -2,7 +2,8 @@
 
 An adapter is a part of the module that has the weight (`HasWeights`), so that checkpoints, freezing and sharding see
 the same model with a few parameters more. B A is never formed but when adapters are merged. The model runs its weights
-in both passes, so each weight has one adapter, and merging it once is exact.
+in both passes, so each weight has one adapter, and merging it once is exact; but an adapter may leave clean tokens as
+they are (`LowRank.noisy_only`).
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ LOW_RANK = ("lora_A", "lora_B", "gate_up_lora_A", "gate_up_lora_B", "down_lora_A
 class LowRank:
     """The adaptation of a weight: B A of rank `rank`, times alpha / rank, or alpha / sqrt(rank) with `rslora`.
 
-    dropout: share of the inputs of A that are zeroed in training (experts have none).
+    dropout: share of the inputs of A that are zeroed in training (experts have none). noisy_only: True for an adapter
+    of noisy tokens: clean ones are computed by W alone, to the bit, so it cannot be merged into W.
     """
 
     rank: int
     alpha: float
     rslora: bool = False
     dropout: float = 0.0
+    noisy_only: bool = False
 
     @property
     def scale(self) -> float:
@@ -102,14 +105,22 @@ class Casts(NamedTuple):
         return cls(together, tuple([layer.B.to(dtype) if is_cast else None for layer in layers]))
 
 
-def products(x: Tensor, layers: Sequence[Adapted], casts: Casts, dropped: Tensor | None = None) -> tuple[Tensor, ...]:
+def products(
+    x: Tensor,
+    layers: Sequence[Adapted],
+    casts: Casts,
+    dropped: Tensor | None = None,
+    is_clean: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """`W x + bias + scale B A dropped` of layers that read the same x [..., D].
 
-    casts: in x's dtype. dropped: x after the adapters' dropout; None: x itself.
+    casts: in x's dtype. dropped: x after the adapters' dropout; None: x itself. is_clean: booleans [...] of tokens that
+    the adapters leave as they are (None: none).
     """
+    is_clean_N1 = None if is_clean is None else is_clean.reshape(-1, 1)
     scales = tuple([layer.scale for layer in layers])
     parts = [part for layer, B in zip(layers, casts.B, strict=True) for part in (*layer[:5], B)]
-    outs: tuple[Tensor, ...] = _Products.apply(scales, x, dropped, casts.A_RD, *parts)
+    outs: tuple[Tensor, ...] = _Products.apply(scales, x, dropped, is_clean_N1, casts.A_RD, *parts)
     return outs
 
 
@@ -118,12 +129,20 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scales: tuple[float, ...], x: Tensor, dropped: Tensor | None, A_RD: Tensor | None, *parts: Any
+        ctx: Any,
+        scales: tuple[float, ...],
+        x: Tensor,
+        dropped: Tensor | None,
+        is_clean_N1: Tensor | None,
+        A_RD: Tensor | None,
+        *parts: Any,
     ) -> tuple[Tensor, ...]:
         weights, bases, biases = parts[0::6], parts[1::6], parts[2::6]
         A_RD = parts[3] if A_RD is None else A_RD
         casts = [B if cast is None else cast for B, cast in zip(parts[4::6], parts[5::6], strict=True)]
         narrowed_NR = F.linear(_rows(x if dropped is None else dropped), A_RD)
+        if is_clean_N1 is not None:
+            narrowed_NR.masked_fill_(is_clean_N1, 0)
         outs = []
         terms = zip(weights, bases, biases, casts, scales, _columns(narrowed_NR, casts), strict=True)
         for weight, base, bias, B, scale, narrowed in terms:
@@ -131,18 +150,20 @@ class _Products(torch.autograd.Function):
             out.view(-1, out.shape[-1]).addmm_(narrowed, B.t(), alpha=scale)
             outs.append(out)
         ctx.scales, ctx.dtype = scales, parts[3].dtype
-        ctx.save_for_backward(x, dropped, narrowed_NR, A_RD, *weights, *casts)
+        ctx.save_for_backward(x, dropped, is_clean_N1, narrowed_NR, A_RD, *weights, *casts)
         return tuple(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, dropped, narrowed_NR, A_RD, *rest = ctx.saved_tensors
+        x, dropped, is_clean_N1, narrowed_NR, A_RD, *rest = ctx.saved_tensors
         weights, casts, flat = rest[: len(grads)], rest[len(grads) :], [_rows(grad) for grad in grads]
-        _, needs_x, needs_dropped, _, *needs = ctx.needs_input_grad
+        _, needs_x, needs_dropped, _, _, *needs = ctx.needs_input_grad
         grad_narrowed_NR = torch.empty_like(narrowed_NR)
         for grad, B, scale, made in zip(flat, casts, ctx.scales, _columns(grad_narrowed_NR, casts), strict=True):
             made.addmm_(grad, B, beta=0, alpha=scale)
+        if is_clean_N1 is not None:
+            grad_narrowed_NR.masked_fill_(is_clean_N1, 0)
         of_parts: list[Tensor | None] = [None] * len(needs)
         for n, grad in enumerate(grads):
             of_parts[6 * n] = flat[n].t() @ _rows(x) if needs[6 * n] else None
@@ -171,7 +192,7 @@ class _Products(torch.autograd.Function):
             grad_x = None if grad_x is None else grad_x.view(x.shape)
         if needs_dropped:
             grad_dropped = torch.mm(grad_narrowed_NR, A_RD).view(x.shape)
-        return None, grad_x, grad_dropped, None, *of_parts
+        return None, grad_x, grad_dropped, None, None, *of_parts
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden, intermediate, bias=False)
         self.down_proj = Linear(intermediate, hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_noisy: bool | Tensor = False) -> Tensor:
         gate_proj = self.gate_proj
-        hidden = gated_product(gate_proj, self.up_proj, gate_proj.entering(x), self.activation, self.kernels)
-        out: Tensor = self.down_proj(hidden)
+        hidden = gated_product(gate_proj, self.up_proj, gate_proj.entering(x), self.activation, self.kernels, is_noisy)
+        out: Tensor = self.down_proj(hidden, is_noisy)
         return out
 
 
@@ -49,7 +49,7 @@ class SelfConditioning(MLP):
         self.pre_norm = RMSNorm(hidden, eps, kernels)
         self.eps, self.is_normed = eps, is_normed
 
-    def forward(self, embedding: Tensor, soft: Tensor | None = None) -> Tensor:
+    def forward(self, embedding: Tensor, soft: Tensor | None = None) -> Tensor:  # type: ignore[override]
         if soft is not None:
-            embedding = embedding + super().forward(self.pre_norm(soft))
+            embedding = embedding + super().forward(self.pre_norm(soft), is_noisy=True)
         return self.kernels.rms_norms(embedding, (None,), self.eps)[0] if self.is_normed else embedding

@@ -56,6 +56,10 @@ class HasWeights(nn.Module):
     low_rank: LowRank | None = None
     kept_casts: dict[Any, Any] | None = None  # of the adapter, within `adapters.cast_once`
 
+    def adapts(self, is_noisy: bool | Tensor) -> bool:
+        """True if an adapter takes part in a call over these tokens: all clean, all noisy, or as booleans say."""
+        return self.low_rank is not None and not (self.low_rank.noisy_only and is_noisy is False)
+
     def held(self, weight: str) -> Any:
         """The weight as the module holds it: a parameter, or a stored matrix; on several ranks of DTensors."""
         if self.stored is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from blockdiff.layers.experts import Experts
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.lora import LowRank, draw_low_rank, is_low_rank
 from blockdiff.layers.weights import HasWeights
+from blockdiff.models.image_side import IMAGE_SIDE
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import fill_piece, gathered, is_spread
 
@@ -52,8 +53,15 @@ def adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: Se
 
     A linear layer of torch, as image towers have, becomes one of ours (`Linear.of`). tokens: ids whose rows of the
     embedding table train too, whole. The adapters hold no values yet: `draw_adapters` sets them. Raises CheckpointError
-    for a module that cannot be adapted or has an adapter already.
+    for a module that cannot be adapted or has an adapter already, and for adapters of noisy tokens where none are.
     """
+    if any(low_rank.noisy_only for low_rank in modules.values()):
+        if not model.denoises:
+            raise CheckpointError("adapters of noisy tokens only, and a causal model has no noisy tokens")
+        if any(name.startswith(IMAGE_SIDE) for name in modules):
+            raise CheckpointError("adapters of noisy tokens only, and images are clean; leave the image side out")
+        if tokens:
+            raise CheckpointError("adapters of noisy tokens only, and rows of the table are of clean ones, too")
     known = dict(model.named_modules())
     model.requires_grad_(False)
     for name, low_rank in modules.items():
@@ -149,13 +157,24 @@ def _fill(module: nn.Module, name: str, values: Tensor) -> None:
         setattr(module, name, nn.Parameter(values, parameter.requires_grad))
 
 
+def require_mergeable(low_ranks: Iterable[LowRank | None]) -> None:
+    """Raise CheckpointError for adapters of noisy tokens only: clean ones would see what is added to a weight."""
+    if any(each is not None and each.noisy_only for each in low_ranks):
+        raise CheckpointError(
+            "the adapter is of noisy tokens only, so it cannot be added to weights that clean tokens share; "
+            "use it beside its model (`--adapter`), and write it with `export --peft`"
+        )
+
+
 @torch.no_grad()
 def merge(model: BlockDiffusionModel) -> None:
     """Add every adapter to its weights, in place: afterwards the model is one of its family without adapters.
 
     Sums are made in fp32 at least and rounded once to the weights' dtype, those over stored weights to that of the
-    model: what an adapter learnt would be lost in fewer bits. Weights are merged one after the other.
+    model: what an adapter learnt would be lost in fewer bits. Weights are merged one after the other. Raises
+    CheckpointError as `require_mergeable` does.
     """
+    require_mergeable(module.low_rank for module in adapters_of(model).values())
     for module in adapters_of(model).values():
         module.merge(model.dtype)
     model.vocabulary.merge_rows()

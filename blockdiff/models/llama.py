@@ -88,10 +88,10 @@ class Layer(nn.Module):
 
         is_noisy: as `BlockDiffusionModel.forward` takes it; noisy tokens are multiplied by the decoder scalar.
         """
-        attended, kv = self.attention(self.input_norm(x), rope, spans, past)
+        attended, kv = self.attention(self.input_norm(x), rope, spans, past, is_noisy)
         x, is_noisy = wanted(x, is_noisy, attended.shape[1])
         x = x + attended
-        x = x + self.mlp(self.post_attention_norm(x))
+        x = x + self.mlp(self.post_attention_norm(x), is_noisy)
         scalar = layer_scalar(self, is_noisy, x.dtype)
         return x if scalar is None else x * scalar, kv
 

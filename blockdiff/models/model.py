@@ -14,7 +14,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.images import ImageInput, PlacedImage, RowImages
 from blockdiff.kernels import Kernels, resolve
 from blockdiff.kernels.scratch import shared_scratch
-from blockdiff.layers.attention import KV, Past
+from blockdiff.layers.attention import KV, Past, of_last
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import Family
@@ -276,7 +276,7 @@ def wanted(x: Tensor, is_noisy: bool | Tensor, tokens: int) -> tuple[Tensor, boo
     """The last `tokens` of the residual x [B, T, D], and which of them are noisy: those that attention has answered."""
     if tokens == x.shape[1]:
         return x, is_noisy
-    return x[:, -tokens:], is_noisy[:, -tokens:] if isinstance(is_noisy, Tensor) else is_noisy
+    return x[:, -tokens:], of_last(is_noisy, tokens)
 
 
 def layer_scalar(layer: Any, is_noisy: bool | Tensor, dtype: torch.dtype) -> Tensor | None:

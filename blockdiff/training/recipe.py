@@ -191,6 +191,7 @@ class LoraSection(Section):
     rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
     parts: dict[str, Count] | None = None  # in place of `rank`: part of the model -> rank, 0 = none
     tokens: list[str | Annotated[int, Field(ge=0)]] = []  # whose rows of the embedding table train too
+    noisy_only: bool = False  # the adapters act on noisy tokens only, and clean ones are the base's to the bit
     path: str | None = None  # an adapter that trains on, which brings all of this but the dropout
 
     @model_validator(mode="after")
@@ -219,7 +220,7 @@ class LoraSection(Section):
         """Rank, scale and dropout of each part's adapters."""
         alphas = self.alpha if isinstance(self.alpha, dict) else dict.fromkeys(self.ranks, self.alpha)
         return {
-            part: LowRank(rank, float(alphas.get(part) or 2 * rank), self.rslora, self.dropout)
+            part: LowRank(rank, float(alphas.get(part) or 2 * rank), self.rslora, self.dropout, self.noisy_only)
             for part, rank in self.ranks.items()
         }
 

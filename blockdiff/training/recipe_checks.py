@@ -123,7 +123,7 @@ def without_effect(recipe: Recipe, steps: int) -> list[str]:
     ]
     if (lora := recipe.lora).trains:
         has_linear = lora.path is not None or any(part != "experts" for part in lora.ranks)
-        needs.append((lora, "lora", ("alpha", "rslora"), bool(lora.ranks), "a part with a rank"))
+        needs.append((lora, "lora", ("alpha", "rslora", "noisy_only"), bool(lora.ranks), "a part with a rank"))
         needs.append((lora, "lora", ("dropout",), has_linear, "a part of linear layers with a rank"))
     needs += kind_of(recipe).without_effect(recipe)
     warmup = recipe.optim.warmup_steps or 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from blockdiff.data.template import give_template, turn_ends
 from blockdiff.data.tokenise import takes_images
 from blockdiff.errors import CheckpointError, RecipeError
 from blockdiff.kernels import Kernels
+from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, targets
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
@@ -264,7 +265,7 @@ def put_adapters(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> 
     lora = recipe.lora
     if (given := adapter_to_train(recipe, model)) is not None:
         modules = {name: replace(low_rank, dropout=lora.dropout) for name, low_rank in given.modules.items()}
-        adapt(model, modules, given.tokens)
+        _adapt(model, modules, given.tokens)
         return
     tokens = []
     for token in lora.tokens:
@@ -275,7 +276,15 @@ def put_adapters(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> 
     if len(set(tokens)) < len(tokens):
         raise RecipeError("lora.tokens: names a token twice")
     try:
-        adapt(model, targets(model, lora.low_rank()), tokens)
+        modules = targets(model, lora.low_rank())
+    except CheckpointError as error:
+        raise RecipeError(f"lora: {error}") from None
+    _adapt(model, modules, tokens)
+
+
+def _adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: Sequence[int]) -> None:
+    try:
+        adapt(model, modules, tokens)
     except CheckpointError as error:
         raise RecipeError(f"lora: {error}") from None
 

@@ -56,11 +56,12 @@ Found = dict[str, Tensor]
 OVER_FOUR = ("diffusion_gemma, adapted", "llada2, adapted", "llama", "minimax_m3, adapted", "qwen3 sliding, denoising")
 
 
-def adapted(name: str) -> BlockDiffusionModel:
-    """A model with adapters wherever they may be, and rows of the table that train."""
+def adapted(name: str, noisy_only: bool = False) -> BlockDiffusionModel:
+    """A model with adapters wherever they may be, and unless they are of noisy tokens, rows of the table that train."""
     model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS))) if name == "diffusion_gemma" else small_model(name)
     parts = model.config.adapted_parts
-    adapt(model, targets(model, {part: LowRank(3, 6) for part in parts}), [5, model.vocab_size - 1])
+    low_rank, tokens = LowRank(3, 6, noisy_only=noisy_only), [] if noisy_only else [5, model.vocab_size - 1]
+    adapt(model, targets(model, dict.fromkeys(parts, low_rank)), tokens)
     draw_adapters(model, 0, torch.device("cpu"), model.dtype)
     draw = torch.Generator().manual_seed(7)
     for module in adapters_of(model).values():
@@ -127,7 +128,7 @@ def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[Bloc
         "diffusion_gemma, in fp8": (adapted_in_fp8, trained),
         "diffusion_gemma, adapted": (partial(adapted, "diffusion_gemma"), trained),
         "llada2, adapted": (partial(adapted, "llada2"), run_through),
-        "minimax_m3, adapted": (partial(adapted, "minimax_m3 denoising"), run_through),
+        "minimax_m3, adapted": (partial(adapted, "minimax_m3 denoising", noisy_only=True), run_through),
     }
 
 

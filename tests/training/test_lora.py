@@ -27,7 +27,7 @@ from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe_choices import ArLoss
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import decided
-from tests.support.commands import works
+from tests.support.commands import refusal, works
 from tests.support.little_model import LITTLE, save_preset
 from tests.support.recipes import Square
 
@@ -127,6 +127,25 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(inputs, trained, tmp_p
     one, other = (load_file(run.directory / "adapter" / "adapter_model.safetensors") for run in (trained, again))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert [r["loss"] for r in again.records if "loss" in r] == [r["loss"] for r in trained.records if "loss" in r]
+
+
+def test_adapters_of_noisy_tokens_train_resume_and_sample_beside_a_base_whose_next_tokens_stay(inputs, tmp_path):
+    lora = inputs["lora"] | {"noisy_only": True, "tokens": []}
+    asked = inputs | {"lora": lora, "objective": {"ar_loss": "none"}}
+    whole = blockdiff.train(asked, output=tmp_path / "whole")
+    blockdiff.train(asked, ["train.steps=2"], tmp_path / "run")
+    again = blockdiff.train(asked, output=tmp_path / "run", resume=True)
+    one, other = (load_file(run.directory / "adapter" / "adapter_model.safetensors") for run in (whole, again))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    model, base = again.model(), checkpoint.load(inputs["model"]["path"], dtype="auto")
+    tokens = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        assert torch.equal(model.encode(tokens).hidden, base.encode(tokens).hidden)
+    assert (hidden(model) - hidden(base)).abs().max() > 1e-3
+    path = {"lora": {"path": str(whole.directory / "adapter")}, "objective": {"ar_loss": "none"}}
+    on = blockdiff.train(inputs | path, ["train.steps=1"], tmp_path / "on")
+    assert torch.equal(on.model().encode(tokens).hidden, base.encode(tokens).hidden)
+    assert "--peft" in refusal("export", whole.directory, "--output", tmp_path / "merged")
 
 
 class Lost(blockdiff.Callback):

@@ -81,7 +81,7 @@ class Layer(nn.Module):
         is_noisy: as `BlockDiffusionModel.forward` takes it; it says which of the layer scalars counts.
         """
         (normed,) = self.kernels.rms_norms(x, (self.input_norm.weight,), self.eps)
-        attended, kv = self.attention(normed, rope, spans, past)
+        attended, kv = self.attention(normed, rope, spans, past, is_noisy)
         x, is_noisy = wanted(x, is_noisy, attended.shape[1])
         # x + norm(attended), and its three norms: for the MLP, the experts, and (without weight) the router
         weights = (self.pre_mlp_norm.weight, self.pre_experts_norm.weight, None)
@@ -89,10 +89,10 @@ class Layer(nn.Module):
         x, for_mlp, for_experts, for_router = self.kernels.residual_norms(x, attended, norm.weight, weights, self.eps)
         index_Nk, weight_Nk = self.router(for_router)
         padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
-        routed = self.experts.slots(for_experts, index_Nk, weight_Nk, padding_N)
+        routed = self.experts.slots(for_experts, index_Nk, weight_Nk, padding_N, is_noisy)
         norms = self.post_mlp_norm.weight, self.post_experts_norm.weight, self.post_ff_norm.weight
         scalar = layer_scalar(self, is_noisy, x.dtype)
-        return self.kernels.layer_end(x, self.mlp(for_mlp), routed, norms, self.eps, scalar), kv
+        return self.kernels.layer_end(x, self.mlp(for_mlp, is_noisy), routed, norms, self.eps, scalar), kv
 
 
 class DiffusionGemma(BlockDiffusionModel):

@@ -71,9 +71,9 @@ class Layer(llama.Layer):
         read = torch.cat([self.input_norm(embedding), normed], -1)
         if is_noisy is False:
             return before, self.attention.keys(read, rope, past)
-        attended, kv = self.attention(read, rope, spans, past)
+        attended, kv = self.attention(read, rope, spans, past, is_noisy)
         x = (normed if self.norms_residual else before) + attended
-        return x + self.mlp(self.post_attention_norm(x)), kv
+        return x + self.mlp(self.post_attention_norm(x), is_noisy), kv
 
 
 class Eagle3(Drafter):

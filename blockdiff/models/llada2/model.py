@@ -80,20 +80,20 @@ class Layer(nn.Module):
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
         """Return the next residual, given x [B, T, D], and the keys and values of these tokens."""
-        attended, kv = self.attention(self.input_norm(x), rope, spans, past)
-        x, _ = wanted(x, is_noisy, attended.shape[1])
+        attended, kv = self.attention(self.input_norm(x), rope, spans, past, is_noisy)
+        x, is_noisy = wanted(x, is_noisy, attended.shape[1])
         x = x + attended
-        return x + self._feed_forward(self.post_attention_norm(x), spans), kv
+        return x + self._feed_forward(self.post_attention_norm(x), spans, is_noisy), kv
 
-    def _feed_forward(self, normed: Tensor, spans: Spans | Sweep) -> Tensor:
+    def _feed_forward(self, normed: Tensor, spans: Spans | Sweep, is_noisy: bool | Tensor) -> Tensor:
         if self.mlp is not None:
-            dense: Tensor = self.mlp(normed)
+            dense: Tensor = self.mlp(normed, is_noisy)
             return dense
         assert self.shared is not None and self.router is not None and self.experts is not None
         index_Nk, weight_Nk = self.router(normed.flatten(0, 1))
         padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
-        routed = self.experts(normed.flatten(0, 1), index_Nk, weight_Nk, padding_N).view_as(normed)
-        return routed + self.shared(normed)
+        routed = self.experts(normed.flatten(0, 1), index_Nk, weight_Nk, padding_N, is_noisy).view_as(normed)
+        return routed + self.shared(normed, is_noisy)
 
 
 class LLaDA2(CausalModel):

@@ -111,17 +111,19 @@ class MiniMaxM3Attention(Attention):
             canvas_length=canvas_length,
         )
 
-    def forward(self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None) -> tuple[Tensor, KV]:
+    def forward(
+        self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor = False
+    ) -> tuple[Tensor, KV]:
         if self.indexer is None:
-            return super().forward(x_BTD, rope, spans, past)
+            return super().forward(x_BTD, rope, spans, past, is_noisy)
         into = written(past)
-        q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in self.projected(x_BTD))
+        q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in self.projected(x_BTD, is_noisy))
         norms = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps)
         q, k, own_v = self.kernels.attention_heads(q, k, v, norms, rope, into)
         assert own_v is not None, "values were given"
         idx_q, idx_k = self.indexer(x_BTD, rope, None if into is None else into[2:])
         out = sparse_attention(self.kernels, q, idx_q, (k, own_v, idx_k), spans, past, self.selection, self)
-        return self.o_proj(out.flatten(2)), (k, own_v, idx_k) if into is None else ()
+        return self.o_proj(out.flatten(2), is_noisy), (k, own_v, idx_k) if into is None else ()
 
 
 class Block(nn.Module):
@@ -151,21 +153,21 @@ class Block(nn.Module):
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
         """Of the residual x [B, T, D]: the next one, and what later tokens see of these: keys, values, index keys."""
-        attended, kv = self.attention(self.input_norm(x), rope, spans, past)
+        attended, kv = self.attention(self.input_norm(x), rope, spans, past, is_noisy)
         x = x + attended
-        x = x + self._feed_forward(self.post_attention_norm(x), spans)
+        x = x + self._feed_forward(self.post_attention_norm(x), spans, is_noisy)
         scalar = layer_scalar(self, is_noisy, x.dtype)
         return x if scalar is None else x * scalar, kv
 
-    def _feed_forward(self, normed: Tensor, spans: Spans | Sweep) -> Tensor:
+    def _feed_forward(self, normed: Tensor, spans: Spans | Sweep, is_noisy: bool | Tensor) -> Tensor:
         if self.mlp is not None:
-            dense: Tensor = self.mlp(normed)
+            dense: Tensor = self.mlp(normed, is_noisy)
             return dense
         assert self.shared is not None and self.router is not None and self.experts is not None
         index_Nk, weight_Nk = self.router(normed.flatten(0, 1))
         padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
-        routed = self.experts(normed.flatten(0, 1), index_Nk, weight_Nk, padding_N).view_as(normed)
-        return routed + self.shared(normed)
+        routed = self.experts(normed.flatten(0, 1), index_Nk, weight_Nk, padding_N, is_noisy).view_as(normed)
+        return routed + self.shared(normed, is_noisy)
 
 
 class MiniMaxM3(CausalModel):

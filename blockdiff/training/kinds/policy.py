@@ -134,6 +134,8 @@ class Policy(Canvas):
             raise RecipeError("objective.signal: through makes logits of all tokens on one device; leave parallel out")
         if recipe.lora.dropout:
             raise RecipeError("lora.dropout: the policy that is scored would not be the one that drew; leave it out")
+        if self.over == "next_token" and recipe.lora.noisy_only:
+            raise RecipeError("lora.noisy_only: next tokens are predicted by clean ones; leave it out")
         if self.kl and not recipe.lora.trains:
             raise RecipeError(
                 "objective.kl: the reference is the model without its adapters; train adapters (`lora: {rank: 16}`)"
