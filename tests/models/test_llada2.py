@@ -205,5 +205,6 @@ def test_a_field_that_the_released_class_has_another_default_of_must_be_there(na
 
 def test_a_released_config_has_the_released_mask_and_blocks_and_ends_with_its_pad():
     config = config_from(CONFIG | {"vocab_size": 157184, "pad_token_id": 156892}, "here")
-    assert (config.mask, config.canvas_length, config.eos_token_id) == (156895, 32, 156892)
-    assert config.denoises and config.turned == 8
+    assert (config.mask, config.canvas_length, config.eos_token_id, config.fill) == (156895, 32, 156892, 156892)
+    assert config.denoises and config.turned == 8 and config.answer_length == 512
+    assert config.trained_with | {"corruption": "mask", "coin": 0.0, "ar_loss": "none"} == config.trained_with

@@ -67,10 +67,19 @@ DATED = (
     + LOOP
     + ("{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}" + END + ASKED)
 )
+# LLaDA2: roles in capitals between tags, and a system turn that always says whether to think at length.
+LLADA2 = (
+    "{{ '<role>SYSTEM</role>' ~ (messages[0].content ~ '\n' if messages[0].role == 'system') }}"
+    "{{ tools | tojson ~ '\n' if tools }}{{ 'detailed thinking off<|role_end|>' }}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<role>HUMAN</role>' ~ m.content ~ '<|role_end|>' }}"
+    "{% elif m.role == 'tool' %}{{ '<role>OBSERVATION</role>' ~ m.content ~ '<|role_end|>' }}"
+    "{% elif m.role == 'assistant' %}{{ '<role>ASSISTANT</role>' ~ m.content }}" + CALLS
+    + "{{ '<|role_end|>' }}{% endif %}{% endfor %}{{ '<role>ASSISTANT</role>' if add_generation_prompt }}"
+)  # fmt: skip
 TEMPLATES = {
     name.lower(): text
     for name, text in dict(
         PLAIN=PLAIN, QWEN3=QWEN3, R1=R1, NEMOTRON=NEMOTRON, GLM=GLM, LFM=LFM, GPT_OSS=GPT_OSS, PHI3=PHI3,
-        MISTRAL=MISTRAL, DATED=DATED,
+        MISTRAL=MISTRAL, DATED=DATED, LLADA2=LLADA2,
     ).items()
 }  # fmt: skip

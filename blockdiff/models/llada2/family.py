@@ -26,6 +26,7 @@ from blockdiff.models.llada2.model import LLaDA2
 from blockdiff.models.llada2.names import NAMES
 
 CANVAS_LENGTH = 32
+ANSWER_LENGTH = 512
 MASK = 156895  # <|mask|> of the released vocabulary
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
@@ -111,8 +112,9 @@ class LLaDA2Family(Family):
             )
         theirs = _with_rope(values)
         refuse_first(_wrong(theirs))
-        mask = values.get("mask_token_id", MASK if theirs.vocab_size > MASK else None)
-        pad = values.get("pad_token_id")
+        mask, pad = values.get("mask_token_id"), values.get("pad_token_id")
+        if mask is None and theirs.vocab_size > MASK:
+            mask = MASK
         return cls.of(
             values,
             theirs,
@@ -128,7 +130,12 @@ class LLaDA2Family(Family):
             eos_token_id=values.get("eos_token_id", pad),
             pad_token_id=pad,
             mask=mask,
+            fill=pad,
         )
+
+    @property
+    def answer_length(self) -> int:
+        return ANSWER_LENGTH
 
     @property
     def lines(self) -> tuple[str, ...]:
