@@ -128,6 +128,17 @@ def test_the_loss_and_every_gradient_of_a_row_of_blocks_are_those_of_its_own_cod
         require_close(found[name], gradient, EXACT)
 
 
+def test_kernels_of_the_cpu_have_the_numbers_of_torch(checkpoint, truth):
+    tokens, found = truth["tokens"], []
+    for kernels in ("torch", "auto"):
+        model = blockdiff.load(checkpoint, dtype="float32", device="cpu", kernels=kernels)
+        hidden = model.encode(tokens).hidden
+        hidden.square().sum().backward()
+        found.append([hidden, model.layers[1].attention.qkv_proj.weight.grad])
+    for one, other in zip(*found, strict=True):
+        require_close(one, other, 1e-5)
+
+
 # -- files -------------------------------------------------------------------------------------------------------
 
 

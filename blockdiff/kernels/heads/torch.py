@@ -34,7 +34,8 @@ def attention_heads(
 
 
 def _normed_and_turned(ops: Ops, x_BThd: Tensor, norm: Norm | None, rope: Rope) -> Tensor:
-    # in fp32 there is nothing to cast between the norm and its weight
-    if norm is not None and (norm.form == "direct" or (norm.form == "cast" and x_BThd.dtype is torch.float32)):
+    # in fp32 there is nothing to cast between the norm and its weight; norm_rope turns all of a head
+    is_direct = norm is not None and (norm.form == "direct" or (norm.form == "cast" and x_BThd.dtype is torch.float32))
+    if norm is not None and is_direct and rope[0].shape[-1] == x_BThd.shape[-1]:
         return ops.norm_rope(x_BThd, norm.gain, *rope, norm.eps)
     return turned(x_BThd if norm is None else norm(x_BThd), *rope)
