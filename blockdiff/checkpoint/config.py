@@ -70,10 +70,16 @@ def released_preset(hub_id: str) -> str | None:
 
 
 def fitted(config: Family, tokenizer: Any) -> Family:
-    """`config` with the vocabulary size, the special tokens (None where there are none) and the tokens of images."""
+    """`config` with the vocabulary size, the special tokens (None where there are none) and the tokens of images.
+
+    If it names a mask and the tokenizer has none, the mask is a row of its own, which no text has.
+    """
     keys = ["bos_token_id", "eos_token_id", "pad_token_id", *["mask_token_id"] * (config.mask is not None)]
     special = {key: getattr(tokenizer, key, None) for key in keys}
-    return config.with_tokens(rows_needed(tokenizer), special, tokenizer.get_vocab())
+    rows = rows_needed(tokenizer)
+    if special.get("mask_token_id", rows) is None:
+        special["mask_token_id"], rows = rows, rows + 1
+    return config.with_tokens(rows, special, tokenizer.get_vocab())
 
 
 def _preset_directory() -> Path:

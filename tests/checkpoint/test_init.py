@@ -80,6 +80,16 @@ def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens_those_of_images_
 
 
 @pytest.mark.quick
+def test_a_mask_that_a_tokenizer_has_no_token_for_is_a_row_of_its_own():
+    tokenizer = character_tokenizer("1234")
+    config = init("sudoku4-llada2", tokenizer=tokenizer, device="cpu").config
+    assert (config.vocab_size, config.mask, config.fill) == (len(tokenizer) + 1, len(tokenizer), tokenizer.pad_token_id)
+    spelt = byte_level_bpe(["a b"], 300)
+    config = init("sudoku4-llada2", tokenizer=spelt, device="cpu").config
+    assert (config.vocab_size, config.mask) == (len(spelt), spelt.mask_token_id)
+
+
+@pytest.mark.quick
 def test_the_presets_have_the_sizes_they_say():
     sizes = {}
     for name in presets():
