@@ -172,9 +172,13 @@ class Batch:
         """True behind the response's own tokens in its last canvas; also where a canvas is absent."""
         return torch.arange(self.canvas_BCL.shape[-1], device=self.content_BC.device) >= self.content_BC[..., None]
 
-    def canvas_count(self) -> float:
-        """The divisor of the canvas loss: the weights of the scored canvas positions, added up."""
-        return float((self.is_scored_BCL.sum(-1) * self.weight_BC.double()).sum())
+    def canvas_count(self, is_counted_BCL: Tensor | None = None) -> float:
+        """The divisor of the canvas loss: the weights of the scored canvas positions, added up.
+
+        is_counted_BCL: counts these positions alone (None: all that are scored).
+        """
+        is_counted_BCL = self.is_scored_BCL if is_counted_BCL is None else self.is_scored_BCL & is_counted_BCL
+        return float((is_counted_BCL.sum(-1) * self.weight_BC.double()).sum())
 
     def ar_count(self) -> float:
         """The divisor of the AR loss: the weights of the scored next-token pairs, added up."""

@@ -33,8 +33,8 @@ from blockdiff.tensor_pieces import is_spread
 ROW_FIELDS = ("tokens_BS", "positions_BS", "doc_start_BS", "is_ar_scored_BS", "ar_weight_BS")  # of clean columns
 
 
-# The sums of an objective's losses by name, fp32 scalars with gradient. "canvas" and "ar" are in nats, and the batch's
-# `canvas_count()` and `ar_count()` divide them.
+# The sums of an objective's losses by name, fp32 scalars with gradient. "canvas" and "ar" are in nats, and the
+# objective's `canvas_count(batch)` and the batch's `ar_count()` divide them.
 Losses = dict[str, Tensor]
 
 
@@ -43,7 +43,7 @@ class Evaluation(NamedTuple):
 
     Every canvas is run twice, whatever its coin: `loss`, `is_correct` without the self-conditioning signal,
     `signal_loss`, `signal_is_correct` with it. An argmax is correct when it is the true token. `factor_BCL` is what
-    training multiplies a position's loss by (0 where it is not scored): `(factor * loss).sum() / canvas_count()` is
+    training multiplies a position's loss by (0 where it is not scored): `(factor * loss).sum() / canvas_count` is
     the canvas loss. For the leave-one-out objective losses and argmax are of the logits with the bonus.
     """
 
@@ -100,10 +100,10 @@ class Objective(nn.Module):
 
     seed: of the corruption draws, which are addressed by the batch's `address_BC3`. weight: the factor of the canvas
     loss; None = 1. prediction: whether the logits are the posterior given the whole noisy canvas, or (leave_one_out)
-    predict each token from all others. positions: the positions of a canvas that have a loss; the counts that losses
-    are divided by stay the same. stop_gradient: whether the canvas loss leaves the encoder alone. sweep: whether clean
-    rows are encoded in the calls of both denoise passes instead of in one of their own: every layer then runs twice
-    and not three times, and sharded weights are gathered twice.
+    predict each token from all others. positions: the positions of a canvas that have a loss. divisor: the positions
+    that `canvas_count` counts, all scored ones or the corrupted of them. stop_gradient: whether the canvas loss leaves
+    the encoder alone. sweep: whether clean rows are encoded in the calls of both denoise passes instead of in one of
+    their own: every layer then runs twice and not three times, and sharded weights are gathered twice.
 
     A causal model has the loss "ar" alone; its batches have no canvases. Raises RecipeError for leave_one_out with
     other than uniform noise, for which its bonus gives no posterior.
@@ -119,6 +119,7 @@ class Objective(nn.Module):
         weight: Weight | None = None,
         prediction: Literal["posterior", "leave_one_out"] = "posterior",
         positions: Literal["all", "corrupted"] = "all",
+        divisor: Literal["scored", "corrupted"] = "scored",
         stop_gradient: bool = False,
         sweep: bool = False,
     ):
@@ -126,7 +127,7 @@ class Objective(nn.Module):
         self.model, self.schedule, self.corruption, self.seed = model, schedule, corruption, seed
         self.weight: Weight = weight or NoWeight()
         self.prediction, self.positions, self.stop_gradient = prediction, positions, stop_gradient
-        self.sweep = sweep
+        self.sweep, self.divisor = sweep, divisor
         self.bonus_vocabulary: int | None = None  # V of the leave-one-out bonus; None: no bonus
         if prediction == "leave_one_out":
             if not isinstance(corruption, UniformCorruption):
@@ -151,6 +152,11 @@ class Objective(nn.Module):
         ar_sum = _loss(vocabulary, _pairs(hidden_BSD, batch))
         hidden_BTD = self._denoise(noisy, past, self._signal(noisy, past))
         return {"canvas": _loss(vocabulary, self._scored(hidden_BTD, batch, noisy, factors)), "ar": ar_sum}
+
+    def canvas_count(self, batch: Batch) -> float:
+        """The divisor of the canvas loss of a batch."""
+        counts_corrupted = self.divisor == "corrupted" and batch.start_BC.numel() > 0
+        return batch.canvas_count(self._corrupted(batch)[1] if counts_corrupted else None)
 
     def _losses_of_sweep(self, batch: Batch) -> Losses:
         """Both sums from one call of the vocabulary, so that its table is gathered once and gets its gradient once."""

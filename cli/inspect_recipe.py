@@ -79,7 +79,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     batch, examples = data.batches(step)[0], data.step_examples(step)
     reader = data.collator.reader
     shown = Shown(kind.drawn(recipe, base, batch), examples)
-    ar = kind.losses().get("ar")
+    ar = kind.losses(objective).get("ar")
     numbers = summary(shown, step, 0 if ar is None else ar.weight)
     for line in summary_lines(numbers):
         show.line(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -94,40 +94,51 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class _Time:
-    """Noise levels stay `eps` away from 0 and 1."""
+    """Noise levels from `low` to `high`, drawn `per` canvas, or per example for all of its canvases."""
 
-    eps: float = 1e-4
+    low: float = 1e-4
+    high: float = 1 - 1e-4
+    per: Literal["canvas", "example"] = "canvas"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eps < 0.5:
-            raise ValueError(f"eps must be at least 0 and less than 0.5, got {self.eps}")
+        if not 0 <= self.low < self.high <= 1:
+            raise ValueError(f"low must be less than high, both from 0 to 1, got {self.low} and {self.high}")
+        if self.per not in ("canvas", "example"):
+            raise ValueError(f"per must be canvas or example, got {self.per}")
+
+    def _drawn_for(self, canvas_N: Tensor) -> Tensor:
+        """The numbers that address the draws of canvases: their own, or 0 for all of an example."""
+        return canvas_N if self.per == "canvas" else torch.zeros_like(canvas_N)
+
+    def _scaled(self, u_N: Tensor) -> Tensor:
+        return (self.low + (self.high - self.low) * u_N).float()
 
 
 @dataclass(frozen=True)
 class UniformTime(_Time):
-    """t ~ U(eps, 1 - eps), every canvas on its own, addressed (step, slot, canvas)."""
+    """t ~ U(low, high), every canvas on its own, addressed (step, slot, canvas)."""
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
-        """t = eps + (1 - 2 eps) u."""
-        return _into_range(_own_uniform(seed, step, slot_N, canvas_N), self.eps)
+        """t = low + (high - low) u."""
+        return self._scaled(_own_uniform(seed, step, slot_N, self._drawn_for(canvas_N)))
 
 
 @dataclass(frozen=True)
 class StratifiedTime(_Time):
-    """One canvas in each of `total` equal parts of (eps, 1 - eps), so a global batch sees the whole range.
+    """One canvas in each of `total` equal parts of (low, high), so a global batch sees the whole range.
 
     Which slot gets which part turns by a random amount with every step and canvas number, so each t on its
-    own is U(eps, 1 - eps), and the mean of a loss over the batch varies less than with independent draws.
+    own is U(low, high), and the mean of a loss over the batch varies less than with independent draws.
     """
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
-        """t = eps + (1 - 2 eps) ((slot + rotation(step, canvas)) mod total + u) / total."""
-        return _into_range(_stratified_uniform(seed, step, slot_N, canvas_N, total), self.eps)
+        """t = low + (high - low) ((slot + rotation(step, canvas)) mod total + u) / total."""
+        return self._scaled(_stratified_uniform(seed, step, slot_N, self._drawn_for(canvas_N), total))
 
 
 @dataclass(frozen=True)
 class LogitNormalTime(_Time):
-    """logit(t) ~ N(mean, std^2), cut off at eps and 1 - eps: the middle noise levels more often than the ends.
+    """logit(t) ~ N(mean, std^2), cut off at low and high: the middle noise levels more often than the ends.
 
     As diffusion models of images draw it (arXiv 2403.03206). The quantiles are stratified over the
     global batch like those of `StratifiedTime`.
@@ -142,9 +153,9 @@ class LogitNormalTime(_Time):
             raise ValueError(f"mean must be finite and std more than 0, got {self.mean} and {self.std}")
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
-        """t = sigmoid(mean + std Phi^-1(u)), within [eps, 1 - eps]; u is stratified, Phi the normal distribution."""
-        normal_N = torch.special.ndtri(_stratified_uniform(seed, step, slot_N, canvas_N, total))
-        return torch.sigmoid(self.mean + self.std * normal_N).clamp(self.eps, 1 - self.eps).float()
+        """t = sigmoid(mean + std Phi^-1(u)), within [low, high]; u is stratified, Phi the normal distribution."""
+        normal_N = torch.special.ndtri(_stratified_uniform(seed, step, slot_N, self._drawn_for(canvas_N), total))
+        return torch.sigmoid(self.mean + self.std * normal_N).clamp(self.low, self.high).float()
 
 
 def _own_uniform(seed: int, step: int, slot_N: Tensor, canvas_N: Tensor) -> Tensor:
@@ -155,7 +166,3 @@ def _stratified_uniform(seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, 
     rotation_N = integers(seed, Stream.TIME_ROTATION, (step, canvas_N), 1, total)[..., 0]
     part_N = (slot_N + rotation_N) % total
     return (part_N + _own_uniform(seed, step, slot_N, canvas_N)) / total
-
-
-def _into_range(u: Tensor, eps: float) -> Tensor:
-    return (eps + (1 - 2 * eps) * u).float()

@@ -132,10 +132,6 @@ class RolloutBatch(Batch):
     old_N: Tensor | None = None
     examples: Batch | None = None
 
-    def canvas_count(self) -> float:
-        """The divisor of the canvas loss, which is of the examples."""
-        return 0.0 if self.examples is None else self.examples.canvas_count()
-
     def ar_count(self) -> float:
         """The divisor of the AR loss, which is of the examples."""
         return 0.0 if self.examples is None else self.examples.ar_count()
@@ -171,6 +167,11 @@ class PolicyObjective(Objective):
         super().__init__(*parts, **choices)
         self.policy = policy
         self.measured: defaultdict[str, Tensor | float] = defaultdict(float)
+
+    def canvas_count(self, batch: Batch) -> float:
+        """The divisor of the canvas loss, which of a `RolloutBatch` is that of its examples."""
+        counted = batch.examples if isinstance(batch, RolloutBatch) else batch
+        return 0.0 if counted is None else super().canvas_count(counted)
 
     def forward(self, batch: Batch) -> Losses:
         """Return the sum of each loss over a batch; that of a `RolloutBatch`'s actions is "policy"."""

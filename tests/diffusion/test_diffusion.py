@@ -1,6 +1,7 @@
 """Schedules, time draws, corruption and weights, each against its definition."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,13 +56,22 @@ def test_times_are_uniform_between_the_margins(time):
     total = 8
     slots, ranks = torch.arange(total), torch.zeros(total, dtype=torch.int64)
     t = torch.stack([time.draw(3, step, slots, ranks, total) for step in range(500)])
-    assert t.dtype == torch.float32 and t.min() >= time.eps and t.max() <= 1 - time.eps
+    assert t.dtype == torch.float32 and t.min() >= time.low and t.max() <= time.high
     for column in (t[:, 0], t[:, 5], t.flatten()):
         counts = torch.histc(column, 10, 0, 1)
         share = column.numel() / 10
         assert ((counts - share) ** 2 / share).sum() < 9 + 5 * math.sqrt(18)
-    wide = type(time)(eps=0.25).draw(3, 0, slots, ranks, total)
-    assert wide.min() >= 0.25 and wide.max() <= 0.75
+    narrow = torch.cat([type(time)(low=0.3, high=0.8).draw(3, step, slots, ranks, total) for step in range(50)])
+    assert 0.3 <= narrow.min() < 0.32 and 0.78 < narrow.max() <= 0.8
+
+
+@pytest.mark.parametrize("time", ALL_TIMES)
+def test_canvases_of_an_example_may_have_one_time_that_other_examples_do_not_have(time):
+    slots, ranks = torch.arange(4).repeat_interleave(3), torch.arange(3).repeat(4)
+    apart = time.draw(3, 1, slots, ranks, 4).view(4, 3)
+    together = replace(time, per="example").draw(3, 1, slots, ranks, 4).view(4, 3)
+    assert torch.equal(together, apart[:, :1].expand(4, 3)) and len(together.unique()) == 4
+    assert len(apart.unique()) == 12
 
 
 @pytest.mark.parametrize("mean, std", [(0.0, 1.0), (-1.0, 0.5), (0.8, 2.0)])
@@ -79,7 +89,7 @@ def test_logit_normal_times_have_their_distribution(mean, std):
 
 def test_logit_normal_times_stay_within_the_margins():
     slots = torch.arange(512)
-    wide = LogitNormalTime(mean=0.0, std=30.0, eps=0.25).draw(3, 0, slots, torch.zeros_like(slots), 512)
+    wide = LogitNormalTime(mean=0.0, std=30.0, low=0.25, high=0.75).draw(3, 0, slots, torch.zeros_like(slots), 512)
     assert wide.min() == 0.25 and wide.max() == 0.75
     narrow = LogitNormalTime(mean=1.0, std=1e-6).draw(3, 0, slots, torch.zeros_like(slots), 512)
     assert (narrow - 1 / (1 + math.exp(-1.0))).abs().max() < 1e-5
@@ -96,7 +106,7 @@ def test_logit_normal_times_take_one_canvas_from_each_quantile():
 
 
 def test_stratified_times_put_one_canvas_of_each_rank_into_each_part():
-    total, time = 16, StratifiedTime(eps=0.0)
+    total, time = 16, StratifiedTime(low=0.0, high=1.0)
     slots = torch.arange(total).repeat(3)
     ranks = torch.arange(3).repeat_interleave(total)
     for step in (-1, 0, 7):

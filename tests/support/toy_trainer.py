@@ -31,7 +31,7 @@ class Toy(Kind):
     ar_weight: float = 1.0
     call: Any = None
 
-    def losses(self) -> dict[str, Loss]:
+    def losses(self, objective: Any) -> dict[str, Loss]:
         return {"canvas": Loss(Batch.canvas_count), "ar": Loss(Batch.ar_count, self.ar_weight)}
 
     def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:
@@ -105,7 +105,7 @@ class ToyTrainer(Trainer):
         )
         built: Any = SimpleNamespace(
             objective=objective,
-            losses=self.recipe.objective.losses(),
+            losses=self.recipe.objective.losses(objective),
             module=replicate(objective, Mesh(ranks)),
             mesh=Mesh(ranks),
             precision=o.autocast,

@@ -59,6 +59,9 @@ class Known(nn.Module):
         self.inner = nn.Linear(1, 1)
         self.was_training: set[bool] = set()
 
+    def canvas_count(self, batch):
+        return batch.canvas_count()
+
     def evaluate(self, batch):
         self.was_training.add(self.inner.training)
         assert not torch.is_grad_enabled()
@@ -274,6 +277,20 @@ def test_a_weight_changes_the_weighted_loss_only(objective):
     assert record == plain
 
 
+def test_the_weighted_loss_may_be_a_mean_over_corrupted_tokens(objective):
+    choices = {"positions": "corrupted", "divisor": "corrupted"}
+    mean = Objective(objective.model, Linear(), UniformCorruption(384), seed=11, **choices)
+    (batch,) = heldout_batches(EXAMPLES, collator(coin_probability=0.0), 7)
+    measured, record = mean.evaluate(batch), heldout(mean, [batch], ALONE)
+    is_counted_BCL = measured.is_corrupted_BCL & batch.is_scored_BCL
+    expected = measured.loss_BCL[is_counted_BCL].double().mean().item()
+    assert mean.canvas_count(batch) == is_counted_BCL.sum() < batch.canvas_count()
+    assert record["heldout_weighted_loss"] == pytest.approx(expected, rel=1e-6)
+    assert record["heldout_corrupted_loss_no_signal"] == pytest.approx(expected, rel=1e-6)
+    split = [mean.canvas_count(part) for part in heldout_batches(EXAMPLES, collator(coin_probability=0.0), 2)]
+    assert sum(split) == mean.canvas_count(batch)
+
+
 def test_everything_is_corrupted_at_the_noisy_end_and_nothing_at_the_clean_one(objective):
     first, *_, last = heldout_of(objective, 7)["heldout_levels"]
     assert first["kept_count"] > 3 * first["corrupted_count"]
@@ -283,6 +300,8 @@ def test_everything_is_corrupted_at_the_noisy_end_and_nothing_at_the_clean_one(o
 def test_a_model_that_copies_knows_the_kept_tokens_and_only_guesses_the_others(objective):
     class Copies(nn.Module):
         """Its argmax is the token it sees; with the signal it is the truth."""
+
+        canvas_count = objective.canvas_count
 
         def evaluate(self, batch):
             real = objective.evaluate(batch)

@@ -86,7 +86,7 @@ def test_without_a_name_the_kind_follows_from_the_model_and_its_keys_are_checked
         return decided(read_recipe(tree, needs_data=False))[0].objective
 
     assert kind_over("canvases", coin=0.1) == Canvas(kind="canvas", coin=0.1)
-    assert kind_over("causal", ar_loss=0.5).losses()["ar"].weight == 0.5
+    assert kind_over("causal", ar_loss=0.5).losses(None)["ar"].weight == 0.5
     assert kind_over("causal").kind == "next_token"
     with pytest.raises(RecipeError, match=r"causal\.json.* next_token: unknown key objective\.coin .*canvas or"):
         kind_over("causal", coin=0.1)
@@ -144,9 +144,9 @@ class Twice(Canvas):
     def make(self, recipe: Any, base: Any, model: Any, dtype: Any) -> Halved:
         return Halved(model, **self.parts(recipe, base))
 
-    def losses(self) -> dict[str, Loss]:
-        canvas = super().losses()["canvas"]
-        return super().losses() | {
+    def losses(self, objective: Any) -> dict[str, Loss]:
+        canvas = super().losses(objective)["canvas"]
+        return super().losses(objective) | {
             "canvas": Loss(canvas.count, 1 - self.share),
             "again": Loss(canvas.count, self.share),
         }

@@ -171,8 +171,8 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
         ("train: {steps: 1, steps: 2}", "not valid YAML: the key 'steps' appears twice"),
         ("data: {canvases: some}", "data.canvases: "),
         (
-            "objective: {time: {uniform: {eps: 0.5}}}",
-            "objective.time.uniform: eps must be at least 0 and less than 0.5",
+            "objective: {time: {uniform: {low: 0.5, high: 0.5}}}",
+            "objective.time.uniform: low must be less than high, both from 0 to 1",
         ),
         ("objective: {schedule: {cubic: 1}}", "objective.schedule: input should be 'linear', 'cosine' or 'polynomial'"),
         ("objective: {schedule: {linear: 1}}", "objective.schedule: linear takes no keys"),

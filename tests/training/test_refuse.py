@@ -59,6 +59,7 @@ HELD = {"train": "a.jsonl", "heldout": "b.jsonl"}
         ),
         ({"train": {"steps": None, "epochs": 2}, "data": {"streaming": True}}, r"train\.epochs: "),
         ({"train": {"trackers": ["tensorbord"]}}, "'tensorbord'"),
+        ({"objective": {"normalisation": "corrupted"}}, r"objective\.normalisation: .*objective\.positions: corrupted"),
     ],
 )
 def test_what_would_only_fail_after_training_is_refused_before(sections: dict[str, Any], said: str) -> None:

@@ -37,7 +37,7 @@ OF_CANVASES = tuple(key for key in METRICS if key.startswith(tuple(f"heldout_{pa
 class Denoising(Kind):
     """The keys and verbs of everything that denoises canvases."""
 
-    normalisation: Literal["token", "example"] = "token"
+    normalisation: Literal["token", "example", "corrupted"] = "token"
     ar_loss: Annotated[choices.ArLoss | None, choices.AR_LOSS] = choices.ArLoss()
     schedule: Annotated[Schedule, choices.SCHEDULE] = Linear()
     time: Annotated[TimeDraw, choices.TIME] = StratifiedTime()
@@ -59,8 +59,13 @@ class Denoising(Kind):
         return self.metrics if self.ar_loss is not None else OF_CANVASES
 
     def refuse(self, recipe: Recipe) -> None:
-        """Refuse a noise schedule that is none."""
+        """Refuse a noise schedule that is none, and a loss of positions that its divisor does not count."""
         refuse_schedule(self.schedule)
+        if self.normalisation == "corrupted" and self.positions != "corrupted":
+            raise RecipeError(
+                "objective.normalisation: a mean over corrupted tokens is of their losses; set objective.positions: "
+                "corrupted"
+            )
 
     def require(self, recipe: Recipe, config: Family) -> None:
         """Refuse a drafter, and a model without canvases."""
@@ -107,6 +112,7 @@ class Denoising(Kind):
             "corruption": self.noise(base),
             "seed": recipe.seed,
             "positions": self.positions,
+            "divisor": "corrupted" if self.normalisation == "corrupted" else "scored",
             "stop_gradient": self.stop_gradient,
             "sweep": self.sweeps(recipe),
         }
@@ -120,7 +126,7 @@ class Denoising(Kind):
             time=self.time,
             coin_probability=self.coin,
             scores_ar=self.ar_loss is not None,
-            normalisation=self.normalisation,
+            normalisation="example" if self.normalisation == "example" else "token",
             ar_scope="all" if self.ar_loss is None else self.ar_loss.scope,
         )
 
@@ -129,10 +135,10 @@ class Denoising(Kind):
         noisy, is_corrupted_BCL = corrupted(batch, self.schedule, self.noise(base), recipe.seed, base.vocab_size)
         return Drawn(batch, noisy.canvas_BCL, is_corrupted_BCL)
 
-    def losses(self) -> dict[str, Loss]:
+    def losses(self, objective: Any) -> dict[str, Loss]:
         """The canvas loss and the next-token loss."""
         ar_weight = 0.0 if self.ar_loss is None else self.ar_loss.weight
-        return {"canvas": Loss(methodcaller("canvas_count")), "ar": Loss(methodcaller("ar_count"), ar_weight)}
+        return {"canvas": Loss(objective.canvas_count), "ar": Loss(methodcaller("ar_count"), ar_weight)}
 
     def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:
         """The held-out losses and accuracies, as `heldout` describes them."""

@@ -64,7 +64,7 @@ def heldout(
                 loss_BCL, is_correct_BCL = _at_coin(evaluation, batch)
                 by_coin += _sums(batch.is_scored_BCL, loss_BCL, is_correct_BCL)
                 response += _sums(batch.is_scored_BCL & ~batch.is_fill_BCL, is_correct_BCL)
-                weighted[0] += batch.canvas_count()
+                weighted[0] += objective.canvas_count(batch)
                 weighted[1] += (evaluation.factor_BCL.double() * loss_BCL).sum()
             ar += _sums(batch.is_ar_scored_BS, evaluation.ar_loss_BS, evaluation.ar_is_correct_BS)
     sums = [levels, by_coin, response, weighted, ar]

@@ -111,7 +111,7 @@ class Drafter(Kind):
         noise = BlockMask(base.mask_id).corrupt(batch.canvas_BCL, batch.t_BC, batch.address_BC3, recipe.seed)
         return Drawn(batch, *noise, has_noise=False)
 
-    def losses(self) -> dict[str, Loss]:
+    def losses(self, objective: Any) -> dict[str, Loss]:
         """The draft loss."""
         return {"draft": Loss(methodcaller("canvas_count"))}
 

@@ -264,7 +264,7 @@ class Kind(ObjectiveSection):
 
     # -- the losses ------------------------------------------------------------------------------------------------
 
-    def losses(self) -> dict[str, Loss]:
+    def losses(self, objective: Any) -> dict[str, Loss]:
         """The losses by name, as the objective returns their sums, each with what divides it and its weight."""
         raise NotImplementedError
 

@@ -70,7 +70,7 @@ class NextToken(Kind):
         """The collator of rows without canvases."""
         return self.collate(recipe, base, reader, normalisation=self.normalisation, ar_scope=self.ar_loss.scope)
 
-    def losses(self) -> dict[str, Loss]:
+    def losses(self, objective: Any) -> dict[str, Loss]:
         """The next-token loss."""
         return {"ar": Loss(methodcaller("ar_count"), self.ar_loss.weight)}
 

@@ -242,9 +242,10 @@ class Policy(Canvas):
 
     # -- the losses, and what is measured --------------------------------------------------------------------------
 
-    def losses(self) -> dict[str, Loss]:
+    def losses(self, objective: Any) -> dict[str, Loss]:
         """The policy's loss, and those of canvases and next tokens with the weight `sft`."""
-        ordinary = {name: replace(loss, weight=self.sft * loss.weight) for name, loss in super().losses().items()}
+        of_examples = super().losses(objective).items()
+        ordinary = {name: replace(loss, weight=self.sft * loss.weight) for name, loss in of_examples}
         return ordinary | {"policy": Loss(methodcaller("answer_count"))}
 
     def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
