@@ -37,7 +37,7 @@ def export(
     if base is not None and not peft:
         raise typer.BadParameter("only an adapter names its model; give --peft too", param_hint="--base")
     if peft and quantize is not None:
-        raise typer.BadParameter("adapters are never in fp8; leave one of the two out", param_hint="--quantize")
+        raise typer.BadParameter("adapters are never in fewer bits; leave one of the two out", param_hint="--quantize")
     if push is not None:
         from blockdiff.checkpoint.push import require_hub_id
 

@@ -179,8 +179,8 @@ Quantize = Annotated[
     option(
         DEVICE,
         "FORM",
-        "fp8 rounds weights to 8 bits, none undoes it. Default: as stored.",
-        callback=_one_of("fp8", "none"),
+        "nvfp4 stores experts in 4 bits and other layers in 8, fp8 all in 8, none none. Default: as stored.",
+        callback=_one_of("nvfp4", "fp8", "none"),
     ),
 ]
 Device = Annotated[str, option(DEVICE, "NAME", "auto, cpu, cuda or cuda:1.", callback=_device)]

@@ -46,7 +46,7 @@ def plan(
         raise typer.BadParameter(f"{device!r} is neither cuda nor cpu", param_hint="--device")
     is_recipe = options.is_recipe(target, set_)
     if quantize is not None and is_recipe:
-        raise typer.BadParameter("a recipe says it itself; --set model.quantize=fp8", param_hint="--quantize")
+        raise typer.BadParameter(f"a recipe says it itself; --set model.quantize={quantize}", param_hint="--quantize")
     if image_tokens is not None and not is_recipe:
         raise typer.BadParameter("is for the recipe of a training; leave it out", param_hint="--image-tokens")
     limit = _memory_here(device) if gpu_memory is None else int(gpu_memory * GIB)
@@ -119,7 +119,7 @@ def _sampling(
     """The plan of sampling as lines and as JSON values, of which `fits` is None if there is no limit."""
     from blockdiff import checkpoint
     from blockdiff.checkpoint.opening import model_files
-    from blockdiff.checkpoint.stored import form_below, quantize_of
+    from blockdiff.checkpoint.stored import form_below
     from blockdiff.errors import CheckpointError
     from blockdiff.memory import size
     from blockdiff.training.plan.sampling import plan_sampling
@@ -131,9 +131,8 @@ def _sampling(
     if quantize is None and files.adapter is not None:
         quantize = form_below(files.adapter)
     made = plan_sampling(config, device=device, quantize=quantize, adapter=files.adapter)
-    word = quantize_of(config, quantize)
     lines = [
-        f"weights in {'bf16' if word in (None, 'none') else f'{word} and bf16':<16}{size(made.weights):>12}",
+        f"weights in {', '.join([*made.forms, 'bf16']):<16}{size(made.weights):>12}",
         f"cache of 1,000 tokens      {size(made.cache):>12} a row",
         f"a denoising step           {size(made.step[0]):>12}, and {size(made.step[1])} for each further row",
     ]

@@ -1,12 +1,12 @@
 """Tensors that a file has in another form than a model: the matrices of single experts, several matrices as one, and
-values in fp8.
+matrices in fewer bits (`file_forms.py`).
 
-A model's tensor is then made of several stored ones, each read and dequantised alone, or is some rows of one.
+A model's tensor is then made of several stored ones, each read and decoded alone, or is some rows of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,28 +14,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from blockdiff.checkpoint.files import DTYPES, Stored, read_tensors, stored_tensors
+from blockdiff.checkpoint import file_forms
+from blockdiff.checkpoint.file_forms import WEIGHT, Part, Quantised, joined
+from blockdiff.checkpoint.files import DTYPES, Stored, stored_tensors
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
-from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.layers.weights import Form
 from blockdiff.models.names import Names
 from blockdiff.tensor_pieces import Block
 
-SCALE = "_scale_inv"  # follows the name of a tensor in MXFP8
-CHANNELS = "_scale"  # follows that of one in e4m3 with a scale for each output channel (compressed-tensors)
-SCALED = 32  # numbers along the input dimension that share a scale
-WEIGHT = ".weight"  # ends the names of matrices; of one in fp8 its scales' names go on
-SCALE_DTYPES = ("U8", "F8_E8M0")
-
 
 @dataclass(frozen=True)
 class Assembled(Stored):
-    """A tensor that is made of stored ones: the name of each, and which box of the whole it is."""
+    """A tensor that is made of stored ones: name and place of each, and which box of the whole it is.
 
-    parts: tuple[tuple[str, Block], ...] = ()
-    form: Form | None = None  # the one that all of it is stored in
+    form: the one that a model keeps it in, if all of it is stored so.
+    """
+
+    parts: tuple[tuple[str, Stored, Block], ...] = ()
+    form: Form | None = None
 
 
 def stored_apart(directory: Path, names: Names) -> dict[str, Stored]:
@@ -67,7 +65,10 @@ def fused_in_files(sources: Mapping[str, TensorSource], names: Names) -> dict[st
             found[hub] = sources[hub]
         else:
             wholes.setdefault(whole[0] + weight + end, []).append(sources[hub])
-    return found | {hub: TensorSource.joined(parts) for hub, parts in wholes.items()}
+    return found | {
+        hub: parts[0] if len(parts[0].shape) < 2 else TensorSource.joined(parts)  # the number of a matrix in fewer bits
+        for hub, parts in wholes.items()
+    }
 
 
 def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
@@ -76,132 +77,99 @@ def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
     Raises CheckpointError for experts of which some are missing or differ in shape.
     """
     found: dict[str, Stored] = {}
-    pieces: dict[str, dict[tuple[int, int], str]] = {}
-    for hub, place in stored.items():
-        if any(hub.endswith(end) and hub.removesuffix(end) in stored for end in (SCALE, CHANNELS)):
-            continue
+    pieces: dict[str, dict[tuple[int, int], tuple[str, Stored]]] = {}
+    for hub, place in joined(stored).items():
         piece = names.piece(hub)
         if piece is not None:
-            pieces.setdefault(piece[0], {})[piece[1:]] = hub
-        elif hub + SCALE in stored:
-            whole = ((hub, Block.whole(place.shape)),)
-            found[hub] = Assembled(place.file, place.shape, "BF16", place.nbytes * 2, parts=whole)
-        elif hub + CHANNELS in stored:
-            whole = ((hub, Block.whole(place.shape)),)
-            found[hub] = Assembled(place.file, place.shape, "F32", place.nbytes * 4, parts=whole, form=Fp8)
+            pieces.setdefault(piece[0], {})[piece[1:]] = hub, place
         else:
-            found[hub] = place
-    for hub, of_place in pieces.items():
-        found[hub] = _stacked(hub, of_place, stored)
-    return found
+            found[hub] = place if not isinstance(place, Quantised) else _assembled(place.shape, [(hub, place)])
+    return found | {hub: _stacked(hub, of_place) for hub, of_place in pieces.items()}
 
 
-def _stacked(hub: str, of_place: Mapping[tuple[int, int], str], stored: Mapping[str, Stored]) -> Stored:
+def _assembled(shape: tuple[int, ...], parts: Sequence[tuple[str, Stored]], boxes: Sequence[Block] = ()) -> Assembled:
+    """A tensor of parts in these boxes, or of one."""
+    places = [place for _, place in parts]
+    forms = {place.form if isinstance(place, Quantised) else None for place in places}
+    dtypes = {place.dtype for place in places}
+    kept_in = next(iter(forms)) if len(forms) == 1 else None
+    dtype = places[0].dtype if len(dtypes) == 1 else "F32"
+    boxed = zip(parts, boxes or [Block.whole(shape)], strict=True)
+    return Assembled(
+        places[0].file,
+        shape,
+        dtype,
+        sum(place.nbytes for place in places),
+        parts=tuple((name, place, box) for (name, place), box in boxed),
+        form=None if kept_in is None else kept_in.form,
+    )
+
+
+def _stacked(hub: str, of_place: Mapping[tuple[int, int], tuple[str, Stored]]) -> Assembled:
     """The matrices of all experts: an expert's one under the other, the experts side by side."""
     experts, matrices = (max(place[n] for place in of_place) + 1 for n in (0, 1))
-    first = stored[of_place[min(of_place)]]
+    name, first = of_place[min(of_place)]
     if len(first.shape) != 2:
-        raise CheckpointError(f"{first.file}: {of_place[min(of_place)]} has shape {list(first.shape)}; it is no matrix")
+        raise CheckpointError(f"{first.file}: {name} has shape {list(first.shape)}; it is no matrix")
     rows, columns = first.shape
-    parts = []
+    parts, boxes = [], []
     for expert in range(experts):
         for matrix in range(matrices):
-            name = of_place.get((expert, matrix))
-            if name is None or stored[name].shape != first.shape:
+            part = of_place.get((expert, matrix))
+            if part is None or part[1].shape != first.shape:
                 which = f"matrix {matrix} of expert {expert}"
                 raise CheckpointError(f"{first.file}: {hub}: {which} is missing or of another shape")
-            parts.append((name, Block((expert, matrix * rows, 0), (1, rows, columns))))
-    has_channels = [name + CHANNELS in stored for name, _ in parts]
-    dtype = "BF16" if of_place[min(of_place)] + SCALE in stored else "F32" if any(has_channels) else first.dtype
-    shape, nbytes = (experts, matrices * rows, columns), sum(stored[name].nbytes for name, _ in parts)
-    form = Fp8 if all(has_channels) else None
-    return Assembled(first.file, shape, dtype, nbytes, parts=tuple(parts), form=form)
+            parts.append(part)
+            boxes.append(Block((expert, matrix * rows, 0), (1, rows, columns)))
+    return _assembled((experts, matrices * rows, columns), parts, boxes)
 
 
 def read_assembled(
-    stored: Mapping[str, Stored], places: Mapping[str, Assembled], wanted: Iterable[tuple[str, Block | None]]
+    places: Mapping[str, Assembled], wanted: Iterable[tuple[str, Block | None]]
 ) -> Iterator[tuple[str, Block | None, Tensor]]:
     """The wanted blocks (None: all) of tensors that are made of stored ones; the host holds one and a piece of it."""
     for hub, block in wanted:
         place = places[hub]
         box = block or Block.whole(place.shape)
         whole = torch.empty(box.sizes, dtype=DTYPES[place.dtype])
-        for name, part in place.parts:
+        for name, stored, part in place.parts:
             common = part.within(box)
             if common is None:
                 continue
-            values = _values(stored, name).view(part.sizes)
+            values = stored.decoded() if isinstance(stored, Quantised) else file_forms.read_whole(name, stored)
+            values = values.view(part.sizes)
             whole[common.seen_from(box.offsets).slices] = values[common.seen_from(part.offsets).slices]
         yield hub, block, whole
 
 
-def read_whole(stored: Mapping[str, Stored], place: Stored, hub: str) -> Tensor:
+def read_whole(place: Stored, hub: str) -> Tensor:
     """A tensor of a checkpoint by its Hub name, where `assembled` has placed it."""
     if isinstance(place, Assembled):
-        return next(read_assembled(stored, {hub: place}, [(hub, None)]))[2]
-    return next(read_tensors({hub: place}, [hub]))[1]
+        return next(read_assembled({hub: place}, [(hub, None)]))[2]
+    return file_forms.read_whole(hub, place)
 
 
-def _values(stored: Mapping[str, Stored], name: str) -> Tensor:
-    """A stored tensor, dequantised where it has scales: a power of two for each 32 along the input, or channels'."""
-    if name + CHANNELS in stored:
-        return _in_fp8(stored, name).decoded(torch.float32)
-    scale_name = name + SCALE
-    if scale_name not in stored:
-        return next(read_tensors(stored, [name]))[1]
-    place, scale_place = stored[name], stored[scale_name]
-    expected = (*place.shape[:-1], -(-place.shape[-1] // SCALED))
-    if place.dtype != "F8_E4M3" or scale_place.dtype not in SCALE_DTYPES or scale_place.shape != expected:
-        raise CheckpointError(
-            f"{place.file}: {name} is {place.dtype} with scales {scale_place.dtype} {list(scale_place.shape)}; of "
-            f"quantised weights only MXFP8 is read, e4m3 with e8m0 scales {list(expected)}"
-        )
-    values, scale = (next(read_tensors(stored, [each]))[1] for each in (name, scale_name))
-    return dequantised(values, scale.view(torch.uint8))
-
-
-def read_stored(stored: Mapping[str, Stored], place: Assembled) -> StoredMatrix:
+def read_stored(place: Assembled) -> StoredMatrix:
     """A weight that a file has in a form of fewer bits, as it is there."""
     assert place.form is not None
     whole: Any = place.form.empty_like(torch.empty(()).expand(place.shape))
-    for name, part in place.parts:
+    for _, stored, part in place.parts:
+        assert isinstance(stored, Quantised)
         rows = part.slices[:-1]
-        for tensor, values in zip(whole, READERS[place.form](stored, name), strict=True):
+        for tensor, values in zip(whole, cast(Any, stored.matrix()), strict=True):
             tensor[rows] = values.view_as(tensor[rows])
     return cast(StoredMatrix, whole)
 
 
-def _in_fp8(stored: Mapping[str, Stored], name: str) -> Fp8:
-    """A stored tensor and its scales, one for each channel or one for all; those of a channel with a NaN are NaN."""
-    place, scales = stored[name], stored[name + CHANNELS]
-    sizes = {(*place.shape[:-1], 1), place.shape[:-1], (1,), ()}
-    if place.dtype != "F8_E4M3" or scales.dtype not in DTYPES or scales.shape not in sizes:
-        raise CheckpointError(
-            f"{place.file}: {name} is {place.dtype} with scales {scales.dtype} {list(scales.shape)}; beside MXFP8 only "
-            f"e4m3 with a scale for each output channel is read, {[*place.shape[:-1], 1]}"
-        )
-    values, scale = (next(read_tensors(stored, [each]))[1] for each in (name, name + CHANNELS))
-    codes, scale = values.view(torch.uint8), scale.float()
-    scale = (scale.expand(place.shape[:-1]) if scale.numel() == 1 else scale).reshape(*place.shape[:-1], 1)
-    return Fp8(codes, torch.where(((codes & 127) == 127).any(-1, keepdim=True), float("nan"), scale))
+def file_tensors(hub: str, source: TensorSource, names: Names, part: Part | None = None) -> dict[str, TensorSource]:
+    """A tensor as a file has it: itself, or the matrices of single experts, for all of which it is read once.
 
-
-# What reads a stored matrix of each form.
-READERS: dict[Form, Callable[[Mapping[str, Stored], str], Any]] = {Fp8: _in_fp8}
-
-
-def dequantised(values: Tensor, scale: Tensor) -> Tensor:
-    """MXFP8 as bf16 (which holds every such number exactly): e4m3 values [out, in], exponents uint8 [out, in / 32]."""
-    factor = torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
-    factor = factor.repeat_interleave(SCALED, -1)[..., : values.shape[-1]]
-    return (values.float() * factor).to(torch.bfloat16)
-
-
-def file_tensors(hub: str, source: TensorSource, names: Names, in_fp8: bool = False) -> dict[str, TensorSource]:
-    """A tensor as a file has it: itself, or the matrices of single experts, for all of which it is read once."""
-    found = names.pieces_of(hub, in_fp8)
+    part: what it is of a matrix in fewer bits.
+    """
+    found = names.pieces_of(hub, part is not None)
+    end, in_file = ("", lambda each: each) if part is None else (part.end, part.source)
     if not found:
-        return {hub: source}
+        return {hub + end: in_file(source)}
     experts, rows, columns = source.shape
     rows //= len(found)
     read = _read_once(source.read, experts * len(found))
@@ -211,7 +179,7 @@ def file_tensors(hub: str, source: TensorSource, names: Names, in_fp8: bool = Fa
         return TensorSource((rows, columns), source.dtype, lambda: read()[expert, of_rows], (source,))
 
     return {
-        pattern.replace("[]", str(expert)): of(expert, matrix)
+        pattern.replace("[]", str(expert)) + end: in_file(of(expert, matrix))
         for expert in range(experts)
         for matrix, pattern in enumerate(found)
     }

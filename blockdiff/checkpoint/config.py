@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockdiff.checkpoint.files import ADAPTER_CONFIG, CONFIG, find, read_json
+from blockdiff.checkpoint.files import ADAPTER_CONFIG, CONFIG, MODELOPT_CONFIG, find, read_json
 from blockdiff.checkpoint.tokenizer import rows_needed
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import Family, family_of
 
 HUB_ID = "hub_id"  # the key of a preset that is no config's
+QUANTIZATION = "quantization_config"  # the key of a config.json with words about weights in fewer bits
 
 
 def read_config(path_or_hub_id: str | Path) -> Family:
@@ -21,7 +22,17 @@ def read_config(path_or_hub_id: str | Path) -> Family:
     if not file.exists() and (beside := file.with_name(ADAPTER_CONFIG)).is_file():
         base = read_json(beside).get("base_model_name_or_path")
         raise CheckpointError(f"{file.parent}: holds an adapter of {base}; name that model, or merge both: `export`")
-    return config_from(read_json(file), file)
+    values = read_json(file)
+    if QUANTIZATION not in values and (beside := file.with_name(MODELOPT_CONFIG)).is_file():
+        values[QUANTIZATION] = words_of_modelopt(read_json(beside))
+    return config_from(values, file)
+
+
+def words_of_modelopt(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a hf_quant_config.json in the words of a config.json."""
+    own: Any = content.get("quantization")
+    own = dict(own) if isinstance(own, Mapping) else {}
+    return {"quant_method": "modelopt", "ignore": own.pop("exclude_modules", []), **own}
 
 
 def config_from(values: Mapping[str, Any], origin: str | Path, is_partial: bool = False) -> Family:

@@ -28,6 +28,7 @@ ADAPTER = "adapter"  # or of its adapter
 CHECKPOINTS = "checkpoints"  # and those that it goes on from
 REPORT = "report.json"  # the file of a run that came to its end
 ADAPTER_CONFIG = "adapter_config.json"
+MODELOPT_CONFIG = "hf_quant_config.json"  # where ModelOpt says how weights are stored, if config.json does not
 GENERATION = "generation_config.json"
 ADDED = "blockdiff.safetensors"  # what a tweaked model class adds (`added.py`)
 DIFFUSION = "blockdiff.json"  # what the model was trained for (`checkpoint.diffusion`)
@@ -85,10 +86,14 @@ class Carried:
     """The parts of a checkpoint that the model does not run: image tensors and the files beside the weights.
 
     Loading keeps where the tensors lie (`stored`) and copies them through when saving; `init` holds them as
-    `tensors`. origin: the directory that the weights were loaded from.
+    `tensors`. origin: the directory that the weights were loaded from. forms: the `FileForm` of each weight that is
+    stored in fewer bits there, by our names; activations: the tensors beside them that inputs, keys and values are
+    rounded with elsewhere.
     """
 
     stored: Mapping[str, Stored] = field(default_factory=dict)
+    forms: Mapping[str, Any] = field(default_factory=dict)
+    activations: Mapping[str, Stored] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     side_files: tuple[Path, ...] = ()
     origin: Path | None = None
@@ -139,7 +144,8 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = [CONFIG, ADAPTER_CONFIG, *SIDE_FILES, *(("*.safetensors", INDEX) if with_weights else ())]
+        small = (CONFIG, ADAPTER_CONFIG, MODELOPT_CONFIG, *SIDE_FILES)
+        patterns = [*small, *(("*.safetensors", INDEX) if with_weights else ())]
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:
         reason = first_line(error)

@@ -57,7 +57,7 @@ def with_image_side(model: BlockDiffusionModel) -> BlockDiffusionModel:
     if missing := [hub for hub in sources.values() if hub not in stored and hub not in carried.tensors]:
         raise CheckpointError(f"the model has no image tensors ({missing[0]} is missing); load a checkpoint with them")
     for ours, hub in sources.items():
-        tensor = carried.tensors[hub] if hub in carried.tensors else read_whole(carried.stored, stored[hub], hub)
+        tensor = carried.tensors[hub] if hub in carried.tensors else read_whole(stored[hub], hub)
         there = side.state_dict()[ours]
         if tensor.shape != there.shape:
             sizes = list(tensor.shape), list(there.shape)

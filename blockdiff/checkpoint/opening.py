@@ -20,8 +20,9 @@ from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.digests import compare
 from blockdiff.checkpoint.files import DIFFUSION, GENERATION, VOCABULARY_FILES, find
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.checkpoint.quantization_config import warn_of_activations
 from blockdiff.checkpoint.read import empty, load_weights, weights_dtype
-from blockdiff.checkpoint.stored import chosen_layers, form_below, stored_as, warn_of_inputs
+from blockdiff.checkpoint.stored import chosen_layers, form_below, stored_as
 from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import adapt
@@ -133,7 +134,7 @@ def load_files(
         quantize = form_below(files.adapter)
     store(opened, chosen_layers(opened, files.weights, quantize))
     if quantize is None and warns:
-        warn_of_inputs(opened.config, files.weights)
+        warn_of_activations(opened.config, files.weights)
     adapter = None if files.adapter is None else read_adapter(files.adapter, opened)
     if adapter is not None:
         adapt(opened, adapter.modules, adapter.tokens)

@@ -16,6 +16,7 @@ from blockdiff import memory
 from blockdiff.checkpoint.added import added_to, fill, leave_out, listed, read_added, tensor_shapes
 from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_stored, read_whole, stored_apart
 from blockdiff.checkpoint.config import read_config
+from blockdiff.checkpoint.file_forms import ACTIVATIONS
 from blockdiff.checkpoint.files import (
     DTYPES,
     INTEGER,
@@ -26,6 +27,7 @@ from blockdiff.checkpoint.files import (
     read_blocks,
     stored_tensors,
 )
+from blockdiff.checkpoint.stored import forms_in_files
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.devices import resolve_device
 from blockdiff.errors import CheckpointError
@@ -102,7 +104,7 @@ def load_weights(
     made = {hub: place for hub, place in stored.items() if isinstance(place, Assembled)}
     whole = [wanted for wanted in filled if wanted[0] not in made]
     parted = [wanted for wanted in filled if wanted[0] in made]
-    for hub, block, tensor in chain(read_blocks(stored, whole), read_assembled(in_files, made, parted)):
+    for hub, block, tensor in chain(read_blocks(stored, whole), read_assembled(made, parted)):
         for ours in filled[hub, block]:
             # A copy even where nothing changes: the tensor read is a view of the file.
             is_float = state[ours].is_floating_point()
@@ -116,7 +118,7 @@ def load_weights(
         assert module.stored is not None
         # Of a tensor that is spread a device has room for this rank's part alone.
         device = torch.device("cpu") if is_spread(state[ours]) else place
-        matrix = _stored_matrix(in_files, stored, source[ours], module.stored, device)
+        matrix = _stored_matrix(stored, source[ours], module.stored, device)
         for leaf, part in module.named_parts(weight, matrix):
             name = f"{ours.removesuffix(weight)}{leaf}"
             fill(model, name, part if is_spread(state[name]) else part.to(place))
@@ -135,25 +137,23 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
     """
     model.config.require_written()
     names, added = model.config.names, added_to(model)
-    in_files = stored_apart(directory, names)
-    stored = assembled(in_files, names)
+    stored = assembled(stored_apart(directory, names), names)
     shapes = {name: shape for name, shape in tensor_shapes(model).items() if name not in added}
     sources = {}
     source = _match(shapes, stored, directory, names)
     _require_numbers(model, source, stored)
     for ours, hub in source.items():
         place = stored[hub]
-        sources[ours] = TensorSource(place.shape, DTYPES[place.dtype], partial(read_whole, in_files, place, hub))
+        sources[ours] = TensorSource(place.shape, DTYPES[place.dtype], partial(read_whole, place, hub))
     return sources
 
 
 def stored_matrices(model: BlockDiffusionModel, directory: Path) -> Callable[[str, Form], StoredMatrix]:
     """A function that reads a weight of a checkpoint by our name in a form: as it is stored, or rounded."""
     names = model.config.names
-    in_files = stored_apart(directory, names)
-    stored = assembled(in_files, names)
+    stored = assembled(stored_apart(directory, names), names)
     source = _match(tensor_shapes(model), stored, directory, names)
-    return lambda name, form: _stored_matrix(in_files, stored, source[name], form, torch.device("cpu"))
+    return lambda name, form: _stored_matrix(stored, source[name], form, torch.device("cpu"))
 
 
 def _warn_of_not_finite(
@@ -172,22 +172,22 @@ def _warn_of_not_finite(
         warnings.warn(f"{directory}: {_are(wrong, 'not finite')}; the model answers nothing with them", stacklevel=3)
 
 
-def _stored_matrix(
-    in_files: Mapping[str, Stored], stored: Mapping[str, Stored], hub: str, form: Form, device: torch.device
-) -> StoredMatrix:
+def _stored_matrix(stored: Mapping[str, Stored], hub: str, form: Form, device: torch.device) -> StoredMatrix:
     """A weight in a form on a device: as a checkpoint has it, or rounded there from what it has."""
     place = stored[hub]
     if isinstance(place, Assembled) and place.form is form:
-        parts: Any = read_stored(in_files, place)
+        parts: Any = read_stored(place)
         return form(*(part.to(device, copy=True) for part in parts))
-    return form.nearest(read_whole(in_files, place, hub).to(device))
+    return form.nearest(read_whole(place, hub).to(device))
 
 
 def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str, Stored] | None = None) -> Carried:
     """The contents of a checkpoint directory beside the weights that the model runs."""
-    names, stored = model.config.names, stored_tensors(directory) if stored is None else stored
+    names, stored = model.config.names, stored_apart(directory, model.config.names) if stored is None else stored
     has_images = model.image_side is not None
     return Carried(
+        forms=forms_in_files(assembled(stored, names), model),
+        activations={hub: place for hub, place in stored.items() if hub.endswith(ACTIVATIONS)},
         stored={hub: place for hub, place in stored.items() if names.is_carried(hub, has_images)},
         side_files=tuple(directory / name for name in SIDE_FILES if (directory / name).is_file()),
         origin=directory,

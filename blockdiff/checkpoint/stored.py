@@ -1,45 +1,42 @@
-"""Weights of fewer bits in checkpoints: which layers of a model have them, and how config.json says it.
-
-The form of fp8 is that of compressed-tensors, `float-quantized` with a scale for each output channel: a tensor X in
-e4m3 has X_scale [out, 1], and experts are matrices of their own. That is what vLLM reads.
-"""
+"""Weights of fewer bits in checkpoints: which layers of a model have them, and which tensors of files they are."""
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS as ADAPTER_WEIGHTS
 from blockdiff.checkpoint.assembled import Assembled, assembled, stored_apart
-from blockdiff.checkpoint.digests import has_digests
-from blockdiff.checkpoint.files import CONFIG, metadata_in
+from blockdiff.checkpoint.file_forms import FP8, PACKED, WEIGHT, FileForm, Part, Quantised
+from blockdiff.checkpoint.files import INDEX, Stored, find, metadata_in
+from blockdiff.checkpoint.files import WEIGHTS as MODEL_WEIGHTS
+from blockdiff.checkpoint.quantization_config import layers_said, said
 from blockdiff.checkpoint.stream import TensorSource
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.nvfp4 import Nvfp4
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.weights import Form
-from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.models.stored import QUANTIZE, check_quantize, frozen_weights, quantised_layers, stored_layers
+from blockdiff.models.stored import QUANTIZE, check_quantize, frozen_weights, layers_of, quantised_layers, stored_layers
 
 FORM = "base_weights"  # the entry of an adapter's file that names the `quantize` of the weights below
+WRITTEN: dict[Form, FileForm] = {Fp8: FP8, Nvfp4: PACKED}  # the form in files of weights that come from no file
 
 
-def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | None) -> dict[str, Form]:
+def chosen_layers(model: BlockDiffusionModel, path_or_hub_id: str | Path, quantize: str | None) -> dict[str, Form]:
     """The layers of an empty model whose weights are to be stored in fewer bits, and how.
 
     quantize: a word for all layers that the family has it for, "none", or None: those that the checkpoint stores so,
-    which a word adds to its own. Raises CheckpointError.
+    which a word adds to its own. Of a checkpoint whose weights are not here its config says it. Raises CheckpointError.
     """
     check_quantize(quantize)
     if quantize == "none":
         return {}
     found = quantised_layers(model, quantize)
+    directory = find(path_or_hub_id, with_weights=False)
+    if not (directory / MODEL_WEIGHTS).exists() and not (directory / INDEX).exists():
+        return layers_said(model) | found
     names = model.config.names
     stored = assembled(stored_apart(directory, names), names)
     for layer, module in model.named_modules():
@@ -52,34 +49,46 @@ def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | N
     return found
 
 
-def quantize_of(config: Family, quantize: str | None) -> str | None:
-    """The word for how a model of this config stores its weights: `quantize`, or what the config says; None or "none"
-    for weights like others."""
-    check_quantize(quantize)
-    if quantize is not None:
-        return quantize
-    return "fp8" if _said(config).get("format") == "float-quantized" else None
+def forms_in_files(stored: Mapping[str, Stored], model: BlockDiffusionModel) -> dict[str, FileForm]:
+    """The form in files of each weight that a model may keep as it is there, by our names."""
+    names, found = model.config.names, {}
+    for hub, place in stored.items():
+        ours = names.to_ours(hub)
+        if ours is not None and isinstance(place, Assembled) and place.form is not None:
+            first = place.parts[0][1]
+            assert isinstance(first, Quantised) and first.form is not None
+            found[ours] = first.form
+    return found
 
 
-def warn_of_inputs(config: Family, directory: Path) -> None:
-    """Warn if another program's checkpoint asks for inputs that are rounded to fp8, which stay as they are here."""
-    groups = [group for group in _said(config).get("config_groups", {}).values() if isinstance(group, Mapping)]
-    if any(group.get("input_activations") for group in groups) and not has_digests(directory):
-        warnings.warn(
-            f"{directory}: its {CONFIG} rounds the inputs of layers in fp8, too; here only weights are in fp8",
-            stacklevel=3,
-        )
+def written_forms(model: BlockDiffusionModel) -> dict[str, FileForm]:
+    """The form in files of each stored weight: those that they were read in, or that of this program."""
+    frozen = {name: module.stored for name, (module, _) in frozen_weights(model).items()}
+    carried = model.carried if said(model.config) else None
+    read = {} if carried is None else {name: carried.forms.get(name) for name in frozen}
+    as_read = {name: form for name, form in read.items() if form is not None and form.form is frozen[name]}
+    return as_read if len(as_read) == len(frozen) else {name: WRITTEN[form] for name, form in frozen.items() if form}
 
 
-def _said(config: Family) -> Mapping[str, Any]:
-    said = config.values.get("quantization_config")
-    return said if isinstance(said, Mapping) else {}
+def activations_of(model: BlockDiffusionModel, forms: Mapping[str, FileForm]) -> dict[str, Stored]:
+    """The tensors with which other programs round activations, for weights that are written as they were read."""
+    carried, names = model.carried, model.config.names
+    if carried is None or not forms or not forms.items() <= carried.forms.items():
+        return {}
+    gone = carried.forms.keys() - forms.keys()
+    found = {}
+    for hub, place in carried.activations.items():
+        whole = hub.rpartition(".")[0] + WEIGHT
+        piece = names.piece(whole)
+        if names.to_ours(whole if piece is None else piece[0]) not in gone:
+            found[hub] = place
+    return found
 
 
 def stored_as(model: BlockDiffusionModel) -> str | None:
     """The `quantize` that stores a model's weights as they are; None if no word does, or nothing is stored so."""
     forms = {name: module.stored for name, module in stored_layers(model).items()}
-    words = [word for word in QUANTIZE if forms and forms.items() >= quantised_layers(model, word).items()]
+    words = [word for word in QUANTIZE if forms and forms.items() >= layers_of(model, word).items()]
     return words[0] if words else None
 
 
@@ -94,55 +103,13 @@ def form_below(directory: str | Path) -> str | None:
     return form
 
 
-def described(model: BlockDiffusionModel) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's config.json; None for one without weights in fp8.
-
-    Its form is the one that vLLM's loader of DiffusionGemma takes (FP8-Dynamic), in which that rounds inputs, too.
-    """
-    if not stored_layers(model):
-        return None
-    number = {"num_bits": 8, "type": "float", "symmetric": True}
-    group: dict[str, Any] = {
-        "targets": ["Linear"],
-        "weights": {**number, "strategy": "channel", "dynamic": False},
-        "input_activations": {**number, "strategy": "token", "dynamic": True},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": _ignored(model),
-    }
-
-
-def _ignored(model: BlockDiffusionModel) -> list[str]:
-    """Patterns of the names of linear layers that are not in fp8: by what follows the number of a layer."""
-    names = model.config.names
-    found = ["lm_head"]
-    for layer, module in model.named_modules():
-        hub = names.to_hub(f"{layer}.weight")
-        if isinstance(module, nn.Linear) and getattr(module, "stored", None) is None and hub is not None:
-            _, number, rest = hub.removesuffix(".weight").rpartition(".layers.")
-            rest = rest.partition(".")[2] if number else ".".join(rest.split(".")[-2:])
-            found.append(f"re:.*{re.escape(rest)}$")
-    found += [f"re:.*{re.escape(start.strip('.').rpartition('.')[2])}.*" for start in names.carried]
-    return sorted(set(found))
-
-
-def parts_in_files(model: BlockDiffusionModel, sources: dict[str, TensorSource]) -> dict[str, dict[str, TensorSource]]:
-    """Take the tensors of stored weights out of `sources`: for each weight the tensors that files have, by what follows
-    its name there."""
-    found: dict[str, dict[str, TensorSource]] = {}
+def parts_in_files(
+    model: BlockDiffusionModel, sources: dict[str, TensorSource], forms: Mapping[str, FileForm]
+) -> list[tuple[str, Part, TensorSource]]:
+    """Take the tensors of stored weights out of `sources`: name of the weight, part in its form in files, tensor."""
+    found = []
     for name, (module, _) in frozen_weights(model).items():
         assert module.stored is not None
-        ends = zip(module.stored.SUFFIXES, module.stored.DTYPES, strict=True)
-        found[name] = {end: _viewed(sources.pop(name + end), dtype) for end, dtype in ends}
+        for end, part in zip(module.stored.SUFFIXES, forms[name].parts, strict=True):
+            found.append((name, part, sources.pop(name + end)))
     return found
-
-
-def _viewed(source: TensorSource, dtype: torch.dtype) -> TensorSource:
-    """The bytes of a tensor as numbers of another dtype of that size."""
-    if source.dtype == dtype:
-        return source
-    return TensorSource(source.shape, dtype, lambda: source.read().view(dtype), (source,))

@@ -18,8 +18,9 @@ from blockdiff.checkpoint.files import ADDED, CONFIG, GENERATION, INDEX, TOKENIZ
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.images import drawn_images
+from blockdiff.checkpoint.quantization_config import written_words
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
-from blockdiff.checkpoint.stored import described, parts_in_files
+from blockdiff.checkpoint.stored import activations_of, parts_in_files, written_forms
 from blockdiff.checkpoint.stream import TensorSource, in_order, write_stream
 from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
@@ -140,7 +141,7 @@ def _write(
     metadata = {name: {"format": "pt"} | (added_metadata(model) if name == ADDED else {}) for name in files}
     write_digests(fresh, {name: write_stream(fresh / name, files[name], metadata[name]) for name in files})
     dtype = str(cast or model.kept_dtype).removeprefix("torch.")
-    write_json(fresh / CONFIG, model.config.written(dtype, described(model)))
+    write_json(fresh / CONFIG, model.config.written(dtype, written_words(model, written_forms(model))))
 
 
 def _divided_into_files(
@@ -155,15 +156,15 @@ def _divided_into_files(
     names = model.config.names
     added = {name: own.pop(name) for name in added_to(model)}
     sources: dict[str, TensorSource] = {}
-    for weight, of_files in parts_in_files(model, own).items():
-        hub = str(names.to_hub(weight))
-        for end, source in of_files.items():
-            sources |= {name + end: part for name, part in file_tensors(hub, source, names, in_fp8=True).items()}
+    forms = written_forms(model)
+    for weight, part, source in parts_in_files(model, own, forms):
+        sources |= file_tensors(str(names.to_hub(weight)), source, names, part)
     for name, source in own.items():
         sources |= file_tensors(str(names.to_hub(name)), source, names)
     sources = fused_in_files(sources, names)
     sources |= {name: TensorSource.of(tensor) for name, tensor in carried.tensors.items()}
-    sources |= {name: TensorSource.stored(name, place) for name, place in carried.stored.items()}
+    as_they_are = {**carried.stored, **activations_of(model, forms)}
+    sources |= {name: TensorSource.stored(name, place) for name, place in as_they_are.items()}
     split: Any = split_state_dict_into_shards_factory(
         {name: sources[name].nbytes for name in sorted(sources)},
         get_storage_size=int,

@@ -16,13 +16,13 @@ from blockdiff.kernels.op import Ops
 class StoredMatrix(Protocol):
     """A matrix [..., out, in], or one for each expert, in a form of fewer bits: a named tuple of its tensors.
 
-    SUFFIXES: what follows the name of a weight in the names of these tensors; DTYPES: the dtypes of these in files. All
-    keep their dtype when a model is cast. A tensor is cut along outputs or inputs together with the matrix if it has
-    more than one number there.
+    SUFFIXES: what follows the name of a weight in the names of these tensors, all of which keep their dtype when a
+    model is cast. BLOCK: the numbers along the input that are stored together. A tensor is cut along outputs or inputs
+    together with the matrix if it has more than one number there.
     """
 
     SUFFIXES: ClassVar[tuple[str, ...]]
-    DTYPES: ClassVar[tuple[torch.dtype, ...]]
+    BLOCK: ClassVar[int]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -13,21 +13,37 @@ from blockdiff.layers.weights import FORMS, Form, HasWeights
 from blockdiff.models.model import BlockDiffusionModel
 
 # The words of `quantize`, beside "none": the forms of linear layers and of experts.
-QUANTIZE = {"fp8": (FORMS["fp8"], FORMS["fp8"])}
+QUANTIZE = {"fp8": (FORMS["fp8"], FORMS["fp8"]), "nvfp4": (FORMS["fp8"], FORMS["nvfp4"])}
 
 
 def quantised_layers(model: BlockDiffusionModel, quantize: str | None) -> dict[str, Form]:
     """The layers that a word of `quantize` stores in fewer bits, each with its form: those of the family's `fp8_parts`.
 
-    None and "none" store none. Raises CheckpointError for another word, and for a family that has no such layers.
+    None and "none" store none. Raises CheckpointError for another word, for a model that has no such layers, and for
+    inputs that are no multiple of a form's block.
     """
     if quantize is None or quantize == "none":
         return {}
     check_quantize(quantize)
-    config = model.config
+    config, found = model.config, layers_of(model, quantize)
     if not config.fp8_parts:
         raise CheckpointError(f"{config.model_type} has no weights in {quantize}; leave quantize out")
     of_linear, of_experts = QUANTIZE[quantize]
+    if of_experts is not of_linear and of_experts not in found.values():
+        raise CheckpointError(f"quantize={quantize!r}: it is for experts, and this model has no experts; use fp8")
+    for name, form in found.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, HasWeights)
+        inputs = [module.held(weight).shape[-1] for weight in module.WEIGHTS]
+        if wrong := next((n for n in inputs if n % form.BLOCK), None):
+            blocks = f"{wrong} inputs, and {quantize} stores blocks of {form.BLOCK}"
+            raise CheckpointError(f"quantize={quantize!r}: {name} has {blocks}; use fp8")
+    return found
+
+
+def layers_of(model: BlockDiffusionModel, quantize: str) -> dict[str, Form]:
+    """The layers that a known word of `quantize` is for, each with its form."""
+    config, (of_linear, of_experts) = model.config, QUANTIZE[quantize]
     return {
         name: of_experts if isinstance(module, Experts) else of_linear
         for name, module in model.named_modules()
@@ -60,6 +76,12 @@ def stored_layers(model: nn.Module) -> dict[str, HasWeights]:
         for name, module in model.named_modules()
         if isinstance(module, HasWeights) and module.stored is not None
     }
+
+
+def forms_of(model: nn.Module) -> tuple[str, ...]:
+    """The words for the forms in which a model stores weights, in a fixed order."""
+    forms = {module.stored for module in stored_layers(model).values()}
+    return tuple(word for word, form in FORMS.items() if form in forms)
 
 
 def frozen_weights(model: nn.Module) -> dict[str, tuple[HasWeights, str]]:

@@ -78,6 +78,10 @@ def _uneven(module: Any, kind: str, ranks: int) -> str | None:
     else:
         indexer = getattr(module, "indexer", None)
         counts = {"heads": module.heads, "kv heads": module.kv_heads, "index heads": getattr(indexer, "heads", ranks)}
+    cut = {"mlp": "down_proj", "attention": "o_proj"}.get(kind)  # along its inputs
+    linear = None if cut is None else getattr(module, cut)
+    if linear is not None and linear.stored is not None and linear.in_features % (ranks * linear.stored.BLOCK):
+        return f"{linear.in_features} inputs, in blocks of {linear.stored.BLOCK}, of {cut}"
     for noun, count in counts.items():
         is_shared = noun in ("kv heads", "index heads") and ranks % count == 0  # several ranks hold the same one
         if count % ranks and not is_shared:

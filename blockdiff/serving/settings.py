@@ -40,7 +40,7 @@ class ServeSettings(BaseModel):
     adapter: str | None = None
     adapters: dict[str, str] = {}
     draft_model: str | None = None
-    quantize: Literal["fp8", "none"] | None = None
+    quantize: Literal["nvfp4", "fp8", "none"] | None = None
     max_rows: int = Field(32, ge=1)
     max_waiting: int = Field(256, ge=0)
     tokens_per_step: int | None = Field(None, ge=1)

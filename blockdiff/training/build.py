@@ -18,7 +18,7 @@ from blockdiff.checkpoint.opening import require_as_written
 from blockdiff.errors import RunError
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.models.stored import stored_layers
+from blockdiff.models.stored import forms_of
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
@@ -153,7 +153,8 @@ def _kept(model: BlockDiffusionModel) -> str:
     """The dtype in which a model's weights are kept, in words, and the one in which they are gathered if it differs."""
     kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.kept_dtype, model.dtype))
     dtypes = kept if kept == gathered else f"{kept}, gathered in {gathered}"
-    return f"{dtypes}, linear layers and experts in fp8" if stored_layers(model) else dtypes
+    forms = " and ".join(forms_of(model))
+    return f"{dtypes}, linear layers and experts in {forms}" if forms else dtypes
 
 
 def make_mesh(recipe: Recipe, ranks: Ranks) -> Mesh:

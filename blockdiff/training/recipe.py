@@ -89,7 +89,8 @@ class ModelSection(Section):
     preset: str | None = None
     tokenizer: str | None = None  # a directory or hub id; null = the one beside the weights
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    quantize: Literal["fp8"] | None = None  # frozen weights: those below adapters, and a drafter's target
+    # Of frozen weights, those below adapters and a drafter's target; null: as the checkpoint stores them.
+    quantize: Literal["nvfp4", "fp8", "none"] | None = None
     router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for `path`, trained for `preset`
     images: Literal["none", "frozen", "trained"] = "none"  # the image side; none: rows have no images
     kernels: Literal["auto", "triton", "torch"] = "auto"
@@ -100,6 +101,11 @@ class ModelSection(Section):
         if (self.path is None) == (self.preset is None):
             raise ValueError("give exactly one of model.path (a checkpoint) and model.preset (random)")
         return self
+
+    @property
+    def rounds(self) -> bool:
+        """True if the recipe stores weights in fewer bits, whatever the checkpoint does."""
+        return self.quantize not in (None, "none")
 
 
 class Columns(Section):

@@ -10,6 +10,7 @@ from blockdiff.training.kinds import kinds
 from blockdiff.training.kinds.kind import Needs, kind_of
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.run import require_decisive
+from blockdiff.training.starting_model import refuse_sharding
 from blockdiff.training.trackers import check as check_trackers
 
 OF_OPTIMISERS = ("name", "betas", "eps", "weight_decay")
@@ -39,13 +40,11 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
             "leave one of the two out"
         )
     _refuse_unasked(recipe)
-    if recipe.model.quantize is not None and not recipe.lora.trains and not kind.trains_whole:
-        raise RecipeError("model.quantize: weights in fp8 stand still; train adapters over them (`lora: {rank: 16}`)")
-    if recipe.model.quantize is not None and recipe.parallel.shard == "full":
-        raise RecipeError(
-            "model.quantize: parallel.shard: full splits parameters, and weights in fp8 are buffers, which every "
-            "process would hold whole; split them with parallel.tensor or parallel.experts alone"
-        )
+    if recipe.model.rounds:
+        if not recipe.lora.trains and not kind.trains_whole:
+            form = recipe.model.quantize
+            raise RecipeError(f"model.quantize: weights in {form} are frozen; train adapters (`lora: {{rank: 16}}`)")
+        refuse_sharding(recipe)
     _refuse_unmeasured(recipe)
 
 

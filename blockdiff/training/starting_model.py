@@ -17,13 +17,14 @@ from blockdiff.checkpoint.adapters import Adapter
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.opening import model_files
-from blockdiff.checkpoint.stored import form_below
+from blockdiff.checkpoint.stored import chosen_layers, form_below, stored_as
 from blockdiff.checkpoint.tokenizer import load_tokenizer, mismatch, rows_needed
 from blockdiff.data.template import give_template, turn_ends
 from blockdiff.data.tokenise import takes_images
 from blockdiff.errors import CheckpointError, RecipeError
 from blockdiff.kernels import Kernels
 from blockdiff.layers.lora import LowRank
+from blockdiff.layers.weights import FORMS, Form
 from blockdiff.models.adapters import adapt, targets
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
@@ -213,7 +214,8 @@ def released_shape(recipe: Recipe, settings_from: str | None = None) -> Starting
 def empty_model(
     recipe: Recipe, base: StartingModel, kernels: str | Kernels | None = None, dtype: torch.dtype | None = None
 ) -> BlockDiffusionModel:
-    """The model that trains, without memory: with its image side if the recipe has images, in fp8 below adapters.
+    """The model that trains, without memory: with its image side if the recipe has images, in fewer bits below adapters
+    if recipe or checkpoint say so.
 
     kernels: replace the recipe's; dtype: of the weights (None: they get it when they are filled).
     """
@@ -227,9 +229,47 @@ def empty_model(
                 "model.images: the model takes no images, because its vocabulary has no token for them; leave it "
                 "out, or give a model or preset whose image tokens the tokenizer has"
             )
-    if recipe.lora.trains:
-        store(model, quantised_layers(model, recipe.model.quantize))
+    if not getattr(recipe.objective, "trains_whole", False):
+        forms = stored_below(model, recipe.model.path, recipe)
+        if forms and not recipe.lora.trains:
+            words = [word for word, form in FORMS.items() if form in forms.values()]
+            raise RecipeError(
+                f"model.path: {recipe.model.path} stores weights in {' and '.join(words)}, which do not train; train "
+                "adapters over them (`lora: {rank: 16}`), or make them weights like others (`model.quantize: none`)"
+            )
+        store(model, forms)
     return model if dtype is None else model.to(dtype)
+
+
+def stored_below(model: BlockDiffusionModel, path_or_hub_id: str | None, recipe: Recipe) -> dict[str, Form]:
+    """The layers of a frozen model that are stored in fewer bits, as the recipe says or the checkpoint has them.
+
+    Of a preset, and of a model that is not to be had here, the recipe alone says it. Raises RecipeError if FSDP would
+    have to split them, or the model has no weights in the form.
+    """
+    directory = None
+    if path_or_hub_id is not None:
+        with suppress(CheckpointError):  # a plan by the preset of its shape
+            directory = model_files(path_or_hub_id, with_weights=False).weights
+    try:
+        if directory is None:
+            forms = quantised_layers(model, recipe.model.quantize)
+        else:
+            forms = chosen_layers(model, directory, recipe.model.quantize)
+    except CheckpointError as error:
+        raise RecipeError(f"model.quantize: {error}") from None
+    if forms:
+        refuse_sharding(recipe)
+    return forms
+
+
+def refuse_sharding(recipe: Recipe) -> None:
+    """Raise RecipeError if FSDP would have to split weights in fewer bits."""
+    if recipe.parallel.shard == "full":
+        raise RecipeError(
+            "model.quantize: parallel.shard: full splits parameters, and weights in fewer bits are buffers, which "
+            "every process would hold whole; split them with parallel.tensor or parallel.experts alone"
+        )
 
 
 def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> None:
@@ -253,7 +293,7 @@ def adapter_to_train(recipe: Recipe, model: BlockDiffusionModel) -> Adapter | No
         if adapts_images(directory, model) and model.image_side is None:
             raise CheckpointError(f"{directory}: adapts the image side; set model.images: frozen, so that it is there")
         form = form_below(directory)
-        if form is not None and form != (recipe.model.quantize or "none"):
+        if form is not None and form != (stored_as(model) or "none"):
             raise CheckpointError(f"{directory}: was trained over weights in the form {form!r}; set model.quantize")
         return checkpoint.read_adapter(directory, model)
     except CheckpointError as error:

@@ -99,7 +99,7 @@ def test_the_files_are_as_compressed_tensors_has_them(base, written):
 
 def test_another_programs_checkpoint_that_rounds_inputs_is_read_without_that_and_says_so(base, written, tmp_path):
     copy_of(written, tmp_path, load_file(written / "model.safetensors"))  # without digests.json, so not written here
-    with pytest.warns(UserWarning, match="rounds the inputs of layers in fp8, too; here only weights are in fp8"):
+    with pytest.warns(UserWarning, match="rounds the inputs of layers to fewer bits"):
         published = load(tmp_path)
     assert torch.equal(hidden(published), hidden(load(base, quantize="fp8")))
 

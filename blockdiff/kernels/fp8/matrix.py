@@ -28,7 +28,7 @@ class Fp8(_Tensors):
 
     __slots__ = ()
     SUFFIXES: ClassVar[tuple[str, ...]] = ("", "_scale")
-    DTYPES: ClassVar[tuple[torch.dtype, ...]] = (E4M3, torch.float32)
+    BLOCK: ClassVar[int] = 1
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Nvfp4(_Tensors):
 
     __slots__ = ()
     SUFFIXES: ClassVar[tuple[str, ...]] = ("", "_scale", "_scale_2")
-    DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, E4M3, torch.float32)
+    BLOCK: ClassVar[int] = BLOCK
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from blockdiff.metrics import Record
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import PAGE_TOKENS
-from blockdiff.models.stored import quantised_layers, store
+from blockdiff.models.stored import store, stored_layers
 from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Engine, Generation, Request, Sampler
@@ -266,7 +266,7 @@ class Distil(Denoising):
 def below_adapters(model: Any, recipe: Recipe, base: StartingModel) -> Any:
     """The model without its adapters: one that has the very same weights, not copies."""
     frozen = checkpoint.empty(base.config, recipe.model.kernels)
-    store(frozen, quantised_layers(frozen, recipe.model.quantize))
+    store(frozen, {name: form for name, module in stored_layers(model).items() if (form := module.stored)})
     frozen.load_state_dict({name: x for name, x in model.state_dict().items() if not is_adapter(name)}, assign=True)
     return frozen.eval()
 

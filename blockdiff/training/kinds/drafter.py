@@ -17,7 +17,7 @@ from blockdiff.errors import BlockdiffError, RecipeError
 from blockdiff.metrics import Record
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.models.stored import quantised_layers, store
+from blockdiff.models.stored import store
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import load_split
@@ -27,7 +27,7 @@ from blockdiff.training.kinds.kind import Drawn, Kind
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse_changed
 from blockdiff.training.recipe_choices import Positive
-from blockdiff.training.starting_model import StartingModel, computed_in
+from blockdiff.training.starting_model import StartingModel, computed_in, stored_below
 from blockdiff.training.step import Loss
 
 WITHOUT = {"model": ("router", "images"), "data": ("canvases",), "evaluation": ("prompts", "strategy")}
@@ -70,7 +70,7 @@ class Drafter(Kind):
         """The objective over a drafter and a target that have no weights yet."""
         assert base.target_config is not None, "its target was read with it"
         target = checkpoint.empty(base.target_config, kernels=model.kernels)
-        store(target, quantised_layers(target, recipe.model.quantize))
+        store(target, stored_below(target, self.target, recipe))
         if dtype is not None:
             target.to(computed_in(recipe) or dtype)
         try:

@@ -148,7 +148,8 @@ CHEAP = (
     Change({"train.autocast": "bfloat16"}, lambda r, _: r.parallel.shard == "full" and not _is_narrow(r)),
     Change({"optim.name": "adamw_8bit"}, lambda r, _: r.optim.name == "adamw" and r.parallel.names == ("replicate",)),
 )
-FP8 = Change({"model.quantize": "fp8"}, lambda r, _: r.model.quantize is None)
+FP8 = Change({"model.quantize": "fp8"}, lambda r, _: not r.model.rounds)
+NVFP4 = Change({"model.quantize": "nvfp4"}, lambda r, _: r.model.quantize != "nvfp4")
 OFFLOAD = Change({"parallel.shard": "full", "parallel.offload": "true"}, lambda r, _: not r.parallel.offload)
 ADAPTERS = Change({"lora": "{rank: 16}"}, lambda r, _: not r.lora.trains and r.model.path is not None)
 ONE_CANVAS = Change({"data.canvases": "1"}, lambda r, _: isinstance(r.data.canvases, AllCanvases))
@@ -173,7 +174,7 @@ def what_fits(
     cheap = [*CHEAP, *_split_experts(base, ranks)]
     shorter = [ONE_CANVAS, *_shorter_rows(recipe, plans.of({}), base)]
     for last in ([], shorter):
-        for more in ([], [FP8], [OFFLOAD], [ADAPTERS, FP8], [ADAPTERS, OFFLOAD]):
+        for more in ([], [FP8], [NVFP4], [OFFLOAD], [ADAPTERS, FP8], [ADAPTERS, NVFP4], [ADAPTERS, OFFLOAD]):
             if (found := _smallest(plans, [*cheap, *more, *last], limit)) is not None:
                 return found
     return None
@@ -243,7 +244,7 @@ def _split_experts(base: StartingModel, ranks: int) -> list[Change]:
     count = max((n for n in (1, 2, 4, 8) if ranks % n == 0 and experts and experts % n == 0), default=1)
 
     def applies(recipe: Recipe, _: int) -> bool:
-        can_split = recipe.parallel.shard == "full" or recipe.model.quantize is not None
+        can_split = recipe.parallel.shard == "full" or recipe.model.rounds
         return can_split and recipe.parallel.tensor == 1 and count > recipe.parallel.experts
 
     return [Change({"parallel.experts": str(count)}, applies)]

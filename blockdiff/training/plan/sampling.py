@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.stored import quantize_of
+from blockdiff.checkpoint.quantization_config import layers_said
 from blockdiff.models.adapters import adapt
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.models.stored import quantised_layers, store
+from blockdiff.models.stored import forms_of, quantised_layers, store
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.plan.step_bytes import keep_one_of_each
 from blockdiff.training.plan.training import kernels_for
@@ -24,13 +24,14 @@ class SamplingPlan:
     """The memory of sampling, in bytes: `weights`, the `cache` of 1,000 tokens of a row, and a denoising `step`.
 
     images: weights of the image side, which come with the first image; step: of the first row and of each further
-    one, beside a prefix of 1,000 tokens.
+    one, beside a prefix of 1,000 tokens. forms: the words for those that linear layers and experts are stored in.
     """
 
     weights: int
     images: int
     cache: int
     step: tuple[int, int]
+    forms: tuple[str, ...] = ()
 
     def rows(self, limit: int, tokens: int) -> int:
         """The number of rows with prefixes of so many tokens that fit together."""
@@ -52,7 +53,7 @@ def plan_sampling(
     adapter: the directory of one that the model gets, unmerged.
     """
     model = checkpoint.empty(config, kernels_for(device)).to(dtype).eval()
-    store(model, quantised_layers(model, quantize_of(config, quantize)))
+    store(model, (layers_said(model) if quantize is None else {}) | quantised_layers(model, quantize))
     if adapter is not None:
         found = checkpoint.read_adapter(adapter, model)
         adapt(model, found.modules, found.tokens)
@@ -62,7 +63,7 @@ def plan_sampling(
     weights, images = _bytes(model), 0 if side is None else _bytes(side.to(dtype))
     keep_one_of_each(model)
     one, two = (_step(model, rows) for rows in (1, 2))
-    return SamplingPlan(weights, images, 1000 * cached * dtype.itemsize, (one, two - one))
+    return SamplingPlan(weights, images, 1000 * cached * dtype.itemsize, (one, two - one), forms_of(model))
 
 
 def _bytes(module: nn.Module) -> int:

@@ -1,0 +1,204 @@
+"""The forms in which files have a matrix of fewer bits: MXFP8, fp8, and NVFP4 in two layouts.
+
+The tensors of a matrix are told by what follows its name, so a config need not be there or right. One in MXFP8 is
+decoded when it is read; the others are what a model computes with (`kernels/stored.py`), to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.checkpoint.files import DTYPES, Stored, read_tensors
+from blockdiff.checkpoint.stream import TensorSource
+from blockdiff.errors import CheckpointError
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.nvfp4 import Nvfp4
+from blockdiff.kernels.nvfp4.matrix import BLOCK, LARGEST_SCALE
+from blockdiff.kernels.stored import StoredMatrix
+from blockdiff.layers.weights import Form
+
+WEIGHT = ".weight"  # ends the names of matrices; of one in fewer bits the names of its other tensors go on
+MX_BLOCK = 32  # numbers along the input dimension that share a scale in MXFP8
+# The ends of the names of what other programs round inputs, keys and values with, which are not rounded here.
+ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a matrix in files.
+
+    end: what follows the name of the matrix in the tensor's name. dtype: in files; bytes in memory are viewed so.
+    number: its shape if it is one number for the matrix, which has it in all rows in memory. made: the number in the
+    file of the one in memory.
+    """
+
+    end: str
+    dtype: torch.dtype
+    number: tuple[int, ...] | None = None
+    made: Callable[[Tensor], Tensor] | None = None
+
+    def source(self, part: TensorSource) -> TensorSource:
+        """The tensor in files of that in memory."""
+        shape = part.shape if self.number is None else self.number
+        return TensorSource(shape, self.dtype, lambda: self._of(part.read()), (part,))
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        if self.number is not None:
+            assert bool((tensor == tensor[:1]).all()) or not bool(tensor.isfinite().all())
+            tensor = tensor.flatten()[0].reshape(self.number)
+        tensor = tensor if self.made is None else self.made(tensor)
+        return tensor if tensor.dtype == self.dtype else tensor.view(self.dtype)
+
+
+@dataclass(frozen=True)
+class FileForm:
+    """A form of matrices in files.
+
+    name: in messages. parts: its tensors, the codes first. form: what a model keeps it in (None: a tensor). dtype: the
+    one that decoded numbers are given in. shape: of the tensors' places the shape of the matrix, None if they are not
+    of this form. read: the matrix of its tensors.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    form: Form | None
+    dtype: str
+    shape: Callable[..., tuple[int, ...] | None]
+    read: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Quantised(Stored):
+    """A matrix in fewer bits as it lies in files: its form, and the names and places of its tensors."""
+
+    form: FileForm | None = None
+    tensors: tuple[tuple[str, Stored], ...] = ()
+
+    def matrix(self) -> Tensor | StoredMatrix:
+        """The matrix as the form gives it. Raises CheckpointError."""
+        assert self.form is not None
+        try:
+            read: Tensor | StoredMatrix = self.form.read(*(read_whole(name, place) for name, place in self.tensors))
+        except ValueError as error:
+            raise CheckpointError(f"{self.file}: {self.tensors[0][0]} {error}; write the file again") from None
+        return read
+
+    def decoded(self) -> Tensor:
+        """The numbers of the matrix."""
+        matrix = self.matrix()
+        return matrix if isinstance(matrix, Tensor) else matrix.decoded(DTYPES[self.dtype])
+
+
+def read_whole(name: str, place: Stored) -> Tensor:
+    """A tensor of a file."""
+    return next(read_tensors({name: place}, [name]))[1]
+
+
+# -- MXFP8 -----------------------------------------------------------------------------------------------------
+
+
+def _shape_mxfp8(codes: Stored, scale: Stored) -> tuple[int, ...] | None:
+    expected = (*codes.shape[:-1], -(-codes.shape[-1] // MX_BLOCK)) if codes.shape else None
+    fits = codes.dtype == "F8_E4M3" and scale.dtype in ("U8", "F8_E8M0") and scale.shape == expected
+    return codes.shape if fits else None
+
+
+def dequantised(values: Tensor, scale: Tensor) -> Tensor:
+    """MXFP8 as bf16 (which holds every such number exactly): e4m3 values [out, in], exponents [out, in / 32]."""
+    factor = torch.ldexp(torch.ones(scale.shape), scale.view(torch.uint8).int() - 127)
+    factor = factor.repeat_interleave(MX_BLOCK, -1)[..., : values.shape[-1]]
+    return (values.float() * factor).to(torch.bfloat16)
+
+
+# -- fp8 -------------------------------------------------------------------------------------------------------
+
+
+def _shape_fp8(codes: Stored, scale: Stored) -> tuple[int, ...] | None:
+    sizes = {(*codes.shape[:-1], 1), codes.shape[:-1], (1,), ()}
+    return codes.shape if codes.dtype == "F8_E4M3" and scale.dtype in DTYPES and scale.shape in sizes else None
+
+
+def _read_fp8(values: Tensor, scale: Tensor) -> Fp8:
+    """Scales are one for each channel or one for all; those of a channel with a NaN are NaN."""
+    rows = values.shape[:-1]
+    codes, scale = values.view(torch.uint8), scale.float()
+    scale = (scale.expand(rows) if scale.numel() == 1 else scale).reshape(*rows, 1)
+    return Fp8(codes, torch.where(((codes & 127) == 127).any(-1, keepdim=True), float("nan"), scale))
+
+
+# -- NVFP4 -----------------------------------------------------------------------------------------------------
+
+
+def _shape_nvfp4(codes: Stored, block_scale: Stored, scale: Stored) -> tuple[int, ...] | None:
+    rows, columns = codes.shape[:-1], 2 * codes.shape[-1] if codes.shape else 0
+    fits = codes.dtype == "U8" and block_scale.dtype == "F8_E4M3" and scale.dtype == "F32" and columns % BLOCK == 0
+    fits = fits and block_scale.shape == (*rows, columns // BLOCK) and scale.shape in ((), (1,))
+    return (*rows, columns) if fits else None
+
+
+def _read_nvfp4(codes: Tensor, block_scale: Tensor, scale: Tensor) -> Nvfp4:
+    in_bytes = block_scale.view(torch.uint8)
+    if in_bytes.numel() and int(in_bytes.max()) > LARGEST_SCALE:
+        raise ValueError("has block scales that are negative or no numbers")
+    return Nvfp4(codes, in_bytes, scale.expand(*codes.shape[:-1], 1))
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    """The fp32 number whose reciprocal is a scale, to the bit if there is one."""
+    near = 1 / scale
+    tried = torch.stack([near, *(torch.nextafter(near, torch.full_like(near, end)) for end in (0.0, float("inf")))])
+    return tried[(1 / tried == scale).int().argmax(0)].reshape(scale.shape)
+
+
+E4M3, F32, U8 = torch.float8_e4m3fn, torch.float32, torch.uint8
+MXFP8 = FileForm("MXFP8", (Part("", E4M3), Part("_scale_inv", U8)), None, "BF16", _shape_mxfp8, dequantised)
+FP8 = FileForm("fp8", (Part("", E4M3), Part("_scale", F32)), Fp8, "F32", _shape_fp8, _read_fp8)
+MODELOPT = FileForm(
+    "NVFP4 of ModelOpt",
+    (Part("", U8), Part("_scale", E4M3), Part("_scale_2", F32, ())),
+    Nvfp4, "F32", _shape_nvfp4, _read_nvfp4,
+)  # fmt: skip
+PACKED = FileForm(
+    "NVFP4 of compressed-tensors",
+    (Part("_packed", U8), Part("_scale", E4M3), Part("_global_scale", F32, (1,), _divisor)),
+    Nvfp4, "F32", _shape_nvfp4, lambda codes, block_scale, divisor: _read_nvfp4(codes, block_scale, 1 / divisor),
+)  # fmt: skip
+FILE_FORMS = (MODELOPT, PACKED, FP8, MXFP8)  # those with more tensors first: the tensors of fp8 are among ModelOpt's
+
+
+def joined(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a checkpoint, those of a matrix in fewer bits as one by its name, without those of activations.
+
+    Raises CheckpointError for tensors of a form that is not read.
+    """
+    found: dict[str, Stored] = {}
+    taken: set[str] = set()
+    for form in FILE_FORMS:
+        first, *others = (part.end for part in form.parts)
+        for name in stored:
+            hub = name.removesuffix(first)
+            names = [name, *(hub + end for end in others)]
+            if name.endswith(first) and name not in taken and all(each in stored for each in names):
+                found[hub] = _quantised(form, hub, [(each, stored[each]) for each in names])
+                taken.update(names)
+    return found | {
+        name: place for name, place in stored.items() if name not in taken and not name.endswith(ACTIVATIONS)
+    }
+
+
+def _quantised(form: FileForm, hub: str, tensors: Sequence[tuple[str, Stored]]) -> Quantised:
+    places = [place for _, place in tensors]
+    shape = form.shape(*places)
+    if shape is None:
+        rest = " and ".join(f"{place.dtype} {list(place.shape)}" for place in places[1:])
+        raise CheckpointError(
+            f"{places[0].file}: {hub} is {places[0].dtype} {list(places[0].shape)} with scales {rest}, which is not "
+            f"{form.name}; of weights in fewer bits MXFP8 is read, e4m3 with a scale for each output channel, and NVFP4"
+        )
+    nbytes = sum(place.nbytes for place in places)
+    return Quantised(places[0].file, shape, form.dtype, nbytes, form=form, tensors=tuple(tensors))

@@ -1,0 +1,166 @@
+"""The words of a config.json about weights in fewer bits: what they say of a model's layers, and what is written.
+
+Files are told by their tensors; the words are for what has none at hand, a plan, and for the programs that read them.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from blockdiff.checkpoint.config import QUANTIZATION
+from blockdiff.checkpoint.digests import has_digests
+from blockdiff.checkpoint.file_forms import WEIGHT, FileForm
+from blockdiff.checkpoint.files import CONFIG
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.nvfp4 import Nvfp4
+from blockdiff.layers.experts import Experts
+from blockdiff.layers.linear import Linear
+from blockdiff.layers.weights import Form
+from blockdiff.models.family import Family
+from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import stored_layers
+
+_NUMBER = {"type": "float", "symmetric": True}
+_WEIGHTS: dict[Form, dict[str, Any]] = {
+    Fp8: {"num_bits": 8, **_NUMBER, "strategy": "channel", "dynamic": False},
+    Nvfp4: {"num_bits": 4, **_NUMBER, "strategy": "tensor_group", "group_size": 16, "dynamic": False,
+            "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
+}  # fmt: skip
+# As vLLM's loader of DiffusionGemma takes fp8 (FP8-Dynamic): that rounds inputs, too.
+_INPUTS: dict[Form, Any] = {
+    Fp8: {"num_bits": 8, **_NUMBER, "strategy": "token", "dynamic": True},
+    Nvfp4: None,
+}
+_FORMATS: dict[Form, str] = {Fp8: "float-quantized", Nvfp4: "nvfp4-pack-quantized"}
+
+
+def said(config: Family) -> Mapping[str, Any]:
+    """The words of a config about weights in fewer bits; empty if it has none."""
+    found = config.values.get(QUANTIZATION)
+    return found if isinstance(found, Mapping) else {}
+
+
+def layers_said(model: BlockDiffusionModel) -> dict[str, Form]:
+    """The layers that the config says are in fewer bits, each with its form."""
+    found, groups = {}, list(_groups(said(model.config)))
+    for layer, module in model.named_modules():
+        names = _hub_modules(model, layer, module)
+        form = next((form for targets, form in groups if names and _matches(names[0], targets)), None)
+        if form is not None and not _matches(names[0], _ignored_by(said(model.config))):
+            found[layer] = form
+    return found
+
+
+def _groups(words: Mapping[str, Any]) -> Iterator[tuple[list[str], Form]]:
+    """Patterns of the modules of a form, and the form."""
+    groups = words.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        bits = weights.get("num_bits") if isinstance(weights, Mapping) else None
+        if bits in (4, 8):
+            yield list(group.get("targets") or ["Linear"]), Nvfp4 if bits == 4 else Fp8
+    if not groups and words.get("quant_algo") in ("NVFP4", "FP8"):
+        yield ["Linear"], Nvfp4 if words["quant_algo"] == "NVFP4" else Fp8
+
+
+def _ignored_by(words: Mapping[str, Any]) -> list[str]:
+    ignored = words.get("ignore") or words.get("exclude_modules")
+    return list(ignored) if isinstance(ignored, list) else []
+
+
+def _matches(module: str, patterns: list[str]) -> bool:
+    """True for a module that one of the patterns names, in the ways of compressed-tensors and of ModelOpt."""
+    return any(
+        re.match(pattern[3:], module) is not None
+        if pattern.startswith("re:")
+        else pattern in ("Linear", module) or fnmatchcase(module, pattern)
+        for pattern in map(str, patterns)
+    )
+
+
+def _hub_modules(model: BlockDiffusionModel, layer: str, module: nn.Module) -> list[str]:
+    """The names that files have of a linear layer's module, or of those of the first expert."""
+    if not isinstance(module, Linear | Experts):
+        return []
+    names = model.config.names
+    hubs = [hub for weight in module.WEIGHTS if (hub := names.to_hub(f"{layer}.{weight}")) is not None]
+    pieces = [piece for hub in hubs for piece in names.pieces_of(hub, True)]
+    return [name.replace("[]", "0").removesuffix(WEIGHT) for name in pieces or hubs]
+
+
+def written_words(model: BlockDiffusionModel, forms: Mapping[str, FileForm]) -> dict[str, Any] | None:
+    """The `quantization_config` of a model's config.json; None for one without weights in fewer bits.
+
+    forms: of stored weights. Words that were read are kept with the weights that were; what is no longer in fewer bits
+    is ignored then, too.
+    """
+    if not stored_layers(model):
+        return None
+    read_forms: Mapping[str, FileForm] = {} if model.carried is None else model.carried.forms
+    if forms.items() <= read_forms.items():
+        gone = {name.rpartition(".")[0] for name in read_forms.keys() - forms.keys()}
+        modules = [each for layer in gone for each in _hub_modules(model, layer, model.get_submodule(layer))]
+        return {**said(model.config), "ignore": [*_ignored_by(said(model.config)), *sorted(modules)]}
+    kept_in = {module.stored for module in stored_layers(model).values()}
+    in_turn = [form for form in _FORMATS if form in kept_in]
+    groups = {
+        f"group_{n}": {
+            "targets": ["Linear"] if len(in_turn) == 1 else _targets(model, form),
+            **({} if len(in_turn) == 1 else {"format": _FORMATS[form]}),
+            "weights": _WEIGHTS[form],
+            "input_activations": _INPUTS[form],
+        }
+        for n, form in enumerate(in_turn)
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMATS[in_turn[0]] if len(in_turn) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": _ignored(model),
+    }
+
+
+def _targets(model: BlockDiffusionModel, form: Form) -> list[str]:
+    """Patterns of the modules of the layers in a form: by what follows the number of a layer."""
+    layers = {layer: module for layer, module in stored_layers(model).items() if module.stored is form}
+    modules = {_tail(name) for layer, module in layers.items() for name in _hub_modules(model, layer, module)}
+    return sorted(f"re:.*{re.escape(tail)}$".replace(r"\.0\.", r"\.\d+\.") for tail in modules)
+
+
+def _ignored(model: BlockDiffusionModel) -> list[str]:
+    """Patterns of the names of linear layers that are not in fewer bits."""
+    names = model.config.names
+    found = ["lm_head"]
+    for layer, module in model.named_modules():
+        hub = names.to_hub(f"{layer}.weight")
+        if isinstance(module, nn.Linear) and getattr(module, "stored", None) is None and hub is not None:
+            found.append(f"re:.*{re.escape(_tail(hub.removesuffix(WEIGHT)))}$")
+    found += [f"re:.*{re.escape(start.strip('.').rpartition('.')[2])}.*" for start in names.carried]
+    return sorted(set(found))
+
+
+def _tail(module: str) -> str:
+    """The name of a module behind the number of its layer, or its last two words."""
+    _, number, rest = module.rpartition(".layers.")
+    return rest.partition(".")[2] if number else ".".join(rest.split(".")[-2:])
+
+
+def warn_of_activations(config: Family, directory: Path) -> None:
+    """Warn if another program's checkpoint rounds inputs, or keys and values, which stay as they are here."""
+    words = said(config)
+    groups = [group for group in (words.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    what = ["the inputs of layers"] * any(group.get("input_activations") for group in groups)
+    what += ["keys and values"] * bool(words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo"))
+    if what and not has_digests(directory):
+        warnings.warn(
+            f"{directory}: its {CONFIG} rounds {' and '.join(what)} to fewer bits, too; here only weights are rounded",
+            stacklevel=3,
+        )
