@@ -68,7 +68,7 @@ SIGNATURES = {
     # vocabulary
     "cross_entropy": "p nn p f pp n pp",
     "capped_softmax": "p nn ff",
-    "token_stats": "p nn f p n pp n pppp",
+    "token_stats": "p nn f p n pp n ppppp",
 }
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)

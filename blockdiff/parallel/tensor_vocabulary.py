@@ -186,15 +186,18 @@ class SharedRows:
             stats.argmax + self.first,
             stats.sample + self.first,
             torch.where(is_sampled_N, stats.log_probability + log_share_N, 0.0),
+            stats.best_log_probability,
         )
-        weighed_RN, argmax_RN, sample_RN, log_probability_RN = _gathered_columns(columns, self.group)
+        weighed_RN, argmax_RN, sample_RN, log_probability_RN, of_part_RN = _gathered_columns(columns, self.group)
+        own_RN = peak_RN * temperature  # of each rank's best token, by the model's own logits
+        best_N = (own_RN.amax(0) - (own_RN - of_part_RN).logsumexp(0)).to(stats.entropy.dtype)
         argmax_N = argmax_RN.gather(0, peak_RN.argmax(0)[None])[0].long()
         sample_N = sample_RN.gather(0, chosen_N[None])[0].long()
         soft_ND = summed(stats.soft_embedding * share_N[:, None], self.group).to(table.dtype) * vocabulary._scale(
             table.dtype
         )
         entropy_N, log_probability_N = (x.sum(0).to(stats.entropy.dtype) for x in (weighed_RN, log_probability_RN))
-        all_ = Stats(entropy_N, argmax_N, sample_N, soft_ND, log_probability_N)
+        all_ = Stats(entropy_N, argmax_N, sample_N, soft_ND, log_probability_N, argmax_N, best_N)
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in all_))
 
     def class_stats(

@@ -27,6 +27,7 @@ from blockdiff.objective import Losses, Objective
 from blockdiff.sampling.strategies import Composed, EntropyBound, NextToken, as_strategy, next_token_head
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 
+DRAWS_NOTHING = "objective.strategy: greedy decoding draws nothing, so nothing can be reinforced; "
 FILTERED = "objective.strategy: top_k, top_p and min_p change the distribution that is scored; leave them out"
 
 
@@ -84,9 +85,7 @@ def rollout_strategy(
                 "verified, whose tokens are the head's"
             )
         if not head.temperature:
-            raise RecipeError(
-                "objective.strategy: greedy decoding draws nothing, so nothing can be reinforced; say temperature=1"
-            )
+            raise RecipeError(DRAWS_NOTHING + "say temperature=1")
         if not head.shape(0, 1).is_plain:
             raise RecipeError(FILTERED)
         return strategy
@@ -99,6 +98,8 @@ def rollout_strategy(
             f"objective.strategy: {named}: what it accepts depends on what it draws, so the log-probability of a "
             "trajectory is not known; take entropy_bound"
         )
+    if strategy.greedy:
+        raise RecipeError(DRAWS_NOTHING + "leave greedy out")
     if not strategy.shape(0, 1).is_plain:
         raise RecipeError(FILTERED)
     return CommitsDraw(strategy)

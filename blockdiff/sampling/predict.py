@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -62,13 +63,20 @@ def predict(
     the other rows (None: nothing). With mask noise the mask is never predicted, and a token that is not a mask stays
     what it is.
     """
-    if shapes is not None and all(shape.is_plain for shape in {id(shape): shape for shape in shapes}.values()):
+    distinct = {id(shape): shape for shape in shapes or ()}.values()
+    if all(shape.is_plain and not shape.greedy for shape in distinct):
         shapes = None
     if not controls:
         return _free(model, inputs, shapes, mask_id)
+
+    def controlled(each: CanvasControl) -> Stats:
+        some = inputs if each.rows is None else inputs.select(each.rows)
+        greedy = None if shapes is None else [shapes[row].greedy for row in each.rows or range(len(shapes))]
+        return controlled_stats(model, some, each, mask_id, greedy)
+
     if controls[0].rows is None:
-        return controlled_stats(model, inputs, controls[0], mask_id)
-    parts = [controlled_stats(model, inputs.select(each.rows or ()), each, mask_id) for each in controls]
+        return controlled(controls[0])
+    parts = [controlled(each) for each in controls]
     order = [row for each in controls for row in each.rows or ()]
     if free := sorted(set(range(len(inputs.tokens_BL))).difference(order)):
         of_rows = None if shapes is None else [shapes[row] for row in free]
@@ -95,13 +103,19 @@ def _free(
         return _alike(model, inputs, mask_id)
     rows_of: dict[Shape, list[int]] = {}
     for row, shape in enumerate(shapes):
-        rows_of.setdefault(replace(shape, temperature=1.0), []).append(row)
+        rows_of.setdefault(_at_any_temperature(shape), []).append(row)
     parts = []
     for shape, rows in rows_of.items():
         some = inputs if len(rows_of) == 1 else inputs.select(rows)
         shaping = Shaping(shape.top_k, shape.top_p, shape.min_p)
-        parts.append(_alike(model, some, mask_id, shaping if shaping.has_filters else None))
+        parts.append(_alike(model, some, mask_id, shaping if shaping.has_filters else None, shape.greedy))
     return _in_order(parts, [row for rows in rows_of.values() for row in rows])
+
+
+@functools.lru_cache(maxsize=1024)
+def _at_any_temperature(shape: Shape) -> Shape:
+    """The shape of a group: the temperatures of its rows are their own."""
+    return replace(shape, temperature=1.0)
 
 
 def _alike(
@@ -109,12 +123,15 @@ def _alike(
     inputs: PredictInputs,
     mask_id: int | None,
     shaping: Shaping | None = None,
+    greedy: bool = False,
 ) -> Stats:
     """The statistics of rows in which every token can stand anywhere, and whose distributions are shaped alike."""
     vocabulary, tokens_BL, allowed_BLW = model.vocabulary, inputs.tokens_BL, None
     if mask_id is not None:
         allowed_BLW = vocabulary.all_but(mask_id, tokens_BL.device).expand(*tokens_BL.shape, -1)
     found = vocabulary.stats(inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, allowed_BLW, shaping)
+    if greedy:
+        found = found._replace(sample=found.best, log_probability=found.best_log_probability)
     return found if mask_id is None else carried_over(found, tokens_BL, mask_id)
 
 
@@ -122,7 +139,8 @@ def carried_over(stats: Stats, tokens_BL: Tensor, mask_id: int) -> Stats:
     """Statistics in which a token that is not masked stays what it is, with certainty (entropy 0).
 
     Under mask noise a visible token is the true one, so the reverse process never changes it (carry-over unmasking,
-    arXiv 2406.07524): what is accepted stays, and masks are filled in the order of their entropies.
+    arXiv 2406.07524): what is accepted stays, and masks are filled in the order of their entropies. What the model
+    itself would write there is in `best`.
     """
     is_masked_BL = tokens_BL == mask_id
     return stats._replace(
@@ -145,12 +163,40 @@ def with_given(stats: Stats, given_BL: Tensor) -> Stats:
 
 
 def controlled_stats(
-    model: BlockDiffusionModel, inputs: PredictInputs, control: CanvasControl, mask_id: int | None = None
+    model: BlockDiffusionModel,
+    inputs: PredictInputs,
+    control: CanvasControl,
+    mask_id: int | None = None,
+    greedy: Sequence[bool] | None = None,
 ) -> Stats:
     """The statistics of canvases under a control; nothing here waits for the device.
 
-    Under a constraint argmax is the best canvas that satisfies it, the sample a canvas drawn from the model's
-    distribution given that it is satisfied, and the entropy that of each position's marginal of that distribution.
+    greedy: the canvases that draw nothing (None: none), whose best tokens are those of another call at temperature 1.
+    """
+    found = _controlled(model, inputs, control, mask_id)
+    if greedy is None or not any(greedy):
+        return found
+    own = _controlled(model, replace(inputs, temperature=1.0), control, mask_id, draws=False)
+    columns = ("sample", "log_probability", "best_log_probability")
+    if all(greedy):
+        return found._replace(**{name: getattr(own, name) for name in columns})
+    is_greedy_B1 = torch.tensor(greedy, device=found.sample.device)[:, None]
+    return found._replace(**{name: getattr(own, name).where(is_greedy_B1, getattr(found, name)) for name in columns})
+
+
+def _controlled(
+    model: BlockDiffusionModel,
+    inputs: PredictInputs,
+    control: CanvasControl,
+    mask_id: int | None,
+    draws: bool = True,
+) -> Stats:
+    """The statistics of canvases under a control, by the distributions at their temperatures.
+
+    draws: whether the sample is drawn, and not the argmax. Without a constraint the best token of a place is the
+    likeliest one that may stand there. Under a constraint what is visible is given, argmax is the best canvas that
+    satisfies it, the sample a canvas drawn from the model's distribution given that it is satisfied, and the entropy
+    that of each position's marginal of that distribution.
     """
     assert control.classes is not None and inputs.step_B is not None, "canvases under a control draw by their steps"
     stats = model.vocabulary.class_stats(
@@ -159,26 +205,33 @@ def controlled_stats(
     pinned_BL, tokens_BL = control.pinned_BL, inputs.tokens_BL
     if mask_id is not None:  # under mask noise what is visible is given, too
         pinned_BL = pinned_BL.where(pinned_BL >= 0, tokens_BL.where(tokens_BL != mask_id, -1))
+    best_log_p_BLC = stats.maximum - stats.log_sum
     if control.automaton is None:
         best_BL = random_BL = torch.zeros_like(pinned_BL)
-        entropy_BL, of_class_BL = stats.entropy[..., 0], torch.zeros_like(stats.entropy[..., 0])
+        entropy_BL, log_share_BLC, given_BL = stats.entropy[..., 0], torch.zeros_like(best_log_p_BLC), control.pinned_BL
     else:
-        best_BL, random_BL, entropy_BL, of_class_BL = _constrained(
+        best_BL, random_BL, entropy_BL, log_share_BLC = _constrained(
             model.kernels, stats, control, control.automaton, pinned_BL, inputs.step_B
         )
-    argmax_BL, sample_BL, log_p_BL = (
+        given_BL = pinned_BL
+    argmax_BL, best_log_p_BL, sample_BL, log_p_BL = (
         column.gather(-1, place_BL[..., None]).squeeze(-1)
         for column, place_BL in (
-            (stats.argmax, best_BL), (stats.sample, random_BL), (stats.log_probability, random_BL)
+            (stats.argmax, best_BL), (log_share_BLC + best_log_p_BLC, best_BL),
+            (stats.sample, random_BL), (log_share_BLC + stats.log_probability, random_BL),
         )
     )  # fmt: skip
+    if not draws:
+        sample_BL, log_p_BL = argmax_BL, best_log_p_BL
     is_pinned_BL = pinned_BL >= 0
     return Stats(
         entropy=(entropy_BL * ~is_pinned_BL).float(),
         argmax=pinned_BL.where(is_pinned_BL, argmax_BL),
         sample=pinned_BL.where(is_pinned_BL, sample_BL),
         soft_embedding=stats.soft_embedding,
-        log_probability=(of_class_BL + log_p_BL).masked_fill(is_pinned_BL, 0.0).float(),
+        log_probability=log_p_BL.masked_fill(is_pinned_BL, 0.0).float(),
+        best=given_BL.where(given_BL >= 0, argmax_BL),
+        best_log_probability=best_log_p_BL.masked_fill(given_BL >= 0, 0.0).float(),
     )
 
 
@@ -198,7 +251,7 @@ def _constrained(
     pinned_BL: Tensor,
     step_B: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The classes of the best and of a random canvas [B, L], the entropies, and the random ones' log-probabilities."""
+    """The classes of the best and of a random canvas [B, L], entropies, and log-probabilities of classes [B, L, C]."""
     assert control.is_text_BL is not None and control.state_B is not None and control.is_final_BS is not None
     assert control.seed_B is not None and control.number_B is not None
     of = slice(control.tail, None)  # the prompt's tail is no part of the response
@@ -211,10 +264,8 @@ def _constrained(
     share = found.share_BLC
     entropy_BL = torch.special.entr(share).sum(-1) + (share * own.entropy).where(share > 0, 0.0).sum(-1)
     entropy_BL = entropy_BL.masked_fill(~found.is_possible_B[:, None], torch.nan)  # logits that are not finite
-    of_class_BL = share.gather(-1, found.random_BL[..., None]).squeeze(-1).log()
-    columns = found.best_BL, found.random_BL, entropy_BL, of_class_BL
-    best_BL, random_BL, entropy_BL, of_class_BL = (F.pad(x, (control.tail, 0)) for x in columns)
-    return best_BL, random_BL, entropy_BL, of_class_BL
+    best_BL, random_BL, entropy_BL = (F.pad(x, (control.tail, 0)) for x in (found.best_BL, found.random_BL, entropy_BL))
+    return best_BL, random_BL, entropy_BL, F.pad(share.log(), (0, 0, control.tail, 0))
 
 
 def _given(

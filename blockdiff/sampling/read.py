@@ -101,6 +101,7 @@ class RunningRead:
         holes, filled = _holes(template, choices, request, require_tokenizer("a read", settings))
         asked = replace(request, template=filled, max_steps=steps, max_new_tokens=settings.canvas_length)
         [first] = prepare_sequences(asked, settings, seed, model.device)
+        first.max_steps = steps  # whatever the strategy would go on to do
         if first.round.head is not None:
             raise RequestError(
                 "a read looks at a canvas that is denoised, not at verified tokens; take another strategy"

@@ -71,6 +71,7 @@ class CanvasState:
     standing_BL: Tensor
     kept_BL: Tensor
     previous_BL: Tensor
+    whole_B: Tensor
     soft_BLD: Tensor
 
     @classmethod
@@ -115,6 +116,7 @@ class CanvasState:
             standing_BL=zeros(L),
             kept_BL=zeros(L, dtype=torch.bool),
             previous_BL=zeros(L),
+            whole_B=zeros(),
             soft_BLD=zeros(L, D, dtype=model.dtype),
         )
 
@@ -168,6 +170,8 @@ class CanvasState:
         pinned_BL: Tensor,
     ) -> Canvases:
         """The canvases by which a strategy decides, after a step that saw these tokens."""
+        mask_id = settings.diffusion.mask_id
+        is_masked_BL = torch.zeros_like(self.kept_BL) if mask_id is None else tokens_BL == mask_id
         return Canvases(
             ids=ids,
             step_B=step_B,
@@ -179,7 +183,10 @@ class CanvasState:
             unchanged_B=(self.unchanged_B + 1) * (stats.argmax == self.previous_BL).all(-1),
             kept_BL=self.kept_BL,
             is_pinned_BL=pinned_BL >= 0,
-            noise_probability=1 / settings.vocab_size if settings.diffusion.mask_id is None else 0.0,
+            is_masked_BL=is_masked_BL,
+            whole_B=(self.whole_B + 1) * ~is_masked_BL.any(-1),
+            end_ids=settings.generation.eos_ids,
+            noise_probability=1 / settings.vocab_size if mask_id is None else 0.0,
             draw=lambda: second_draws(self.seed_B, self.number_B, step_B, settings.canvas_length),
         )
 
@@ -240,6 +247,7 @@ class CanvasStep:
             standing_BL=decision.standing(canvases),
             kept_BL=decision.kept_BL,
             previous_BL=stats.argmax,
+            whole_B=canvases.whole_B,
             soft_BLD=stats.soft_embedding,
         )
         self.report_BN[of] = step_report(stats, decision)  # before the state: a decision may be views of it

@@ -34,13 +34,15 @@ class Shape:
     temperature: logits are divided by it. top_k, top_p, min_p: of every position's tempered distribution only the k
     likeliest tokens are left, the fewest likeliest ones whose probabilities reach top_p, those at least min_p times as
     likely as the likeliest. The soft embedding that the next step is conditioned on is made of the model's own tempered
-    logits.
+    logits. greedy: nothing is drawn: the sample is the likeliest token, with the probability that the model itself
+    gives it, at temperature 1 and before filters; entropies stay those of the tempered distribution.
     """
 
     temperature: float
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
+    greedy: bool = False
 
     def __post_init__(self) -> None:
         if broken := broken_rule(self, SHAPE_RULES):
@@ -48,7 +50,7 @@ class Shape:
 
     @property
     def is_plain(self) -> bool:
-        """True where the tempered logits are drawn from as they are."""
+        """True where no filter leaves tokens out."""
         return self.top_k is None and self.top_p == 1 and self.min_p == 0
 
 
@@ -65,11 +67,14 @@ class Canvases:
     steps_B: Tensor  # int64: the most steps that the canvas may take
     temperature_B: Tensor  # fp32
     tokens_BL: Tensor  # int64: what the step saw
-    stats: Stats  # of this step, as the shape says: entropy, argmax, sample, log_probability
+    stats: Stats  # of this step, as the shape says; of visible tokens under masks only `best` is the model's own
     previous_BL: Tensor  # int64: the argmax of the step before; -1 in a canvas's first step
     unchanged_B: Tensor  # int64: for how many steps in a row the argmax has been the same
     kept_BL: Tensor  # bool: positions whose token was kept or stayed at the step before; False in the first step
     is_pinned_BL: Tensor  # bool: positions whose token is given
+    is_masked_BL: Tensor  # bool: positions that the step saw masked; under other noise none is
+    whole_B: Tensor  # int64: for how many steps in a row, this one included, no position has been masked
+    end_ids: Sequence[int]  # the tokens that end a response
     noise_probability: float  # of each token under the noise: 1 / V, or 0 where all noise is the mask
     draw: Callable[[], Tensor]  # what `uniform_BL` is made by, for strategies that ask for it
 
@@ -78,26 +83,41 @@ class Canvases:
         """Numbers in [0, 1), fp32, one per position, independent of those that picked the samples."""
         return self.draw()
 
+    @property
+    def are_masks(self) -> bool:
+        """True where all noise is the mask."""
+        return self.noise_probability == 0
+
+    @property
+    def is_open_BL(self) -> Tensor:
+        """Positions that a token is new to, bool: masks, or where other noise is what was neither kept nor given."""
+        return self.is_masked_BL if self.are_masks else ~(self.kept_BL | self.is_pinned_BL)
+
 
 @dataclass(frozen=True)
 class Decision:
     """A decision about every position, and about every canvas.
 
-    keep_BL: the sample stands in the canvas of the next step. stay_BL: the token that this step saw stands there
-    again (where both are True, the sample is kept). Every other position gets fresh noise. stop_B: the canvas is
-    finished; None = no canvas is, before its last step. final_BL: what a canvas that is finished becomes; None = its
-    argmax.
+    keep_BL: the sample, or the token of `tokens_BL`, stands in the canvas of the next step. stay_BL: the token that the
+    step saw stands there again (where both are True, it is the new one). Every other position gets fresh noise. stop_B:
+    the canvas is finished; None = no canvas is, before its last step. final_BL: what a canvas that is finished becomes;
+    None = its argmax. tokens_BL: tokens in the place of the samples; None = the samples.
     """
 
     keep_BL: Tensor
     stop_B: Tensor | None = None
     stay_BL: Tensor | None = None
     final_BL: Tensor | None = None
+    tokens_BL: Tensor | None = None
+
+    def new(self, canvases: Canvases) -> Tensor:
+        """The tokens that stand wherever `keep_BL` is True, int64 [B, L]."""
+        return canvases.stats.sample if self.tokens_BL is None else self.tokens_BL
 
     def standing(self, canvases: Canvases) -> Tensor:
         """The tokens of the next step's canvas wherever `kept_BL` is True, int64 [B, L]; elsewhere any."""
-        sample_BL = canvases.stats.sample
-        return sample_BL if self.stay_BL is None else sample_BL.where(self.keep_BL, canvases.tokens_BL)
+        new_BL = self.new(canvases)
+        return new_BL if self.stay_BL is None else new_BL.where(self.keep_BL, canvases.tokens_BL)
 
     @property
     def kept_BL(self) -> Tensor:
@@ -110,7 +130,8 @@ class Strategy(Protocol):
 
     A class with `is_capturable = True` (or a property) says that its steps can be captured in a CUDA graph: `decide`
     computes with the tensors of canvases alone, without reading one on the host, and never looks at `ids`. A class
-    that inherits it says nothing.
+    that inherits it says nothing. One with `post_steps` (a number) may
+    take so many steps more than a canvas has otherwise.
     """
 
     def __hash__(self) -> int:
@@ -146,12 +167,12 @@ def checked_decision(strategy: Strategy, canvases: Canvases) -> Decision:
     if not isinstance(decision, Decision):
         raise _refusal(strategy, f"decide() gave a {type(decision).__name__}, not a Decision")
     of_positions = canvases.kept_BL.shape
-    shapes = {"keep_BL": of_positions, "stay_BL": of_positions, "stop_B": of_positions[:1], "final_BL": of_positions}
+    shapes = dict.fromkeys(("keep_BL", "stay_BL", "final_BL", "tokens_BL"), of_positions) | {"stop_B": of_positions[:1]}
     for name, shape in shapes.items():
         value: Any = getattr(decision, name)
         if value is None and name != "keep_BL":
             continue
-        dtype = torch.int64 if name == "final_BL" else torch.bool
+        dtype = torch.int64 if name in ("final_BL", "tokens_BL") else torch.bool
         if not isinstance(value, Tensor) or value.dtype is not dtype or value.shape != shape:
             given = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise _refusal(strategy, f"decide() gave {name} as {given}, not {dtype} {[*shape]}")
@@ -208,7 +229,7 @@ def decide_groups(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | 
         return checked_decision(strategy, canvases)
     keep_BL = torch.zeros_like(canvases.kept_BL)
     stay_BL, stop_B = torch.zeros_like(keep_BL), torch.zeros_like(keep_BL[:, 0])
-    final_BL: Tensor | None = None
+    final_BL, tokens_BL = canvases.stats.argmax.clone(), canvases.stats.sample.clone()
     for strategy, places in groups:
         assert places is not None
         decision = checked_decision(strategy, _some(canvases, places))
@@ -218,9 +239,10 @@ def decide_groups(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | 
         if decision.stop_B is not None:
             stop_B[places] = decision.stop_B
         if decision.final_BL is not None:
-            final_BL = canvases.stats.argmax.clone() if final_BL is None else final_BL
             final_BL[places] = decision.final_BL
-    return Decision(keep_BL, stop_B, stay_BL, final_BL)
+        if decision.tokens_BL is not None:
+            tokens_BL[places] = decision.tokens_BL
+    return Decision(keep_BL, stop_B, stay_BL, final_BL, tokens_BL)
 
 
 def _some(canvases: Canvases, places: Tensor) -> Canvases:
@@ -237,5 +259,7 @@ def _some(canvases: Canvases, places: Tensor) -> Canvases:
         unchanged_B=canvases.unchanged_B[places],
         kept_BL=canvases.kept_BL[places],
         is_pinned_BL=canvases.is_pinned_BL[places],
+        is_masked_BL=canvases.is_masked_BL[places],
+        whole_B=canvases.whole_B[places],
         draw=lambda: canvases.uniform_BL[places],
     )

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class Step:
     """One denoising step of one request; every list has one entry per canvas position.
 
-    `tokens` is the canvas that the step saw, `argmax` and `sample` what it predicted, `entropy` (nats) how
-    unsure it was at this temperature, `is_accepted` whether `sample` stayed for the next step. Where they are said:
-    `is_pinned` marks positions whose token is given, and `stays` those whose token in `tokens` stands as it is. What is
-    neither kept, pinned nor stays is renewed.
+    `tokens` is the canvas that the step saw, `argmax` and `sample` what it predicted (or wrote in its place), `entropy`
+    (nats) how unsure it was at this temperature, `is_accepted` whether `sample` stayed for the next step. Where they
+    are said: `is_pinned` marks positions whose token is given, and `stays` those whose token in `tokens` stands as it
+    is. What is neither kept, pinned nor stays is renewed.
     """
 
     id: str | int
@@ -75,7 +75,8 @@ def step_records(
     if not steps:
         return []
     chosen = torch.tensor([*steps], device=tokens_BL.device)
-    columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, decision.keep_BL)
+    sample_BL = stats.sample if decision.tokens_BL is None else decision.tokens_BL
+    columns = (tokens_BL, stats.argmax, sample_BL, stats.entropy, decision.keep_BL)
     tails = [tail for tail, _ in steps.values()]
 
     def listed(column_BL: Tensor) -> list[list[Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from blockdiff.errors import RequestError
 from blockdiff.request_options import SERVED
 from blockdiff.sampling.settings import SamplingSettings
-from blockdiff.sampling.strategies import adjusted, as_strategy, next_token_head
+from blockdiff.sampling.strategies import adjusted, as_strategy
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.seeding import child_seed
 from blockdiff.serving.limits import Limits
@@ -40,11 +40,12 @@ def common_fields(
 def strategy_of(body: SampledBody, settings: SamplingSettings) -> Strategy | None:
     """The strategy of a body; None for that of the server.
 
-    Where canvases are denoised, temperature 0 leaves the strategy as it is, and `seed_of` makes the answer repeatable.
+    With temperature 0 nothing is drawn, and `seed_of` makes the noise repeatable; a strategy of one's own that has no
+    temperature is left as it is.
     """
     strategy = None if body.strategy is None else as_strategy(body.strategy, settings.generation)
-    has_head = next_token_head(strategy or settings.strategy) is not None
-    temperature = body.temperature or (0.0 if has_head and body.temperature is not None else None)
+    has_temperature = hasattr(strategy or settings.strategy, "adjusted")
+    temperature = body.temperature if body.temperature or has_temperature else None
     filters = {name: getattr(body, name) for name, off in FILTERS.items() if getattr(body, name) not in (None, *off)}
     if temperature is None and not filters:
         return strategy

@@ -41,6 +41,14 @@ def compare_stats(stats: in_torch.Stats, log_p: Tensor, table: Tensor, uniform: 
     assert (p.gather(-1, stats.sample[:, None]) > 0).all()
 
 
+def compare_best(stats: in_torch.Stats, hidden: Tensor, table: Tensor, softcap: float | None, *allowed: Tensor) -> None:
+    """The best tokens' probabilities are those at temperature 1, whatever the rows' temperatures."""
+    one = torch.ones(len(hidden), device=DEVICE)
+    own = reference.log_probabilities(hidden.double(), table.double(), softcap, one, *allowed)
+    assert torch.equal(stats.best, stats.argmax)
+    assert torch.allclose(stats.best_log_probability.double(), own.amax(-1), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("softcap", [30.0, None])
 @pytest.mark.parametrize("N,V", [(1, 17), (63, 203)])
 def test_stats_match_the_reference(softcap, N, V, small_tiles, monkeypatch):
@@ -49,6 +57,7 @@ def test_stats_match_the_reference(softcap, N, V, small_tiles, monkeypatch):
     stats = triton.token_stats(hidden, table, softcap, temperature, uniform)
     log_p = reference.log_probabilities(hidden.double(), table.double(), softcap, temperature)
     compare_stats(stats, log_p, table, uniform)
+    compare_best(stats, hidden, table, softcap)
 
 
 def test_statistics_of_an_untied_head_are_those_of_a_tied_one_but_for_the_soft_embedding(small_tiles, monkeypatch):
@@ -84,6 +93,7 @@ def test_stats_of_the_allowed_tokens(V, small_tiles):
     stats = triton.token_stats(hidden, table, 30.0, temperature, uniform, pack_allowed(is_allowed))
     log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature, is_allowed)
     compare_stats(stats, log_p, table, uniform)
+    compare_best(stats, hidden, table, 30.0, is_allowed)
     one_for_all = pack_allowed(is_allowed[3:4]).expand(N, -1)
     stats = triton.token_stats(hidden, table, 30.0, temperature, uniform, one_for_all)
     compare_stats(
@@ -157,9 +167,9 @@ def test_shards_of_the_vocabulary_combine_to_the_same_bits(small_tiles):
     shards = [(x[:, :cut].contiguous(), 0), (x[:, cut:].contiguous(), cut)]
 
     def rows() -> launch.Rows:
-        numbers, tokens = torch.empty(5, N, device=DEVICE), torch.empty(2, N, dtype=torch.int64, device=DEVICE)
-        peak, total, loss, entropy, rest = numbers
-        return launch.Rows(peak, total, loss, tokens[0], entropy, tokens[1], rest)
+        numbers, tokens = torch.empty(6, N, device=DEVICE), torch.empty(2, N, dtype=torch.int64, device=DEVICE)
+        peak, total, loss, entropy, rest, best = numbers
+        return launch.Rows(peak, total, loss, tokens[0], entropy, tokens[1], rest, best)
 
     def tiles_of(x: Tensor, first: int) -> launch.Tiles:
         """As a rank makes them that holds the tokens from `first` on."""
@@ -171,10 +181,11 @@ def test_shards_of_the_vocabulary_combine_to_the_same_bits(small_tiles):
     whole, of_shards = tiles_of(x, 0), [tiles_of(*shard) for shard in shards]
     first, second = (shard.of_target for shard in of_shards)
     assert torch.equal(first.isnan(), tokens >= cut) and torch.equal(second.isnan(), tokens < cut)
-    joined = (torch.cat(pair, 1) for pair in zip(*(shard[:4] for shard in of_shards), strict=True))
+    *joined, own = (torch.cat(pair, 1) for pair in zip(*(s[:4] + s[5:] for s in of_shards), strict=True))
     merged, truth = rows(), rows()
-    launch.merge(launch.Tiles(*joined, first.where(tokens < cut, second)), merged, uniform)
-    launch.merge(whole, truth, uniform)
+    target = first.where(tokens < cut, second)
+    launch.merge(launch.Tiles(*joined, target, own), merged, uniform, temperature)
+    launch.merge(whole, truth, uniform, temperature)
     assert all(torch.equal(x, y) for x, y in zip(merged, truth, strict=True))
 
 

@@ -155,6 +155,9 @@ def test_stats_and_soft_embedding_match_the_reference(ops, temperature, monkeypa
     log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, torch.full((37,), temperature))
     assert torch.allclose(stats.entropy.double(), torch.special.entr(log_p.exp()).sum(-1), atol=1e-5)
     assert torch.equal(stats.argmax, reference.logits(hidden, table, 30.0).argmax(-1))
+    own = reference.log_probabilities(hidden.double(), table.double(), 30.0, torch.ones(37))
+    assert torch.equal(stats.best, stats.argmax)
+    assert torch.allclose(stats.best_log_probability.double(), own.amax(-1), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("autocasts", [True, False])
@@ -234,6 +237,8 @@ def test_stats_of_the_allowed_tokens(ops, V, rows_per_chunk, monkeypatch):
     assert relative_error(stats.soft_embedding, p @ table.double()) < 1e-5
     its = log_p.gather(-1, stats.sample[:, None]).squeeze(-1)
     assert torch.allclose(stats.log_probability.double(), its, rtol=1e-5, atol=1e-5)
+    own = reference.log_probabilities(hidden.double(), table.double(), 30.0, torch.ones(N), is_allowed)
+    assert torch.allclose(stats.best_log_probability.double(), own.amax(-1), rtol=1e-5, atol=1e-6)
     assert is_allowed.gather(-1, stats.sample[:, None]).all()
     assert stats.sample[1] == is_allowed[1].nonzero().item()
     cdf = torch.nn.functional.pad(p.cumsum(-1), (1, 0))

@@ -89,6 +89,8 @@ def compare(stats: Stats, plain: Stats, z: Tensor, uniform: Tensor) -> None:
     its = log_p.gather(-1, stats.sample[:, None]).squeeze(-1)
     assert torch.allclose(stats.log_probability.double(), its, rtol=1e-4, atol=1e-4)
     assert torch.equal(stats.soft_embedding, plain.soft_embedding)
+    assert torch.equal(stats.best, plain.argmax)
+    assert torch.allclose(stats.best_log_probability, plain.best_log_probability, rtol=1e-6, atol=1e-6)
 
 
 SHAPINGS = {"all": Shaping(7, 0.9, 0.02), "top_k": Shaping(5), "top_p": Shaping(None, 0.8), "min_p": Shaping(min_p=0.1)}

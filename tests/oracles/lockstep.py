@@ -124,7 +124,7 @@ def _denoise(
     # From here on B counts the rows whose canvas is not finished; `live` are their places in the batch.
     live = list(range(len(batch)))
     steps_B, unchanged_B = torch.full_like(seed_B, max_steps), torch.zeros_like(seed_B)
-    standing_BL = kept_BL = stats = None
+    whole_B, standing_BL, kept_BL, stats = torch.zeros_like(seed_B), None, None, None
     controls = [CanvasRound().control(each, settings, device) for each in batch]
     start_BL = given_tokens([None if control is None else control.start_BL for control in controls])
     pinned_BL = given_tokens([None if control is None else control.pinned_BL for control in controls])
@@ -150,6 +150,7 @@ def _denoise(
         stats = predict(model, inputs, held, [shape] * len(live), mask_id)
         if settings.aligned and pinned_BL is not None:
             stats = with_given(stats, pinned_BL)
+        whole_B = (whole_B + 1) * (canvas_BL != (-1 if mask_id is None else mask_id)).all(-1)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
             ids=[batch[place].id for place in live],
@@ -162,6 +163,9 @@ def _denoise(
             unchanged_B=unchanged_B,
             kept_BL=kept_BL,
             is_pinned_BL=torch.zeros_like(kept_BL) if pinned_BL is None else pinned_BL >= 0,
+            is_masked_BL=torch.zeros_like(kept_BL) if mask_id is None else canvas_BL == mask_id,
+            whole_B=whole_B,
+            end_ids=settings.generation.eos_ids,
             noise_probability=1 / model.vocab_size if mask_id is None else 0.0,
             draw=partial(draws.second, step),
         )
@@ -191,6 +195,7 @@ def _denoise(
         kept = torch.tensor(staying, device=device)
         stats = type(stats)(*(values[kept] for values in stats))
         standing_BL, kept_BL, unchanged_B = standing_BL[kept], kept_BL[kept], unchanged_B[kept]
+        whole_B = whole_B[kept]
         steps_B, controls = steps_B[kept], [controls[row] for row in staying]
         pinned_BL = None if pinned_BL is None else pinned_BL[kept]
         prefix = prefix.select(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_text_says_a_strategy_and_the_settings_what_it_does_not_say():
     "text,words",
     [
         ("entropy_bond", "strategy 'entropy_bond' is not known; did you mean entropy_bound?"),
-        ("", "known: entropy_bound, confident, quota, ddim"),
+        ("", "known: entropy_bound, confident, quota, sequential, joint_threshold, ddim"),
         ("quota:pase=linear", "strategy quota has no key 'pase'; did you mean pace?"),
         ("quota:pace=linear,pace=cosine", "strategy quota: pace appears twice; give it once"),
         ("quota:threshold=0.3", "has no key 'threshold'"),
@@ -89,7 +90,9 @@ def test_the_table_names_everything_that_text_may_say():
     ids=["next tokens", "canvases", "constant"],
 )
 def test_a_temperature_scales_all_steps_and_top_p_filters_them(strategy, expected):
-    assert adjusted(strategy) == strategy == adjusted(strategy, 0.0)
+    assert adjusted(strategy) == strategy
+    nothing_drawn = strategy if isinstance(strategy, NextToken) else replace(strategy, greedy=True)
+    assert adjusted(strategy, 0.0) == nothing_drawn
     assert adjusted(strategy, 0.5, top_p=0.9) == expected
 
 

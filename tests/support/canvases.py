@@ -32,6 +32,9 @@ def canvases_of(logits_BLV: Tensor, temperature: float = 1.0, **given: Any) -> C
         "unchanged_B": torch.zeros(B, dtype=torch.int64),
         "kept_BL": torch.zeros(B, L, dtype=torch.bool),
         "is_pinned_BL": torch.zeros(B, L, dtype=torch.bool),
+        "is_masked_BL": torch.zeros(B, L, dtype=torch.bool),
+        "whole_B": torch.zeros(B, dtype=torch.int64),
+        "end_ids": (),
         "noise_probability": 1 / V,
         "draw": lambda: second_BL,
     }

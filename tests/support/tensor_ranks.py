@@ -229,12 +229,14 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
             for shaping in shapings:
                 found[-1] += (each.stats(hidden, temperature, uniform, allowed, shaping),)
             of_classes = each.class_stats(hidden, temperature, uniform, classes, penalty, 3)
-            found[-1] += (Stats(*(getattr(of_classes, name) for name in Stats._fields)),)
+            best = of_classes.argmax, of_classes.maximum - of_classes.log_sum
+            found[-1] += (Stats(*(getattr(of_classes, name) for name in Stats._fields[:-2]), *best),)
         (values, argmax, *stats), (expected, expected_argmax, *expected_stats) = found
         assert_same(*({name: x.detach() for name, x in each.items()} for each in (values, expected)), 2e-6)
         assert torch.equal(argmax, expected_argmax)
         for a, b in zip(stats, expected_stats, strict=True):
-            assert torch.equal(a.argmax, b.argmax) and torch.equal(a.sample, b.sample)
+            assert torch.equal(a.argmax, b.argmax) and torch.equal(a.sample, b.sample) and torch.equal(a.best, b.best)
+            assert error(a.best_log_probability.exp(), b.best_log_probability.exp()) < 5e-6
             assert error(a.entropy, b.entropy) < 5e-6 and error(a.soft_embedding, b.soft_embedding) < 5e-6
             assert error(a.log_probability.exp(), b.log_probability.exp()) < 5e-6  # of what is not allowed 0
 

@@ -86,7 +86,7 @@ def token_stats(
     if not isinstance(temperature_N, Tensor):
         temperature_N = torch.tensor([temperature_N])
     factor, N = temperature_N.to(torch.float32).reciprocal().contiguous(), hidden_ND.shape[0]
-    entropy, log_probability = hidden_ND.new_empty(2, N).unbind(0)
+    entropy, log_probability, best_log_probability = hidden_ND.new_empty(3, N).unbind(0)
     argmax, sample = torch.empty(2, N, dtype=torch.int64).unbind(0)
     line = 0
     if allowed_NW is not None:
@@ -99,7 +99,7 @@ def token_stats(
             own = factor[rows] if step else factor
             allowed = allowed_NW if line == 0 or allowed_NW is None else allowed_NW[rows]
             asked = (own, step, uniform_N[rows], allowed, line)
-            outs = (entropy[rows], argmax[rows], sample[rows], log_probability[rows])
+            outs = (entropy[rows], argmax[rows], sample[rows], log_probability[rows], best_log_probability[rows])
             call("token_stats", z, *z.shape, float(softcap or 0), *asked, *outs)
             torch.mm(z, embedding, out=soft[rows])
-    return Stats(entropy, argmax, sample, soft, log_probability)
+    return Stats(entropy, argmax, sample, soft, log_probability, argmax, best_log_probability)

@@ -5,9 +5,9 @@ dtype; `how` says what makes logits of them: softcap, temperature, observed toke
 None). Logits are kept in base 2: z = (cap(x) / temperature + bonus) * log2(e).
 
 One pass leaves, for every tile of COLUMNS tokens, its peak (largest z), sum (of 2^(z - peak)), moment (of
-(z - peak) 2^(z - peak)) and best token, and the target's z. Merging those is all that rows, chunks and shards of the
-table need, and since tiles are the unit, shards that end at tiles give the same bits as one. A program takes ROWS rows,
-of one tile or of all tiles. What is not wanted is None.
+(z - peak) 2^(z - peak)), best token and sum at temperature 1 (of 2^((z - peak) temperature)), and the target's z.
+Merging those is all that rows, chunks and shards of the table need, and since tiles are the unit, shards that end at
+tiles give the same bits as one. A program takes ROWS rows, of one tile or of all tiles. What is not wanted is None.
 """
 
 from __future__ import annotations
@@ -83,6 +83,9 @@ def vocabulary_tiles(x, how, target, tiles, N, width, first, place, count, ROWS:
     tl.store(tiles.sums + at, tl.sum(e, 1), mask=is_row)
     if tiles.moments is not None:
         tl.store(tiles.moments + at, tl.sum(e * tl.where(e == 0.0, 0.0, below), 1), mask=is_row)
+    if tiles.own_sums is not None:
+        temperature = tl.load(how.temperature + row, mask=is_row, other=1.0)
+        tl.store(tiles.own_sums + at, tl.sum(tl.exp2(below * temperature[:, None]), 1), mask=is_row)
     if tiles.bests is not None:
         best = tl.min(tl.where(z == peak[:, None], column + first, NO_TOKEN), 1)
         tl.store(tiles.bests + at, best, mask=is_row)
@@ -93,9 +96,9 @@ def vocabulary_tiles(x, how, target, tiles, N, width, first, place, count, ROWS:
 
 
 @triton.jit(do_not_specialize=["N", "count"])
-def vocabulary_rows(tiles, uniform, out, N, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Merge the tiles of every row: into `out` go peak and sum, argmax, cross-entropy, entropy, and
-    the tile that the sample lies in with the part of the sum up to the sample there."""
+def vocabulary_rows(tiles, uniform, temperature, out, N, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Merge the tiles of every row: into `out` go peak and sum, argmax and its own log-probability, cross-entropy,
+    entropy, and the tile that the sample lies in with the part of the sum up to the sample there."""
     row, is_row = _rows(N, ROWS)
     tile = tl.arange(0, COLUMNS)[None, :]
     place = row[:, None] * count + tile
@@ -111,6 +114,11 @@ def vocabulary_rows(tiles, uniform, out, N, count, ROWS: tl.constexpr, COLUMNS: 
         best_of = tl.load(tiles.bests + place, mask=is_there, other=NO_TOKEN)
         best = tl.min(tl.where(peak_of == tl.max(peak_of, 1)[:, None], best_of, NO_TOKEN), 1)
         tl.store(out.argmax + row, tl.where(best == NO_TOKEN, 0, best).to(tl.int64), mask=is_row)
+    if tiles.own_sums is not None:
+        own = tl.load(tiles.own_sums + place, mask=is_there, other=0.0)
+        below = (peak_of - peak[:, None]) * tl.load(temperature + row, mask=is_row, other=1.0)[:, None]
+        own_total = tl.where(is_row, tl.sum(own * tl.exp2(below), 1), 1.0)
+        tl.store(out.best_log_probability + row, -tl.log2(own_total) * LN2, mask=is_row)
     if tiles.of_target is not None:
         loss = (tl.log2(total) + (peak - tl.load(tiles.of_target + row, mask=is_row, other=0.0))) * LN2
         tl.store(out.loss + row, loss, mask=is_row)

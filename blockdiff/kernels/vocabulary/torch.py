@@ -36,6 +36,8 @@ class Stats(NamedTuple):
     sample: Tensor  # int64 [...], by inverse CDF
     soft_embedding: Tensor  # [..., D], in the table's dtype
     log_probability: Tensor  # fp32 [...], nats: of the sample
+    best: Tensor  # int64 [...]: the likeliest token, which `argmax` is, too, until other tokens stand for good
+    best_log_probability: Tensor  # fp32 [...], nats: of that, by the model's own logits z, which no filter has cut
 
 
 class _SoftEmbedding(torch.autograd.Function):
@@ -144,7 +146,7 @@ def token_stats(
     shaping: Shaping | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Stats:
-    """Entropy, argmax, a sample at the given uniform number, and the soft embedding of z / T, in one sweep.
+    """The columns of `Stats` of z / T, with a sample at the given uniform number, in one sweep.
 
     allowed_NW: the tokens allowed at every position, packed by `pack_allowed`, at least one each. Tokens not allowed
     are never sampled. shaping: the filters of the distribution that all of these but the soft embedding are of.
@@ -159,6 +161,7 @@ def token_stats(
                 own = slice(0, 1) if allowed_NW.stride(0) == 0 else rows  # one mask for all is unpacked once
                 is_forbidden = is_forbidden_by(allowed_NW[own], z.shape[-1]).expand(z.shape)
                 z.masked_fill_(is_forbidden, -torch.inf)
+            best_log_probability = z.amax(-1) - z.logsumexp(-1)
             temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
             z.div_(temperature)
             if shaping is not None and shaping.has_filters:
@@ -177,7 +180,8 @@ def token_stats(
             log_probability = log_p.gather(-1, sample).squeeze(-1)
             if soft is None:
                 soft = torch.mm(p.to(table_VD.dtype), embedding)
-            parts.append(Stats(entropy, argmax, sample.squeeze(-1), soft, log_probability))
+            columns = entropy, argmax, sample.squeeze(-1), soft, log_probability
+            parts.append(Stats(*columns, argmax, best_log_probability))
     return parts[0] if len(parts) == 1 else Stats(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

@@ -140,17 +140,17 @@ def _soft_embedding_backward(
 def _token_stats(
     hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, uniform: Tensor,
     allowed: Tensor | None, top_k: int | None, top_p: float, min_p: float, embedding: Tensor | None = None,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """The columns of `Stats`."""
-    entropy, log_probability, soft = _vector(hidden), _vector(hidden), empty(hidden)
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """The columns of `Stats`, without the best token, which is the argmax."""
+    entropy, log_probability, best_log_p, soft = *(_vector(hidden) for _ in range(3)), empty(hidden)
     argmax, sample = _vector(hidden, torch.int64), _vector(hidden, torch.int64)
-    yield entropy, argmax, sample, soft, log_probability
+    yield entropy, argmax, sample, soft, log_probability, best_log_p
     own = Logits(softcap, temperature, allowed=allowed, words=0 if allowed is None else allowed.stride(0))
     chunks, (peak, total, rest) = chunks_of(hidden, table), (_vector(hidden) for _ in range(3))
     chosen, has_filters = _vector(hidden, torch.int64), top_k is not None or top_p < 1 or min_p > 0
     own_peak, own_total = (_vector(hidden), _vector(hidden)) if has_filters else (peak, total)
     for rows in chunks.of_rows(hidden):
-        of_own = Rows(own_peak[rows], own_total[rows])
+        of_own = Rows(own_peak[rows], own_total[rows], best_log_probability=best_log_p[rows])
         merged = Rows(peak[rows], total[rows], None, argmax[rows], entropy[rows], chosen[rows], rest[rows])
         how = own.of(rows)
         if has_filters:
@@ -158,7 +158,8 @@ def _token_stats(
             how = filtered(x, how, top_k, top_p, min_p)
             again(x, how, chunks, merged, uniform[rows])
         else:
-            x = sweep(hidden[rows], table, how, chunks, merged, uniform=uniform[rows])
+            whole = merged._replace(best_log_probability=of_own.best_log_probability)
+            x = sweep(hidden[rows], table, how, chunks, whole, uniform=uniform[rows])
         pick(x, how, merged, (sample[rows], log_probability[rows]), chunks.tile)
         to_probabilities(x, own.of(rows), of_own, chunks.tile)
         torch.mm(x, table if embedding is None else embedding, out=soft[rows])
@@ -288,7 +289,7 @@ def token_stats(
     shaping: Shaping | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Stats:
-    """Entropy, argmax, a sample at the given uniform number, its log-probability and the soft embedding of z / T.
+    """The columns of `Stats` of z / T, with a sample at the given uniform number.
 
     Samples are those of torch.py except where the uniform number lies within about 1e-6 of an edge of the CDF.
     """
@@ -298,8 +299,9 @@ def token_stats(
     if allowed_NW is not None and allowed_NW.stride(1) != 1:  # but one mask expanded to all rows stays one
         allowed_NW = allowed_NW.contiguous()
     vectors = _contiguous(temperature_N, uniform_N.float())
-    stats = Stats(*_token_stats(hidden, table, softcap, *vectors, allowed_NW, *(shaping or Shaping()), embedding))
-    return stats._replace(soft_embedding=stats.soft_embedding.to(table_VD.dtype))
+    given = hidden, table, softcap, *vectors, allowed_NW, *(shaping or Shaping()), embedding
+    entropy, argmax, sample, soft, log_probability, best_log_p = _token_stats(*given)
+    return Stats(entropy, argmax, sample, soft.to(table_VD.dtype), log_probability, argmax, best_log_p)
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ class Tiles(NamedTuple):
     moments: Tensor | None = None
     bests: Tensor | None = None
     of_target: Tensor | None = None  # NaN until the tile is met that holds the target
+    own_sums: Tensor | None = None  # at temperature 1
 
 
 class Rows(NamedTuple):
@@ -55,6 +56,7 @@ class Rows(NamedTuple):
     entropy: Tensor | None = None
     chosen: Tensor | None = None  # the tile of the sample
     rest: Tensor | None = None  # the part of its sum that lies before the sample
+    best_log_probability: Tensor | None = None  # of the argmax, at temperature 1
 
 
 def tile_for(tokens: int) -> Tile:
@@ -69,7 +71,8 @@ def new_tiles(like: Tensor, count: int, out: Rows) -> Tiles:
     moments = empty(peaks) if stats else None
     bests = None if out.argmax is None else empty(peaks, dtype=torch.int32)
     of_target = None if out.loss is None else torch.full_like(out.loss, torch.nan)
-    return Tiles(peaks, sums, moments, bests, of_target)
+    own_sums = None if out.best_log_probability is None else empty(peaks)
+    return Tiles(peaks, sums, moments, bests, of_target, own_sums)
 
 
 def fill(
@@ -80,11 +83,14 @@ def fill(
     launch(kernels.vocabulary_tiles, tile.grid(*x.shape), *arguments, **tile.options)
 
 
-def merge(tiles: Tiles, out: Rows, uniform: Tensor | None = None) -> None:
-    """Fill `out` from all tiles of the rows, whichever chunk or shard they come from."""
+def merge(tiles: Tiles, out: Rows, uniform: Tensor | None = None, temperature: Tensor | None = None) -> None:
+    """Fill `out` from all tiles of the rows, whichever chunk or shard they come from.
+
+    temperature: of each row, where the own log-probability of the argmax is asked for.
+    """
     N, count = tiles.peaks.shape
     tile = elementwise(count)
-    launch(kernels.vocabulary_rows, tile.grid(N), tiles, uniform, out, N, count, **tile.options)
+    launch(kernels.vocabulary_rows, tile.grid(N), tiles, uniform, temperature, out, N, count, **tile.options)
 
 
 def pick(x: Tensor, how: Logits, merged: Rows, out: tuple[Tensor, Tensor], tile: Tile) -> None:
@@ -176,7 +182,7 @@ def sweep(
         tiles.of_target.masked_fill_(target < 0, 0.0)  # no target at all
     for tokens, x in chunks.products(hidden, table):
         fill(tiles, x, how, chunks.tile, target, tokens.start, tokens.start // chunks.tile.columns)
-    merge(tiles, out, uniform)
+    merge(tiles, out, uniform, how.temperature)
     return x
 
 

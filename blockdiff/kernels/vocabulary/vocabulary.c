@@ -97,21 +97,25 @@ void capped_softmax(float *z, int64_t rows, int64_t width, float cap, float fact
 /* The same, with what a denoising step asks of the distribution; factors are one for all rows (step 0) or each its own.
 
    A sample is the first token up to which the probabilities exceed `uniform` of them all; argmax ties go to the lower.
-   The log-probability is that of the sample. allowed: of each row (line 0 apart: one for all) a bit for every token, 32
+   The log-probability is that of the sample; the best token's is by the logits without the factor. allowed: of each row (line 0 apart: one for all) a bit for every token, 32
    to a word; no memory where all are. */
 void token_stats(float *z, int64_t rows, int64_t width, float cap, const float *factor, int64_t step,
                  const float *uniform, const int32_t *allowed, int64_t line, float *entropy, int64_t *argmax,
-                 int64_t *sample, float *log_probability) {
+                 int64_t *sample, float *log_probability, float *best_log_probability) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t r = 0; r < rows; r++) {
         float *x = z + r * width;
         cap_row(x, width, cap, factor[r * step]);
         for (int64_t i = 0; allowed && i < width; i++)
             if (!((uint32_t)allowed[r * line + i / 32] >> i % 32 & 1)) x[i] = -INFINITY;
-        float peak = peak_of(x, width), expected = 0, sum = 0;
+        float peak = peak_of(x, width), expected = 0, sum = 0, own = 0, temperature = 1.0f / factor[r * step];
         int64_t best = 0;
         while (best + 1 < width && x[best] != peak) best++;
         int64_t chosen = best;
+        if (temperature != 1.0f) {
+#pragma omp simd reduction(+ : own)
+            for (int64_t i = 0; i < width; i++) own += exp_of((x[i] - peak) * temperature);
+        }
 #pragma omp simd reduction(+ : expected, sum)
         for (int64_t i = 0; i < width; i++) {
             float e = exp_of(x[i] - peak), weighted = e > 0 ? e * (x[i] - peak) : e;
@@ -119,6 +123,7 @@ void token_stats(float *z, int64_t rows, int64_t width, float cap, const float *
             sum += e;
             expected += weighted;
         }
+        best_log_probability[r] = -logf(temperature == 1.0f ? sum : own);
         double all = 0, so_far = 0;
         for (int64_t i = 0; i < width; i++) all += x[i];
         double threshold = uniform[r] * all;

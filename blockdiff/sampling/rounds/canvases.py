@@ -65,6 +65,11 @@ class CanvasRound(Round):
         """No canvas yet."""
         return cls()
 
+    @classmethod
+    def steps(cls, strategy: Strategy, max_steps: int) -> int:
+        """The steps of a canvas, and those that the strategy takes after its last mask."""
+        return max_steps + getattr(strategy, "post_steps", 0)
+
     @property
     def is_between(self) -> bool:
         """True between two canvases."""

@@ -1,6 +1,7 @@
 """The strategies there are."""
 
-from blockdiff.sampling.strategies.denoising import Ancestral, Composed, Confident, EntropyBound, Quota, released
+from blockdiff.sampling.strategies.acceptance import Confident, EntropyBound, Quota, Sequential
+from blockdiff.sampling.strategies.denoising import Ancestral, Composed, JointThreshold, released
 from blockdiff.sampling.strategies.named import NAMES, adjusted, as_strategy, parse_strategy, strategies_table
 from blockdiff.sampling.strategies.next_token import NextToken, Speculative, Verified, next_token_head
 
@@ -10,8 +11,10 @@ __all__ = [
     "Composed",
     "Confident",
     "EntropyBound",
+    "JointThreshold",
     "NextToken",
     "Quota",
+    "Sequential",
     "Speculative",
     "Verified",
     "adjusted",

@@ -1,123 +1,32 @@
-"""The strategies that denoise canvases: a rule that accepts samples, an end, a temperature that falls; and DDIM."""
+"""The strategies that denoise canvases: a rule that accepts samples, an end, a falling temperature; edits; and DDIM."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import RequestError
+from blockdiff.sampling.strategies.acceptance import Acceptance, Confident, EntropyBound
 from blockdiff.sampling.strategy import Canvases, Decision, Key, MinP, Shape, TopK, TopP, declares_capturable
-
-# -- acceptance: which samples of a step stay, by the model's certainty of them -------------------------------------
-
-
-class Acceptance(Protocol):
-    """A frozen dataclass."""
-
-    def accept(self, canvases: Canvases) -> Decision:
-        """The decision about every position; when a canvas ends is not its matter."""
-
-
-@dataclass(frozen=True)
-class EntropyBound:
-    """Accept the k most certain tokens, k as large as H_1 + ... + H_k - max(H_1, ..., H_k) <= bound allows.
-
-    The left side bounds the mutual information of the accepted tokens, so they may be sampled independently
-    (arXiv 2505.24857). At least one token is always accepted; nothing is kept from earlier steps.
-    """
-
-    bound: Annotated[
-        float, Key("the most that their entropies may add up to, but for the largest", settings="entropy_bound")
-    ] = 0.1
-    is_capturable: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"bound must be more than 0, got {self.bound}")
-
-    def accept(self, canvases: Canvases) -> Decision:
-        """Keep the samples of the k most certain positions; all others become noise."""
-        return Decision(self.within(canvases.stats.entropy))
-
-    def within(self, entropy_BL: Tensor) -> Tensor:
-        """The accepted positions, bool [B, L]."""
-        # Stable, so that among equal entropies the first position wins whatever the batch.
-        sorted_BL, order_BL = entropy_BL.sort(dim=-1, stable=True)
-        is_within_BL = sorted_BL.cumsum(-1) - sorted_BL <= self.bound
-        return torch.empty_like(is_within_BL).scatter_(-1, order_BL, is_within_BL)
-
-
-@dataclass(frozen=True)
-class Confident:
-    """Accept every sample that is likelier than `threshold` (arXiv 2505.22618).
-
-    The likeliest of those that were not kept at the step before is accepted in any case, so every step keeps a new one.
-    """
-
-    threshold: Annotated[float, Key("the probability above which a sample is kept")] = 0.9
-    is_capturable: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold < 1:
-            raise ValueError(f"threshold must be at least 0 and less than 1, got {self.threshold}")
-
-    def accept(self, canvases: Canvases) -> Decision:
-        """Keep the samples that are likely enough; all others become noise."""
-        log_p_BL = canvases.stats.log_probability
-        is_likely_BL = log_p_BL.exp() > self.threshold
-        best_B1 = log_p_BL.masked_fill(canvases.kept_BL, -torch.inf).argmax(-1, keepdim=True)
-        return Decision(is_likely_BL.scatter(-1, best_B1, True))
-
-
-@dataclass(frozen=True)
-class Quota:
-    """Accept as many of the likeliest samples as the step should have reached.
-
-    After k of N steps these are L k / N positions (pace linear), or L (1 - cos(pi k / 2N)), few at first and more and
-    more (pace cosine: MaskGIT, arXiv 2202.04200), rounded up.
-    """
-
-    pace: Annotated[Literal["linear", "cosine"], Key("how the share of kept positions grows")] = "linear"
-    is_capturable: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.pace not in ("linear", "cosine"):
-            raise ValueError(f"pace must be linear or cosine, got {self.pace!r}")
-
-    def accept(self, canvases: Canvases) -> Decision:
-        """Keep the likeliest samples; all others become noise."""
-        log_p_BL = canvases.stats.log_probability
-        order_BL = log_p_BL.argsort(dim=-1, descending=True, stable=True)
-        quota_B1 = self.of_steps(canvases.step_B + 1, canvases.steps_B, log_p_BL.shape[-1])[:, None]
-        is_within_BL = torch.arange(log_p_BL.shape[-1], device=log_p_BL.device) < quota_B1
-        return Decision(torch.empty_like(is_within_BL).scatter_(-1, order_BL, is_within_BL))
-
-    def of_steps(self, done_B: Tensor, steps_B: Tensor, length: int) -> Tensor:
-        """The number of `length` positions that are kept when so many of the steps are done, int64 [B]."""
-        if self.pace == "linear":  # in integers: no rounding is rounded up
-            return (done_B * length + steps_B - 1) // steps_B
-        share_B = 1 - torch.cos(done_B.double() / steps_B * (math.pi / 2))
-        return (share_B * length - 1e-9).ceil().long()
-
-
-# -- the strategies -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Denoising:
-    """The part that all of them share: the temperature, the end of a canvas, and filters as `Shape` has them.
+    """The part that all of them share: the temperature, the end of a canvas, and the rest of a `Shape`.
 
     With n of N steps remaining the temperature is t_min + (t_max - t_min) n / N: it falls from t_max and never quite
     reaches t_min, as that of transformers' LinearTemperatureScheduleLogitsProcessor, in the same float32 arithmetic.
 
     A canvas ends before its last step where its argmax has been the same for `stability` steps and the mean entropy of
     its tempered distributions, in nats, is less than `confidence`. With stability 0 the entropy alone decides, with
-    confidence inf the argmax alone; with confidence 0 every canvas takes all its steps.
+    confidence inf the argmax alone; with confidence 0 every canvas takes all its steps. A canvas of masks also ends,
+    whatever these say, where no mask is left, or none before a token that ends the response.
     """
 
     t_min: Annotated[float, Key("the temperature that later steps fall to", settings="t_min")] = 0.4
@@ -127,6 +36,9 @@ class Denoising:
     top_k: TopK = None
     top_p: TopP = 1.0
     min_p: MinP = 0.0
+    greedy: Annotated[bool, Key("draw nothing: take likeliest tokens, with their probabilities at temperature 1")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.t_min <= self.t_max < math.inf or self.t_max == 0:
@@ -137,19 +49,37 @@ class Denoising:
         Shape(1.0, self.top_k, self.top_p, self.min_p)  # refuses filters that cannot be
 
     def shape(self, step: int, steps: int) -> Shape:
-        """The temperature of the step, with the filters."""
+        """The temperature of the step, with the filters, and whether nothing is drawn."""
         return _shape(self, step, steps)
 
     def adjusted(self, temperature: float | None, filters: dict[str, Any]) -> Self:
         """The strategy with these filters, and this temperature at the first step; see `adjusted` of `named`."""
         if not 0 <= (temperature or 0) < math.inf:
             raise ValueError(f"temperature must be at least 0, got {temperature}")
+        if temperature is not None:
+            filters = filters | {"greedy": temperature == 0}
         if temperature:
             filters = filters | {"t_min": self.t_min * temperature / self.t_max, "t_max": temperature}
         return replace(self, **filters)
 
+    def ended(self, decision: Decision, canvases: Canvases) -> Decision:
+        """A decision about every position with that about which canvases end, and as what.
+
+        Where masks are filled for good, the new tokens are part of the canvas that is finished.
+        """
+        stop_B = self.stop(canvases)
+        if not canvases.are_masks:
+            return replace(decision, stop_B=stop_B)
+        is_left_BL, standing_BL = ~(decision.kept_BL | canvases.is_pinned_BL), decision.standing(canvases)
+        is_whole_BL = is_left_BL.cumsum(-1) == 0  # up to here
+        is_over_B, is_new_BL = is_whole_BL[:, -1], is_whole_BL & ~canvases.is_pinned_BL  # a prompt's tail ends nothing
+        for token in canvases.end_ids:
+            is_over_B = is_over_B | ((standing_BL == token) & is_new_BL).any(-1)
+        final_BL = canvases.stats.argmax.where(is_left_BL, standing_BL)
+        return replace(decision, stop_B=is_over_B if stop_B is None else stop_B | is_over_B, final_BL=final_BL)
+
     def stop(self, canvases: Canvases) -> Tensor | None:
-        """The canvases that end, bool [B]; None where none does before its last step."""
+        """The canvases that end by entropy and argmax, bool [B]; None where none does before its last step."""
         if self.confidence == 0:
             return None
         is_stable_B = canvases.unchanged_B >= self.stability
@@ -161,7 +91,7 @@ def _shape(strategy: Denoising, step: int, steps: int) -> Shape:
     """Every canvas of a batch asks for the same few shapes, step after step."""
     remaining = torch.tensor(steps - step, dtype=torch.int32)
     temperature = float(strategy.t_min + (strategy.t_max - strategy.t_min) * (remaining / steps))
-    return Shape(temperature, strategy.top_k, strategy.top_p, strategy.min_p)
+    return Shape(temperature, strategy.top_k, strategy.top_p, strategy.min_p, strategy.greedy)
 
 
 @dataclass(frozen=True)
@@ -177,7 +107,41 @@ class Composed(Denoising):
 
     def decide(self, canvases: Canvases) -> Decision:
         """The decision: positions that the acceptance keeps, and canvases that end."""
-        return replace(self.acceptance.accept(canvases), stop_B=self.stop(canvases))
+        return self.ended(self.acceptance.accept(canvases), canvases)
+
+
+@dataclass(frozen=True)
+class JointThreshold(Denoising):
+    """Masks are filled as `confident` fills them, and visible tokens are edited (LLaDA2.1).
+
+    At every step each visible token that was not given is replaced where the model's own likeliest token is another
+    one, of a probability above `edit_threshold`. A canvas ends with the first step that saw no mask and edits nothing,
+    or with the last of `post_steps` that saw none.
+    """
+
+    threshold: Annotated[float, Key("the probability above which a mask is filled; the likeliest always is")] = 0.9
+    edit_threshold: Annotated[float, Key("the probability above which another token replaces a visible one")] = 0.9
+    post_steps: Annotated[int, Key("the most steps after the one that fills the last mask")] = 16
+    is_capturable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Confident(self.threshold)
+        if not 0 <= self.edit_threshold < 1:
+            raise ValueError(f"edit_threshold must be at least 0 and less than 1, got {self.edit_threshold}")
+        if self.post_steps < 1:
+            raise ValueError(f"post_steps must be at least 1, got {self.post_steps}")
+
+    def decide(self, canvases: Canvases) -> Decision:
+        """The decision: masks that are filled, tokens that are edited, and canvases that end."""
+        if not canvases.are_masks:
+            raise RequestError("strategy joint_threshold edits canvases of masks, and this model's noise is no mask")
+        keep_BL, stats = Confident(self.threshold).accept(canvases).keep_BL, canvases.stats
+        is_other_BL = (stats.best != canvases.tokens_BL) & (stats.best_log_probability.exp() > self.edit_threshold)
+        is_edited_BL = is_other_BL & ~canvases.is_masked_BL & ~canvases.is_pinned_BL
+        tokens_BL, whole_B = stats.best.where(is_edited_BL, stats.sample), canvases.whole_B
+        stop_B = (whole_B > 0) & ((whole_B >= self.post_steps) | ~is_edited_BL.any(-1))
+        return Decision(keep_BL, stop_B, final_BL=tokens_BL.where(keep_BL, stats.argmax), tokens_BL=tokens_BL)
 
 
 @dataclass(frozen=True)
@@ -208,7 +172,7 @@ class Ancestral(Denoising):
         stay_BL, noise_BL = unit_BL * share_B1 * (1 - after_B1), unit_BL * (1 - share_B1) * (1 - after_B1)
         place_BL = canvases.uniform_BL * (clean_BL + stay_BL + noise_BL)
         is_clean_BL = (place_BL < clean_BL) | (noise_BL + stay_BL == 0)
-        return Decision(is_clean_BL, self.stop(canvases), place_BL < clean_BL + stay_BL)
+        return self.ended(Decision(is_clean_BL, stay_BL=place_BL < clean_BL + stay_BL), canvases)
 
 
 def released(generation: Generation) -> Composed:

@@ -13,15 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
-from blockdiff.sampling.strategies.denoising import (
-    Ancestral,
-    Composed,
-    Confident,
-    Denoising,
-    EntropyBound,
-    Quota,
-    released,
-)
+from blockdiff.sampling.strategies.acceptance import Confident, EntropyBound, Quota, Sequential
+from blockdiff.sampling.strategies.denoising import Ancestral, Composed, Denoising, JointThreshold, released
 from blockdiff.sampling.strategies.next_token import NextToken, Speculative, Verified
 from blockdiff.sampling.strategy import Key, Strategy
 
@@ -41,7 +34,7 @@ class TextKey:
         """The value of a text without the key, as the help says it."""
         if self.key.settings is not None:
             return "the model's"
-        return "none" if self.default is None else str(self.default)
+        return "none" if self.default is None else str(self.default).lower()
 
     def unsaid(self, generation: Generation) -> Any:
         """The value of a text without the key."""
@@ -49,10 +42,10 @@ class TextKey:
 
     def read(self, word: str) -> Any:
         """The value that a word says; ValueError says what the key takes."""
-        if get_origin(self.type) is Literal:
-            if word not in (words := get_args(self.type)):
+        if self.type is bool or get_origin(self.type) is Literal:
+            if word not in (words := get_args(self.type) or ("true", "false")):
                 raise ValueError(f"one of {', '.join(words)}")
-            return word
+            return word == "true" if self.type is bool else word
         try:
             number = float(word) if self.type is float else int(word)
         except ValueError:
@@ -82,6 +75,8 @@ NAMES: Mapping[str, Named] = {
     ),
     "confident": Named("keep samples likelier than a threshold", Composed, Confident),
     "quota": Named("keep the likeliest samples, more at every step", Composed, Quota),
+    "sequential": Named("keep the first samples, more at every step", Composed, Sequential),
+    "joint_threshold": Named("fill masks as confident does, and edit visible tokens", JointThreshold),
     "ddim": Named("draw each next noise level from its posterior", Ancestral),
     "next_token": Named("denoise nothing: one token after the other, by next-token prediction", NextToken),
     "speculative": Named("the tokens of next_token, sooner: a drafter's blocks are verified", Speculative, NextToken),
@@ -161,7 +156,8 @@ def strategies_table() -> str:
     for name, named in NAMES.items():
         own = text_keys(named.part or named.strategy)
         if issubclass(named.strategy, Denoising):
-            lines += [f"{name}: {named.meaning}", *_lines(own if named.part else {})]
+            own = {key: its for key, its in own.items() if key not in text_keys(Denoising)}
+            lines += [f"{name}: {named.meaning}", *_lines(own)]
         elif named.part:
             lines += [f"{name}: {named.meaning}", *_lines(text_keys(named.strategy)), "  and the keys of next_token"]
         else:
@@ -184,10 +180,9 @@ def adjusted(strategy: Strategy, temperature: float | None = None, **filters: fl
     """The strategy with this temperature and these filters (top_k, top_p, min_p); None leaves what it has.
 
     In next-token sampling, and in that of verified canvases, all mean what they mean in transformers. Where canvases
-    are denoised, `temperature` is that of the first step, and those of later steps keep their ratio to it; 0 leaves the
-    temperatures as they are, for the canvas that is committed has the likeliest tokens at any temperature. Filters
-    hold for what every step draws from.
-    Raises RequestError for values that cannot be, and for a strategy that has none of them.
+    are denoised, `temperature` is that of the first step, and those of later steps keep their ratio to it; with 0
+    nothing is drawn, and entropies stay those at the strategy's temperatures. Filters hold for what every step draws
+    from. Raises RequestError for values that cannot be, and for a strategy that has none of them.
     """
     changes: dict[str, Any] = {name: value for name, value in filters.items() if value is not None}
     if temperature is None and not changes:
