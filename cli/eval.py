@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdiff.cli import options, together
+from blockdiff.cli.decide import DECISIONS, Calibrate, DecisionOptions, judge, print_report
 from blockdiff.cli.model import ModelOptions, SamplingOptions, note_raw_rows, with_groups
 from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.evals import TASKS
@@ -63,12 +64,18 @@ def evaluate(
         str | None,
         options.option(None, "OTHER", "A second model, which answers the same rows; the difference is tested."),
     ] = None,
+    decisions: Annotated[
+        str | None, options.option(DECISIONS, "FILE", "Judge typed decisions on these labelled rows instead of a task.")
+    ] = None,
+    calibrate: Calibrate = None,
+    plot: Annotated[Path | None, options.option(DECISIONS, "FILE", "A reliability diagram, as PNG.")] = None,
     output: Annotated[Path | None, options.option(options.OUTPUT, "FILE", "JSON to write.", "--output", "-o")] = None,
     overwrite: options.Overwrite = False,
     as_json: options.AsJson = False,
     batch_size: options.BatchSize = 100,
     tensor_parallel: options.TensorParallel = 1,
     *,
+    asking: DecisionOptions,
     opened: ModelOptions,
     sampling: SamplingOptions,
 ) -> None:
@@ -81,6 +88,20 @@ def evaluate(
         raise typer.BadParameter("the numbers are printed by --json", param_hint="--output")
     if chat and raw:
         raise typer.BadParameter("it leaves prompts as they are; give it or --chat", param_hint="--raw")
+    if decisions is not None:
+        if data is not None or compare is not None:
+            raise typer.BadParameter("it goes without --data and --compare", param_hint="--decisions")
+        options.require_free(output, model, decisions, overwrite=overwrite)
+        options.require_free(plot, overwrite=overwrite)
+        options.make_parent(output)
+        given = dict(seed=sampling.seed, batch_size=batch_size, is_calibrated=not asking.uncalibrated)
+        report = judge(opened, decisions, calibrate, plot, given, asking.asking(sampling.steps))
+        if not as_json:
+            print_report(report)
+        _write(report, output, as_json)
+        return
+    if calibrate is not None or plot is not None:
+        raise typer.BadParameter("it is of --decisions", param_hint="--calibrate" if calibrate else "--plot")
     say: Say = _say_nothing if as_json else say_out
     is_of_harness = task.startswith(HARNESS)
     if task == HARNESS:

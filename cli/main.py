@@ -20,6 +20,7 @@ import blockdiff
 from blockdiff import __version__
 from blockdiff.cli.chat import chat
 from blockdiff.cli.data import data
+from blockdiff.cli.decide import decide
 from blockdiff.cli.eval import evaluate
 from blockdiff.cli.export import export
 from blockdiff.cli.init import init
@@ -100,6 +101,7 @@ for name, command, example in (
     ("chat", chat, "runs/chat/model --system 'Answer in capital letters.'"),
     ("serve", serve, "runs/quickstart/model --port 8000"),
     ("eval", evaluate, "runs/a/model --task sudoku --data data/sudoku4/test.jsonl"),
+    ("decide", decide, "runs/a/model --questions questions.jsonl --output answers.jsonl"),
     ("export", export, "runs/a --output merged"),
     ("init", init, "sudoku4 fresh-model"),
     ("inspect", inspect, "recipes/quickstart.yaml --step 2"),

@@ -119,3 +119,10 @@ def accuracy_at(judged: Judged, share: float) -> float:
     """The accuracy of this share of the answers, the surest ones."""
     count = max(1, round(share * len(judged.p_NX)))
     return float(judged.right_N[judged.top_N.argsort(descending=True, stable=True)[:count]].mean())
+
+
+def reliability(judged: Judged, bins: int = BINS) -> list[tuple[int, float, float]]:
+    """The points of a reliability diagram: count, mean confidence and accuracy of each bin of `calibration_error`."""
+    order = judged.top_N.argsort(stable=True)
+    parts = order.tensor_split(min(bins, len(order)))
+    return [(len(part), float(judged.top_N[part].mean()), float(judged.right_N[part].mean())) for part in parts]

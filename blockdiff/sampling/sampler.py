@@ -16,12 +16,12 @@ from blockdiff.checkpoint import load, read_config
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.opening import model_files, with_adapter
+from blockdiff.decisions.form import ONE_BY_ONE, Asking
+from blockdiff.decisions.question import Question
 from blockdiff.errors import EngineError, RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
-from blockdiff.sampling.decisions.calibration import temperatures
-from blockdiff.sampling.decisions.decide import Answer, RunningDecision, uncalibrated
-from blockdiff.sampling.decisions.form import ONE_BY_ONE, Asking
-from blockdiff.sampling.decisions.question import Question
+from blockdiff.sampling.calibration import temperatures
+from blockdiff.sampling.decide import Answer, RunningDecision, uncalibrated
 from blockdiff.sampling.engine import UNCAPTURED, Engine, Event
 from blockdiff.sampling.prepare import A_DRAFTER, prepare_sequences, sampling_settings
 from blockdiff.sampling.read import Choices, Read, RunningRead
@@ -292,10 +292,14 @@ class Sampler:
                 running.append(RunningDecision.prepare(request, questions, self.model, self.settings, asking, seed))
             except RequestError as error:
                 raise _named(error, place, prompts) from None
-        for _ in self._answers([draws for each in running for draws in each.sequences], batch_size, None, None, None):
-            pass  # what failed is said by `answers`
+        self.run(running, batch_size)
         fitted = temperatures(self.model, self.settings, asking) if is_calibrated else uncalibrated
         return [each.answers(fitted) for each in running]
+
+    def run(self, decisions: Iterable[RunningDecision], batch_size: int = 32) -> None:
+        """Run decisions that were prepared with the model and the settings of this sampler; each says what failed."""
+        for _ in self._answers([draws for each in decisions for draws in each.sequences], batch_size, None, None, None):
+            pass
 
     def _answers(
         self,

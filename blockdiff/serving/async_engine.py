@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from blockdiff.decisions.form import ONE_BY_ONE, Asking
+from blockdiff.decisions.question import Question
 from blockdiff.errors import Closed, EngineError, Full, RequestError, TimedOut
+from blockdiff.sampling.calibration import temperatures
 from blockdiff.sampling.constraints.compile_limit import COMPILE_SECONDS
-from blockdiff.sampling.decisions.calibration import temperatures
-from blockdiff.sampling.decisions.decide import Answer, RunningDecision, uncalibrated
-from blockdiff.sampling.decisions.form import ONE_BY_ONE, Asking
-from blockdiff.sampling.decisions.question import Question
+from blockdiff.sampling.decide import Answer, RunningDecision, uncalibrated
 from blockdiff.sampling.engine import Event
 from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.read import Choices, Read, RunningRead

@@ -17,10 +17,10 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from blockdiff.data.messages import BadRow, image_source
+from blockdiff.decisions.form import Asking
+from blockdiff.decisions.question import Question, json_text, read_questions, read_systemone
 from blockdiff.errors import RequestError
-from blockdiff.sampling.decisions.decide import Answer
-from blockdiff.sampling.decisions.form import Asking
-from blockdiff.sampling.decisions.question import Question, json_text, read_questions, read_systemone
+from blockdiff.sampling.decide import Answer
 from blockdiff.sampling.request import Request
 from blockdiff.serving.answering import LEFT, Server, unless_left
 from blockdiff.serving.async_engine import Decided
@@ -179,21 +179,11 @@ def _part(part: Any, where: str) -> Any:
     return kept
 
 
-def _facts(answer: Answer) -> dict[str, Any]:
-    """The facts of an answer beyond the protocol."""
-    return {
-        "label_mass": answer.label_mass,
-        "temperature": answer.temperature,
-        "calibrated": answer.is_calibrated,
-        "spread": list(answer.spread),
-    }
-
-
 def _openai(decided: Decided, model: str) -> dict[str, Any]:
     count, cached = len(decided.answers), decided.cached_tokens
     return {
         "model": model,
-        "answers": [answer.to_record() | _facts(answer) for answer in decided.answers],
+        "answers": [answer.to_record() | answer.facts for answer in decided.answers],
         "usage": {
             "input_tokens": decided.prompt_tokens,
             "input_tokens_details": {
@@ -208,7 +198,7 @@ def _openai(decided: Decided, model: str) -> dict[str, Any]:
 
 
 def _systemone(decided: Decided, model: str) -> dict[str, Any]:
-    answers = {str(answer.question.name): _of_systemone(answer) | _facts(answer) for answer in decided.answers}
+    answers = {str(answer.question.name): _of_systemone(answer) | answer.facts for answer in decided.answers}
     return {
         "id": f"decision-{uuid.uuid4().hex}",
         "object": "structured_decision",

@@ -29,6 +29,7 @@ IMPORT_ORDER = {
     "imported": 0,
     "rank_json": 0,
     "request_options": 0,
+    "decisions": 0,
     "kernels": 1,
     "diffusion": 1,
     "data": 2,

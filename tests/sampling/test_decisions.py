@@ -7,12 +7,12 @@ import torch
 
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.decisions.form import Asking, ask_jointly, ask_one, with_question
+from blockdiff.decisions.question import read_questions, read_systemone
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Request, Sampler
-from blockdiff.sampling.decisions.calibration import fit_temperature
-from blockdiff.sampling.decisions.decide import answer_of
-from blockdiff.sampling.decisions.form import Asking, ask_jointly, ask_one, with_question
-from blockdiff.sampling.decisions.question import read_questions, read_systemone
+from blockdiff.sampling.calibration import fit_temperature
+from blockdiff.sampling.decide import answer_of
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.little_model import LITTLE, save_preset
 

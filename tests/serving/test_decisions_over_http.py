@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from blockdiff.decisions import Asking, read_questions, read_systemone
 from blockdiff.sampling import Request, Sampler
-from blockdiff.sampling.decisions import Asking, read_questions, read_systemone
 from tests.support.asking import served
 
 QUESTIONS = [

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any, Literal
 
+from blockdiff.decisions.question import Question
 from blockdiff.errors import RequestError
-from blockdiff.sampling.decisions.question import Question
 
 Form = Literal["decisions", "systemone"]  # the labels of the surface whose questions it writes
 FORMS: tuple[Form, ...] = ("decisions", "systemone")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from blockdiff.decisions.form import ONE_BY_ONE, Asked, Asking, Form, ask_jointly, ask_one, hole, with_question
+from blockdiff.decisions.question import Question, Value
 from blockdiff.errors import RequestError
 from blockdiff.sampling.control import require_tokenizer
-from blockdiff.sampling.decisions.form import ONE_BY_ONE, Asked, Asking, Form, ask_jointly, ask_one, hole, with_question
-from blockdiff.sampling.decisions.question import Question, Value
 from blockdiff.sampling.read import RunningRead
 from blockdiff.sampling.request import Request
 
@@ -58,6 +58,16 @@ class Answer:
     def score(self) -> float:
         """The expected index of the options: of a score its expected level, of a predicate the probability of true."""
         return sum(place * p for place, p in enumerate(self.probabilities))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts of an answer beyond its record."""
+        return {
+            "label_mass": self.label_mass,
+            "temperature": self.temperature,
+            "calibrated": self.is_calibrated,
+            "spread": list(self.spread),
+        }
 
     def to_record(self) -> dict[str, Any]:
         """The answer as `POST /v1/decisions` writes it."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from blockdiff.decisions.form import VERSION, Asking
+from blockdiff.decisions.question import Question
 from blockdiff.models.stored import stored_layers
-from blockdiff.sampling.decisions.decide import TemperatureOf
-from blockdiff.sampling.decisions.form import VERSION, Asking
-from blockdiff.sampling.decisions.question import Question
+from blockdiff.sampling.decide import TemperatureOf
 
 if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel

@@ -1,0 +1,82 @@
+"""Rows of decisions: a state, typed questions about it, and the right answers where they are known."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockdiff.data.messages import BadRow, Message, checked_messages
+from blockdiff.data.sources import Source, open_source
+from blockdiff.decisions.question import Question, json_text, read_questions
+from blockdiff.errors import DataError, RequestError
+
+EXPECTED = '{"input": ... or "messages": [...], "questions": [...], "answers": [...]}'
+
+
+@dataclass(frozen=True)
+class DecisionRow:
+    """A row of decisions; targets: for each question the probability of each option, () where answers are not known."""
+
+    where: str
+    messages: tuple[Message, ...]
+    questions: tuple[Question, ...]
+    targets: tuple[tuple[float, ...], ...] = ()
+    id: str | int | None = None
+
+    @property
+    def digest(self) -> str:
+        """The digest of the state and the questions, by which a row is known in another file."""
+        content = json.dumps([self.messages, self.questions], sort_keys=True, default=repr)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+def read_decision_rows(path: str, *, has_answers: bool, split: str = "test") -> Iterator[DecisionRow]:
+    """The rows of a file; DataError, by place, for what is none."""
+    for where, value in open_source(Source(path, split=split)).values():
+        yield decision_row(value, where, has_answers=has_answers)
+
+
+def decision_row(value: Any, where: str, *, has_answers: bool) -> DecisionRow:
+    """One row, checked; DataError, by place, for what is none. Keys beside those of EXPECTED are data."""
+    if isinstance(value, DataError):
+        raise value
+    try:
+        if not isinstance(value, Mapping) or "questions" not in value or ("input" in value) == ("messages" in value):
+            raise BadRow(f"the row is no decision; write {EXPECTED}")
+        questions = read_questions(value["questions"])
+        if "messages" in value:
+            messages = tuple(checked_messages(value["messages"], "messages", unread=set()))
+        else:
+            state = value["input"]
+            text = state if isinstance(state, str) else json_text(state, "input")
+            messages = ({"role": "user", "content": text},)
+        targets = _targets(value.get("answers"), questions) if has_answers else ()
+    except (BadRow, RequestError) as error:
+        raise DataError(f"{where}: {error}") from None
+    return DecisionRow(where, messages, questions, targets, value.get("id"))
+
+
+def _targets(answers: Any, questions: Sequence[Question]) -> tuple[tuple[float, ...], ...]:
+    if isinstance(answers, Mapping):
+        names = [question.name for question in questions]
+        if unknown := [name for name in answers if name not in names]:
+            raise BadRow(f"answers has {unknown[0]!r:.60}, and no question has that name")
+        answers = [answers.get(name) for name in names]
+    if not isinstance(answers, Sequence) or isinstance(answers, str) or len(answers) != len(questions):
+        raise BadRow(f"answers must have one for each of the {len(questions)} questions, in order or by name")
+    return tuple(_target(answer, question) for answer, question in zip(answers, questions, strict=True))
+
+
+def _target(answer: Any, question: Question) -> tuple[float, ...]:
+    """The distribution of an answer: all on its option, or as a list has it."""
+    if not isinstance(answer, list):
+        place = question.place_of(answer)
+        return tuple(float(place == each) for each in range(len(question.options)))
+    is_number = all(isinstance(p, int | float) and not isinstance(p, bool) and p >= 0 for p in answer)
+    if len(answer) != len(question.options) or not is_number or abs(sum(answer) - 1) > 1e-3:
+        count = len(question.options)
+        raise BadRow(f"the answer {answer!r:.80} is no distribution; write {count} probabilities that add up to 1")
+    return tuple(p / sum(answer) for p in answer)

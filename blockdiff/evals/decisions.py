@@ -1,0 +1,200 @@
+"""The evaluation of typed decisions on labelled rows, and the temperatures that are fitted on such rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.data.decision_rows import DecisionRow
+from blockdiff.decisions.form import Asking
+from blockdiff.decisions.question import Question
+from blockdiff.errors import DataError, RequestError
+from blockdiff.evals import judging
+from blockdiff.evals.judging import Judged
+from blockdiff.sampling.calibration import FEW, Fit, fit_temperature, key_of, reader_of, temperatures
+from blockdiff.sampling.decide import Answer, RunningDecision, uncalibrated
+from blockdiff.sampling.request import Request
+
+if TYPE_CHECKING:
+    from blockdiff.sampling.sampler import Sampler
+
+TOGETHER = 256  # rows whose reads are prepared at once
+COVERAGES, ERRORS = (0.5, 0.8, 0.9), (0.01, 0.05, 0.1)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A question of a row that was read: its scores, the log-probabilities [N, X] of its labels, and its answer."""
+
+    row: int
+    question: Question
+    target: tuple[float, ...]
+    scores_NX: Tensor
+    answer: Answer
+
+
+def decide_rows(
+    sampler: Sampler,
+    rows: Sequence[DecisionRow],
+    asking: Asking,
+    *,
+    seed: int = 0,
+    batch_size: int = 32,
+    is_calibrated: bool = True,
+) -> Iterator[list[Decided]]:
+    """The answers to the questions of every row, in order; DataError, by place, for a row that cannot be asked.
+
+    The draws of a row follow from `seed` and its place.
+    """
+    model, settings = sampler.model, sampler.settings
+    fitted = temperatures(model, settings, asking) if is_calibrated else uncalibrated
+    for first in range(0, len(rows), TOGETHER):
+        running = []
+        for place, row in enumerate(rows[first : first + TOGETHER], first):
+            request = Request(place, messages=row.messages)
+            try:
+                running.append(RunningDecision.prepare(request, row.questions, model, settings, asking, seed))
+            except RequestError as error:
+                raise DataError(f"{row.where}: {error}") from None
+        sampler.run(running, batch_size)
+        for place, each in enumerate(running, first):
+            answers, row = each.answers(fitted), rows[place]
+            targets = row.targets or ((),) * len(answers)
+            yield [
+                Decided(place, question, target, scores_NX, answer)
+                for question, target, scores_NX, answer in zip(
+                    row.questions, targets, each.scores, answers, strict=True
+                )
+            ]
+
+
+def evaluate(
+    sampler: Sampler,
+    rows: Sequence[DecisionRow],
+    asking: Asking,
+    *,
+    seed: int = 0,
+    batch_size: int = 32,
+    is_calibrated: bool = True,
+) -> dict[str, Any]:
+    """The report on labelled rows: all questions, those of each type, and those that several rows have.
+
+    Every part has what `part_of` says. `milliseconds` are those of a decision, all of them together.
+    """
+    began = time.perf_counter()
+    given = dict(seed=seed, batch_size=batch_size, is_calibrated=is_calibrated)
+    decided = [each for row in decide_rows(sampler, rows, asking, **given) for each in row]  # type: ignore[arg-type]
+    seconds = time.perf_counter() - began
+    parts = {"all": decided}
+    for each in decided:
+        parts.setdefault(f"type {each.question.type}", []).append(each)
+    by_question: dict[Question, list[Decided]] = {}
+    for each in decided:
+        by_question.setdefault(replace(each.question, images=()), []).append(each)
+    for question, of_it in by_question.items():
+        if 1 < len(of_it) < len(decided):
+            parts[question.name or question.instructions[:60]] = of_it
+    return {
+        "rows": len(rows),
+        "decisions": len(decided),
+        "milliseconds": 1000 * seconds / max(1, len(decided)),
+        "calibrated": sum(each.answer.is_calibrated for each in decided) / max(1, len(decided)),
+        "asking": asdict(asking),
+        "seed": seed,
+        "parts": {name: part_of(of_it) for name, of_it in parts.items()},
+        "records": [_record(each) for each in decided],
+    }
+
+
+def part_of(decided: Sequence[Decided]) -> dict[str, Any]:
+    """The figures of some answers, with intervals by row; if they share their options, the confusion of these."""
+    judged = _judged(decided)
+    found: dict[str, Any] = {"count": len(decided)}
+    for name in ("accuracy", "nll", "brier"):
+        figure = getattr(judging, name)
+        found[name], found[f"{name}_interval"] = figure(judged), judging.interval(judged, figure)
+    found |= {
+        "calibration_error": judging.calibration_error(judged),
+        "calibration_floor": judging.calibration_floor(judged),
+        "bins": min(judging.BINS, len(decided)),
+        "label_mass": sum(each.answer.label_mass for each in decided) / len(decided),
+        "accuracy_at_coverage": {str(share): judging.accuracy_at(judged, share) for share in COVERAGES},
+        "coverage_at_error": {str(error): judging.coverage(judged, error) for error in ERRORS},
+        "reliability": judging.reliability(judged),
+    }
+    first = decided[0].question
+    if all(each.question.options == first.options for each in decided):
+        counts = torch.zeros(len(first.options), len(first.options), dtype=torch.float64)
+        for each in decided:
+            counts[:, each.answer.place] += torch.tensor(each.target, dtype=torch.float64)
+        found["confusion"] = {"options": [option.text for option in first.options], "counts": counts.tolist()}
+    return found
+
+
+def fit(
+    sampler: Sampler, rows: Sequence[DecisionRow], asking: Asking, *, seed: int = 0, batch_size: int = 32
+) -> dict[str, dict[str, Any]]:
+    """The temperatures by their keys: of each type, and of each question that at least `FEW` rows have."""
+    decided = [each for row in decide_rows(sampler, rows, asking, seed=seed, batch_size=batch_size) for each in row]
+    reader = reader_of(sampler.model, sampler.settings, asking)
+    groups: dict[str, tuple[str, list[Decided]]] = {}
+    for each in decided:
+        question = each.question
+        for asked, name in ((question.type, question.type), (question, question.name or question.instructions)):
+            groups.setdefault(key_of(asked, asking, reader), (name[:60], []))[1].append(each)
+    found = {}
+    for key, (name, of_it) in groups.items():
+        if name in ("predicate", "choice", "score") or len(of_it) >= FEW:
+            fitted: Fit = fit_temperature(
+                [each.scores_NX for each in of_it], [torch.tensor(each.target) for each in of_it]
+            )
+            found[key] = {"of": name, **asdict(fitted)}
+    return found
+
+
+def require_other_rows(rows: Sequence[DecisionRow], others: Sequence[DecisionRow]) -> None:
+    """Raise DataError for a row to fit on that is one to judge by, too."""
+    known = {row.digest: row.where for row in rows}
+    for other in others:
+        if (where := known.get(other.digest)) is not None:
+            raise DataError(f"{other.where}: is the row at {where}, and what is fitted on it says nothing; take others")
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """The report for a person: a table of the parts, then coverage, and the time of a decision."""
+    heads = ["", "count", "right", "95 %", "NLL", "Brier", "ECE", "floor", "mass"]
+    table = [heads]
+    for name, part in report["parts"].items():
+        low, high = part["accuracy_interval"]
+        figures = [f"{part[figure]:.4f}" for figure in ("nll", "brier", "calibration_error", "calibration_floor")]
+        shares = [f"{part['accuracy']:.1%}", f"{low:.1%}-{high:.1%}"]
+        table.append([name, str(part["count"]), *shares, *figures, f"{part['label_mass']:.3f}"])
+    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
+    found = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    whole = report["parts"]["all"]
+    right = ", ".join(f"{accuracy:.1%} of the surest {share}" for share, accuracy in _percent(whole))
+    found.append(f"right: {right}")
+    for error, (threshold, share) in whole["coverage_at_error"].items():
+        words = f"above {threshold:.3f}, {share:.1%} of the answers" if share else "no threshold holds"
+        found.append(f"at most {float(error):.0%} wrong: {words}")
+    return [*found, f"{report['milliseconds']:.1f} ms a decision; ECE over {whole['bins']} bins of equal mass"]
+
+
+def _percent(part: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for share, accuracy in part["accuracy_at_coverage"].items():
+        yield f"{float(share):.0%}", accuracy
+
+
+def _judged(decided: Sequence[Decided]) -> Judged:
+    probabilities = [torch.tensor(each.answer.probabilities, dtype=torch.float64) for each in decided]
+    targets = [torch.tensor(each.target, dtype=torch.float64) for each in decided]
+    return Judged.of(probabilities, targets, [each.row for each in decided])
+
+
+def _record(each: Decided) -> dict[str, Any]:
+    return {"row": each.row, "target": list(each.target), **each.answer.to_record(), **each.answer.facts}
