@@ -12,7 +12,7 @@ from blockdiff.layers.norm import RMSNorm
 from blockdiff.spans import Spans, Sweep
 
 KV = tuple[Tensor, ...]
-Rope = tuple[Tensor, Tensor]  # cos and sin
+Rope = tuple[Tensor, ...]  # cos and sin, and the scale of queries if they have one
 Past = tuple[PrefixTensor, ...]  # the kv of tokens before the call, as tensors or in pages
 
 
@@ -58,8 +58,11 @@ class Attention(nn.Module):
         projected = self.projected(x_BTD, is_noisy, spans.first_query)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         norms, into = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps), written(past)
-        q, own_k, own_v = self.kernels.attention_heads(q, k, v, norms, rope, into)
+        cos, sin, *query_scale = rope
+        q, own_k, own_v = self.kernels.attention_heads(q, k, v, norms, (cos, sin), into)
         assert own_v is not None, "values were given"
+        for scale_BT1 in query_scale:
+            q = q * scale_BT1[:, -q.shape[1] :, :, None]
         if into is not None and isinstance(spans, Spans):
             spans = spans.in_one_run
         prefix_k, prefix_v = (None, None) if past is None else past
@@ -72,7 +75,8 @@ class Attention(nn.Module):
         assert self.v_proj is not None
         k, v = (each(x_BTD).view(*x_BTD.shape[:2], -1, self.head_dim) for each in (self.k_proj, self.v_proj))
         norms, into = HeadNorms(self.head_dim, self.k_norm, self.k_norm, self.norms_values, self.eps), written(past)
-        _, own_k, own_v = self.kernels.attention_heads(k, k, v, norms, rope, into)  # keys stand for queries, which go
+        # keys stand for queries, which go
+        _, own_k, own_v = self.kernels.attention_heads(k, k, v, norms, rope[:2], into)
         assert own_v is not None
         return (own_k, own_v) if into is None else ()
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from blockdiff.images import RowImages
-from blockdiff.layers.rope import angles
+from blockdiff.layers.rope import angles, query_scale
 from blockdiff.spans import Spans, block_runs, canvas_spans, denoise_spans, encode_spans
 
-Rope = tuple[Tensor, Tensor]
+Rope = tuple[Tensor, ...]  # cos and sin [B, T, d], and the scale of queries [B, T, 1] if they have one
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class LayerKind:
     keeps_selection: of layers that select among the keys of the prefix, whether what they select in the first step of a
     canvas stands for its other steps; sees_whole_images: whether the tokens of adjacent images all see one another;
     block: the tokens of the blocks, counted from a document's start, that a clean token sees whole (None: a clean token
-    sees none behind it).
+    sees none behind it); query_scale: the beta and the original positions of `rope.query_scale` (None: no scale).
     """
 
     name: str
@@ -31,6 +31,7 @@ class LayerKind:
     keeps_selection: bool = False
     sees_whole_images: bool = False
     block: int | None = None
+    query_scale: tuple[float, int] | None = None
     _on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -56,8 +57,9 @@ class LayerKind:
         return canvas_spans(start_B, canvas_length, self.window)
 
     def rope(self, positions_BT: Tensor, dtype: torch.dtype) -> Rope:
-        """cos and sin [B, T, d] for `norm_rope`."""
+        """cos and sin [B, T, d] for `norm_rope`, and the scale of queries if they have one."""
         device = positions_BT.device
         if device not in self._on:
             self._on[device] = self.frequencies.to(device)
-        return angles(positions_BT, self._on[device], dtype)
+        turned = angles(positions_BT, self._on[device], dtype)
+        return turned if self.query_scale is None else (*turned, query_scale(positions_BT, *self.query_scale, dtype))

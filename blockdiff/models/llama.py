@@ -3,7 +3,8 @@
 What is special about them:
 - Pre-norm layers, `x + attention(norm(x))` then `x + mlp(norm(x))`; norms are cast before their weight multiplies.
 - Attention scale d^-1/2. Qwen3 norms every query and key before RoPE; values are never normed.
-- RoPE with llama3 scaling slows the frequencies that turn too seldom over the original positions.
+- RoPE with llama3 scaling slows the frequencies that turn too seldom over the original positions; a family may have
+  yarn, and queries that are scaled at far positions.
 - Embeddings are not scaled; the head may be a matrix of its own; logits are not soft-capped.
 - Causal: such a model encodes, and its next-token predictions are what it samples with. Where the config has a
   `canvas_length` it denoises, too: an MLP without an outer norm adds the soft embedding of the last prediction to the
@@ -28,7 +29,7 @@ from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import CastRMSNorm
-from blockdiff.layers.rope import default_frequencies, llama3_frequencies
+from blockdiff.layers.rope import default_frequencies, llama3_frequencies, yarn_attention_factor, yarn_frequencies
 from blockdiff.models.causal import CausalModel, canvases, wrong_canvas_length
 from blockdiff.models.config_checks import other_values, refuse_first, sizes_below_one, sizes_out_of_range, wrong_rope
 from blockdiff.models.family import Family, for_transformers, written_out
@@ -60,7 +61,7 @@ SIZES = (
 class Layer(nn.Module):
     """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
 
-    def __init__(self, config: LlamaFamily, denoises: bool, kernels: Kernels):
+    def __init__(self, config: LlamaFamily, has_scalar: bool, kernels: Kernels):
         super().__init__()
         hidden, eps, head_dim = config.hidden_size, config.rms_norm_eps, config.head_dim
         self.input_norm = CastRMSNorm(hidden, eps, kernels)
@@ -79,7 +80,7 @@ class Layer(nn.Module):
         self.post_attention_norm = CastRMSNorm(hidden, eps, kernels)
         self.mlp = MLP(hidden, config.intermediate_size, kernels, ACTIVATIONS[config.hidden_act])
         self.encoder_scalar = None  # clean tokens are the causal model's
-        self.decoder_scalar = nn.Parameter(torch.ones(1)) if denoises else None
+        self.decoder_scalar = nn.Parameter(torch.ones(1)) if has_scalar else None
 
     def forward(
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
@@ -105,12 +106,14 @@ class Llama(CausalModel):
         activation = ACTIVATIONS[config.hidden_act]
         super().__init__(config, kernels, config.intermediate_size, activation, config.tie_word_embeddings)
         layers, self.leaves_clean_out = config.num_hidden_layers, self.layer_class is Layer
-        self.layers = nn.ModuleList(self.layer_class(config, self.denoises, self.kernels) for _ in range(layers))
+        has_scalars = self.denoises and config.has_self_conditioning  # or denoising adds nothing to the weights
+        self.layers = nn.ModuleList(self.layer_class(config, has_scalars, self.kernels) for _ in range(layers))
         self.norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
         self.layer_kinds = tuple(KINDS[each] for each in config.layer_types)
         windows = {"full": None, "sliding": config.sliding_window}
+        more: Any = {"block": config.block, "query_scale": _query_scale(config)}
         self.kinds = {
-            name: LayerKind(name, windows[name], frequencies(config), block=config.block)
+            name: LayerKind(name, windows[name], frequencies(config), **more)
             for name in dict.fromkeys(self.layer_kinds)
         }
 
@@ -120,7 +123,16 @@ def frequencies(config: LlamaFamily) -> Tensor:
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
         return llama3_frequencies(config.head_dim, rope["rope_theta"], rope)
+    if rope.get("rope_type") == "yarn":
+        return yarn_frequencies(config.head_dim, rope["rope_theta"], rope)
     return default_frequencies(config.head_dim, rope["rope_theta"]) / rope.get("factor", 1.0)
+
+
+def _query_scale(config: LlamaFamily) -> tuple[float, int] | None:
+    """The numbers of `rope.query_scale`, if queries at far positions are scaled."""
+    rope = config.rope_parameters
+    beta = rope.get("llama_4_scaling_beta")
+    return None if beta is None else (beta, rope["original_max_position_embeddings"])
 
 
 # `{}` is the layer number. What denoising adds has no name on the Hub.
@@ -148,7 +160,8 @@ class LlamaFamily(Family):
     """Llama, and the config of one of its models.
 
     transformers_class: reads config.json, fills in its defaults and validates it; has_qk_norm: whether queries and keys
-    are normed. layer_types: of each layer, a key of KINDS.
+    are normed; ropes: the types of RoPE that a config may have, with their parameters. layer_types: of each layer, a
+    key of KINDS.
     """
 
     model_type = "llama"
@@ -179,6 +192,7 @@ class LlamaFamily(Family):
     prefixes: ClassVar[tuple[str, ...]] = ("causal", "blocks")
     transformers_class: ClassVar[str] = "LlamaConfig"
     has_qk_norm: ClassVar[bool] = False
+    ropes: ClassVar[Mapping[str, tuple[str, ...]]] = ROPES
 
     hidden_act: str
     layer_types: tuple[str, ...]
@@ -231,7 +245,12 @@ class LlamaFamily(Family):
                 yield f"layer_types {kind!r} is not supported; there are: {', '.join(KINDS)}"
             elif kind == "sliding_attention" and not (getattr(theirs, "sliding_window", None) or 0) >= 1:
                 yield f"sliding_window is {theirs.sliding_window!r}, but some layers slide; it must be at least 1"
-        yield from wrong_rope(theirs.rope_parameters, ROPES, "rope_parameters")
+        yield from wrong_rope(rope := theirs.rope_parameters, cls.ropes, "rope_parameters")
+        if rope and rope.get("rope_type") == "yarn":
+            if lacking := {"factor", "original_max_position_embeddings"} - rope.keys():
+                yield f"rope_parameters: no {min(lacking)}, which yarn needs"
+            elif (factor := yarn_attention_factor(rope)) != 1.0:
+                yield f"rope_parameters: cos and sin would be multiplied by {factor}; only 1 is supported"
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from blockdiff.spans import KeptSelection, Spans
 if TYPE_CHECKING:
     from blockdiff.models.page_rows import PagedRow
 
+OF_ROPE = ("cos", "sin", "query_scale")
 LEAST_PAGES = 4  # the least width of a block table: pages more cost little, and each width has a CUDA graph of its own
 
 
@@ -37,7 +38,7 @@ class StepInputs:
         if tokens == self.positions_BL.shape[1]:
             return self
         spans = {name: Spans(each.bounds_BT4[:, :tokens], is_padded=False) for name, each in self.spans.items()}
-        rope = {name: (cos[:, :tokens], sin[:, :tokens]) for name, (cos, sin) in self.rope.items()}
+        rope = {name: tuple(x[:, :tokens] for x in each) for name, each in self.rope.items()}
         return StepInputs(self.positions_BL[:, :tokens], spans, rope, self.past)
 
 
@@ -133,9 +134,9 @@ class StepBuffers:
         to = slice(None) if places == list(range(len(self.rows))) else to_B
         positions_BL = start_B[:, None] + torch.arange(tokens, device=model.device)
         self._set(to, positions_BL, "positions")
-        for name, (cos, sin) in model.rope(positions_BL).items():
-            self._set(to, cos, name, "cos")
-            self._set(to, sin, name, "sin")
+        for name, rope in model.rope(positions_BL).items():
+            for part, x in zip(OF_ROPE, rope, strict=False):
+                self._set(to, x, name, part)
         for name in self.pools:
             first_B, table_N, own_N, *of_pools = of_pools
             length_B, kind, width = start_B, model.kinds[name], self._widths[name]
@@ -169,7 +170,7 @@ class StepBuffers:
             if self.keeps and self.model.kinds[name].keeps_selection:
                 selected = [row.kept[1] if row.kept[0] == self._mark(row) else {} for row in rows]
                 spans[name].kept = KeptSelection.together(selected)
-            rope[name] = self._buffers[name, "cos"][of], self._buffers[name, "sin"][of]
+            rope[name] = tuple(self._buffers[name, part][of] for part in OF_ROPE if (name, part) in self._buffers)
             table_BM = self._buffers[name, "table", str(self._widths[name])][of]
             own_N = self._own_places(name) if self.is_clean else None
             pages = BlockTable(table_BM, self._buffers[name, "lengths"][of], pool.page_tokens, own_N)

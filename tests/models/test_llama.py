@@ -15,8 +15,11 @@ import blockdiff
 from blockdiff.checkpoint.config import config_from
 from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.errors import CheckpointError
+from blockdiff.kernels import IN_TORCH
 from blockdiff.kernels.norm_rope.torch import turned
-from blockdiff.layers.rope import llama3_frequencies
+from blockdiff.layers.attention import Attention
+from blockdiff.layers.rope import default_frequencies, llama3_frequencies, yarn_attention_factor, yarn_frequencies
+from blockdiff.models.layer_kind import LayerKind
 from blockdiff.models.llama import LlamaFamily
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling.prepare import sampling_settings
@@ -122,6 +125,39 @@ def test_llama3_frequencies_are_those_of_transformers():
     truth, factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     assert factor == 1.0 and torch.equal(llama3_frequencies(128, 5e5, scaling), truth)
     assert (truth < llama3_frequencies(128, 5e5, {**scaling, "factor": 1.0})).any()
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0, 16.0])
+@pytest.mark.parametrize("more", [{}, {"beta_fast": 4.0, "beta_slow": 2.0}, {"truncate": False}])
+def test_yarn_frequencies_are_those_of_transformers(factor, more):
+    scaling = {"factor": factor, "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 1.0, **more}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, **scaling}
+    config = LlamaConfig(head_dim=64, rope_parameters=rope, max_position_embeddings=131072)
+    truth, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    assert torch.equal(yarn_frequencies(64, 1e4, scaling), truth)
+    assert attention_factor == yarn_attention_factor(scaling) == 1.0
+    assert (truth != default_frequencies(64, 1e4)).any()
+    other = {**scaling, "mscale": 0.5}
+    config = LlamaConfig(head_dim=64, rope_parameters=rope | other, max_position_embeddings=131072)
+    assert ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1] == yarn_attention_factor(other)
+
+
+def test_queries_at_far_positions_are_scaled_and_keys_are_not():
+    torch.manual_seed(0)
+    attention = Attention(8, 2, 1, 4, True, 1e-6, IN_TORCH, qk_norm=None, norms_values=False).double()
+    kind = LayerKind("full", None, default_frequencies(4, 1e4), query_scale=(0.3, 5))
+    column, x = torch.arange(12)[None], torch.randn(1, 12, 8, dtype=torch.float64)
+    cos, sin, scale = kind.rope(column, torch.float64)
+    truth = (1 + 0.3 * torch.log(1 + torch.floor(column / 5))).double()
+    assert torch.equal(scale[..., 0], truth) and (truth[:, :5] == 1).all() and (truth[:, 5:] > 1.2).all()
+    spans = kind.encode_spans(torch.zeros_like(column))
+    got, kv = attention(x, (cos, sin, scale), spans, None)
+    plain, plain_kv = attention(x, (cos, sin), spans, None)
+    assert all(torch.equal(one, other) for one, other in zip(kv, plain_kv, strict=True))
+    for n in range(12):  # one row at a time, by a factor of all scores
+        attention.scale = float(truth[0, n])
+        assert (attention(x, (cos, sin), spans, None)[0][0, n] - got[0, n]).abs().max() < 1e-14
+    assert torch.equal(got[:, :5], plain[:, :5]) and not torch.equal(got[:, 5:], plain[:, 5:])
 
 
 def test_rows_that_lie_one_after_the_other_turn_as_rows_of_a_batch():

@@ -10,7 +10,7 @@ from blockdiff.kernels.norm_rope.torch import turned
 from blockdiff.kernels.op import Ops
 from blockdiff.kernels.span_attention.paged import PagedTensor
 
-Rope = tuple[Tensor, Tensor]
+Rope = tuple[Tensor, ...]  # cos and sin
 
 
 def attention_heads(

@@ -94,7 +94,7 @@ def _weights_and_form(norms: HeadNorms) -> tuple[Tensor | None, Tensor | None, s
 
 
 def attention_heads(
-    q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: tuple[Tensor, Tensor],
+    q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: tuple[Tensor, ...],
     into: tuple[PagedTensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """As in torch.py; Unserved where a gradient is needed, for norms of one's own and for fewer queries than keys."""
