@@ -146,6 +146,8 @@ def evaluate(
     rows_of_models = [
         _asked(rows, not (chat or raw) and each.puts_into_chat(rows), system, thinking) for each in models
     ]
+    for each in models:
+        each.require_head(best_of=best_of > 1)
     strategies = [sampling.strategy_for(each) for each in models]
     settings: dict[str, Any] = dict(batch_size=batch_size, seed=sampling.seed, thinking=thinking, best_of=best_of)
     settings |= dict(max_steps=sampling.steps, max_new_tokens=sampling.max_new_tokens)

@@ -89,6 +89,15 @@ class ModelOptions:
             _note(f"{prompts} put into the chat template, as {self.place} was trained; --raw leaves them out of it")
         return self.asks_chat
 
+    def require_head(self, **asked: bool) -> None:
+        """Raise typer.BadParameter for the first option that is asked for and needs next-token predictions."""
+        from blockdiff.checkpoint import read_config
+        from blockdiff.models.family import NO_HEAD
+
+        found = next((name for name, is_asked in asked.items() if is_asked), None)
+        if found is not None and not read_config(self.files.weights).predicts_next_tokens:
+            raise typer.BadParameter(f"{NO_HEAD}; leave it out", param_hint=f"--{found.replace('_', '-')}")
+
     @property
     def identity(self) -> dict[str, str]:
         """The options that decide what the model answers, apart from its weights."""
@@ -178,7 +187,7 @@ class SamplingOptions:
         if strategy is None and self.temperature is None and self.top_p is None:
             return None
         from blockdiff.checkpoint import read_config
-        from blockdiff.sampling.rounds import NextTokenRound, VerifiedRound, round_of
+        from blockdiff.sampling.rounds import NextTokenRound, VerifiedRound, require_head, round_of
         from blockdiff.sampling.strategies import adjusted, as_strategy, next_token_head
 
         config = read_config(model.files.weights)
@@ -186,6 +195,7 @@ class SamplingOptions:
             denoises = config.denoises
             chosen = as_strategy(strategy or config.default_strategy, generation or model.files.generation(), denoises)
             chosen = adjusted(chosen, self.temperature, top_p=self.top_p)
+            require_head(chosen, config.predicts_next_tokens)
         except RequestError as error:
             raise typer.BadParameter(str(error)) from None
         if is_drafter and round_of(chosen) is not NextTokenRound:

@@ -121,6 +121,7 @@ def sample(
         options.make_parent(written)
     quiet()
     ranks = _ranks(opened.device, output, trace, stream) if mesh is None else mesh.ranks
+    opened.require_head(scores=asked.scores, best_of=asked.best_of > 1)
     chosen = sampling.strategy_for(opened)
     numbers = dict(seed=sampling.seed, max_new_tokens=sampling.max_new_tokens, max_steps=sampling.steps)
     settings = {**numbers, "strategy": chosen, **opened.identity} | ({"as_rows": True} if as_rows else {})

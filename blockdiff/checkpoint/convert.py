@@ -21,7 +21,7 @@ from blockdiff.checkpoint.read import empty
 from blockdiff.checkpoint.tokenizer import mask_token, rows_needed
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.mlp import SelfConditioning
-from blockdiff.models.family import families
+from blockdiff.models.family import NO_HEAD, families
 from blockdiff.models.model import BlockDiffusionModel
 
 CANVAS_LENGTH = 256  # that of the released model
@@ -78,6 +78,8 @@ def drafter_for(
     """
     files = model_files(path_or_hub_id, with_weights=False)
     config, tokenizer = read_config(files.weights), files.tokenizer()
+    if not config.predicts_next_tokens:
+        raise CheckpointError(f"{path_or_hub_id}: {NO_HEAD}, and a drafter's tokens could not be verified")
     target = empty(config)
     special = special_tokens(config, files.generation(), tokenizer)
     mask_id = mask_token(tokenizer, target.vocab_size, mask, {*special.eos_ids, special.pad_id, tokenizer.bos_token_id})

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 LARGEST_CANVAS = 8192  # tokens; released models have 256
+NO_HEAD = "a clean token of this model sees its whole block (prefix: blocks), so nothing predicts next tokens"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from blockdiff.kernels.scratch import shared_scratch
 from blockdiff.layers.attention import KV, Past, of_last
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import Family
+from blockdiff.models.family import NO_HEAD, Family
 from blockdiff.models.image_side import ImageSide
 from blockdiff.models.layer_kind import LayerKind, Rope
 from blockdiff.models.prefix import Prefix
@@ -129,7 +129,18 @@ class BlockDiffusionModel(nn.Module):
         return conditioned
 
     def drafts_for(self, target: BlockDiffusionModel) -> None:
-        """Make ready to draft for a target; BlockdiffError for a causal model, and for a target of other tokens."""
+        """Make ready to draft for a target.
+
+        Raises BlockdiffError for a causal model or one of a prefix of blocks, and for a target of other tokens or one
+        that predicts no next tokens.
+        """
+        if not target.config.predicts_next_tokens:
+            raise BlockdiffError(f"{NO_HEAD}: it verifies no drafts; sample it without a draft model")
+        if self.config.block is not None:
+            raise BlockdiffError(
+                "the draft model's canvases begin at multiples of its blocks (prefix: blocks), and verified ones "
+                "anywhere; give another one"
+            )
         if not self.denoises:
             raise BlockdiffError("the draft model is causal and has no canvases to draft; give one that denoises")
         if target.vocab_size != self.vocab_size:

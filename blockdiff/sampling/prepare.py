@@ -16,6 +16,7 @@ from blockdiff.checkpoint.tokenizer import mismatch
 from blockdiff.data.images import PROCESSORS, ImageReader
 from blockdiff.data.tokenise import takes_images
 from blockdiff.errors import CheckpointError, RequestError
+from blockdiff.models.family import NO_HEAD
 from blockdiff.sampling.control import compile_control
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.response import opens_reasoning
@@ -91,6 +92,7 @@ def sampling_settings(
         vocab_size=model.vocab_size,
         denoises=way.denoises,
         positions=positions // model.canvas_length * model.canvas_length if aligned and positions else positions,
+        predicts_next_tokens=config is None or config.predicts_next_tokens,
         is_drafted=drafter is not None,
         block=block,
         image_reader=None if drafter is not None and block is None else _image_reader(model, tokenizer),
@@ -151,6 +153,8 @@ def prepare_sequences(
     if request.strategy is not None:
         strategy = as_strategy(request.strategy, settings.generation)
         require_fitting(strategy, settings)
+    if not settings.predicts_next_tokens and (request.scores or request.best_of > 1):
+        raise RequestError(f"{'scores' if request.scores else 'best_of'}: {NO_HEAD}; leave it out")
     way = round_of(strategy)
     max_tokens = settings.max_tokens(request.max_new_tokens or settings.generation.max_new_tokens, len(tokens))
     max_steps = way.steps(strategy, request.max_steps or settings.generation.max_steps)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from blockdiff.errors import BlockdiffError
+from blockdiff.models.family import NO_HEAD
 from blockdiff.sampling.request import Result
 
 if TYPE_CHECKING:
@@ -68,8 +70,10 @@ def score(
     """The score of each continuation after its context, in order; rows of similar length are encoded together.
 
     Every context needs a token (bos, say), for which ValueError is raised; a continuation may be empty. Source: the
-    definition, log p(y | x) = sum_i log p(y_i | x, y_<i).
+    definition, log p(y | x) = sum_i log p(y_i | x, y_<i). Raises BlockdiffError for a model without a next-token head.
     """
+    if not model.config.predicts_next_tokens:
+        raise BlockdiffError(f"scores: {NO_HEAD}; ask it for answers, which canvases give")
     pairs = [(list(a), list(b)) for a, b in zip(contexts, continuations, strict=True)]
     if any(not context for context, _ in pairs):
         raise ValueError("a context needs at least one token, such as bos")

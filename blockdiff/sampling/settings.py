@@ -26,11 +26,11 @@ class SamplingSettings:
     generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
     denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;
     denoises: whether responses grow by canvases, and not by next tokens; positions: the most tokens that the model can
-    see (None: no bound); is_drafted: whether another model drafts; block: the most tokens of its blocks, the accepted
-    one included (None: it drafts canvases, or nothing drafts); image_reader: of images in prompts (None: the model
-    takes none); template_length: the number of tokens to whose multiples templates are filled up with eos (None: that
-    of a canvas; 1: one eos follows); aligned: whether canvases begin at multiples of their length, counted from the
-    prompt's start, and not behind the prompt.
+    see (None: no bound); predicts_next_tokens: whether it has a next-token head; is_drafted: whether another model
+    drafts; block: the most tokens of its blocks, the accepted one included (None: it drafts canvases, or nothing
+    drafts); image_reader: of images in prompts (None: the model takes none); template_length: the number of tokens to
+    whose multiples templates are filled up with eos (None: that of a canvas; 1: one eos follows); aligned: whether
+    canvases begin at multiples of their length, counted from the prompt's start, and not behind the prompt.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -41,6 +41,7 @@ class SamplingSettings:
     vocab_size: int
     denoises: bool = True
     positions: int | None = None
+    predicts_next_tokens: bool = True
     is_drafted: bool = False
     block: int | None = None
     image_reader: ImageReader | None = None

@@ -19,11 +19,12 @@ from collections import abc
 from typing import TYPE_CHECKING, Protocol
 
 from blockdiff.errors import RequestError
+from blockdiff.models.family import NO_HEAD
 from blockdiff.sampling.rounds.batch import CanvasBatch
 from blockdiff.sampling.rounds.canvases import CanvasRound, RunningCanvas
 from blockdiff.sampling.rounds.next_tokens import BlockBatch, NextTokenRound
 from blockdiff.sampling.rounds.verified import VerifiedRound
-from blockdiff.sampling.strategies import NextToken, Speculative, Verified
+from blockdiff.sampling.strategies import NAMES, NextToken, Speculative, Verified, next_token_head
 
 if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel
@@ -33,7 +34,16 @@ if TYPE_CHECKING:
     from blockdiff.sampling.settings import SamplingSettings
     from blockdiff.sampling.strategy import Strategy
 
-__all__ = ["CanvasRound", "NextTokenRound", "Proposer", "VerifiedRound", "proposer_for", "require_fitting", "round_of"]
+__all__ = [
+    "CanvasRound",
+    "NextTokenRound",
+    "Proposer",
+    "VerifiedRound",
+    "proposer_for",
+    "require_fitting",
+    "require_head",
+    "round_of",
+]
 
 # A strategy of any other class denoises canvases.
 ROUNDS: dict[type[Strategy], type[Round]] = {
@@ -70,9 +80,18 @@ def proposer_for(
     return (CanvasBatch if settings.denoises else BlockBatch)(model, settings, pages, max_rows, graphs)
 
 
+def require_head(strategy: Strategy, predicts_next_tokens: bool) -> None:
+    """Raise RequestError for a strategy that asks the next-token head of a model that has none."""
+    if next_token_head(strategy) is not None and not predicts_next_tokens:
+        names = {named.strategy: name for name, named in NAMES.items()}
+        name = names.get(type(strategy), type(strategy).__name__)
+        raise RequestError(f"the strategy {name}: {NO_HEAD}; give one that denoises canvases, or none")
+
+
 def require_fitting(strategy: Strategy, settings: SamplingSettings) -> None:
     """Raise RequestError for a strategy that a model, or the drafter beside it, cannot answer by."""
     way = round_of(strategy)
+    require_head(strategy, settings.predicts_next_tokens)
     if isinstance(strategy, Speculative) and settings.block is None:
         raise RequestError(
             "the strategy speculative needs a drafter; give one (--draft-model), or the strategy next_token"

@@ -16,7 +16,7 @@ from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeD
 from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import METRICS, Record
-from blockdiff.models.family import Family
+from blockdiff.models.family import NO_HEAD, Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.objective import Objective, corrupted
 from blockdiff.parallel.ranks import Ranks
@@ -79,6 +79,8 @@ class Denoising(Kind):
                 f"objective.kind: {self.kind} is of canvases, and the model is causal; choose next_token, or give the "
                 "model canvases (`blockdiff init --from`)"
             )
+        if self.ar_loss is not None and not config.predicts_next_tokens:
+            raise RecipeError(f"objective.ar_loss: {NO_HEAD}; leave it out")
 
     def needs_tokenizer(self, recipe: Recipe) -> bool:
         """True if tokens are named, also for a mask token that the model's config does not name."""

@@ -19,7 +19,7 @@ from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder, Order
 from blockdiff.errors import RecipeError
 from blockdiff.files import json_digest
-from blockdiff.models.family import Family
+from blockdiff.models.family import NO_HEAD, Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.rl.batches import ROWS, worst_rollouts
@@ -166,7 +166,9 @@ class Policy(Canvas):
     # -- the model and its data ------------------------------------------------------------------------------------
 
     def require(self, recipe: Recipe, config: Family) -> None:
-        """Of a causal model refuse what is of canvases."""
+        """Of a causal model refuse what is of canvases, and next tokens of one that predicts none."""
+        if self.over == "next_token" and not config.predicts_next_tokens:
+            raise RecipeError(f"objective.over: next_token: {NO_HEAD}; choose canvas")
         if config.denoises or config.is_drafter:
             super().require(recipe, config)
             return
