@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import blockdiff
-from blockdiff.canvas import CleanRow, joined, lay_out
+from blockdiff.canvas import Canvas, CleanRow, joined, lay_out
 from blockdiff.checkpoint.config import config_from
+from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import SigmoidRouter
 from blockdiff.models.llada2 import LLaDA2
+from blockdiff.objective import Objective
 from tests.support.closeness import require_close
 
 pytestmark = pytest.mark.quick
@@ -126,6 +129,40 @@ def test_the_loss_and_every_gradient_of_a_row_of_blocks_are_those_of_its_own_cod
     assert len(named) == 3
     for name, gradient in named.items():
         require_close(found[name], gradient, EXACT)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Corrupts the given places of the canvases of one document, with masks, and no place of others."""
+
+    is_masked_S: Tensor
+
+    def corrupt(self, canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        is_masked_CL = self.is_masked_S.view(-1, L)
+        _, sample_BC, index_BC = address_BC3.unbind(-1)
+        is_masked_BCL = is_masked_CL[index_BC] & (sample_BC == 1)[..., None]
+        return torch.where(is_masked_BCL, MASK, canvas_BCL), is_masked_BCL
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_objective_has_the_loss_and_gradient_norms_of_its_own_code(checkpoint, truth, sweep, packed):
+    model, tokens = loaded(checkpoint).train(), truth["tokens"][0].tolist()
+    pinned = {1: range(5)}  # the prompt has 13 tokens
+    canvases = [
+        Canvas(tokens[n * L : n * L + L], n * L, address=(0, 1, n), pinned=pinned.get(n, ())) for n in range(1, 4)
+    ]
+    row = CleanRow(tokens, canvases, sample_id=1)
+    other = CleanRow(tokens[:19], [Canvas(tokens[8:16], 8, address=(0, 2, 1))], sample_id=2)
+    batch = lay_out([joined([other, row])] if packed else [row, other], L, pad_id=5)
+    marks = Marks(truth["is_masked"][0].bool())
+    objective = Objective(model, Linear(), marks, positions="corrupted", divisor="corrupted", sweep=sweep)
+    loss = objective(batch)["canvas"] / objective.canvas_count(batch)
+    require_close(loss, truth["train_loss"], EXACT)
+    loss.backward()
+    found = hub_gradients(model)
+    norms = torch.stack([found[name].norm() for name in sorted(found)])
+    require_close(norms, truth["train_gradient_norms"], EXACT)
 
 
 def test_kernels_of_the_cpu_have_the_numbers_of_torch(checkpoint, truth):

@@ -94,6 +94,12 @@ class LLaDA2Family(Family):
     meshes = ("replicate", "shard", "experts", "tensor")
     has_self_conditioning = False
     prefixes = ("blocks",)
+    # dFactory's: one noise level for a document, and the mean over its masks
+    objective: ClassVar = {
+        "time": {"uniform": {"low": 0.3, "high": 0.8, "per": "example"}},
+        "positions": "corrupted",
+        "normalisation": "corrupted",
+    }
 
     first_k_dense_replace: int
     moe_intermediate_size: int
