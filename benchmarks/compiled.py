@@ -42,6 +42,8 @@ from blockdiff.kernels.heads import HeadNorms, Norm
 from blockdiff.kernels.heads.triton import attention_heads
 from blockdiff.kernels.launch import forget_sizes
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, layer_end, norm_rope, residual_norms, rms_norms
+from blockdiff.kernels.nvfp4 import Nvfp4
+from blockdiff.kernels.nvfp4.triton import nvfp4_linear
 from blockdiff.kernels.routing.triton import routed_tokens
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.kernels.span_attention.triton import span_attention
@@ -120,19 +122,27 @@ def experts(
 
 def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
     """Weights in fp8 of the released model's sizes: experts and linear layers, also back to their inputs."""
-    E, k, D, F = 128, 8, 2816, 704
-
-    def weight(*shape: int) -> Fp8:
-        return Fp8(torch.empty(shape, dtype=torch.uint8), torch.empty(*shape[:-1], 1))
-
-    x = torch.empty(tokens, D, dtype=dtype, requires_grad=goes_back)
-    index, routing = torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k)
-    outs = expert_mlp(x, weight(E, 2 * F, D), weight(E, D, F), index, routing), fp8_linear(x, weight(4096, D))
-    if goes_back:
-        sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
+    stored(Fp8, fp8_linear, tokens, dtype, goes_back)
     if tokens <= FEW_ROWS:
         with torch.no_grad():
-            gated_linear(x.detach(), weight(2112, D), weight(2112, D), "gelu_tanh")
+            gate = Fp8.empty_like(torch.empty(2112, 2816))
+            gated_linear(torch.empty(tokens, 2816, dtype=dtype), gate, gate, "gelu_tanh")
+
+
+def in_nvfp4(tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
+    """The same weights in NVFP4."""
+    stored(Nvfp4, nvfp4_linear, tokens, dtype, goes_back)
+
+
+def stored(form: Any, linear: Callable[..., Tensor], tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
+    """The released model's experts and a linear layer with weights in a form of fewer bits."""
+    E, k, D, F = 128, 8, 2816, 704
+    gate_up, down, weight = (form.empty_like(torch.empty(shape)) for shape in ((E, 2 * F, D), (E, D, F), (4096, D)))
+    x = torch.empty(tokens, D, dtype=dtype, requires_grad=goes_back)
+    index, routing = torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k)
+    outs = expert_mlp(x, gate_up, down, index, routing), linear(x, weight)
+    if goes_back:
+        sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
 
 
 @torch.no_grad()
@@ -229,6 +239,9 @@ OPS: dict[str, Callable[[], None]] = {
     "expert_mlp, all ones": lambda: experts(1, torch.bfloat16, E=1, k=1, D=16, F=16),
     "fp8, 256 tokens": lambda: in_fp8(256, torch.bfloat16, False),
     "fp8, 4096 tokens": lambda: in_fp8(4096, torch.bfloat16, True),
+    "nvfp4, 256 tokens": lambda: in_nvfp4(256, torch.bfloat16, True),
+    "nvfp4, 2048 tokens": lambda: in_nvfp4(2048, torch.bfloat16, True),
+    "nvfp4, 4096 tokens": lambda: in_nvfp4(4096, torch.bfloat16, True),
     "inference": lambda: inference(torch.bfloat16),
     "vocabulary": lambda: vocabulary(torch.bfloat16),
     "automaton": automaton,

@@ -30,8 +30,13 @@ KERNELS = {
     "routed_tokens": "router_scores",
     "expert_mlp_down": "expert_mlp_product",
     "expert_mlp_down_fp8": "expert_mlp_product",
+    "expert_mlp_down_nvfp4": "expert_mlp_product",
     "expert_mlp_gate_up_fp8": "expert_mlp_gate_up",
+    "expert_mlp_gate_up_nvfp4": "expert_mlp_gate_up",
+    "expert_mlp_activation_backward_nvfp4": "expert_mlp_activation_backward",
     "expert_mlp_grad_x": "expert_mlp_product",
+    "expert_mlp_grad_x_nvfp4": "expert_mlp_product",
+    "nvfp4_product_back": "nvfp4_product",
 }
 Key = tuple[str, int, int, tuple[int, ...]]  # kernel, architecture, bytes of an element, sizes
 
@@ -44,6 +49,7 @@ def calls() -> Iterator[tuple[int, Callable[[], None]]]:
         found += [partial(ops.block_sparse, heads=128, d=d) for d in (64, 128, 256)]
         found += [partial(ops.experts, tokens) for tokens in (256, 2048, 8192)] + [partial(ops.experts, 8192, rank=16)]
         found += [partial(ops.in_fp8, tokens, goes_back=tokens > 256) for tokens in (16, 256, 8192)]
+        found += [partial(ops.in_nvfp4, tokens, goes_back=True) for tokens in (32, 256, 2048, 8192)]
         found += [partial(ops.router, experts) for experts in (128, 256, 512)]
         found += [partial(ops.gated, tokens) for tokens in (16, 256, 1024)]
         found += [ops.norms, ops.inference, ops.vocabulary]

@@ -34,6 +34,8 @@ from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import fp8_linear
 from blockdiff.kernels.launch import Unserved, forget_sizes
+from blockdiff.kernels.nvfp4 import Nvfp4
+from blockdiff.kernels.nvfp4.triton import nvfp4_linear
 from blockdiff.kernels.routing.triton import routed_tokens
 from blockdiff.kernels.span_attention.triton import span_attention
 from blockdiff.kernels.tiles import SHARED_MEMORY, Tile
@@ -44,6 +46,13 @@ MOST_TRIED = 12  # tiles that fit and are looked at where none suits
 MOST_TIMED = 30  # tiles of a line that are timed, the nearest to the present one
 MARGIN = 0.99  # of the present tile's seconds that another has to stay under
 Key = tuple[str, int, int]  # kernel, architecture, element size
+# Kernels of experts, those without a gradient first, and what tells launches of one kernel apart.
+OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gate_up": ("expert_mlp_gate_up", {}),
+    "down": ("expert_mlp_product", {"WEIGHT_N": 704}),
+    "activation_backward": ("expert_mlp_activation_backward", {}),
+    "grad_x": ("expert_mlp_product", {"WEIGHT_N": 1}),
+}
 
 
 @dataclass(frozen=True)
@@ -102,24 +111,29 @@ def experts(tokens: int, dtype: torch.dtype) -> None:
     expert_mlp(x, gate_up, down, index, torch.full((tokens, k), 1 / k, requires_grad=True)).sum().backward()
 
 
-@torch.no_grad()
-def experts_in_fp8(tokens: int, dtype: torch.dtype) -> None:
-    """The same experts with weights in fp8, forward."""
+def drawn(form: Any, *shape: int) -> Any:
+    """A matrix of random codes in a form of fewer bits."""
+    made = form.empty_like(torch.empty(shape))
+    for tensor in made:
+        if tensor.is_floating_point():
+            tensor.fill_(1.0)
+        else:
+            tensor.random_(0, 0x48)  # no NaN
+    return made
+
+
+def experts_in(form: Any, tokens: int, dtype: torch.dtype) -> None:
+    """The same experts with weights in a form of fewer bits, forward, and back to their inputs."""
     E, k, D, F = 128, 8, 2816, 704
-    gate_up, down = (
-        Fp8(torch.randint(0, 0x48, shape, dtype=torch.uint8), torch.ones(*shape[:-1], 1))
-        for shape in ((E, 2 * F, D), (E, D, F))
-    )
-    index = torch.rand(tokens, E).topk(k).indices
-    expert_mlp(torch.randn(tokens, D).to(dtype), gate_up, down, index, torch.full((tokens, k), 1 / k))
+    gate_up, down, index = drawn(form, E, 2 * F, D), drawn(form, E, D, F), torch.rand(tokens, E).topk(k).indices
+    x = torch.randn(tokens, D).to(dtype).requires_grad_()
+    expert_mlp(x, gate_up, down, index, torch.full((tokens, k), 1 / k)).sum().backward()
 
 
-@torch.no_grad()
-def fp8_products(dtype: torch.dtype) -> None:
-    """The linear layers of fp8 of a canvas of the released model, but for those of experts."""
+def linear_in(form: Any, linear: Callable[..., Any], dtype: torch.dtype, tokens: int = 256) -> None:
+    """The linear layers of a canvas of the released model in a form of fewer bits, and back to their inputs."""
     for inner, columns in ((2816, 4096), (4096, 2816), (2816, 2048), (2112, 2816)):
-        codes = torch.randint(0, 0x48, (columns, inner), dtype=torch.uint8)
-        fp8_linear(torch.randn(256, inner).to(dtype), Fp8(codes, torch.ones(columns, 1)))
+        linear(torch.randn(tokens, inner).to(dtype).requires_grad_(), drawn(form, columns, inner)).sum().backward()
 
 
 def problems() -> list[Problem]:
@@ -134,15 +148,20 @@ def problems() -> list[Problem]:
     found.append(Problem(f"{keys}_v", keys, 512, attend, {"grad_k": None}, {"columns": f"{keys}_k"}))
     for up_to, tokens in ((24, 256), (192, 2048), (float("inf"), 8192)):
         mix, rows = partial(experts, tokens), {"rows": "expert_mlp_gate_up"}
-        for name, same in (("gate_up", rows), ("activation_backward", rows), ("outer_product", {})):
-            found.append(Problem(f"expert_mlp_{name}", f"expert_mlp_{name}", up_to, mix, same=same))
-        for name, stride in (("down", 704), ("grad_x", 1)):
-            found.append(Problem(f"expert_mlp_{name}", "expert_mlp_product", up_to, mix, {"WEIGHT_N": stride}, rows))
-        mix = partial(experts_in_fp8, tokens)
-        for name, kernel in (("gate_up", "expert_mlp_gate_up"), ("down", "expert_mlp_product")):
-            found.append(Problem(f"expert_mlp_{name}_fp8", kernel, up_to, mix, same=rows))
+        for name, (kernel, arguments) in OF_EXPERTS.items():
+            found.append(Problem(f"expert_mlp_{name}", kernel, up_to, mix, arguments, rows))
+        found.append(Problem("expert_mlp_outer_product", "expert_mlp_outer_product", up_to, mix))
+        for form, suffix, names in ((Fp8, "_fp8", list(OF_EXPERTS)[:2]), (Nvfp4, "_nvfp4", list(OF_EXPERTS))):
+            mix, rows = partial(experts_in, form, tokens), {"rows": f"expert_mlp_gate_up{suffix}"}
+            for name in names:
+                kernel, arguments = OF_EXPERTS[name]
+                found.append(Problem(f"expert_mlp_{name}{suffix}", kernel, up_to, mix, arguments, rows))
     found.append(Problem("routed_tokens", "router_scores", 128, router, same={"columns": "routed_tokens"}))
-    found.append(Problem("fp8_product", "fp8_product", float("inf"), fp8_products))
+    found.append(Problem("fp8_product", "fp8_product", float("inf"), partial(linear_in, Fp8, fp8_linear)))
+    for up_to, tokens in ((32, 32), (512, 256), (float("inf"), 4096)):
+        products = partial(linear_in, Nvfp4, nvfp4_linear, tokens=tokens)
+        for line, back in (("nvfp4_product", False), ("nvfp4_product_back", True)):
+            found.append(Problem(line, "nvfp4_product", up_to, products, {"BACK": back}))
     return found
 
 

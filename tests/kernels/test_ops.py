@@ -17,7 +17,7 @@ from blockdiff.kernels.norm_rope import triton as norms
 from blockdiff.kernels.op import Composition
 from blockdiff.kernels.ops import OPS
 
-WITHOUT_TRITON = {"route", "logits", "divergence", "nvfp4_linear"}
+WITHOUT_TRITON = {"route", "logits", "divergence"}
 
 
 @pytest.mark.parametrize("name", OPS)

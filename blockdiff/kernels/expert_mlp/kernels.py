@@ -18,6 +18,7 @@ import triton.language as tl
 
 from blockdiff.kernels.expert_mlp import activations
 from blockdiff.kernels.fp8.kernels import decoded, factor, multiplied
+from blockdiff.kernels.nvfp4.kernels_decode import UNIT, tile_of
 
 OAI_ALPHA = tl.constexpr(activations.OAI_ALPHA)
 OAI_LIMIT = tl.constexpr(activations.OAI_LIMIT)
@@ -79,18 +80,29 @@ def _rows(plan, tile, expert, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _matrix_of(weights, blocks, expert, rows: tl.constexpr, columns: tl.constexpr):
+    """The first element of an expert's matrix, which is stored in these rows, and the first scale of its blocks."""
+    if blocks is None:
+        return weights + expert.to(tl.int64) * (rows * columns), None
+    else:
+        at = expert.to(tl.int64) * rows
+        return weights + at * (columns // 2), blocks + at * (columns // 16)
+
+
+@triton.jit
 def _product(
-    left, right, channels, SECOND: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    left, right, channels, blocks, SECOND: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     right_k: tl.constexpr, right_n: tl.constexpr, HARDWARE: tl.constexpr,
-    column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    column_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """left [ROWS, K] (pointers to the rows' first elements) times right [K, COLUMNS] in fp32, and where SECOND is not
     0 also times the matrix so many elements behind it.
 
-    right may hold codes of fp8. channels: the scales of right where the sum is over output channels, K of
-    them; None: the result is to be multiplied by scales and `factor(HARDWARE)`.
+    right may hold codes of fp8, or with the scales of their blocks those of NVFP4. channels: the scales of right where
+    the sum is over output channels, K of them; None: the result is to be multiplied by them.
     """
-    inner = tl.arange(0, INNER)
+    inner, start = tl.arange(0, INNER), column_tile * COLUMNS
+    column = start + tl.arange(0, COLUMNS)
     is_column = column < N
     lefts = left[:, None] + inner[None, :]
     rights = right + inner[:, None] * right_k + column[None, :] * right_n
@@ -98,17 +110,31 @@ def _product(
     other = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, K, INNER):
         a = _load(lefts, inner, K - first, is_column, 1, K % INNER != 0, False)
-        b = _load(rights, inner, K - first, is_column, 0, K % INNER != 0, N % COLUMNS != 0)
-        if channels is not None:
-            scale = tl.load(channels + first + inner, mask=first + inner < K, other=0.0) * factor(HARDWARE)
-            b = (decoded(b, tl.float32, HARDWARE) * scale[:, None]).to(a.dtype)
+        if blocks is None:
+            b = _load(rights, inner, K - first, is_column, 0, K % INNER != 0, N % COLUMNS != 0)
+            if channels is not None:
+                scale = tl.load(channels + first + inner, mask=first + inner < K, other=0.0) * factor(HARDWARE)
+                b = (decoded(b, tl.float32, HARDWARE) * scale[:, None]).to(a.dtype)
+        else:
+            b = tile_of(right, blocks, channels, first, start, K, N, INNER, COLUMNS, right_k == 1, a.dtype, HARDWARE)
         total = multiplied(a, b, total, HARDWARE, PRECISION)
         if SECOND:
-            b = _load(rights + SECOND, inner, K - first, is_column, 0, K % INNER != 0, N % COLUMNS != 0)
+            if blocks is None:
+                b = _load(rights + SECOND, inner, K - first, is_column, 0, K % INNER != 0, N % COLUMNS != 0)
+            else:
+                codes, others = right + SECOND // 2, blocks + SECOND // 16
+                b = tile_of(
+                    codes, others, channels, first, start, K, N, INNER, COLUMNS, right_k == 1, a.dtype, HARDWARE
+                )
             other = multiplied(a, b, other, HARDWARE, PRECISION)
         lefts += INNER
         rights += INNER * right_k
-    return total, other
+    if blocks is not None:
+        return total * UNIT, other * UNIT
+    elif channels is None and right.dtype.element_ty == tl.int8:
+        return total * factor(HARDWARE), other * factor(HARDWARE)
+    else:
+        return total, other
 
 
 @triton.jit
@@ -136,38 +162,42 @@ def expert_mlp_narrow(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """out[row, N] = left times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N); left by token or by row."""
-    tile, expert, _, column = _place(plan, N, COLUMNS)
+    tile, expert, column_tile, column = _place(plan, N, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
     first = left + ((slot // TOP_K).to(tl.int64) if LEFT_BY_TOKEN else row) * K
     right = matrices + expert.to(tl.int64) * (K * N)
-    total, _ = _product(first, right, None, 0, K, N, WEIGHT_K, WEIGHT_N, False, column, ROWS, COLUMNS, INNER, PRECISION)
+    total, _ = _product(
+        first, right, None, None, 0, K, N, WEIGHT_K, WEIGHT_N, False, column_tile, ROWS, COLUMNS, INNER, PRECISION
+    )
     is_there = is_row[:, None] & (column < N)[None, :]
     tl.store(out + row[:, None] * N + column[None, :], total.to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
 def expert_mlp_gate_up(
-    x, weights, channels, narrow, matrices, h, a, plan,
+    x, weights, channels, blocks, narrow, matrices, h, a, plan,
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, HARDWARE: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """a[row] = f(gate) * g(up) and h[row] = (gate, up) of the row's token; weights [E, 2F, D], matrices [E, 2F, R].
 
-    channels: the scales [E, 2F] of weights in fp8.
+    channels: the scales [E, 2F] of weights in fp8 or NVFP4; blocks: those of blocks [E, 2F, D / 16].
     """
-    tile, expert, _, column = _place(plan, F, COLUMNS)
+    tile, expert, column_tile, column = _place(plan, F, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
     left = x + (slot // TOP_K).to(tl.int64) * D
-    right = weights + expert.to(tl.int64) * (2 * F * D)
-    gate, up = _product(left, right, None, F * D, D, F, 1, D, HARDWARE, column, ROWS, COLUMNS, INNER, PRECISION)
+    right, of_blocks = _matrix_of(weights, blocks, expert, 2 * F, D)
+    gate, up = _product(
+        left, right, None, of_blocks, F * D, D, F, 1, D, HARDWARE, column_tile, ROWS, COLUMNS, INNER, PRECISION
+    )
     if channels is not None:
         mine = channels + expert.to(tl.int64) * (2 * F) + column
-        gate *= tl.load(mine, mask=column < F, other=0.0)[None, :] * factor(HARDWARE)
-        up *= tl.load(mine + F, mask=column < F, other=0.0)[None, :] * factor(HARDWARE)
+        gate *= tl.load(mine, mask=column < F, other=0.0)[None, :]
+        up *= tl.load(mine + F, mask=column < F, other=0.0)[None, :]
     if R:
         mine = matrices + expert.to(tl.int64) * (2 * F * R)
         gate = _low_rank(gate, narrow, mine, row, column, F, R, 1, R, PRECISION)
@@ -183,7 +213,7 @@ def expert_mlp_gate_up(
 
 @triton.jit
 def expert_mlp_product(
-    left, weights, channels, narrow, matrices, scale, out, plan,
+    left, weights, channels, blocks, narrow, matrices, scale, out, plan,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, WEIGHT_K: tl.constexpr, WEIGHT_N: tl.constexpr,
     R: tl.constexpr, MATRIX_R: tl.constexpr, MATRIX_N: tl.constexpr, HARDWARE: tl.constexpr, BY_K: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
@@ -191,22 +221,23 @@ def expert_mlp_product(
     """out[slot, N] = left[row, K] times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N), plus narrow[row, R]
     times the expert's [R, N] (strides MATRIX_R, MATRIX_N), times scale[slot].
 
-    channels: the scales [E, K] (BY_K) or [E, N] of weights in fp8.
+    channels: the scales [E, K] (BY_K) or [E, N] of weights in fp8 or NVFP4; blocks: those of blocks of rows in memory.
     """
-    tile, expert, _, column = _place(plan, N, COLUMNS)
+    tile, expert, column_tile, column = _place(plan, N, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
-    right = weights + expert.to(tl.int64) * (K * N)
+    right, of_blocks = _matrix_of(weights, blocks, expert, K if WEIGHT_N == 1 else N, N if WEIGHT_N == 1 else K)
     of_k = None
     if BY_K:
         of_k = channels + expert.to(tl.int64) * K
     total, _ = _product(
-        left + row * K, right, of_k, 0, K, N, WEIGHT_K, WEIGHT_N, HARDWARE, column, ROWS, COLUMNS, INNER, PRECISION
-    )
+        left + row * K, right, of_k, of_blocks, 0, K, N, WEIGHT_K, WEIGHT_N,
+        HARDWARE, column_tile, ROWS, COLUMNS, INNER, PRECISION,
+    )  # fmt: skip
     if channels is not None and not BY_K:
         of_n = tl.load(channels + expert.to(tl.int64) * N + column, mask=column < N, other=0.0)
-        total *= of_n[None, :] * factor(HARDWARE)
+        total *= of_n[None, :]
     if R:
         mine = matrices + expert.to(tl.int64) * (R * N)
         total = _low_rank(total, narrow, mine, row, column, N, R, MATRIX_R, MATRIX_N, PRECISION)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.expert_mlp.kernels import _activation, _load, _low_rank, _place, _product, _rows
+from blockdiff.kernels.expert_mlp.kernels import _activation, _load, _low_rank, _matrix_of, _place, _product, _rows
 
 
 @triton.jit
 def expert_mlp_activation_backward(
-    grad, weights, channels, narrow, matrices, scale, h, grad_h, scaled_a, partial, plan,
+    grad, weights, channels, blocks, narrow, matrices, scale, h, grad_h, scaled_a, partial, plan,
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, HARDWARE: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Back through the down product and the activation; weights [E, D, F], grad [N, D] of the tokens' outputs.
 
     narrow[row, R] = grad B of the low-rank matrices of down, and matrices their A [E, R, F]; channels: the scales
-    [E, D] of weights in fp8.
+    [E, D] of weights in fp8 or NVFP4; blocks: those of blocks [E, D, F / 16].
 
     grad_h[row, 2F]; scaled_a[row, F] = scale * a, which the gradient of `down` takes; partial[slot, column tile], whose
     sum over tiles is the gradient of scale[slot].
@@ -30,11 +30,13 @@ def expert_mlp_activation_backward(
     grad_a = tl.zeros([ROWS, COLUMNS], tl.float32)
     if grad_h is not None or partial is not None:
         left = grad + (slot // TOP_K).to(tl.int64) * D
-        right = weights + expert.to(tl.int64) * (D * F)
+        right, of_blocks = _matrix_of(weights, blocks, expert, D, F)
         of_k = None
         if channels is not None:
             of_k = channels + expert.to(tl.int64) * D
-        grad_a, _ = _product(left, right, of_k, 0, D, F, F, 1, HARDWARE, column, ROWS, COLUMNS, INNER, PRECISION)
+        grad_a, _ = _product(
+            left, right, of_k, of_blocks, 0, D, F, F, 1, HARDWARE, column_tile, ROWS, COLUMNS, INNER, PRECISION
+        )
         if R:
             mine = matrices + expert.to(tl.int64) * (R * F)
             grad_a = _low_rank(grad_a, narrow, mine, row, column, F, R, F, 1, PRECISION)

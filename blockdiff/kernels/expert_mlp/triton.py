@@ -32,6 +32,8 @@ from blockdiff.kernels.launch import (
     only_needed,
     registered,
 )
+from blockdiff.kernels.nvfp4 import Nvfp4
+from blockdiff.kernels.nvfp4.triton import check_nvfp4
 from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, precision_of, tile_for, tile_of
@@ -39,7 +41,8 @@ from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power
 PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
 FEW_SLOTS = 8192  # of so many every program counts all, which is then one launch and not two
 NO_MATRICES: tuple[None, ...] = (None, None, None, None)  # no low-rank matrices
-NO_FP8 = (None, None)  # no scales
+NO_SCALES: tuple[None, ...] = (None, None, None, None)  # of channels and of blocks
+PLAIN, IN_FP8, IN_NVFP4 = "", "_fp8", "_nvfp4"  # forms of weights, in the names of the table's lines
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
@@ -54,9 +57,10 @@ class Tiles(NamedTuple):
     outer: Tile
 
 
-def tiles_for(x: Tensor, slots: int, experts: int) -> Tiles:
-    """The table's tiles by the mean number of rows of an expert: a function of shapes alone."""
-    names = ("gate_up", "down", "activation_backward", "grad_x", "outer_product")
+def tiles_for(x: Tensor, slots: int, experts: int, form: str = PLAIN) -> Tiles:
+    """The table's tiles by the mean number of rows of an expert: a function of shapes and the weights' form."""
+    back = PLAIN if form == IN_FP8 else form  # gradients through fp8 have the tiles of bf16
+    names = f"gate_up{form}", f"down{form}", f"activation_backward{back}", f"grad_x{back}", "outer_product"
     return Tiles(*(tile_of(f"expert_mlp_{name}", x, slots / max(1, experts)) for name in names))
 
 
@@ -147,16 +151,17 @@ def _sum_slots(y_SD: Tensor, index: Tensor, experts: int, out_ND: Tensor) -> Non
 def _expert_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str, keeps_h: bool,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
-    gate_up_scale: Tensor | None, down_scale: Tensor | None,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None, gate_up_blocks: Tensor | None, down_blocks: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Output [N, D]; gate and up by row [N * k, 2F], without elements unless kept; the memory of the plan."""
-    slots, (E, D, F) = index.shape[0] * index.shape[1], down.shape
-    out, h = empty(x), empty(x, slots if keeps_h else 0, 2 * F)
-    tiles = tiles_for(x, slots, E)
+    slots, E = index.shape[0] * index.shape[1], gate_up.shape[0]
+    out, h = empty(x), empty(x, slots if keeps_h else 0, gate_up.shape[1])
+    scales = gate_up_scale, down_scale, gate_up_blocks, down_blocks
+    tiles = tiles_for(x, slots, E, _form_of(scales))
     memory = empty(x, sum(plan_lengths(slots, E, tiles.down.rows)), dtype=torch.int32)
     yield out, h, memory
-    index, y = index.contiguous(), empty(x, slots, D)
-    low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
+    index, y = index.contiguous(), empty(x, slots, x.shape[1])
+    low_rank = gate_up_A, gate_up_B, down_A, down_B
     arguments, kept = (x, gate_up, down, index, weight, activation, low_rank, scales), h if keeps_h else None
     _fill_slots(*arguments, memory, kept, y)
     _sum_slots(y, index, E, out)
@@ -166,12 +171,12 @@ def _expert_mlp(
 def _expert_slots(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
-    gate_up_scale: Tensor | None, down_scale: Tensor | None,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None, gate_up_blocks: Tensor | None, down_blocks: Tensor | None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """The output of every slot, [N, k, D], with its weight and before it is summed; without gradient."""
-    y = x.new_empty(*index.shape, down.shape[1])
+    y = x.new_empty(*index.shape, x.shape[-1])
     yield y
-    low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
+    low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale, gate_up_blocks, down_blocks)
     arguments = x, gate_up, down, index.contiguous(), weight, activation, low_rank, scales
     _fill_slots(*arguments, None, None, y)
 
@@ -182,34 +187,39 @@ def _fill_slots(
     memory: Tensor | None, h: Tensor | None, y: Tensor,
 ) -> None:  # fmt: skip
     """Sort, and write to y what each slot gives, to h gate and up of each row and to `memory` the plan, if wanted."""
-    (N, k), (E, D, F) = index.shape, down.shape
-    slots, (gate_up_A, gate_up_B, down_A, down_B) = N * k, low_rank
+    (N, k), (E, F2, _), D = index.shape, gate_up.shape, x.shape[-1]
+    slots, F, (gate_up_A, gate_up_B, down_A, down_B) = N * k, F2 // 2, low_rank
+    gate_up_scale, down_scale, gate_up_blocks, down_blocks = scales
     x, gate_up, down, weight = x.contiguous(), gate_up.contiguous(), down.contiguous(), weight.contiguous()
     ranks = (0 if gate_up_A is None else gate_up_A.shape[1]), (0 if down_A is None else down_A.shape[1])
-    in_fp8 = scales[0] is not None
+    form = _form_of(scales)
     sizes = slots, k, E, D, F, ranks, activation
-    tile, lengths, gate_up_launch, down_launch = _forward_of(
-        *sizes, in_fp8, in_fp8 and decodes_fp8(x), x.dtype, x.device
-    )
+    hardware = form != PLAIN and decodes_fp8(x)
+    tile, lengths, gate_up_launch, down_launch = _forward_of(*sizes, form, hardware, x.dtype, x.device)
     plan = scratch(_plan, x, lengths) if memory is None else Plan(*memory.split_with_sizes(lengths))
     _sort(index, E, tile.rows, plan)
     a, narrow = x.new_empty(slots, F), None
     if gate_up_A is not None:
         narrow = _narrow(x, gate_up_A, plan, k, tile, is_transposed=True, by_token=True)
-    gate_up_launch(x, gate_up, scales[0], narrow, gate_up_B, h, a, plan)
+    gate_up_launch(x, gate_up, gate_up_scale, gate_up_blocks, narrow, gate_up_B, h, a, plan)
     narrow = None if down_A is None else _narrow(a, down_A, plan, k, tile, is_transposed=True)
-    down_launch(a, down, scales[1], narrow, down_B, weight, y, plan)
+    down_launch(a, down, down_scale, down_blocks, narrow, down_B, weight, y, plan)
+
+
+def _form_of(scales: Sequence[Tensor | None]) -> str:
+    """The form of weights with these scales of channels and of blocks."""
+    return PLAIN if scales[0] is None else IN_FP8 if scales[2] is None else IN_NVFP4
 
 
 @cached_by_sizes
 def _forward_of(
     slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str,
-    in_fp8: bool, hardware: bool, dtype: torch.dtype, device: torch.device,
+    form: str, hardware: bool, dtype: torch.dtype, device: torch.device,
 ) -> tuple[Tile, tuple[int, ...], Launch, Launch]:  # fmt: skip
     """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
 
     def tile_in(name: str) -> Tile:
-        return tile_for(f"expert_mlp_{name}{'_fp8' if in_fp8 else ''}", dtype, device, slots / max(1, E))
+        return tile_for(f"expert_mlp_{name}{form}", dtype, device, slots / max(1, E))
 
     of_plan = tile_in("down")
     lengths, both = plan_lengths(slots, E, of_plan.rows), dict(E=E, HARDWARE=hardware, PRECISION=precision_of(dtype))
@@ -231,7 +241,7 @@ Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def _expert_mlp_backward(
     grad: Tensor, x: Tensor | None, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
-    gate_up_scale: Tensor | None, down_scale: Tensor | None,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None, gate_up_blocks: Tensor | None, down_blocks: Tensor | None,
     h: Tensor, memory: Tensor, activation: str, needs: Sequence[bool],
 ) -> Iterator[Eight]:  # fmt: skip
     """Gradients of x, gate_up, down, the routing weights and the low-rank matrices; needs: which (the others have no
@@ -241,13 +251,14 @@ def _expert_mlp_backward(
     yield tuple(grads)  # type: ignore[misc]
     grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = only_needed(grads, needs)
     grad_gate_up_A, grad_gate_up_B, grad_down_A, grad_down_B = of_low_rank
-    slots, k, (E, D, F) = index.numel(), index.shape[1], down.shape
+    slots, k, D, (E, F2, _) = index.numel(), index.shape[1], grad.shape[1], gate_up.shape
+    F = F2 // 2
     if not slots:
         for made in grads:
             made.zero_()
         return
     grad, gate_up, down, index, weight = (t.contiguous() for t in (grad, gate_up, down, index, weight))
-    tiles = tiles_for(grad, slots, E)
+    tiles = tiles_for(grad, slots, E, _form_of((gate_up_scale, down_scale, gate_up_blocks, down_blocks)))
     plan = Plan(*memory.split(plan_lengths(slots, E, tiles.down.rows)))
     tile = tiles.activation.fitted(columns=F, inner=D)
     passes_h = any(made is not None for made in (grad_x, grad_gate_up, grad_gate_up_A, grad_gate_up_B))
@@ -258,7 +269,7 @@ def _expert_mlp_backward(
     R, narrow = 0, None
     if down_B is not None:
         R, narrow = down_B.shape[2], _narrow(grad, down_B, plan, k, tiles.down, is_transposed=False, by_token=True)
-    tensors = (grad, down, down_scale, narrow, down_A, weight, h, grad_h, scaled_a, partial)
+    tensors = (grad, down, down_scale, down_blocks, narrow, down_A, weight, h, grad_h, scaled_a, partial)
     constants = dict(E=E, D=D, F=F, R=R, TOP_K=k, ACTIVATION=activation)
     _launch_rows(backward.expert_mlp_activation_backward, plan, F, tile, *tensors, **constants)
     if grad_down_A is not None:
@@ -275,7 +286,7 @@ def _expert_mlp_backward(
     if grad_x is not None:
         tile, grad_slots = tiles.grad_x.fitted(columns=D, inner=2 * F), empty(grad, slots, D)
         constants = dict(E=E, K=2 * F, N=D, WEIGHT_K=D, WEIGHT_N=1, R=R, MATRIX_R=D, MATRIX_N=1)
-        of_product = (grad_h, gate_up, gate_up_scale, narrow, gate_up_A, None, grad_slots)
+        of_product = (grad_h, gate_up, gate_up_scale, gate_up_blocks, narrow, gate_up_A, None, grad_slots)
         by_k = gate_up_scale is not None
         _launch_rows(kernels.expert_mlp_product, plan, D, tile, *of_product, **constants, BY_K=by_k)
         _sum_slots(grad_slots, index, E, grad_x)
@@ -303,11 +314,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _gradients(ctx: Any, grad_ND: Tensor | None, _h: None, _plan: None) -> tuple[Any, ...]:
     if grad_ND is None:
-        return (None,) * 13
+        return (None,) * 15
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7, 8, 9, 10)]
     grads = _expert_mlp_backward(grad_ND, *ctx.saved_tensors, ctx.activation, needs)
     grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = only_needed(grads, needs)
-    return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank, None, None
+    return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank, None, None, None, None
 
 
 _expert_mlp.register_autograd(_gradients, setup_context=_save)
@@ -327,12 +338,12 @@ def expert_mlp(
 ) -> Tensor:
     """As in torch.py: fp32, bf16 or fp16, routing weights in any of them. Raises Unserved for other dtypes."""
     check_activation(activation)
-    x, gate_up, down, of_fp8, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
+    x, gate_up, down, scales, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
     inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)
     keeps_h = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     matrices: list[Tensor | None] = [t.contiguous() for t in low_rank] or [None, None, None, None]
     of_tokens = expert_index_Nk, expert_weight_Nk, activation, keeps_h
-    return _expert_mlp(x, gate_up, down, *of_tokens, *matrices, *of_fp8)[0]
+    return _expert_mlp(x, gate_up, down, *of_tokens, *matrices, *scales)[0]
 
 
 def expert_slots(
@@ -347,10 +358,10 @@ def expert_slots(
     """As in torch.py, before it is summed; Unserved where a gradient is needed."""
     check_without_gradient("expert_slots", x)
     check_activation(activation)
-    x, gate_up, down, of_fp8, low_rank = _inputs(x, gate_up_EFD, down_EDF, low_rank)
+    x, gate_up, down, scales, low_rank = _inputs(x, gate_up_EFD, down_EDF, low_rank)
     matrices = [t.contiguous() for t in low_rank] if low_rank else NO_MATRICES
     of_experts = x, gate_up, down, expert_index_Nk, expert_weight_Nk
-    values = _expert_slots(*of_experts, activation, *matrices, *of_fp8)
+    values = _expert_slots(*of_experts, activation, *matrices, *scales)
     return Slots(values, expert_index_Nk.contiguous(), down.shape[0])
 
 
@@ -367,11 +378,16 @@ def _inputs(x: Tensor, gate_up: Tensor | StoredMatrix, down: Tensor | StoredMatr
         if is_on(x):
             x, gate_up, down, *low_rank = in_autocast(x, gate_up, down, *low_rank)
         check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
-        return x, gate_up, down, NO_FP8, low_rank
-    if not isinstance(gate_up, Fp8) or not isinstance(down, Fp8):
-        raise Unserved("expert_mlp in Triton takes matrices in fp8, or as they are")
+        return x, gate_up, down, NO_SCALES, low_rank
     (x,) = in_autocast(x)
-    low_rank = [matrix.to(x.dtype) for matrix in low_rank]
-    check_dtypes("expert_mlp", x)
+    if isinstance(gate_up, Fp8) and isinstance(down, Fp8):
+        check_dtypes("expert_mlp", x)
+        scales: Sequence[Tensor | None] = (gate_up.scale, down.scale, None, None)
+    elif isinstance(gate_up, Nvfp4) and isinstance(down, Nvfp4):
+        check_nvfp4("expert_mlp", x)
+        of_blocks = (matrix.block_scale.view(torch.int8).contiguous() for matrix in (gate_up, down))
+        scales = (gate_up.scale, down.scale, *of_blocks)
+    else:
+        raise Unserved("expert_mlp in Triton takes both matrices in fp8, both in NVFP4, or as they are")
     codes = (matrix.codes.view(torch.int8) for matrix in (gate_up, down))
-    return x, *codes, (gate_up.scale, down.scale), low_rank
+    return x, *codes, scales, [matrix.to(x.dtype) for matrix in low_rank]
