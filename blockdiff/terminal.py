@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FIRST_SECONDS = 1.0  # of work without a line
+LONGEST = 2000  # characters of an error, which may quote a stranger's file
 ESCAPED = "blockdiff.escaped"  # the handler of characters that an encoding lacks: they are written as JSON writes them
 
 
@@ -185,7 +186,8 @@ def saying(line: Callable[[float], str | None], say: Callable[[str], object] = s
 
 def say_error(message: str) -> None:
     """Print why this process ends, as one line on stderr, or let its launcher do so."""
-    line = "blockdiff: error: " + " ".join(message.split())
+    words = " ".join(message.split())
+    line = f"blockdiff: error: {words:.{LONGEST}}" + " ..." * (len(words) > LONGEST)
     if _told_by_launcher(line):
         say(line)
 

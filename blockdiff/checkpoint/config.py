@@ -48,7 +48,7 @@ def config_from(values: Mapping[str, Any], origin: str | Path, is_partial: bool 
         raise CheckpointError(f"{origin}: {error}") from None
     except Exception as error:  # the config class validates itself and raises whatever its validators raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-        raise CheckpointError(f"{origin}: not a valid config ({reason})") from error
+        raise CheckpointError(f"{origin}: not a valid config ({reason:.300})") from error
 
 
 def presets() -> list[str]:

@@ -41,7 +41,7 @@ class DiffusionSettings:
         if self.prompts not in ("raw", "chat", None):
             raise ValueError(f"prompts must be raw, chat or null, not {self.prompts!r}")
         is_id = isinstance(self.mask_id, int) and not isinstance(self.mask_id, bool) and self.mask_id >= 0
-        if is_id != (self.corruption == "mask"):
+        if is_id != (self.corruption == "mask") or is_id == (self.mask_id is None):
             raise ValueError(f"mask_id must be a token id with mask corruption, else null, not {self.mask_id!r}")
 
     @classmethod

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockdiff.data.control_tokens import ControlTokens, Guard, cut, make_guard, why_not_encoded
@@ -269,9 +270,15 @@ class _Part(NamedTuple):
 def _encode(pieces: list[str], tokenizer: PreTrainedTokenizerBase, has_offsets: bool) -> list[Any]:
     if tokenizer.is_fast:
         backend = rust_tokenizer(tokenizer)
-        return list(
-            (backend.encode_batch if has_offsets else backend.encode_batch_fast)(pieces, add_special_tokens=False)
-        )
+        encode = backend.encode_batch if has_offsets else backend.encode_batch_fast
+        try:
+            return list(encode(pieces, add_special_tokens=False))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
+                raise
+            file = Path(str(tokenizer.name_or_path), "tokenizer.json")
+            why = " ".join(str(error).split())
+            raise DataError(f"{file}: its normalizer or pre_tokenizer fails ({why}); take another tokenizer") from None
     return [_Part(list(tokenizer(piece, add_special_tokens=False)["input_ids"])) for piece in pieces]
 
 

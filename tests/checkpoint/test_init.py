@@ -74,6 +74,7 @@ def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens_those_of_images_
     assert config.heads[3].head_dim == 32
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|image>", "<|image|>", "<image|>"]})
     assert init("tiny", tokenizer=tokenizer, device="cpu").config.image_tokens() == (count, count + 1, count + 2)
+    assert config.read(config.to_dict() | {"eoi_token_id": None}).image_tokens() is None
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
     config = init("tiny", tokenizer=bare, device="cpu").config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 1, None)

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -15,6 +17,7 @@ from blockdiff.cli.main import app
 from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import Row
 from blockdiff.data.template import packaged_template, training_template
+from blockdiff.data.tokenise import raw_prompt
 from blockdiff.data.tokenizer import MASK, TURN_TOKENS, byte_level_bpe, character_tokenizer, write_tokenizer
 from blockdiff.errors import DataError, RequestError
 from blockdiff.sampling import Request
@@ -44,6 +47,17 @@ def test_any_text_comes_back_as_it_was_also_after_saving(tmp_path):
         assert again(text, add_special_tokens=False)["input_ids"] == ids
         assert again(text)["input_ids"] == [2, *ids]
     assert again.mask_token_id == 3 and again.get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_tokenizer_whose_regular_expression_gives_up_is_refused_by_its_file():
+    tokenizer = byte_level_bpe(TEXTS, 280)
+    tokenizer.name_or_path = "models/strange"
+    tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
+    text = "a" * 3000 + "!"
+    with pytest.raises(DataError, match=r"prompt .*models/strange/tokenizer.json: its .*pre_tokenizer fails"):
+        raw_prompt(text, tokenizer)
+    with pytest.raises(DataError, match=r"f.jsonl:1: models/strange/tokenizer.json: its"):
+        Encoder(tokenizer, eos_id=1, canvas_length=8).encode([Row("f.jsonl:1", prompt=text, response="b")])
 
 
 def test_digits_stay_single_and_frequent_words_become_one_token():

@@ -61,6 +61,12 @@ def test_names_in_what_a_command_prints_cannot_command_a_terminal(monkeypatch: p
 
 
 @pytest.mark.quick
+def test_an_error_that_quotes_a_long_text_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    report(BlockdiffError("x" * 100_000))
+    assert 2000 < len(capsys.readouterr().err) < 2100
+
+
+@pytest.mark.quick
 def test_one_thing_is_not_counted_as_several() -> None:
     counts = [counted(1, "canvas"), counted(2000, "canvas"), counted(1, "optimiser step"), counted(0, "row")]
     assert counts == ["1 canvas", "2,000 canvases", "1 optimiser step", "0 rows"]

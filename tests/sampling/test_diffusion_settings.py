@@ -154,6 +154,7 @@ def test_the_choices_of_an_objective_come_from_its_parts():
         ('{"corruption": "mask"}', ": mask_id "),
         ('{"corruption": "mask", "mask_id": true}', ": mask_id "),
         ('{"mask_id": 5}', ": mask_id .*5"),
+        ('{"mask_id": [1]}', ": mask_id "),
         (
             '{"predictoin": "leave_one_out"}',
             "predictoin.*prediction, corr",

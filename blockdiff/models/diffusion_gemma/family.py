@@ -175,7 +175,7 @@ class DiffusionGemmaFamily(Family):
 
     def image_tokens(self) -> tuple[int, int, int] | None:
         tokens = self.boi_token_id, self.image_token_id, self.eoi_token_id
-        return tokens if max(tokens) < self.vocab_size else None
+        return None if None in tokens or max(tokens) >= self.vocab_size else tokens
 
 
 def _wrong(theirs: Any) -> Iterator[str]:
