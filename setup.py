@@ -1,16 +1,17 @@
 """Which folders make the package; everything else stands in pyproject.toml.
 
-`cli/` and `recipes/` live beside `blockdiff/` for the reader and install inside it.
+`cli/`, `recipes/` and `docs/` live beside `blockdiff/` for the reader and install inside it: messages name pages of docs/.
 """
 
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["blockdiff", "blockdiff.*"]), "blockdiff.cli", "blockdiff.recipes"],
-    package_dir={"blockdiff.cli": "cli", "blockdiff.recipes": "recipes"},
+    packages=[*find_packages(include=["blockdiff", "blockdiff.*"]), "blockdiff.cli", "blockdiff.docs", "blockdiff.recipes"],
+    package_dir={f"blockdiff.{name}": name for name in ("cli", "docs", "recipes")},
     package_data={
         "blockdiff": ["py.typed"],
         "blockdiff.data": ["templates/*"],
+        "blockdiff.docs": ["*.md"],
         "blockdiff.kernels": ["*.json", "*.h", "*/*.h", "*/*.c"],
         "blockdiff.plots": ["*.css", "*.html", "*.js"],
         "blockdiff.serving": ["*.css", "*.html", "*.js"],

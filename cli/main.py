@@ -33,6 +33,8 @@ from blockdiff.cli.train import train
 from blockdiff.errors import BlockdiffError
 from blockdiff.terminal import ESCAPED, outliving, say, say_error, say_out
 
+# docs/ is beside the package in a checkout and inside an installed one.
+DOCS = next(filter(Path.is_dir, (Path(home, "docs") for home in blockdiff.__path__)), Path("docs"))
 OURS = (Path(blockdiff.__file__).parent, Path(__file__).parent)
 REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room there and start again")
 REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; see to its permissions, or name another place")
@@ -91,7 +93,8 @@ def report(error: Exception) -> int:
 app = typer.Typer(
     cls=Commands,
     name="blockdiff",
-    epilog="docs/glossary.md explains words such as canvas, fill and signal, and docs/cli.md every command.",
+    epilog="docs/glossary.md explains words such as canvas, fill and signal, and docs/cli.md every command. "
+    f"The pages that messages name are in {DOCS}.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data, name="data")

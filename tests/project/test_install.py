@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def installed(tmp_path_factory) -> Path:
     """A wheel built from a copy of the sources, unpacked: what `pip install .` puts in place."""
     source = tmp_path_factory.mktemp("source")
-    for folder in ("blockdiff", "cli", "recipes"):
+    for folder in ("blockdiff", "cli", "docs", "recipes"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
@@ -42,6 +42,7 @@ def test_the_wheel_holds_every_module_preset_template_and_the_licence(installed)
     of_recipes = (".py", ".json", ".yaml", ".sh")
     assert files(ROOT / "cli", ".py") == files(inside / "cli", ".py")
     assert files(ROOT / "recipes", *of_recipes) == files(inside / "recipes", *of_recipes)
+    assert files(ROOT / "docs", ".md") == files(inside / "docs", ".md")
     assert (inside / "py.typed").exists()
     assert list(installed.glob("blockdiff-*.dist-info/licenses/LICENSE"))
     assert sorted(p.name for p in installed.iterdir() if p.suffix != ".dist-info") == ["blockdiff"]
@@ -53,4 +54,5 @@ def test_the_command_runs_from_the_wheel_in_any_directory(installed, tmp_path):
     for command in ([sys.executable, "-m", "blockdiff", "--help"], [sys.executable, "-c", where]):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    assert str(installed) in done.stdout and "sudoku4" in done.stdout
+        assert str(installed / "blockdiff") in "".join(done.stdout.split())
+    assert "sudoku4" in done.stdout

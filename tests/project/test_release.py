@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
     """A copy of what a release is built from."""
-    for folder in ("blockdiff", "cli", "recipes"):
+    for folder in ("blockdiff", "cli", "docs", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     files = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt")
     for file in (*files, "Makefile", "CHANGELOG.md"):
