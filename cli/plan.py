@@ -123,6 +123,7 @@ def _sampling(
     from blockdiff.errors import CheckpointError
     from blockdiff.memory import size
     from blockdiff.training.plan.sampling import plan_sampling
+    from blockdiff.training.plan.training import spare
 
     files = model_files(target, with_weights=False)
     config = checkpoint.read_config(files.weights)
@@ -142,6 +143,6 @@ def _sampling(
     report |= {"cache_of_1000_tokens": made.cache, "step_of_a_row": made.step[0], "step_of_a_further_row": made.step[1]}
     if limit is not None:
         rows = made.rows(limit, tokens)
-        lines.append(f"rows of {tokens:,} tokens that fit into {size(limit)}: {rows:,}")
+        lines.append(f"rows of {tokens:,} tokens that fit into {size(limit)}, {size(spare(limit))} of it left free: {rows:,}")
         report |= {"fits": rows > 0, "tokens": tokens, "rows": rows}
     return lines, report

@@ -6,6 +6,7 @@ import atexit
 import gc
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from blockdiff.kernels import c_library
 from tests.plots.browser import Browser, missing
 from tests.support.interpreter import faster_interpreter
 
@@ -65,9 +67,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs started by tests keep their tokens out of the user's cache."""
+    """Runs started by tests keep their tokens out of the user's cache; the C functions are compiled there, once."""
+    own = tmp_path_factory.mktemp("cache")
+    if c_library.library() is not None and (users := c_library.kept_in()) is not None:
+        for built in users.glob("*.so"):
+            shutil.copy2(built, own)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BLOCKDIFF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("BLOCKDIFF_CACHE", str(own))
         yield
 
 

@@ -39,6 +39,7 @@ FLAGS = (
     "-ffp-contract=fast",
 )
 TRIED = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
+CACHE = "BLOCKDIFF_CACHE"  # the environment variable: the directory for what is kept for other starts
 ARCH = "BLOCKDIFF_C_ARCH"  # the environment variable: a value of -march in place of TRIED, or none
 BLOCKS = 16  # partial sums of the gradient of a weight, as in loops.h
 LONGEST = 300  # seconds that a compiler may take
@@ -132,7 +133,7 @@ def find_library() -> ctypes.CDLL:
         raise NoLibrary(f"the environment variable CC cannot be read ({error})") from None
     if os.name != "posix" or shutil.which(words[0]) is None:
         raise NoLibrary(f"there is no C compiler {words[0]!r} (the environment variable CC names another)")
-    obstacle, directory, arch = "", _cache(), os.environ.get(ARCH)
+    obstacle, directory, arch = "", kept_in(), os.environ.get(ARCH)
     for extra in ((f"-march={arch}",),) if arch else TRIED:
         command = [*words, *FLAGS, *extra]
         kept = None if directory is None else directory / f"kernels-{_key(command)}.so"
@@ -184,24 +185,31 @@ def _loaded(path: Path) -> ctypes.CDLL:
     return found
 
 
-def _cache() -> Path | None:
-    """The directory of the user's cache that keeps the library; None, after a warning, where it may not be used."""
-    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    directory = Path(users) / "blockdiff"
+def kept_in() -> Path | None:
+    """The directory that keeps the library: `CACHE` or else of the user's cache; None, after a warning, without one."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "blockdiff")
+    asked = os.environ.get(CACHE)
+    for directory in (Path(asked), users) if asked else (users,):
+        if not (obstacle := _obstacle(directory)):
+            return directory.expanduser()
+    where = f"{directory}: {obstacle}; {CACHE} names another place"
+    warnings.warn(f"the C functions are compiled anew for this process: {where}", stacklevel=2)
+    return None
+
+
+def _obstacle(directory: Path) -> str:
+    """The reason why a directory cannot keep the library, in words; it is made if it is not there."""
     try:
         directory = directory.expanduser()
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-        obstacle = "" if _is_ours(directory) else "it belongs to another user, or others may write in it"
-        obstacle = obstacle or ("" if os.access(directory, os.W_OK) else "it cannot be written")
     except OSError as error:
-        obstacle = error.strerror or str(error)
+        return error.strerror or str(error)
     except RuntimeError as error:  # there is no home directory
-        obstacle = str(error)
-    if obstacle:
-        where = f"{directory}: {obstacle}; XDG_CACHE_HOME names another place"
-        warnings.warn(f"the C functions are compiled anew for this process: {where}", stacklevel=2)
-    return None if obstacle else directory
+        return str(error)
+    if not _is_ours(directory):
+        return "it belongs to another user, or others may write in it"
+    return "" if os.access(directory, os.W_OK) else "it cannot be written"
 
 
 def _is_ours(path: Path) -> bool:

@@ -29,6 +29,7 @@ needs_c = pytest.mark.skipif(not HAS_C, reason="there is no C compiler here")
 def fresh(monkeypatch):
     """A process that has not loaded the library yet, and whose environment does not choose its instructions."""
     monkeypatch.delenv(c_library.ARCH, raising=False)
+    monkeypatch.delenv(c_library.CACHE)
     monkeypatch.setattr(c_library, "library", functools.cache(c_library.library.__wrapped__))
 
 
@@ -36,6 +37,7 @@ def fresh(monkeypatch):
 def quick_builds(monkeypatch):
     """A library of one file, for tests that build it and do not call it."""
     name = "capped_softmax"
+    monkeypatch.delenv(c_library.CACHE)
     monkeypatch.setattr(c_library, "FLAGS", (*(flag for flag in c_library.FLAGS if flag != "-O3"), "-O0"))
     monkeypatch.setattr(c_library, "SIGNATURES", {name: c_library.SIGNATURES[name]})
     monkeypatch.setattr(c_library, "sources", lambda: [c_library.HERE / "vocabulary" / "vocabulary.c"])
@@ -167,6 +169,18 @@ def test_the_library_is_built_again_for_another_machine_and_kept_for_the_same(mo
     monkeypatch.setattr(c_library, "_machine", lambda: "a third one")
     c_library.find_library()
     assert len(list(directory.iterdir())) == 2
+
+
+@needs_c
+def test_the_library_is_kept_where_tokens_are_unless_others_may_write_there(monkeypatch, tmp_path, quick_builds):
+    users, asked = tmp_path / "blockdiff", tmp_path / "asked"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(c_library.CACHE, str(asked))
+    c_library.find_library()
+    assert len(list(asked.iterdir())) == 1 and not users.exists()
+    asked.chmod(0o770)
+    c_library.find_library()
+    assert len(list(asked.iterdir())) == len(list(users.iterdir())) == 1
 
 
 @needs_c

@@ -22,7 +22,7 @@ def run(root: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     """The program with the C functions of a source tree."""
     preload = " ".join(runtime(name) for name in ("libasan.so", "libstdc++.so"))
     own = {
-        "XDG_CACHE_HOME": str(cache),
+        "BLOCKDIFF_CACHE": str(cache),
         "LD_PRELOAD": preload,
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONPATH": str(root),

@@ -16,7 +16,7 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import forms_of, quantised_layers, store
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.plan.step_bytes import keep_one_of_each
-from blockdiff.training.plan.training import kernels_for
+from blockdiff.training.plan.training import kernels_for, spare
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class SamplingPlan:
     forms: tuple[str, ...] = ()
 
     def rows(self, limit: int, tokens: int) -> int:
-        """The number of rows with prefixes of so many tokens that fit together."""
+        """The number of rows with prefixes of `tokens` tokens that fit together, with memory to `spare`."""
         first, further = self.step
-        left = limit - self.weights - self.images - first
+        left = limit - spare(limit) - self.weights - self.images - first
         each = further + self.cache * tokens // 1000
         return max(0, left // each + 1 if left >= self.cache * tokens // 1000 else 0)
 
