@@ -6,7 +6,12 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["blockdiff", "blockdiff.*"]), "blockdiff.cli", "blockdiff.docs", "blockdiff.recipes"],
+    packages=[
+        *find_packages(include=["blockdiff", "blockdiff.*"]),
+        "blockdiff.cli",
+        "blockdiff.docs",
+        "blockdiff.recipes",
+    ],
     package_dir={f"blockdiff.{name}": name for name in ("cli", "docs", "recipes")},
     package_data={
         "blockdiff": ["py.typed"],

@@ -184,7 +184,8 @@ class SamplingOptions:
         """
         is_drafter = model.draft_model is not None and _is_drafter(model.draft_model)
         strategy = self.strategy or (model.draft_model and ("speculative" if is_drafter else "verified"))
-        if strategy is None and self.temperature is None and self.top_p is None:
+        asks = strategy is not None or self.temperature is not None or self.top_p is not None
+        if not asks and self.steps is None:
             return None
         from blockdiff.checkpoint import read_config
         from blockdiff.sampling.rounds import NextTokenRound, VerifiedRound, require_head, round_of
@@ -202,13 +203,15 @@ class SamplingOptions:
             raise typer.BadParameter("a drafter drafts for --strategy speculative alone", param_hint="--draft-model")
         if model.draft_model is not None and not is_drafter and round_of(chosen) is not VerifiedRound:
             raise typer.BadParameter("a draft model drafts for --strategy verified alone", param_hint="--draft-model")
+        if self.steps is not None and round_of(chosen) is NextTokenRound:
+            _note("--steps has no effect: next tokens are written one by one, and only canvases take denoising steps")
         head = next_token_head(chosen)
         if self.top_p is not None and head is not None and not head.temperature:
             raise typer.BadParameter(
                 "this model takes the likeliest token at each place; give a --temperature above 0, too",
                 param_hint="--top-p",
             )
-        return chosen
+        return chosen if asks else None
 
 
 def _is_drafter(draft_model: str) -> bool:

@@ -143,6 +143,8 @@ def _sampling(
     report |= {"cache_of_1000_tokens": made.cache, "step_of_a_row": made.step[0], "step_of_a_further_row": made.step[1]}
     if limit is not None:
         rows = made.rows(limit, tokens)
-        lines.append(f"rows of {tokens:,} tokens that fit into {size(limit)}, {size(spare(limit))} of it left free: {rows:,}")
+        lines.append(
+            f"rows of {tokens:,} tokens that fit into {size(limit)}, {size(spare(limit))} of it left free: {rows:,}"
+        )
         report |= {"fits": rows > 0, "tokens": tokens, "rows": rows}
     return lines, report

@@ -143,6 +143,16 @@ def test_a_batch_of_more_rows_than_there_are_and_rows_longer_than_packed_ones_ar
     assert len(data.lines()) == 3 and int(data.train.lengths.max()) > 3
 
 
+@pytest.mark.parametrize("row, is_told", [(PAIR, True), (TALK, False)])
+def test_turns_of_rows_that_are_no_conversations_are_told(row, is_told):
+    data = {"train": [{"rows": [row]}], "cache": "off", "turns": "last"}
+    tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
+    tokenizer = chat_tokenizer(packaged_template())
+    base = SimpleNamespace(tokenizer=tokenizer, eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    lines = read_data(Recipe.model_validate(tree), base).lines()
+    assert any("data.turns has no effect" in line for line in lines) == is_told
+
+
 def test_rows_that_are_skipped_are_counted_in_the_lines_and_the_report():
     data = {"train": [{"rows": [PAIR, {"prompt": "a"}, PAIR]}], "cache": "off", "on_bad_row": "skip"}
     tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}

@@ -96,6 +96,10 @@ def test_keys_that_need_those_of_another_section_are_named() -> None:
         *("optim.momentum", "optim.eps", "train.eval_every", "train.keep_every"),
         *("evaluation.prompts_every", "evaluation.strategy"),
     ]
+    canvases = recipe(generation={"temperature": 0.5, "max_steps": 9})
+    assert [line.split()[0] for line in without_effect(canvases, 9)] == ["generation.temperature"]
+    next_tokens = recipe(objective={"kind": "next_token"}, generation={"temperature": 0.5, "max_steps": 9})
+    assert [line.split()[0] for line in without_effect(next_tokens, 9)] == ["generation.max_steps"]
     drafted = recipe(objective={"kind": "drafter", "target": "a", "anchors": 9})
     assert without_effect(drafted, 9) == []
     for passes, said in ((1, ["data.canvases", "objective.ratio_clip"]), (2, ["data.canvases"])):

@@ -23,7 +23,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training import recipe_choices as choices
 from blockdiff.training.data import Data
 from blockdiff.training.kinds.canvas_heldout import heldout
-from blockdiff.training.kinds.kind import Drawn, Kind
+from blockdiff.training.kinds.kind import Drawn, Kind, Needs
 from blockdiff.training.kinds.next_token import NextToken
 from blockdiff.training.recipe import Recipe, Share
 from blockdiff.training.recipe_choices import MaskToken, UniformTokens, described
@@ -52,6 +52,12 @@ class Denoising(Kind):
     )
 
     metrics: ClassVar[tuple[str, ...]] = (*OF_CANVASES, *NextToken.metrics)
+
+    def without_effect(self, recipe: Recipe) -> list[Needs]:
+        """Keys of next tokens, unless the run samples them."""
+        samples_them = str(recipe.evaluation.strategy).startswith(("next_token", "verified", "speculative"))
+        needs = "next tokens (`--strategy next_token`); the temperature of canvases falls from t_max to t_min"
+        return [(recipe.generation, "generation", ("temperature", "top_k", "top_p"), samples_them, needs)]
 
     @property
     def measured(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training import recipe_choices as choices
 from blockdiff.training.kinds.canvas_heldout import heldout
-from blockdiff.training.kinds.kind import Kind
+from blockdiff.training.kinds.kind import Kind, Needs
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse_changed
 from blockdiff.training.starting_model import StartingModel
@@ -49,6 +49,11 @@ class NextToken(Kind):
     def refuse(self, recipe: Recipe) -> None:
         """Refuse keys of canvases."""
         refuse_changed(recipe, {"data": ("canvases",)}, WHY)
+
+    def without_effect(self, recipe: Recipe) -> list[Needs]:
+        """Keys of canvases that are denoised."""
+        keys = ("max_steps", "entropy_bound", "t_min", "t_max", "stability", "confidence")
+        return [(recipe.generation, "generation", keys, False, "a model that denoises canvases")]
 
     def require(self, recipe: Recipe, config: Family) -> None:
         """Refuse a model that denoises."""

@@ -157,7 +157,9 @@ class Policy(Canvas):
         has_examples = self.sft > 0 or recipe.data.heldout is not None
         has_ratios = self.round(recipe).steps > 1
         several = "several steps a round (objective.passes or train.batch_size)"
+        of_canvases = super().without_effect(recipe) if self.over == "canvas" else []
         return [
+            *of_canvases,
             (recipe.data, "data", ("canvases",), has_examples, "objective.sft or data.heldout"),
             (self, "objective", ("signal",), self.over == "canvas", "objective.over: canvas"),
             (self, "objective", ("ratio_clip",), has_ratios, several),
