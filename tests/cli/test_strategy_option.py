@@ -82,6 +82,8 @@ def test_a_draft_model_drafts_for_a_causal_one(model, tmp_path):
     told = json.loads(works("eval", causal, "--task", "exact", "--data", rows, *drafted, "--json"))
     assert told["forwards_per_row"]["verify"] > 0
 
+    said = run("sample", causal, "--prompt", "1+2=", "--steps", "3").stderr
+    assert said.count("--steps has no effect") == 1
     words = ("sample", causal, "--prompt", "1+2=", *drafted)
     assert "for --strategy verified alone" in refusal(*words, "--strategy", "next_token", code=2)
     checkpoint.save(made, causal, tokenizer=character_tokenizer("0123456789-="), overwrite=True)

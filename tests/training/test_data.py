@@ -24,6 +24,13 @@ PAIR = {"prompt": "a", "response": "b"}
 TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
+def starting_model(tokenizer=None, canvas_length=8):
+    """What the reading of data needs of the model that a run starts from."""
+    tokens = dict(tokenizer=tokenizer or chat_tokenizer(), eos_id=1, pad_id=0)
+    config = SimpleNamespace(fill=None)
+    return SimpleNamespace(**tokens, canvas_length=canvas_length, denoises=True, aligned=False, config=config)
+
+
 @pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streamed"])
 @pytest.mark.parametrize("cached", [False, True], ids=["read", "cached"])
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def test_the_tokenizer_gets_the_template_of_training_if_rows_were_conversations(
         {"model": {"preset": "tiny"}, "data": section, "train": {"steps": 1, "batch_size": 1}}
     )
     for _ in range(1 + cached):
-        base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+        base = starting_model()
         base.tokenizer.chat_template = None
         data = read_data(recipe, base)
         assert base.tokenizer.chat_template == (packaged_template() if expected else None)
@@ -65,7 +72,7 @@ def test_prompts_of_evaluations_are_asked_in_the_form_of_the_rows(rows, chat, as
     data = {"train": [{"rows": rows}], "cache": "off", "chat": chat}
     tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
     tree["evaluation"] = {"prompts": [{"rows": [PAIR]}]}
-    base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    base = starting_model()
     read = read_data(Recipe.model_validate(tree), base)
     ((example,), _) = read.encoder.encode(read.prompts)
     start = base.tokenizer.decode(example.tokens[: example.responses[0][0]])
@@ -74,7 +81,7 @@ def test_prompts_of_evaluations_are_asked_in_the_form_of_the_rows(rows, chat, as
 
 def test_a_template_that_writes_no_row_is_refused():
     tree = {"model": {"preset": "tiny"}, "data": {"train": [{"rows": [PAIR]}], "cache": "off", "template": "verbatim"}}
-    base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    base = starting_model()
     with pytest.raises(DataError, match=r"^data\.template: "):
         read_data(Recipe.model_validate(tree | {"train": {"steps": 1, "batch_size": 1}}), base)
 
@@ -92,7 +99,7 @@ def test_rows_that_are_encoded_and_prompts_are_watched_and_those_of_the_cache_ar
     data = {"train": [{"rows": [PAIR, PAIR]}], "heldout": [{"rows": [PAIR]}], "cache": str(tmp_path)}
     tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
     tree["evaluation"] = {"prompts": [{"rows": [PAIR, PAIR]}], "prompts_count": 1}
-    base, watched = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True), []
+    base, watched = starting_model(), []
     for expected in (3 + 1, 3 + 1 + 1):
         read_data(Recipe.model_validate(tree), base, watch=lambda rows: (watched.append(row) or row for row in rows))
         assert len(watched) == expected
@@ -126,14 +133,14 @@ def test_rows_that_are_left_out_are_counted_with_the_reason_and_the_first_of_the
     also = "" if limit == 6 else ", or write {truncate: 6},"
     line = f"dropped: 1 row {why} the 6 tokens of data.max_length, a.jsonl:2 the first; raise it{also} to keep them"
     for _ in range(2):  # the second time from the cache
-        base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=4, denoises=True)
+        base = starting_model(canvas_length=4)
         lines = read_data(recipe, base).lines()
         assert [each.strip() for each in lines if "dropped:" in each] == [line]
 
 
 def test_a_batch_of_more_rows_than_there_are_and_rows_longer_than_packed_ones_are_named():
     tree = {"model": {"preset": "tiny"}, "data": {"train": [{"rows": [PAIR, PAIR]}], "cache": "off", "pack": 3}}
-    base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    base = starting_model()
     data = read_data(Recipe.model_validate(tree | {"train": {"steps": 1, "batch_size": 5}}), base)
     assert data.lines()[-2:] == [
         "note      train.batch_size: 5 is more than the 2 examples: each comes about 2.5 times in every optimiser step",
@@ -147,8 +154,7 @@ def test_a_batch_of_more_rows_than_there_are_and_rows_longer_than_packed_ones_ar
 def test_turns_of_rows_that_are_no_conversations_are_told(row, is_told):
     data = {"train": [{"rows": [row]}], "cache": "off", "turns": "last"}
     tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
-    tokenizer = chat_tokenizer(packaged_template())
-    base = SimpleNamespace(tokenizer=tokenizer, eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    base = starting_model(chat_tokenizer(packaged_template()))
     lines = read_data(Recipe.model_validate(tree), base).lines()
     assert any("data.turns has no effect" in line for line in lines) == is_told
 
@@ -156,7 +162,7 @@ def test_turns_of_rows_that_are_no_conversations_are_told(row, is_told):
 def test_rows_that_are_skipped_are_counted_in_the_lines_and_the_report():
     data = {"train": [{"rows": [PAIR, {"prompt": "a"}, PAIR]}], "cache": "off", "on_bad_row": "skip"}
     tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
-    base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    base = starting_model()
     read = read_data(Recipe.model_validate(tree), base)
     assert read.lines()[1].startswith("          left out: rows:2: response is missing")
     assert read.report()["train"]["sources"][0]["bad"] == 1
