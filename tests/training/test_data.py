@@ -25,7 +25,7 @@ TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 
 
 def starting_model(tokenizer=None, canvas_length=8):
-    """What the reading of data needs of the model that a run starts from."""
+    """The part of a starting model that the reading of data needs."""
     tokens = dict(tokenizer=tokenizer or chat_tokenizer(), eos_id=1, pad_id=0)
     config = SimpleNamespace(fill=None)
     return SimpleNamespace(**tokens, canvas_length=canvas_length, denoises=True, aligned=False, config=config)
