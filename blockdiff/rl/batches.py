@@ -110,23 +110,32 @@ def canvas_batch(answers: Sequence[Answer], collator: Collator, steps: int) -> R
     """Each answer's canvases after its prompt and its earlier canvases, with room for so many steps of each."""
     L, rows = collator.canvas_length, []
     for answer in answers:
-        committed = [own for _, _, own in answer.canvases]
-        clean = [*answer.prompt, *(token for own in committed[:-1] for token in own)]
-        starts = range(len(answer.prompt), len(clean) + 1, L)
+        tail = _tail(answer, collator)
+        first = len(answer.prompt) - len(tail)
+        clean = [*answer.prompt, *(token for _, _, own in answer.canvases[:-1] for token in own)]
         canvases = [
-            Canvas(own, start, address=(0, answer.place, number))
-            for number, (own, start) in enumerate(zip(committed, starts, strict=True))
+            Canvas([*tail[: None if number == 0 else 0], *own], first + number * L, address=(0, answer.place, number))
+            for number, (_, _, own) in enumerate(answer.canvases)
         ]
+        canvases[:1] = [replace(canvas, pinned=range(len(tail))) for canvas in canvases[:1]]
         rows.append(CleanRow(clean, canvases, answer.place, ar_weights=[0.0] * len(clean)))
     rows = rows or [replace(PADDING_ROW, canvases=[Canvas([0] * L, 0, length=0)])]
     batch = _laid_out(rows, answers, collator)
     seen_BCKL = torch.zeros(*batch.canvas_BCL.shape[:2], steps, L, dtype=torch.int64)
     action_BCKL = torch.full_like(seen_BCKL, -1)
     for b, answer in enumerate(answers):
-        for c, (seen, actions, _) in enumerate(answer.canvases):
-            seen_BCKL[b, c, : len(seen)], action_BCKL[b, c, : len(seen)] = torch.tensor([seen, actions])
+        for c, (seen, actions, own) in enumerate(answer.canvases):
+            free = slice(L - len(own), None)  # behind the prompt's tail
+            seen_BCKL[b, c, : len(seen)] = batch.canvas_BCL[b, c]
+            seen_BCKL[b, c, : len(seen), free], action_BCKL[b, c, : len(seen), free] = torch.tensor([seen, actions])
     is_scored_BCL = (action_BCKL >= 0).any(2)
     return replace(batch, seen_BCKL=seen_BCKL, action_BCKL=action_BCKL, is_scored_BCL=is_scored_BCL)
+
+
+def _tail(answer: Answer, collator: Collator) -> list[int]:
+    """The prompt's last tokens that stand in the first canvas."""
+    length = len(answer.prompt)
+    return answer.prompt[length - length % collator.canvas_length :] if collator.aligned else []
 
 
 def worst_rollouts(batch: Batch, canvas_length: int, steps: int, is_canvas: bool) -> RolloutBatch:
@@ -148,8 +157,8 @@ def examples(answers: Sequence[Answer], collator: Collator, number: int, step: i
     found, places = list[Example](), list[int]()
     for answer in answers:
         L, count = collator.canvas_length, len(answer.tokens)
-        count -= count % L if answer.is_cut else 0
-        if answer.advantage > 0 and count:
+        count -= (len(_tail(answer, collator)) + count) % L if answer.is_cut else 0
+        if answer.advantage > 0 and count > 0:
             span = len(answer.prompt), len(answer.prompt) + count
             found.append(Example(answer.place, [*answer.prompt, *answer.tokens[:count]], [span]))
             places.append(answer.place % slots)

@@ -262,5 +262,7 @@ class PolicyObjective(Objective):
         assert self.policy.acceptance is not None
         goes_on_BC = (batch.action_BCKL[:, :, step + 1] >= 0).any(-1)
         was_XL = (batch.action_BCKL[:, :, step] >= 0)[goes_on_BC]
-        is_XL = self.policy.acceptance.within(entropy_BT.view_as(batch.action_BCKL[:, :, step])[goes_on_BC])
-        self._measure(positions=was_XL.numel(), reaccepted=(was_XL != is_XL).sum())
+        is_free_XL = ~batch.is_pinned_BCL[goes_on_BC]
+        entropy_XL = entropy_BT.view_as(batch.action_BCKL[:, :, step])[goes_on_BC]
+        is_XL = self.policy.acceptance.within(entropy_XL * is_free_XL)  # what is pinned is certain
+        self._measure(positions=is_free_XL.sum(), reaccepted=((was_XL != is_XL) & is_free_XL).sum())

@@ -243,6 +243,33 @@ def test_recorded_canvases_have_the_log_probability_with_which_the_engine_drew_t
     assert 0 < (batch.action_BCKL[:, :, :-1] >= 0).double().mean() < 1
 
 
+def test_canvases_that_begin_with_a_prompts_tail_have_it_pinned_and_no_actions_there():
+    denoiser, steps, heard, L = small_model("qwen3 sliding, blocks", seed=3), 3, dict[Any, float](), 4
+    rules = Composed(EntropyBound(4.0), t_min=0.5, t_max=1.5, confidence=0)
+    strategy = Overhears(rules, heard)
+    sampler = Sampler(denoiser, None, Generation(max_steps=steps, max_new_tokens=7, eos_ids=(95,)), strategy=strategy)
+    recorder, prompts = Recorder(), [[2, 5, 7, *range(9, 9 + n)] for n in range(4)]
+    results = sampler.generate(
+        [Request(n, tokens=prompt, seed=n) for n, prompt in enumerate(prompts)],
+        on_step=recorder.step,
+        on_canvas=recorder.canvas,
+    )
+    answers = [replace(answer(n, r.tokens, recorder.take(n)), prompt=prompts[n]) for n, r in enumerate(results)]
+    temperatures = [strategy.shape(step, steps).temperature for step in range(steps)]
+    objective = objective_of(denoiser, Policy("canvas", temperatures, acceptance=rules.acceptance))
+    batch = canvas_batch(answers, Collator(L, 0, 95, 3, StratifiedTime(), aligned=True), steps)
+    tails = [3, 0, 1, 2]
+    assert batch.is_pinned_BCL.sum(-1)[:, 0].tolist() == tails and not batch.is_pinned_BCL[:, 1:].any()
+    assert (batch.start_BC[:, 0] % L == 0).all() and not (batch.is_scored_BCL & batch.is_pinned_BCL).any()
+    assert [batch.canvas_BCL[n, 0, :tail].tolist() for n, tail in enumerate(tails)] == [
+        prompt[len(prompt) - tail :] for prompt, tail in zip(prompts, tails, strict=True)
+    ]
+    log_p_N, row_N = objective.actions(batch)
+    found = torch.zeros(4, dtype=torch.float64).index_add(0, row_N, log_p_N.detach())
+    assert found.tolist() == pytest.approx([heard[n] for n in range(4)], rel=1e-5)
+    assert objective.measured["reaccepted"] == 0
+
+
 def test_log_probabilities_of_the_head_are_the_scores(model):
     sampler = Sampler(model, generation=Generation(max_new_tokens=4, eos_ids=(END,)), strategy=NextToken(1.0))
     results = sampler.generate([Request(n, tokens=PROMPT, seed=n, scores=True) for n in range(6)])

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 import blockdiff
 from blockdiff import checkpoint
 from blockdiff.canvas import Batch, joined
+from blockdiff.data.chat import Example
+from blockdiff.data.collate import FirstCanvases
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
@@ -32,6 +34,7 @@ from blockdiff.training.recipe_checks import refuse
 from blockdiff.training.step import UnscoredSteps
 from tests.support.closeness import relative_error
 from tests.support.distil_ranks import COLLATOR, EXAMPLES, GENERATION, SEED, L, everything, no_rows, sampler
+from tests.support.families import small_model
 from tests.support.forked import run_ranks
 from tests.support.little_model import LITTLE, save_preset
 from tests.training.test_refuse import recipe
@@ -84,6 +87,28 @@ def test_canvases_of_a_packed_row_are_rolled_out_after_their_own_document():
     is_there = alone.length_BC > 0
     assert torch.equal(alone.canvas_BCL[is_there], packed.canvas_BCL[0])
     assert torch.equal(alone.visited.tokens_BCL[is_there], packed.visited.tokens_BCL[0])
+
+
+def test_a_prompts_tail_stands_in_the_canvas_that_is_rolled_out():
+    model = small_model("qwen3 sliding, blocks", dtype=torch.float32)
+    student = Sampler(model, None, Generation(max_steps=6, max_new_tokens=4, stability=0, confidence=9.0))
+    examples = [Example(n, [*range(3, 12 + n)], [(5 + n, 12 + n)]) for n in range(4)]
+    collate = replace(COLLATOR, canvas_length=4, aligned=True, canvases=FirstCanvases(1))
+    batch = collate(examples, epoch=1, step=1, slots=range(4), total_slots=4)
+    [made] = Settled(no_rows, student, student, SEED).distilled([batch])
+    assert batch.is_pinned_BCL.sum(-1)[:, 0].tolist() == [1, 2, 3, 0]
+    for row in range(4):
+        high, low = words(SEED, Stream.ROLLOUT, tuple(batch.address_BC3[row, 0].tolist()), 2).tolist()
+        prompt, tail = examples[row].tokens[: 5 + row], [1, 2, 3, 0][row]
+        request = Request(0, tokens=prompt, seed=(high << 32) | low, max_new_tokens=4 - tail)
+        expected = prompt[len(prompt) - tail :] + student.generate([request])[0].tokens
+        assert made.canvas_BCL[row, 0].tolist() == expected
+        assert made.visited.tokens_BCL[row, 0, :tail].tolist() == expected[:tail]
+        assert made.is_scored_BCL[row, 0].tolist() == [False] * tail + [True] * (4 - tail)
+    assert not Objective(model, Linear(), UniformCorruption(96))._corrupted(made)[1][batch.is_pinned_BCL].any()
+    elsewhere = replace(batch, is_pinned_BCL=batch.is_pinned_BCL.flip(-1))
+    with pytest.raises(DataError, match="pinned"):
+        Settled(no_rows, student, student, SEED).distilled([elsewhere])
 
 
 def test_two_processes_train_as_one_does(tmp_path):

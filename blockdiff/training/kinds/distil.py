@@ -50,6 +50,7 @@ COUNTED = ("canvases", "steps", "settled")
 class Rollout:
     """One canvas on its way: a state that the student visited, and the tokens on which the teacher settled.
 
+    prompt: what stands before the canvas, and at its beginning the `tail` of it that is pinned there;
     pick_K: uniform numbers, one per step, by which each state that is visited is as likely as the others to be kept;
     state: the one that is, its tokens [L] and its self-conditioning signal [L, D]. settled_L is None where the
     teacher's last step came before its stopping rule.
@@ -58,6 +59,7 @@ class Rollout:
     prompt: list[int]
     seed: int
     pick_K: list[float]
+    tail: int = 0
     state: tuple[Tensor, Tensor] | None = None
     settled_L: list[int] | None = None
 
@@ -101,7 +103,7 @@ class Settled(Source):
             self._counted["steps"] += canvas.steps
         for rollout, canvas in self._run(self.teacher, rollouts, is_visited=False):
             if canvas.steps < (canvas.max_steps or 0):  # its stopping rule has ended it
-                rollout.settled_L = canvas.tokens
+                rollout.settled_L = rollout.prompt[len(rollout.prompt) - rollout.tail :] + canvas.tokens
         self._counted["canvases"] += len(rollouts)
         self._counted["settled"] += sum(each.settled_L is not None for each in rollouts)
         return [self._distilled(batch, of_batch) for batch, of_batch in zip(batches, by_place, strict=True)]
@@ -129,10 +131,17 @@ class Settled(Source):
         drawn_NK = words(self.seed, Stream.ROLLOUT, batch.address_BC3[is_there_BC].unbind(1), 2 + most)
         seeds = [(high << 32) | low for high, low in drawn_NK[:, :2].tolist()]
         picks = to_uniform(drawn_NK[:, 2:]).tolist()
-        return {
-            (b, c): Rollout(batch.tokens_BS[b, batch.doc_start_BC[b, c] : batch.start_BC[b, c]].tolist(), seed, pick)
-            for (b, c), seed, pick in zip(is_there_BC.nonzero().tolist(), seeds, picks, strict=True)
-        }
+        found = {}
+        for (b, c), seed, pick in zip(is_there_BC.nonzero().tolist(), seeds, picks, strict=True):
+            pinned_L, start = batch.is_pinned_BCL[b, c], int(batch.start_BC[b, c])
+            tail = int(pinned_L.sum())
+            prompt = batch.tokens_BS[b, batch.doc_start_BC[b, c] : start + tail].tolist()
+            if not pinned_L[:tail].all() or tail != self.student.settings.tail(len(prompt)):
+                raise DataError(
+                    "data.train: a canvas with pinned places is rolled out if a prompt's tail pins them alone"
+                )
+            found[b, c] = Rollout(prompt, seed, pick, tail)
+        return found
 
     def _run(
         self, sampler: Sampler, rollouts: list[Rollout], is_visited: bool
@@ -140,7 +149,8 @@ class Settled(Source):
         """Denoise one canvas after every prompt; rollouts take note of the states where `is_visited`."""
         model, settings, answers = sampler.model, sampler.settings, []
         for number, rollout in enumerate(rollouts):
-            request = Request(number, tokens=rollout.prompt, seed=rollout.seed, max_new_tokens=settings.canvas_length)
+            length = settings.canvas_length - rollout.tail
+            request = Request(number, tokens=rollout.prompt, seed=rollout.seed, max_new_tokens=length)
             try:
                 [answer] = prepare_sequences(request, settings, device=model.device)
             except RequestError as error:
