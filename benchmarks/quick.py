@@ -35,7 +35,7 @@ MOST_STARTS = 10  # of processes of a stage
 TESTS = "tests"
 # Stages, each of one process that makes the figures of its parts in this order.
 STAGES: tuple[tuple[str, ...], ...] = (
-    ("start", "sampling", "graphs", "updates", "fp8"),
+    ("start", "sampling", "graphs", "updates", "fp8", "nvfp4"),
     (TESTS,),
     ("drafted",),
     ("nccl",),

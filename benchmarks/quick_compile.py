@@ -92,19 +92,21 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("architecture", type=int)
     parser.add_argument("multiprocessors", type=int)
-    parser.add_argument("--preset", help="of which canvases are made (the released model, in fp8 and drafted, too)")
+    parser.add_argument("--preset", help="of which canvases are made (the released model, quantised and drafted, too)")
     options = parser.parse_args()
     from benchmarks import compilations as walks
     from blockdiff.models.stored import quantised_layers, store
 
     found, failed = list[str](), list[str]()
-    model = walks.released_model() if options.preset is None else walks.released_model(options.preset)
+    preset = [] if options.preset is None else [options.preset]
+    forms = (None, "fp8", "nvfp4") if options.preset is None else (None,)
     with walks.compilations(options.architecture, options.multiprocessors, sharing(options.directory, found, failed)):
-        walks.walk(model, walks.pages_of(model))
-        if options.preset is None:
-            store(model, quantised_layers(model, "fp8"))
+        for form in forms:
+            model = walks.released_model(*preset)
+            store(model, quantised_layers(model, form))
             model = model.to("meta")
             walks.walk(model, walks.pages_of(model))
+        if options.preset is None:
             drafted = walks.drafted_model()
             walks.walk_drafted(drafted, walks.pages_of(drafted))
     print(json.dumps(dict(compiled=len(found), failed=failed)), flush=True)

@@ -150,7 +150,8 @@ def main(words: Sequence[str] | None = None) -> int:
         "sampling": quick_sampling.sampling,
         "graphs": quick_sampling.graphs,
         "updates": lambda figures: quick_policy.updates(figures, options.layers),
-        "fp8": quick_sampling.in_fp8,
+        "fp8": lambda figures: quick_sampling.quantised(figures, "fp8"),
+        "nvfp4": lambda figures: quick_sampling.quantised(figures, "nvfp4"),
         "drafted": quick_sampling.drafted,
         "nccl": nccl,
     }

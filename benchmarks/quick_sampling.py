@@ -127,9 +127,9 @@ def by_kernel(engine: Engine, rows: int, prompt: int, most: int = 40) -> dict[st
     return dict(rows=rows, profiled_wall_ms=wall, sum_ms=sum(times.values()), ms=ms)
 
 
-def engine_of(figures: Figures, quantize: bool = False) -> Engine:
+def engine_of(figures: Figures, quantize: str | None = None) -> Engine:
     """The engine of the released model, made once in a process."""
-    name = "fp8 engine" if quantize else "engine"
+    name = f"{quantize} engine" if quantize else "engine"
     if name not in figures.kept:
         model = released(figures, quantize)
         generation = Generation(eos_ids=(1,), pad_id=0, confidence=1e-12, max_new_tokens=model.canvas_length)
@@ -142,7 +142,7 @@ def engine_of(figures: Figures, quantize: bool = False) -> Engine:
     return engine
 
 
-def sampling(figures: Figures, quantize: bool = False) -> None:
+def sampling(figures: Figures, quantize: str | None = None) -> None:
     """An engine's start, its memory, and steps of few rows and of many."""
     engine, device = engine_of(figures, quantize), figures.device
     floor = ceilings_of(figures).pass_ms
@@ -179,11 +179,11 @@ def sampling(figures: Figures, quantize: bool = False) -> None:
         figures.make("memory", lambda: memory_line(engine, before, free_bytes(device), total) | dict(gib_of=of_calls))
 
 
-def in_fp8(figures: Figures) -> None:
-    """The same with weights in fp8."""
+def quantised(figures: Figures, quantize: str) -> None:
+    """The same with weights in fewer bits."""
     figures.free("engine", "model")
-    sampling(figures, quantize=True)
-    figures.free("fp8 engine", "fp8 model")
+    sampling(figures, quantize)
+    figures.free(f"{quantize} engine", f"{quantize} model")
 
 
 def graphs(figures: Figures) -> None:

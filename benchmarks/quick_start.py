@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from blockdiff.kernels import Kernels, resolve
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
-from blockdiff.models.stored import quantised_layers, store
+from blockdiff.models.stored import frozen_weights, quantised_layers, store
 
 COMPILING = 75.0  # seconds that the processes which compile may take
 FACTOR = 2.0  # times its floor that a step may take
@@ -58,14 +59,13 @@ class Ceilings:
         sweeps: how often the layers are multiplied with them; vocabulary: how often the table is (logits, the signal).
         Attention is left out.
         """
-        nbytes, weights, config = 0, 0.0, model.config
-        table = model.vocabulary.table
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.dim() < 2 or tensor is table:
-                continue
-            nbytes += tensor.nbytes
-            is_experts = tensor.dim() == 3
-            weights += tensor.numel() * (config.experts_per_token / config.experts if is_experts else 1)
+        table, config = model.vocabulary.table, model.config
+        tensors = [x for x in (*model.parameters(), *model.buffers()) if x.dim() > 1 and x is not table]
+        nbytes, weights = sum(x.nbytes for x in tensors), 0.0
+        shapes = [x.shape for x in model.parameters() if x.dim() > 1 and x is not table]
+        for shape in [*shapes, *(module.held(name).shape for module, name in frozen_weights(model).values())]:
+            is_experts = len(shape) == 3
+            weights += math.prod(shape) * (config.experts_per_token / config.experts if is_experts else 1)
         of_table = vocabulary * table.numel()
         return self.floor_ms(sweeps * nbytes + vocabulary * table.nbytes, 2 * tokens * (sweeps * weights + of_table))
 
@@ -103,7 +103,7 @@ def config_of(preset: str, layers: int | None = None) -> Any:
 
 
 def random_model(
-    config: Family, device: torch.device, quantize: bool = False, kernels: str | Kernels = "auto"
+    config: Family, device: torch.device, quantize: str | None = None, kernels: str | Kernels = "auto"
 ) -> BlockDiffusionModel:
     """A model of a config with numbers drawn on the device; bf16, on a CPU fp32."""
     default = torch.get_default_dtype()
@@ -112,14 +112,14 @@ def random_model(
         with torch.device("meta" if quantize else device):
             model: BlockDiffusionModel = config.model_class(config, kernels=kernels)
         if quantize:
-            store(model, quantised_layers(model, "fp8"))
+            store(model, quantised_layers(model, quantize))
             model = model.to_empty(device=device)
     finally:
         torch.set_default_dtype(default)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in (torch.uint8, torch.float8_e4m3fn):
-                tensor.view(torch.uint8).random_(0, 0x48)  # codes of finite numbers
+                tensor.view(torch.uint8).random_(0, 0x48)  # codes and block scales of finite numbers
             elif tensor.is_floating_point() and tensor.dim() > 1:
                 tensor.normal_(std=0.02)
             elif tensor.is_floating_point() and quantize:
@@ -135,9 +135,9 @@ def calm(model: BlockDiffusionModel) -> None:
             weight.fill_(len(weight) ** -0.5)
 
 
-def released(figures: Figures, quantize: bool = False) -> BlockDiffusionModel:
+def released(figures: Figures, quantize: str | None = None) -> BlockDiffusionModel:
     """The model of the run's preset, made once in a process."""
-    name = "fp8 model" if quantize else "model"
+    name = f"{quantize} model" if quantize else "model"
     if name not in figures.kept:
         figures.kept[name] = random_model(config_of(figures.preset), figures.device, quantize)
     model: BlockDiffusionModel = figures.kept[name]

@@ -45,10 +45,10 @@ def test_the_quick_run_goes_to_its_end_on_a_cpu_without_the_packages_that_a_rent
     assert {path.name for path in out.iterdir()} == {"lines.jsonl", "table.md", "log.txt"}
     lines = written(out)
     parts = list(dict.fromkeys(line["part"] for line in lines))
-    assert parts == ["start", "sampling", "graphs", "updates", "fp8", "tests", "drafted", "left out"]
+    assert parts == ["start", "sampling", "graphs", "updates", "fp8", "nvfp4", "tests", "drafted", "left out"]
     assert {"pydantic", "datasets"} == {x["figure"] for x in lines if x["part"] == "left out"}
     figures = {f"{line['part']}: {line['figure']}": line for line in lines}
-    for part in ("sampling", "fp8"):
+    for part in ("sampling", "fp8", "nvfp4"):
         assert {f"{part}: step, {rows} rows, {kind}" for rows in (1, 2) for kind in ("plain", "top_p", "JSON")} <= set(
             figures
         )
