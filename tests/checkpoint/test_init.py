@@ -97,7 +97,10 @@ def test_the_presets_have_the_sizes_they_say():
         sizes[name] = sum(p.numel() for p in empty(preset_config(name), "torch").parameters())
     causal = {"sudoku4-causal", "sudoku4-m3", "minimax-m3-tiny", "minimax-m3", "word-problems", "qwen3-8b"}
     others = {"tiny", "sudoku4", "pixel-sudoku", "chat", "gsm8k", "15m", "diffusiongemma-26b-a4b", "countdown3"}
-    assert sizes.keys() == others | causal | {"qwen3-8b-drafter", "llada2.0-mini", "sudoku4-llada2"}
+    sdar = {"sdar-4b", "sdar-30b-a3b", "sudoku4-sdar"}
+    assert sizes.keys() == others | causal | sdar | {"qwen3-8b-drafter", "llada2.0-mini", "sudoku4-llada2"}
+    assert 4.4e9 < sizes["sdar-4b"] < 4.5e9 and 30.5e9 < sizes["sdar-30b-a3b"] < 30.6e9
+    assert 0.4e6 < sizes["sudoku4-sdar"] < 0.5e6
     assert 16.2e9 < sizes["llada2.0-mini"] < 16.3e9 and 0.9e6 < sizes["sudoku4-llada2"] < 1e6
     assert 1.2e6 < sizes["word-problems"] < 1.4e6
     assert 8.1e9 < sizes["qwen3-8b"] < 8.3e9 and sizes["qwen3-8b-drafter"] == 1_048_626_432

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = [
-    ROOT / "blockdiff" / "models" / name for name in ("diffusion_gemma", "dflash", "eagle3", "minimax_m3", "llama.py")
+    ROOT / "blockdiff" / "models" / name
+    for name in ("diffusion_gemma", "dflash", "eagle3", "llada2", "minimax_m3", "llama.py", "sdar")
 ]
-NAMES = ("diffusiongemma", "dflash", "eagle", "minimax", "qwen")  # llama3 is a kind of RoPE, too
+NAMES = ("diffusiongemma", "dflash", "eagle", "llada2", "minimax", "qwen", "sdar")  # llama3 is a kind of RoPE, too
 TOKENS = ("]<]minimax[>[",)  # control tokens of a format of calls: a tokenizer has them, whatever the family
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, MiniMaxM3VLConfig, Qwen3Config
 
 import blockdiff
+from blockdiff.checkpoint.config import config_from
 from blockdiff.models.llada2 import LLaDA2Family
 from blockdiff.models.minimax_m3 import MiniMaxM3Family, MiniMaxM3TextFamily
 from blockdiff.models.model import BlockDiffusionModel
@@ -49,6 +50,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "minimax_m3 text, denoising": lambda: m3_text_config(canvas_length=8),
     "qwen3": lambda: Qwen3Config(**SMALL, tie_word_embeddings=True),
     "qwen3 sliding, blocks": lambda: Qwen3Config(**SMALL, **SLIDING, canvas_length=4, prefix="blocks"),
+    "sdar": lambda: sdar_config(),
+    "sdar_moe": lambda: sdar_config(
+        model_type="sdar_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+    ),
+    "a2d-qwen3": lambda: sdar_config(model_type="a2d-qwen3", tie_word_embeddings=True),
     "qwen3 sliding, denoising": lambda: Qwen3Config(**SMALL, **SLIDING, canvas_length=8),
 }
 
@@ -111,6 +117,11 @@ def llada2_config(**more: Any) -> LLaDA2Family:
         mask_token_id=3,
     )
     return LLaDA2Family.read({"model_type": "llada2_moe", **values, **more})
+
+
+def sdar_config(**more: Any) -> Any:
+    """A tiny SDAR with blocks of 4 tokens."""
+    return config_from({"model_type": "sdar", **SMALL, "block_size": 4, "mask_token_id": 3, **more}, "here")
 
 
 def m3_text_config(**more: Any) -> Any:
