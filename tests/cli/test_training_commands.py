@@ -125,7 +125,9 @@ def test_digests_are_of_the_files_of_a_directory_and_of_all_its_weights(
 
 
 @pytest.mark.parametrize(
-    "replace", [os.mkfifo, Path.mkdir, lambda file: file.symlink_to(file.with_name("gone"))], ids=str
+    "replace",
+    [os.mkfifo, Path.mkdir, lambda file: file.symlink_to(file.with_name("gone"))],
+    ids=("a pipe", "a directory", "a link to nothing"),
 )
 def test_digests_that_are_no_file_are_refused_and_not_taken_for_none(workshop: Path, tmp_path: Path, replace) -> None:
     shutil.copytree(workshop / "run" / "model", model := tmp_path / "model")
