@@ -44,6 +44,7 @@ class Stream(IntEnum):
     START = 17
     ROLLOUT = 19
     DROPOUT = 20
+    ANSWER = 21
 
 
 def uniform(

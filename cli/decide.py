@@ -65,8 +65,7 @@ def decide(
 
     docs/decisions.md says what a question is, and what the probabilities mean.
     """
-    from blockdiff.data.decision_rows import read_decision_rows
-    from blockdiff.evals.decisions import decide_rows
+    from blockdiff.evals.decisions import decide_rows, read_decision_rows
     from blockdiff.terminal import quiet
 
     rows = list(read_decision_rows(questions, has_answers=False))
@@ -93,13 +92,12 @@ def judge(
     opened: ModelOptions, file: str, calibrate: str | None, plot: Path | None, settings: dict[str, Any], asking: Asking
 ) -> dict[str, Any]:
     """The report on the labelled rows of a file, after a fit on other rows where one is asked for."""
-    from blockdiff.data.decision_rows import read_decision_rows
     from blockdiff.evals import decisions
     from blockdiff.evals.settings import settings_record
     from blockdiff.terminal import quiet
 
-    rows = list(read_decision_rows(file, has_answers=True))
-    others = [] if calibrate is None else list(read_decision_rows(calibrate, has_answers=True))
+    rows = list(decisions.read_decision_rows(file, has_answers=True))
+    others = [] if calibrate is None else list(decisions.read_decision_rows(calibrate, has_answers=True))
     decisions.require_other_rows(rows, others)
     directory = opened.files.adapter or opened.files.weights
     if calibrate is not None and not Path(opened.place).is_dir():

@@ -34,7 +34,8 @@ from blockdiff.data.template import (
     training_template,
 )
 from blockdiff.data.tokenise import Encoded, expanded, ids_around, rust_tokenizer, tokenised
-from blockdiff.errors import DataError
+from blockdiff.decisions.form import Asked
+from blockdiff.errors import DataError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,11 +55,20 @@ class ExampleImage:
 
 
 @dataclass(frozen=True)
+class Slot:
+    """The place of a decision's label in a row, and the tokens of the labels that it may have, with their weights."""
+
+    column: int
+    tokens: list[int]
+    weights: list[float]
+
+
+@dataclass(frozen=True)
 class Example:
     """A row as tokens, with the columns [start, end) of its responses; `sample_id` is its row number.
 
     Of several sources, row numbers go on from one to the next. The tokens have all placeholders of `images`. Columns of
-    `excluded` are turns that the row marks as not to be learnt.
+    `excluded` are turns that the row marks as not to be learnt. Of a decision the `slots` alone are learnt.
     """
 
     sample_id: int
@@ -68,6 +78,7 @@ class Example:
     where: str = ""
     images: tuple[ExampleImage, ...] = ()
     excluded: tuple[Span, ...] = ()
+    slots: tuple[Slot, ...] = ()
 
 
 class Encoding(NamedTuple):
@@ -80,6 +91,7 @@ class Encoding(NamedTuple):
     images: list[ExampleImage]
     context_turns: int  # turns of the assistant that are not learnt
     changes: Counter[str]  # what the chat template altered
+    slots: tuple[Slot, ...] = ()
 
 
 def truncated(
@@ -225,7 +237,7 @@ class Encoder:
         `counts_bad` or `skips_bad_rows` such rows are left out and counted.
         """
         bad = statistics if counts_bad or self.skips_bad_rows else None
-        for sample_id, (row, tokens, responses, excluded, images, context_turns, changes) in enumerate(
+        for sample_id, (row, tokens, responses, excluded, images, context_turns, changes, slots) in enumerate(
             self._encoded(rows, bad)
         ):
             statistics.count_row(row.messages is not None, context_turns, changes, row.unread)
@@ -243,7 +255,7 @@ class Encoder:
             kept = tuple(image for image in images if image.column < len(fitted[0]))  # a cut is in no image
             statistics.count_example(fitted[0], fitted[1], [image.tokens for image in kept], cut_tokens=cut_tokens)
             whole = tuple((start, min(end, len(fitted[0]))) for start, end in excluded if start < len(fitted[0]))
-            yield Example(sample_id, fitted[0], fitted[1], cut_tokens > 0, row.where, kept, whole)
+            yield Example(sample_id, fitted[0], fitted[1], cut_tokens > 0, row.where, kept, whole, slots)
 
     def nothing_left(self, rows: int, where: str = "") -> DataError:
         """The error for data of which no row is left."""
@@ -295,10 +307,34 @@ class Encoder:
         images = self._images(rows)
         for row in rows:
             ids, spans, excluded, changes = next(encoded_pairs if row.messages is None else encoded_chats)
-            tokens, moved, placed = self._placed(row, ids, [*spans, *excluded], [next(images) for _ in row.sources])
-            responses, others = moved[: len(spans)], tuple(moved[len(spans) :])
-            chosen = responses if self.turns == "all" else responses[-1:]
-            yield Encoding(row, tokens, chosen, others, placed, len(moved) - len(chosen), changes)
+            found = [] if row.decision is None else [spans.pop() for _ in row.decision.questions][::-1]
+            known = [*spans, *excluded, *found]
+            tokens, moved, placed = self._placed(row, ids, known, [next(images) for _ in row.sources])
+            responses, others = moved[: len(spans)], tuple(moved[len(spans) : len(known) - len(found)])
+            chosen = responses if self.turns == "all" and not found else responses[-1:]
+            slots = self._slots(row, tokens, moved[len(known) - len(found) :], chosen)
+            yield Encoding(row, tokens, chosen, others, placed, len(moved) - len(chosen) - len(slots), changes, slots)
+
+    def _slots(
+        self, row: Row, tokens: Sequence[int], spans: Sequence[Span], responses: Sequence[Span]
+    ) -> tuple[Slot, ...]:
+        """The slots of a decision at the columns of their labels; DataError unless each is one token of one canvas."""
+        if row.decision is None:
+            return ()
+        (start, end), slots = responses[-1], list[Slot]()
+        if end - start > self.canvas_length:
+            raise DataError(
+                f"{row.where}: the answers take {end - start} tokens, and a canvas has {self.canvas_length}; "
+                "ask fewer questions jointly"
+            )
+        space = _space(row.decision, self.tokenizer)
+        for (column, behind), labels, target in zip(spans, row.decision.labels, row.targets, strict=True):
+            ids = [self._encode([space + label], None)[0].ids for label in labels]
+            if behind - column != 1 or [tokens[column]] != ids[_likeliest(target)]:
+                raise DataError(f"{row.where}: the label is no token of its own in the template's text; ask otherwise")
+            weighed = [(id, weight) for [id], weight in zip(ids, target, strict=True) if weight]
+            slots.append(Slot(column, [id for id, _ in weighed], [weight for _, weight in weighed]))
+        return tuple(slots)
 
     def _images(self, rows: Sequence[Row]) -> Iterator[ExampleImage]:
         """The images of some rows, one after the other, read together; where they stand is not known yet."""
@@ -375,6 +411,7 @@ class Encoder:
         for row, encoding, (each, changes) in zip(rows, encoded, rendered, strict=True):
             try:
                 responses, excluded = (token_spans(encoding.offsets, spans) for spans in (each.spans, each.excluded))
+                responses += token_spans(encoding.offsets, self._slot_spans(row, each))
             except ValueError as error:
                 raise DataError(f"{row.where}: {error}; change the chat template") from None
             if not responses:
@@ -384,6 +421,8 @@ class Encoder:
     def _rendered(self, row: Row) -> tuple[Rendered, Counter[str]]:
         """A conversation as its chat template writes it, and what the template alters."""
         messages = row.messages or ()
+        if row.decision is not None:
+            messages = (*messages, {"role": "assistant", "content": self._answered(row)[0]})
         has_tools = bool(row.tools) or any("tool_calls" in message for message in messages)
         template = dated(self.tool_template if row.tools else self.template, self.day)
         if has_tools and self._unknown_tool_token:
@@ -412,6 +451,25 @@ class Encoder:
         changes = self._alterations_of(template).count(apart) + Counter(each.changes)
         thoughts = sum(one is not other for one, other in zip(apart, messages, strict=True))
         return each, changes + Counter(thought=thoughts, spelt=bool(each.cuts))
+
+    def _answered(self, row: Row) -> tuple[str, list[Span]]:
+        """The text of a decision's canvas with the likeliest labels, and the characters of the slots."""
+        assert row.decision is not None
+        try:
+            space = _space(row.decision, self.tokenizer)
+        except RequestError as error:
+            raise DataError(f"{row.where}: {error}") from None
+        return row.decision.answered([_likeliest(target) for target in row.targets], space)
+
+    def _slot_spans(self, row: Row, each: Rendered) -> list[Span]:
+        """The characters of the slots in the text of a conversation; none of a row without a decision."""
+        if row.decision is None:
+            return []
+        text, spans = self._answered(row)
+        at = each.text.find(text, each.spans[-1][0])
+        if not 0 <= at < each.spans[-1][1]:
+            raise ValueError("the chat template writes the answer of a decision otherwise than it is")
+        return [(at + start, at + end) for start, end in spans]
 
     def _tokenise(
         self, texts: Sequence[str], rows: Sequence[Row], cuts: Sequence[tuple[int, ...]] | None = None
@@ -449,6 +507,15 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
         size += length
     if chunk:
         yield chunk
+
+
+def _space(decision: Asked, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The space before every label of a decision with which each is one token."""
+    return decision.spellings(lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))[0]
+
+
+def _likeliest(target: Sequence[float]) -> int:
+    return max(range(len(target)), key=target.__getitem__)
 
 
 def _slow() -> DataError:

@@ -6,11 +6,12 @@ micro-batch or a restart.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -193,7 +194,10 @@ class Collator:
         if not examples:
             return []
         epochs = [epoch] * len(examples) if isinstance(epoch, int) else list(epoch)
-        pieces = [[piece for span in example.responses for piece in self._cut(span)] for example in examples]
+        examples = [self._answered(example, epoch) for example, epoch in zip(examples, epochs, strict=True)]
+        pieces = [
+            [piece for span in example.responses for piece in self._pieces(example, span)] for example in examples
+        ]
         samples = [example.sample_id for example in examples]
         chosen = self.canvases.choose([len(each) for each in pieces], self.seed, epochs, samples)
         flat = [(row, canvas, rank) for row, canvases in enumerate(chosen) for rank, canvas in enumerate(canvases)]
@@ -232,6 +236,30 @@ class Collator:
         if wrong is not None:
             raise RecipeError(f"objective.time: {type(self.time).__name__} drew {wrong}")
         return t_N
+
+    def _answered(self, example: Example, epoch: int) -> Example:
+        """The example with a label in each slot, drawn anew in every epoch where several have a weight."""
+        if all(len(slot.tokens) == 1 for slot in example.slots):
+            return example
+        tokens, u = (
+            list(example.tokens),
+            uniform(self.seed, Stream.ANSWER, (epoch, example.sample_id), len(example.slots)),
+        )
+        for slot, drawn in zip(example.slots, u.reshape(-1).tolist(), strict=True):
+            place = bisect(list(accumulate(slot.weights)), drawn * sum(slot.weights), hi=len(slot.tokens) - 1)
+            tokens[slot.column] = slot.tokens[place]
+        return replace(example, tokens=tokens)
+
+    def _pieces(self, example: Example, response: tuple[int, int]) -> list[Piece]:
+        """The canvases of a response; of a decision all is pinned but the slots."""
+        pieces = self._cut(response)
+        if not example.slots:
+            return pieces
+        slots = {slot.column for slot in example.slots}
+        pinned = [
+            [place for place in range(self.canvas_length) if start + place not in slots] for start, _, _ in pieces
+        ]
+        return [piece._replace(pinned=places) for piece, places in zip(pieces, pinned, strict=True)]
 
     def _cut(self, response: tuple[int, int]) -> list[Piece]:
         """The canvases of a response, or its blocks, whose first token is pinned."""

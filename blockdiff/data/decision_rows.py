@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from blockdiff.data.messages import BadRow, Message, checked_messages
-from blockdiff.data.sources import Source, open_source
+from blockdiff.data.rows import Row
+from blockdiff.decisions.form import FORMS, ask_jointly, ask_one, with_question
 from blockdiff.decisions.question import Question, json_text, read_questions
 from blockdiff.errors import DataError, RequestError
 
@@ -33,12 +34,6 @@ class DecisionRow:
         return hashlib.sha256(content.encode()).hexdigest()
 
 
-def read_decision_rows(path: str, *, has_answers: bool, split: str = "test") -> Iterator[DecisionRow]:
-    """The rows of a file; DataError, by place, for what is none."""
-    for where, value in open_source(Source(path, split=split)).values():
-        yield decision_row(value, where, has_answers=has_answers)
-
-
 def decision_row(value: Any, where: str, *, has_answers: bool) -> DecisionRow:
     """One row, checked; DataError, by place, for what is none. Keys beside those of EXPECTED are data."""
     if isinstance(value, DataError):
@@ -57,6 +52,33 @@ def decision_row(value: Any, where: str, *, has_answers: bool) -> DecisionRow:
     except (BadRow, RequestError) as error:
         raise DataError(f"{where}: {error}") from None
     return DecisionRow(where, messages, questions, targets, value.get("id"))
+
+
+def rows_to_learn(value: Mapping[str, Any], where: str) -> list[Row]:
+    """The rows that a row of decisions is learnt as: one for each question, or one for all with `"joint": true`."""
+    row, form, joint = (
+        decision_row(value, where, has_answers=True),
+        value.get("form", FORMS[0]),
+        value.get("joint", False),
+    )
+    if form not in FORMS or not isinstance(joint, bool):
+        raise DataError(f"{where}: form must be one of {', '.join(FORMS)}, and joint true or false")
+    try:
+        asked = [ask_jointly(row.questions, form)] if joint else [ask_one(each, form) for each in row.questions]
+    except RequestError as error:
+        raise DataError(f"{where}: {error}") from None
+    targets = iter(row.targets)
+    identity = None if row.id is None else str(row.id)
+    return [
+        Row(
+            where,
+            messages=tuple(with_question([dict(message) for message in row.messages], each)),
+            id=identity,
+            decision=each,
+            targets=tuple(next(targets) for _ in each.questions),
+        )
+        for each in asked
+    ]
 
 
 def _targets(answers: Any, questions: Sequence[Question]) -> tuple[tuple[float, ...], ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import IO, Any, overload
 
 import numpy as np
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from blockdiff.data.chat import Example, ExampleImage
+from blockdiff.data.chat import Example, ExampleImage, Slot
 
 BATCH = 4096  # examples of a record batch: what is in memory while writing
 BATCH_BYTES = 256 << 20  # of images that came as bytes, in a record batch
@@ -27,6 +28,7 @@ IMAGE = pa.struct(
         ("digest", pa.binary()),  # of the pixels, which are not kept
     ]
 )
+SLOT = pa.struct([("column", pa.int32()), ("tokens", pa.list_(pa.int32())), ("weights", pa.list_(pa.float64()))])
 SCHEMA = pa.schema(
     [
         ("sample_id", pa.int64()),
@@ -37,6 +39,7 @@ SCHEMA = pa.schema(
         ("place", pa.string()),  # "17" or "row 17"
         ("images", pa.list_(IMAGE)),
         ("excluded", pa.list_(pa.int32())),  # as responses
+        ("slots", pa.list_(SLOT)),
     ]
 )
 
@@ -57,6 +60,7 @@ def write_examples(file: IO[bytes], examples: Iterable[Example], files: Sequence
                 [place for _, _, place in places],
                 [[_record(image) for image in example.images] for example in chunk],
                 [[edge for span in example.excluded for edge in span] for example in chunk],
+                [[asdict(slot) for slot in example.slots] for example in chunk],
             ]
             writer.write_batch(pa.RecordBatch.from_pydict(dict(zip(SCHEMA.names, columns, strict=True)), SCHEMA))
             count += len(chunk)
@@ -120,7 +124,10 @@ class Examples(Sequence[Example]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         values = [column[index].as_py() for column in self.columns]
-        sample_id, tokens, edges, is_truncated, file, place, images, others = values
+        sample_id, tokens, edges, is_truncated, file, place, images, others, slots = values
         responses, excluded = (list(zip(each[::2], each[1::2], strict=True)) for each in (edges, others))
         where = f"{self.files[file]}:{place}"
-        return Example(sample_id, tokens, responses, is_truncated, where, tuple(map(_image, images)), tuple(excluded))
+        made = tuple(Slot(**slot) for slot in slots)
+        return Example(
+            sample_id, tokens, responses, is_truncated, where, tuple(map(_image, images)), tuple(excluded), made
+        )

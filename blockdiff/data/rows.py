@@ -27,6 +27,7 @@ from blockdiff.data.messages import (
     type_in_words,
 )
 from blockdiff.data.spellings import JUDGEMENTS
+from blockdiff.decisions.form import Asked
 from blockdiff.errors import DataError
 
 CONVERSATION_KEYS = ("messages", "conversations")
@@ -51,7 +52,8 @@ class Row:
 
     `where` is "file:line" or "file:row N". A row that is to be answered needs no response. Images are in the parts of
     messages; those of a prompt are `images`, at its markers or before it. A row that is one text (`is_text`) has it as
-    response. `unread` are its keys, and those of its messages, that nothing reads.
+    response. A row that asks `decision` in its last message is answered by labels, of which `targets` has the
+    probability of each for every question. `unread` are its keys, and those of its messages, that nothing reads.
     """
 
     where: str
@@ -62,6 +64,8 @@ class Row:
     tools: tuple[Message, ...] | None = None
     images: tuple[ImageSource, ...] = ()
     is_text: bool = False
+    decision: Asked | None = None
+    targets: tuple[tuple[float, ...], ...] = ()
     unread: frozenset[str] = frozenset()
 
     @property

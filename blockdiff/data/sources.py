@@ -14,6 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from blockdiff.data.decision_rows import rows_to_learn
 from blockdiff.data.formats import FORMATS, Skip, file_format, values
 from blockdiff.data.rows import CONTENT_KEYS, KEYS, Row, check_row
 from blockdiff.data.statistics import Statistics
@@ -244,6 +245,8 @@ class Files:
 def _checked(value: Any, where: str, source: Source, counts: Statistics | None) -> list[Row]:
     """The row if it can be used; one that cannot is counted, or raised where nothing counts."""
     try:
+        if isinstance(value, Mapping) and "questions" in value and "answers" in value:
+            return rows_to_learn(value, where)
         return [check_row(value, where, source.columns)]
     except DataError as error:
         if counts is None:

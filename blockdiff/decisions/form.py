@@ -7,7 +7,7 @@ slot. Several questions are asked one by one, each with a canvas of its own, or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any, Literal
@@ -67,6 +67,32 @@ class Asked:
             hole(place): [space + label for space in spaces for label in labels]
             for place, labels in enumerate(self.labels)
         }
+
+    def spellings(self, count: Callable[[str], int]) -> list[str]:
+        """The spaces with which every label is one token, by the count of a text's tokens; RequestError without any."""
+        found, longer = [], ""
+        for space in self.spaces:
+            labels = [text for texts in self.choices([space]).values() for text in texts]
+            if long := next((text for text in labels if count(text) > 1), ""):
+                longer = long
+            else:
+                found.append(space)
+        if not found:
+            raise RequestError(
+                f"the label {longer!r} is no single token of this model, and a slot has one; ask otherwise"
+            )
+        return found
+
+    def answered(self, places: Sequence[int], space: str) -> tuple[str, list[tuple[int, int]]]:
+        """The text of the canvas with the labels of these options, and the characters [start, end) of each slot."""
+        text, spans = "", []
+        for line, (labels, place) in enumerate(zip(self.labels, places, strict=True)):
+            if len(self.labels) > 1:
+                text += ("\n" if line else "") + f"{line + 1}:"
+            label = space + labels[place]
+            spans.append((len(text), len(text) + len(label)))
+            text += label
+        return text, spans
 
 
 def hole(place: int) -> str:

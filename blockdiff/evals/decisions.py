@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blockdiff.data.decision_rows import DecisionRow
+from blockdiff.data.decision_rows import DecisionRow, decision_row
+from blockdiff.data.sources import Source, open_source
 from blockdiff.decisions.form import Asking
 from blockdiff.decisions.question import Question
 from blockdiff.errors import DataError, RequestError
@@ -36,6 +37,12 @@ class Decided:
     target: tuple[float, ...]
     scores_NX: Tensor
     answer: Answer
+
+
+def read_decision_rows(path: str, *, has_answers: bool, split: str = "test") -> Iterator[DecisionRow]:
+    """The rows of a file; DataError, by place, for what is none."""
+    for where, value in open_source(Source(path, split=split)).values():
+        yield decision_row(value, where, has_answers=has_answers)
 
 
 def decide_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -126,7 +127,7 @@ class RunningDecision:
                 prompt=None,
                 messages=with_question([dict(message) for message in messages], each),
             )
-            choices = each.choices(_spaces(each, of_it, settings))
+            choices = each.choices(each.spellings(partial(_count, of_it, settings)))
             reads.append(
                 RunningRead.prepare(of_it, each.template, choices, model, settings, asking.steps, asking.draws, seed)
             )
@@ -185,23 +186,11 @@ def _jointly(questions: Sequence[Question], form: Form, request: Request, settin
 
 def _length(asked: Asked, request: Request, settings: SamplingSettings) -> int:
     """The tokens of the canvas' lines, one for each slot."""
-    tokenizer = require_tokenizer("a decision", settings)
     text = asked.template
     for place in range(len(asked.questions)):
         text = text.replace(f"<?{hole(place)}>", "\0")
-    return sum(len(request.spelt(part, tokenizer, "the line")) for part in text.split("\0") if part) + len(
-        asked.questions
-    )
+    return sum(_count(request, settings, part) for part in text.split("\0") if part) + len(asked.questions)
 
 
-def _spaces(asked: Asked, request: Request, settings: SamplingSettings) -> list[str]:
-    """The spaces with which every label is one token; RequestError where there are none."""
-    tokenizer, found = require_tokenizer("a decision", settings), []
-    for space in asked.spaces:
-        labels = [text for texts in asked.choices([space]).values() for text in texts]
-        longer = next((text for text in labels if len(request.spelt(text, tokenizer, "the label")) > 1), None)
-        if longer is None:
-            found.append(space)
-    if not found:
-        raise RequestError(f"the label {longer!r} is no single token of this model, and a slot has one; ask otherwise")
-    return found
+def _count(request: Request, settings: SamplingSettings, text: str) -> int:
+    return len(request.spelt(text, require_tokenizer("a decision", settings), "the text"))
