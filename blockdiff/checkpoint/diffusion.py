@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,9 @@ class DiffusionSettings:
     prediction: what the logits mean; corruption: what a canvas starts from and what stands where nothing is accepted,
     uniform tokens or the mask token `mask_id`; objective: the parts of the objective by name; prompts: the form of the
     prompts that it was trained on, raw text or conversations (None: both, or not known); calibration: the temperatures
-    of typed decisions, by the key of what they were fitted to (docs/decisions.md). The defaults are those of the
-    released DiffusionGemma, whose directory has no such file.
+    of typed decisions, by the key of what they were fitted to (docs/decisions.md); strategy: the text of the strategy
+    that the model is sampled by if nobody asks for another (None: its family's). The defaults are those of the released
+    DiffusionGemma, whose directory has no such file.
     """
 
     prediction: Literal["posterior", "leave_one_out"] = "posterior"
@@ -32,6 +33,7 @@ class DiffusionSettings:
     objective: Mapping[str, Any] = field(default_factory=dict)
     prompts: PromptForm | None = None
     calibration: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    strategy: str | None = None
 
     def __post_init__(self) -> None:
         if self.prediction not in ("posterior", "leave_one_out"):
@@ -40,6 +42,8 @@ class DiffusionSettings:
             raise ValueError(f"corruption must be uniform or mask, not {self.corruption!r}")
         if self.prompts not in ("raw", "chat", None):
             raise ValueError(f"prompts must be raw, chat or null, not {self.prompts!r}")
+        if not isinstance(self.strategy, str | None):
+            raise ValueError(f"strategy must be a text or null, not {self.strategy!r}")
         is_id = isinstance(self.mask_id, int) and not isinstance(self.mask_id, bool) and self.mask_id >= 0
         if is_id != (self.corruption == "mask") or is_id == (self.mask_id is None):
             raise ValueError(f"mask_id must be a token id with mask corruption, else null, not {self.mask_id!r}")
@@ -71,18 +75,19 @@ class DiffusionSettings:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, config: Family | None = None) -> DiffusionSettings:
-        """The settings of a checkpoint directory; without the file, those of its family by the config.
+        """The settings of a checkpoint directory: blockdiff.json over those of its family by the config.
 
         Raises CheckpointError for a file that cannot be used.
         """
         file = Path(directory) / DIFFUSION
+        of_family = cls() if config is None else cls.of_family(config)
         if not file.is_file():
-            return cls() if config is None else cls.of_family(config)
+            return of_family
         values = read_json(file)
         if unknown := sorted(values.keys() - cls.__dataclass_fields__.keys()):
             fields = ", ".join(cls.__dataclass_fields__)
             raise CheckpointError(f"{file}: unknown key {unknown[0]}; there are {fields}")
         try:
-            return cls(**values)
+            return replace(of_family, **values)
         except ValueError as error:
             raise CheckpointError(f"{file}: {error}") from None

@@ -48,9 +48,9 @@ def sampling_settings(
     `diffusion` to blockdiff.json, both beside the weights that the model was loaded from, else to transformers'
     settings and to the noise of the model's config. Where the generation settings name no eos, the model's config does,
     else the tokenizer; with none, every response runs to its full length. `strategy` (text may name one,
-    docs/sampling.md) defaults to the family's, else to the released model's rules with the numbers of the generation
-    settings; a causal model is sampled token by token, and a `Drafted` one verified. Noise and prediction are those of
-    what drafts canvases.
+    docs/sampling.md) defaults to that of `diffusion`, else to the family's, else to the released model's rules with
+    the numbers of the generation settings; a causal model is sampled token by token, and a `Drafted` one verified.
+    Noise and prediction are those of what drafts canvases.
     """
     if not hasattr(model, "vocab_size"):
         raise RequestError(f"model: {model!r:.60} is none; give what blockdiff.load(path) returns")
@@ -63,15 +63,16 @@ def sampling_settings(
     block = drafter.canvas_length if drafter is not None and drafter.target_layers else None
     if drafter is not None and strategy is None:
         strategy = "verified" if block is None else "speculative"
-    strategy = as_strategy(strategy or getattr(config, "default_strategy", None), generation, denoises)
-    way = round_of(strategy)
-    if not denoises and way.denoises:
-        raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")
     if diffusion is None:
         diffusion = _diffusion(origin, config)
         if drafter is not None and block is None:
             of_drafter = _diffusion(_origin(drafter), drafter.config)
             diffusion = replace(of_drafter, objective=diffusion.objective, prompts=diffusion.prompts)
+    by_default = diffusion.strategy or getattr(config, "default_strategy", None)
+    strategy = as_strategy(strategy or by_default, generation, denoises)
+    way = round_of(strategy)
+    if not denoises and way.denoises:
+        raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")
     if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
         raise CheckpointError(
             f"{DIFFUSION}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"

@@ -35,7 +35,7 @@ from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recomputation import checkpoint_activations
 from blockdiff.training.same_run import resume_facts
-from blockdiff.training.starting_model import adapter_to_train, computed_in
+from blockdiff.training.starting_model import adapter_to_train, computed_in, strategy_of
 
 
 def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = None) -> Built:
@@ -138,7 +138,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         learning_rate=learning_rate,
         average=average,
         source=Source(),
-        diffusion=replace(kind.diffusion(objective), prompts=data.train.form),
+        diffusion=replace(kind.diffusion(objective), prompts=data.train.form, strategy=strategy_of(recipe)),
         facts=facts,
         steps=data.steps,
         step=step,

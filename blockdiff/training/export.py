@@ -39,6 +39,7 @@ from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.report import report_line, run_report
 from blockdiff.training.run import CURVES, DATA, RECIPE, best_saved, remove_run
+from blockdiff.training.starting_model import strategy_of
 
 if TYPE_CHECKING:
     from blockdiff.training.build import Built
@@ -171,7 +172,8 @@ def consolidate(
     typical = found.config.model_class.typical
     kept = weights[typical if typical in weights else next(iter(weights))].dtype
     objective = kind.without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
-    model, diffusion = objective.model, replace(kind.diffusion(objective), prompts=_prompt_form(run, recipe))
+    said = {"prompts": _prompt_form(run, recipe), "strategy": strategy_of(recipe)}
+    model, diffusion = objective.model, replace(kind.diffusion(objective), **said)
     beside = {"tokenizer": found.tokenizer, "generation": found.generation, "diffusion": diffusion}
 
     def read(name: str, target: torch.dtype | None = None) -> Tensor:

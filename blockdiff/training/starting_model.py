@@ -113,6 +113,12 @@ def _trained_with(recipe: Recipe) -> Mapping[str, Any]:
     return DiffusionSettings.from_pretrained(find(recipe.model.path, with_weights=False), config).objective
 
 
+def strategy_of(recipe: Recipe) -> str | None:
+    """The text of the strategy that `model.path` names for its sampling, which trained weights keep; None if none."""
+    path = recipe.model.path
+    return None if path is None else DiffusionSettings.from_pretrained(find(path, with_weights=False)).strategy
+
+
 def shape_of(recipe: Recipe) -> Family | None:
     """The config of the preset that has the shape of `model.path`; None if no preset is of that released model."""
     preset = None if recipe.model.path is None else checkpoint.released_preset(recipe.model.path)

@@ -186,12 +186,15 @@ def without_ar(inputs, tmp_path_factory):
 def test_training_goes_on_with_the_objective_of_its_base_and_says_what_differs(inputs, without_ar, tmp_path, capsys):
     recipe = {key: inputs[key] for key in ("data", "train", "lora")} | {"objective": {"coin": 0.75}}
     recipe["model"] = {"path": str(without_ar.directory / "model")}
+    said = without_ar.directory / "model/blockdiff.json"
+    said.write_text(json.dumps(json.loads(said.read_text()) | {"strategy": "quota"}))
     capsys.readouterr()
     run = blockdiff.train(recipe, ["train.steps=2"], tmp_path / "run")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("objective")]
     assert line.startswith("objective as model.path was trained: ar_loss none (default 1.0); not as model.path was ")
     assert "schedule linear (there {'tests.support.recipes.Square'" in line and "coin 0.75 (there 0.25)" in line
     assert not any(record.get("ar_loss") for record in run.records)
+    assert json.loads((run.directory / "adapter/blockdiff.json").read_text())["strategy"] == "quota"
     resolved = yaml.safe_load((run.directory / "recipe.yaml").read_text())["objective"]
     assert (resolved["ar_loss"], resolved["coin"], resolved["schedule"]) == ("none", 0.75, "linear")
     resumed = blockdiff.train(recipe, output=run.directory, resume=True)
