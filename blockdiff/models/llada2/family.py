@@ -93,6 +93,7 @@ class LLaDA2Family(Family):
     corruptions = ("uniform", "mask")
     meshes = ("replicate", "shard", "experts", "tensor")
     has_self_conditioning = False
+    default_strategy = "confident:threshold=0.95,greedy=true,confidence=0"
     prefixes = ("blocks",)
     # dFactory's: one noise level for a document, and the mean over its masks
     objective: ClassVar = {
