@@ -172,8 +172,8 @@ def consolidate(
     typical = found.config.model_class.typical
     kept = weights[typical if typical in weights else next(iter(weights))].dtype
     objective = kind.without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
-    said = {"prompts": _prompt_form(run, recipe), "strategy": strategy_of(recipe)}
-    model, diffusion = objective.model, replace(kind.diffusion(objective), **said)
+    model, prompts = objective.model, _prompt_form(run, recipe)
+    diffusion = replace(kind.diffusion(objective), prompts=prompts, strategy=strategy_of(recipe))
     beside = {"tokenizer": found.tokenizer, "generation": found.generation, "diffusion": diffusion}
 
     def read(name: str, target: torch.dtype | None = None) -> Tensor:
