@@ -75,9 +75,10 @@ def yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
 def query_scale(positions_BT: Tensor, beta: float, original: int, dtype: torch.dtype) -> Tensor:
     """The factors [B, T, 1] of queries at far positions, `1 + beta log(1 + floor(position / original))`.
 
-    It is 1 before position `original`. Made in fp32, then cast to a dtype. Source: transformers, `ministral3`.
+    It is 1 before position `original`. Made in fp32 at least, then cast to a dtype. Source: transformers, `ministral3`.
     """
-    return (1 + beta * torch.log(1 + torch.floor(positions_BT.float() / original)))[..., None].to(dtype)
+    positions_BT = positions_BT.to(torch.promote_types(dtype, torch.float32))
+    return (1 + beta * torch.log(1 + torch.floor(positions_BT / original)))[..., None].to(dtype)
 
 
 def angles(positions_BT: Tensor, frequencies_f: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -148,7 +148,7 @@ def test_queries_at_far_positions_are_scaled_and_keys_are_not():
     kind = LayerKind("full", None, default_frequencies(4, 1e4), query_scale=(0.3, 5))
     column, x = torch.arange(12)[None], torch.randn(1, 12, 8, dtype=torch.float64)
     cos, sin, scale = kind.rope(column, torch.float64)
-    truth = (1 + 0.3 * torch.log(1 + torch.floor(column / 5))).double()
+    truth = 1 + 0.3 * torch.log(1 + torch.floor(column.double() / 5))
     assert torch.equal(scale[..., 0], truth) and (truth[:, :5] == 1).all() and (truth[:, 5:] > 1.2).all()
     spans = kind.encode_spans(torch.zeros_like(column))
     got, kv = attention(x, (cos, sin, scale), spans, None)

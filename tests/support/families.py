@@ -13,6 +13,7 @@ from blockdiff.checkpoint.config import config_from
 from blockdiff.models.llada2 import LLaDA2Family
 from blockdiff.models.minimax_m3 import MiniMaxM3Family, MiniMaxM3TextFamily
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.nemotron import NemotronFamily
 from tests.support.oracle import TWO_LAYERS, tiny_config
 
 SMALL: dict[str, Any] = dict(
@@ -48,6 +49,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "minimax_m3 dense, denoising": lambda: m3_config(topk=99, canvas_length=8),
     "minimax_m3 denoising": lambda: m3_config(canvas_length=8),
     "minimax_m3 text, denoising": lambda: m3_text_config(canvas_length=8),
+    "nemotron": lambda: nemotron_config(),
     "qwen3": lambda: Qwen3Config(**SMALL, tie_word_embeddings=True),
     "qwen3 sliding, blocks": lambda: Qwen3Config(**SMALL, **SLIDING, canvas_length=4, prefix="blocks"),
     "sdar": lambda: sdar_config(),
@@ -122,6 +124,14 @@ def llada2_config(**more: Any) -> LLaDA2Family:
 def sdar_config(**more: Any) -> Any:
     """A tiny SDAR with blocks of 4 tokens."""
     return config_from({"model_type": "sdar", **SMALL, "block_size": 4, "mask_token_id": 3, **more}, "here")
+
+
+def nemotron_config(**more: Any) -> NemotronFamily:
+    """A tiny Nemotron-Labs-Diffusion, whose queries are scaled from position 12 on."""
+    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.2)
+    rope = {**yarn, "original_max_position_embeddings": 12}
+    values = {"block_size": 8, "mask_token_id": 95, "rope_parameters": rope, **SMALL}
+    return NemotronFamily.read({"model_type": "nemotron_labs_diffusion", **values, **more})
 
 
 def m3_text_config(**more: Any) -> Any:
