@@ -28,6 +28,11 @@ class ImageInput:
     tokens: int
     digest: bytes
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.values.values())
+
     def map(self, change: Callable[[Tensor], Tensor]) -> ImageInput:
         """The same with each of its tensors changed, to lie elsewhere, say."""
         return replace(self, values={name: change(x) for name, x in self.values.items()})

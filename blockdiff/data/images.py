@@ -180,9 +180,9 @@ class ImageReader:
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = image
-                self._size += tensor_bytes(image)
+                self._size += image.nbytes
             while self._size > KEPT_BYTES and len(self._kept) > 1:
-                self._size -= tensor_bytes(self._kept.popitem(last=False)[1])
+                self._size -= self._kept.popitem(last=False)[1].nbytes
         return image
 
     def begin(self, sources: Iterable[ImageSource]) -> None:
@@ -204,11 +204,6 @@ class ImageReader:
             return image.tokens, image.digest
 
         return [_outcome(future) for future in [self._workers.submit(look, source) for source in sources]]
-
-
-def tensor_bytes(image: ImageInput) -> int:
-    """The bytes of an image's tensors."""
-    return sum(value.numel() * value.element_size() for value in image.values.values())
 
 
 def _outcome(future: Future[Any]) -> Any:

@@ -52,6 +52,7 @@ def app(
         engine = model
     else:
         own = dict(prepare_seconds=limits.prepare_seconds, max_of_owner=limits.answers_each)
+        own |= dict(max_image_bytes=limits.images_bytes)
         options = dict(max_prompt_tokens=limits.prompt_tokens) | own | options
         engine = AsyncEngine(model, tokenizer, **options)
     server = Server(engine, names, limits)

@@ -9,7 +9,7 @@ import asyncio
 import sys
 import time
 from collections import Counter, abc
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from blockdiff.decisions.form import ONE_BY_ONE, Asking
 from blockdiff.decisions.question import Question
 from blockdiff.errors import Closed, EngineError, Full, RequestError, TimedOut
+from blockdiff.images import ImageInput
 from blockdiff.sampling.calibration import temperatures
 from blockdiff.sampling.constraints.compile_limit import COMPILE_SECONDS
 from blockdiff.sampling.decide import Answer, RunningDecision, uncalibrated
@@ -80,10 +81,11 @@ class AsyncEngine:
     model: a model, with its tokenizer, or a `Sampler`, whose settings are taken; adapters: by their names samplers over
     the same weights, each with an engine of its own, whose steps take turns in the one thread; max_waiting: the
     requests that may be unanswered beside those that run; max_of_owner: answers to one owner that may be unanswered
-    (None: as many as all); max_prompt_tokens: of a request (None: as many as the model sees); prepare_seconds: for
-    which a constraint may wait, and for which it may then compile; warms_up: whether the calls of `Engine.warm_up` are
-    made before the first request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or
-    call `start` and `close`.
+    (None: as many as all); max_prompt_tokens: of a request (None: as many as the model sees); max_image_bytes: of the
+    images of all unanswered requests, as tensors (None: any number); prepare_seconds: for which a constraint may wait,
+    and for which it may then compile; warms_up: whether the calls of `Engine.warm_up` are made before the first
+    request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or call `start` and
+    `close`.
 
     An exception of the engine fails the requests that run with EngineError, and a new engine answers later ones.
     """
@@ -98,6 +100,7 @@ class AsyncEngine:
         max_waiting: int = 1000,
         max_of_owner: int | None = None,
         max_prompt_tokens: int | None = None,
+        max_image_bytes: int | None = None,
         prepare_seconds: float = COMPILE_SECONDS,
         warms_up: bool = False,
         **options: Any,
@@ -110,10 +113,12 @@ class AsyncEngine:
         self.models |= {name: (each.model, each.settings) for name, each in (adapters or {}).items()}
         self.thread = EngineThread(self.models, warms_up, dict(max_waiting=sys.maxsize, **options))
         self.max_of_owner, self.max_prompt_tokens = max_of_owner, max_prompt_tokens
+        self.max_image_bytes = max_image_bytes
         self.max_unanswered = self.thread.most_rows + max_waiting
         self._preparing = Preparing(prepare_seconds)
         self._unanswered = 0
         self._of_owner = Counter[str]()  # answers that are unanswered
+        self._images = Counter[ImageInput]()  # of unanswered requests, by identity
         self.is_draining = False  # what runs may end, and nothing new is taken
 
     def start(self) -> AsyncEngine:
@@ -261,10 +266,14 @@ class AsyncEngine:
         self._unanswered += 1
         self._of_owner[owner] += request.best_of
         event: Event | Accepted | Exception | None = None
+        images = Counter[ImageInput]()
         try:
             draws = await self.prepared(partial(self._prepare, request, prepare, terms), kind_of(request), terms)
             if self.thread.is_closed:  # meanwhile; nobody takes commands any more
                 raise Closed("the engine was closed; ask another one")
+            images.update(placed.image for placed in draws[0].images)
+            self._images += images
+            self._require_image_room(images)
             for draw in draws:
                 draw.owner = owner
             self.thread.enter(stream, draws, watch, terms.adapter)
@@ -275,12 +284,22 @@ class AsyncEngine:
                     raise event
                 yield event
         finally:
+            self._images -= images
             self._unanswered -= 1
             self._of_owner[owner] -= request.best_of
             if not self._of_owner[owner]:
                 del self._of_owner[owner]
             if not isinstance(event, Result | Exception):
                 self.thread.leave(stream)
+
+    def _require_image_room(self, images: Iterable[ImageInput]) -> None:
+        """Raise Full if the images of all requests are too large; RequestError if those of one are by themselves."""
+        most = self.max_image_bytes
+        if most is None or sum(each.nbytes for each in self._images) <= most:
+            return
+        if (size := sum(each.nbytes for each in images)) > most:
+            raise RequestError(f"the images take {size} bytes, more than the {most} that are taken here; send fewer")
+        raise Full(f"the images of unanswered requests take {most} bytes, and no more may wait; ask later")
 
     def _prepare(self, request: Request, prepare: Callable[[], list[Sequence]], terms: Terms) -> list[Sequence]:
         """The draws of a request; RequestError where there are none, or where its prompt is too long."""

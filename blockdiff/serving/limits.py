@@ -14,7 +14,8 @@ class Limits:
 
     body_bytes: of its JSON; bodies_bytes: of all whose answers have not ended; prompt_tokens, max_tokens: of its prompt
     and of each answer (None: as many as the model's positions and the memory of the pages hold); images, pixels: the
-    images of its messages, and the pixels of them all; answers: `n`, for all prompts together, and `best_of`;
+    images of its messages, and the pixels of them all; images_bytes: of the images of all requests whose answers have
+    not ended, as the model takes them; answers: `n`, for all prompts together, and `best_of`;
     answers_each: that are under way for one key, or one address; answer_seconds: for an answer, or a read; steps: of a
     canvas; draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: for
     which its constraint may wait for others, and for which it may then compile; read_seconds: for which a client may
@@ -29,6 +30,7 @@ class Limits:
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     images: int = 16
+    images_bytes: int = 1 << 30
     pixels: int = 1 << 25
     answers: int = 16
     answers_each: int | None = None

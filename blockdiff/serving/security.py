@@ -10,6 +10,7 @@ import string
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ipaddress import IPv4Address, IPv6Network, ip_address
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
@@ -76,7 +77,7 @@ class Guard:
                 raise HEAD_TOO_LARGE
             key = self._check(scope["path"], headers)
             address = scope["client"][0] if scope.get("client") else ""
-            scope["state"]["owner"] = address if key is None else f"key {key}"
+            scope["state"]["owner"] = _one_client(address) if key is None else f"key {key}"
             async with self._body(receive) as replayed:
                 await self.app(scope, replayed, tagged)
         except Left:
@@ -159,6 +160,18 @@ def _is_large(scope: Scope) -> bool:
     headers = scope["headers"]
     size = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
     return len(headers) > HEADERS or size + sum(len(name) + len(value) for name, value in headers) > HEAD_BYTES
+
+
+def _one_client(address: str) -> str:
+    """The address of a client, or the network of 64 bits of one in IPv6, which has as many addresses as it likes."""
+    try:
+        found = ip_address(address.partition("%")[0])
+    except ValueError:  # of a socket that is a file
+        return address
+    if isinstance(found, IPv4Address):
+        return address
+    mapped = found.ipv4_mapped
+    return str(IPv6Network((found, 64), strict=False)) if mapped is None else str(mapped)
 
 
 def _name(host: str) -> str:

@@ -362,7 +362,16 @@ def test_more_answers_than_are_ever_taken_are_refused_for_good(chatty, options):
     ] * 2
 
 
-def test_connections_from_one_address_are_one_owner():
+@pytest.mark.parametrize(
+    "clients, owner",
+    [
+        ([("127.0.0.1", 1), ("127.0.0.1", 2), ("::ffff:127.0.0.1", 3)], "127.0.0.1"),
+        ([("2001:db8:0:7::1", 1), ("2001:db8:0:7:ffff::9", 1), ("2001:db8:0:7::1%eth0", 1)], "2001:db8:0:7::/64"),
+        ([("testclient", 1), ("testclient", 2)], "testclient"),
+    ],
+    ids=["an address", "a network", "a name"],
+)
+def test_connections_from_one_address_are_one_owner(clients, owner):
     owners = set()
 
     async def note(scope, receive, send):
@@ -373,11 +382,11 @@ def test_connections_from_one_address_are_one_owner():
 
     async def use():
         guard = Guard(note, Access(), Limits(), Metrics())
-        for port in (1, 2):
-            await guard(scope_of() | {"client": ("127.0.0.1", port)}, receive, None)
+        for client in clients:
+            await guard(scope_of() | {"client": client}, receive, None)
 
     asyncio.run(use())
-    assert owners == {"127.0.0.1"}
+    assert owners == {owner}
 
 
 def test_a_stream_begins_when_it_is_accepted_although_it_waits_for_others(chatty):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
 from typing import Any
 
 import pytest
 
+from blockdiff.errors import Full, RequestError
 from blockdiff.sampling import Request, Sampler
-from blockdiff.serving import Limits
+from blockdiff.serving import AsyncEngine, Limits
 from tests.support.asking import served
 from tests.support.seeing import png, seeing_checkpoint
 
@@ -60,6 +62,29 @@ def test_a_picture_is_seen_in_a_whole_answer_a_stream_and_a_read(seeing):
     assert whole.choices[0].message.content == text == other.output_text == expected.text
     assert whole.usage.prompt_tokens == expected.prompt_tokens > 20
     assert first["holes"] == same["holes"] != blue["holes"]
+
+
+def test_the_images_of_all_unanswered_requests_are_bounded_together(seeing):
+    def request(colour: str) -> Request:
+        return Request(colour, messages=asked({"type": "image", "image": png(colour)}, TEXT)["messages"])
+
+    async def use() -> None:
+        async with AsyncEngine(seeing, max_image_bytes=3 * size // 2) as engine:
+            first = engine.generate(request("red"))
+            await anext(first)
+            for _ in range(2):  # a refused one is not counted
+                with pytest.raises(Full, match="images"):
+                    await anext(engine.generate(request("blue")))
+            await first.aclose()
+            assert await anext(engine.generate(request("blue")))
+        async with AsyncEngine(seeing, max_image_bytes=1) as engine:
+            with pytest.raises(RequestError, match=f"images take {size} bytes"):
+                await anext(engine.generate(request("red")))
+
+    size = seeing.settings.image_reader.read(png()).nbytes
+    asyncio.run(use())
+    status, _ = served(seeing, lambda asking: asking.refusal(**asked(shown(URI))), limits=Limits(images_bytes=1))
+    assert status == 400
 
 
 @pytest.mark.parametrize(
