@@ -26,7 +26,7 @@ Choose = Callable[[list[str]], list[str]]
 
 BATCH = 1000  # rows of a parquet file that become Python objects together
 LINE = 128 << 20  # bytes of a line, and of a row of CSV, which may have several; an image of 64 MiB has room
-PARTS = 8 << 20  # commas and opening brackets of a line of JSON, each of which may become an object of 64 bytes
+PARTS = 8 << 20  # of a row: commas and opening brackets of JSON, fields of CSV; each may become an object of 64 bytes
 DOCUMENT = 1 << 30  # bytes of a JSON file, which is held in memory as a whole
 DECODED = 256 << 20  # bytes of the rows of parquet and Arrow that become Python objects together
 VALUES = 1 << 27  # values of a column in a row group of parquet
@@ -108,11 +108,16 @@ def json_lines(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
 
 def _json_line(line: bytes, where: str) -> Any:
     try:
-        if sum(map(line.count, (b",", b"[", b"{"))) > PARTS:
+        if _has_many_parts(line):
             raise DataError(f"{where}: more than {PARTS:,} commas and brackets; write a row in fewer")
         return parsed(decoded(line, where), where)
     except DataError as error:
         return error
+
+
+def _has_many_parts(content: bytes) -> bool:
+    """True for JSON that may become more objects than a row may have."""
+    return sum(map(content.count, (b",", b"[", b"{"))) > PARTS
 
 
 def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
@@ -131,6 +136,11 @@ def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     begin = _after_blanks(text, 0)
     elements: Iterator[Value]
     if text[begin : begin + 1] == "{":
+        if _has_many_parts(content):  # nothing else is known of an object before all of it is parsed
+            if not content[begin:].splitlines()[0].rstrip().endswith(b"}"):
+                raise DataError(f"{path}: more than {PARTS:,} commas and brackets in an object; write a list of rows")
+            yield from json_lines(path, skip, choose)
+            return
         first, end = parsed(text, f"{path}:{_line(text, begin)}", DECODER.raw_decode, begin)
         if _after_blanks(text, end) < len(text):
             yield from json_lines(path, skip, choose)
@@ -178,12 +188,14 @@ def separated(path: Path, skip: Skip, choose: Choose, delimiter: str) -> Iterato
     """Fields with a delimiter between them, under a line with their names; the place is the line a row begins on."""
     csv.field_size_limit(LINE)  # which is 128 KiB unless told otherwise
     names: list[str] = []
-    begin, size = 1, 0  # of the row that is read
+    begin, size, parts = 1, 0, 0  # of the row that is read
 
     def lines(file: IO[bytes]) -> Iterator[str]:
-        nonlocal size
+        nonlocal size, parts
         for number, line in _lines(file, path):
-            size += len(line)
+            size, parts = size + len(line), parts + 1 + line.count(delimiter.encode())
+            if parts > PARTS:
+                raise DataError(f"{path}:{begin}: a row of more than {PARTS:,} fields and lines; write fewer")
             if size > LINE:
                 raise DataError(f"{path}:{begin}: a row of more than {LINE:,} bytes; close its quotes, or write fewer")
             yield decoded(line, f"{path}:{number}")
@@ -192,9 +204,10 @@ def separated(path: Path, skip: Skip, choose: Choose, delimiter: str) -> Iterato
         reader = csv.reader(lines(file), delimiter=delimiter, strict=True)
         try:
             for fields in reader:
-                place, begin, size = begin, reader.line_num + 1, 0
+                place, begin = begin, reader.line_num + 1
                 if not fields or (len(fields) == 1 and not fields[0].strip()):
-                    continue
+                    continue  # lines of white space count as those of the next row
+                size = parts = 0
                 if not names:
                     names = _header(fields, f"{path}:{place}")
                 elif skip.takes():
@@ -211,11 +224,13 @@ def separated(path: Path, skip: Skip, choose: Choose, delimiter: str) -> Iterato
 
 
 def _header(fields: list[str], where: str) -> list[str]:
+    seen = set[str]()
     for name in fields:
         if not name.strip():
             raise DataError(f"{where}: a column has no name; write the names of all columns into the first line")
-        if fields.count(name) > 1:
+        if name in seen:
             raise DataError(f"{where}: the column {name!r} appears twice; rename one")
+        seen.add(name)
     return fields
 
 

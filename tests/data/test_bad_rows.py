@@ -147,12 +147,19 @@ def test_lines_rows_of_csv_and_documents_have_an_end(tmp_path: Path, monkeypatch
         packed(tmp_path / "a.jsonl.gz", row + b'\n{"prompt": "' + b"a" * 5000): ":2: ",
         packed(tmp_path / "b.jsonl.gz", row + b'\n{"x": [' + b"[]," * 50 + b"[]]}"): ":2: ",
         packed(tmp_path / "a.csv.gz", b'prompt,response\na,b\nc,"' + b"d\n" * 5000): ":3: ",
+        packed(tmp_path / "b.csv.gz", b"prompt,response\na,b\n" + b"," * 500): ":3: ",
+        packed(tmp_path / "c.csv.gz", b"prompt,response\na,b\n" + b"\n" * 500): ":",
+        packed(tmp_path / "b.json.gz", b'{"data": [' + b"[]," * 50 + b"[]]"): ": ",
+        packed(tmp_path / "c.json.gz", b'{"data":\n[' + b"[]," * 50 + b"[]]}"): ": ",
         packed(tmp_path / "a.json.gz", b"[" + row + b" " * 5000 + b"]"): ": ",
     }
     for path, place in files.items():
         with pytest.raises(DataError, match=r"more than .*;") as caught:
             list(read_rows(Source(str(path))))
         assert str(caught.value).startswith(f"{path}{place}")
+    many = tmp_path / "many.json"  # objects one after the other, each of a few parts
+    many.write_text(f"{GOOD}\n" * 70)
+    assert len(list(read_rows(Source(str(many))))) == 70
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["texts", "messages"])
