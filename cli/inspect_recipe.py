@@ -14,7 +14,7 @@ from rich.text import Text
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
-from blockdiff.data.chat import Example, ExampleImage
+from blockdiff.data.example import Example, ExampleImage
 from blockdiff.data.image_file import decoded, image_bytes, image_name
 from blockdiff.data.images import ImageReader
 from blockdiff.terminal import counted, printable

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from blockdiff.canvas import cut
 from blockdiff.data.alterations import Alterations, find_alterations
 from blockdiff.data.control_tokens import ControlTokens, Guard, make_guard, why_not_encoded
+from blockdiff.data.decision_slots import answered, slot_spans, slots_of
+from blockdiff.data.example import Example, ExampleImage, Slot
 from blockdiff.data.image_parts import text_with_images
 from blockdiff.data.images import ImageReader
-from blockdiff.data.messages import ImageSource, with_thought_apart
+from blockdiff.data.messages import with_thought_apart
 from blockdiff.data.rows import Row
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.template import (
@@ -34,51 +36,13 @@ from blockdiff.data.template import (
     training_template,
 )
 from blockdiff.data.tokenise import Encoded, expanded, ids_around, rust_tokenizer, tokenised
-from blockdiff.decisions.form import Asked
-from blockdiff.errors import DataError, RequestError
+from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK = 128  # rows given to the tokenizer in one call; their offsets are many small objects
 CHARACTERS = 1 << 20  # of them
-
-
-@dataclass(frozen=True)
-class ExampleImage:
-    """An image of an example without its pixels: where it comes from, the columns it takes, and its digest."""
-
-    source: ImageSource
-    column: int
-    tokens: int
-    digest: bytes
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The place of a decision's label in a row, and the tokens of the labels that it may have, with their weights."""
-
-    column: int
-    tokens: list[int]
-    weights: list[float]
-
-
-@dataclass(frozen=True)
-class Example:
-    """A row as tokens, with the columns [start, end) of its responses; `sample_id` is its row number.
-
-    Of several sources, row numbers go on from one to the next. The tokens have all placeholders of `images`. Columns of
-    `excluded` are turns that the row marks as not to be learnt. Of a decision the `slots` alone are learnt.
-    """
-
-    sample_id: int
-    tokens: list[int]
-    responses: list[Span]
-    is_truncated: bool = False
-    where: str = ""
-    images: tuple[ExampleImage, ...] = ()
-    excluded: tuple[Span, ...] = ()
-    slots: tuple[Slot, ...] = ()
 
 
 class Encoding(NamedTuple):
@@ -312,29 +276,8 @@ class Encoder:
             tokens, moved, placed = self._placed(row, ids, known, [next(images) for _ in row.sources])
             responses, others = moved[: len(spans)], tuple(moved[len(spans) : len(known) - len(found)])
             chosen = responses if self.turns == "all" and not found else responses[-1:]
-            slots = self._slots(row, tokens, moved[len(known) - len(found) :], chosen)
+            slots = slots_of(row, tokens, moved[len(known) - len(found) :], chosen, self.canvas_length, self.tokenizer)
             yield Encoding(row, tokens, chosen, others, placed, len(moved) - len(chosen) - len(slots), changes, slots)
-
-    def _slots(
-        self, row: Row, tokens: Sequence[int], spans: Sequence[Span], responses: Sequence[Span]
-    ) -> tuple[Slot, ...]:
-        """The slots of a decision at the columns of their labels; DataError unless each is one token of one canvas."""
-        if row.decision is None:
-            return ()
-        (start, end), slots = responses[-1], list[Slot]()
-        if end - start > self.canvas_length:
-            raise DataError(
-                f"{row.where}: the answers take {end - start} tokens, and a canvas has {self.canvas_length}; "
-                "ask fewer questions jointly"
-            )
-        space = _space(row.decision, self.tokenizer)
-        for (column, behind), labels, target in zip(spans, row.decision.labels, row.targets, strict=True):
-            ids = [self._encode([space + label], None)[0].ids for label in labels]
-            if behind - column != 1 or [tokens[column]] != ids[_likeliest(target)]:
-                raise DataError(f"{row.where}: the label is no token of its own in the template's text; ask otherwise")
-            weighed = [(id, weight) for [id], weight in zip(ids, target, strict=True) if weight]
-            slots.append(Slot(column, [id for id, _ in weighed], [weight for _, weight in weighed]))
-        return tuple(slots)
 
     def _images(self, rows: Sequence[Row]) -> Iterator[ExampleImage]:
         """The images of some rows, one after the other, read together; where they stand is not known yet."""
@@ -411,7 +354,7 @@ class Encoder:
         for row, encoding, (each, changes) in zip(rows, encoded, rendered, strict=True):
             try:
                 responses, excluded = (token_spans(encoding.offsets, spans) for spans in (each.spans, each.excluded))
-                responses += token_spans(encoding.offsets, self._slot_spans(row, each))
+                responses += token_spans(encoding.offsets, slot_spans(row, each, self.tokenizer))
             except ValueError as error:
                 raise DataError(f"{row.where}: {error}; change the chat template") from None
             if not responses:
@@ -422,7 +365,7 @@ class Encoder:
         """A conversation as its chat template writes it, and what the template alters."""
         messages = row.messages or ()
         if row.decision is not None:
-            messages = (*messages, {"role": "assistant", "content": self._answered(row)[0]})
+            messages = (*messages, {"role": "assistant", "content": answered(row, self.tokenizer)[0]})
         has_tools = bool(row.tools) or any("tool_calls" in message for message in messages)
         template = dated(self.tool_template if row.tools else self.template, self.day)
         if has_tools and self._unknown_tool_token:
@@ -451,25 +394,6 @@ class Encoder:
         changes = self._alterations_of(template).count(apart) + Counter(each.changes)
         thoughts = sum(one is not other for one, other in zip(apart, messages, strict=True))
         return each, changes + Counter(thought=thoughts, spelt=bool(each.cuts))
-
-    def _answered(self, row: Row) -> tuple[str, list[Span]]:
-        """The text of a decision's canvas with the likeliest labels, and the characters of the slots."""
-        assert row.decision is not None
-        try:
-            space = _space(row.decision, self.tokenizer)
-        except RequestError as error:
-            raise DataError(f"{row.where}: {error}") from None
-        return row.decision.answered([_likeliest(target) for target in row.targets], space)
-
-    def _slot_spans(self, row: Row, each: Rendered) -> list[Span]:
-        """The characters of the slots in the text of a conversation; none of a row without a decision."""
-        if row.decision is None:
-            return []
-        text, spans = self._answered(row)
-        at = each.text.find(text, each.spans[-1][0])
-        if not 0 <= at < each.spans[-1][1]:
-            raise ValueError("the chat template writes the answer of a decision otherwise than it is")
-        return [(at + start, at + end) for start, end in spans]
 
     def _tokenise(
         self, texts: Sequence[str], rows: Sequence[Row], cuts: Sequence[tuple[int, ...]] | None = None
@@ -507,15 +431,6 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
         size += length
     if chunk:
         yield chunk
-
-
-def _space(decision: Asked, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The space before every label of a decision with which each is one token."""
-    return decision.spellings(lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))[0]
-
-
-def _likeliest(target: Sequence[float]) -> int:
-    return max(range(len(target)), key=target.__getitem__)
 
 
 def _slow() -> DataError:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import torch
 
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, cut, fill, joined, lay_out
-from blockdiff.data.chat import Example
+from blockdiff.data.example import Example
 from blockdiff.data.image_file import image_name
 from blockdiff.data.images import ImageReader
 from blockdiff.data.messages import ImageSource

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from blockdiff.data.chat import Example, ExampleImage, Slot
+from blockdiff.data.example import Example, ExampleImage, Slot
 
 BATCH = 4096  # examples of a record batch: what is in memory while writing
 BATCH_BYTES = 256 << 20  # of images that came as bytes, in a record batch

@@ -10,8 +10,9 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Any, Literal
 
-from blockdiff.data.chat import Encoder, Example
+from blockdiff.data.chat import Encoder
 from blockdiff.data.dataset import Watch, check_conversations, prompt_form, with_total
+from blockdiff.data.example import Example
 from blockdiff.data.formats import Skip
 from blockdiff.data.order import BLOCK, mixture_block, mixture_counts
 from blockdiff.data.sources import TRAIN, Files, Source, open_source, titles

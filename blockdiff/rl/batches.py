@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, lay_out
-from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator
+from blockdiff.data.example import Example
 from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.rl.policy import RolloutBatch
 from blockdiff.sampling import Result

@@ -16,9 +16,10 @@ from typing import Any
 
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.files import find, read_json
-from blockdiff.data.chat import Encoder, Example
+from blockdiff.data.chat import Encoder
 from blockdiff.data.collate import Collator, begin_images, heldout_batches, micro_batches
 from blockdiff.data.dataset import TOTAL, Dataset, Watch, load_dataset
+from blockdiff.data.example import Example
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder, Order, StreamOrder
 from blockdiff.data.rows import Row

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from blockdiff.data import examples as examples_file
-from blockdiff.data.chat import Encoder, Example
+from blockdiff.data.chat import Encoder
 from blockdiff.data.dataset import Dataset, load_dataset
+from blockdiff.data.example import Example
 from blockdiff.data.examples import Examples, read_table, write_examples
 from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.statistics import Statistics

@@ -8,7 +8,6 @@ from itertools import chain
 import pytest
 import torch
 
-from blockdiff.data.chat import Example
 from blockdiff.data.collate import (
     AllCanvases,
     Collator,
@@ -19,6 +18,7 @@ from blockdiff.data.collate import (
     micro_batches,
     rank_slots,
 )
+from blockdiff.data.example import Example
 from blockdiff.data.order import Order
 from blockdiff.diffusion.schedule import StratifiedTime, UniformTime
 from blockdiff.errors import DataError, RecipeError

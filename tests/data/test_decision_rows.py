@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from blockdiff.data.chat import Encoder, Example
+from blockdiff.data.chat import Encoder
 from blockdiff.data.collate import AllCanvases, Collator
+from blockdiff.data.example import Example
 from blockdiff.data.examples import Examples, read_table, write_examples
 from blockdiff.data.sources import Source, read_rows
 from blockdiff.data.template import packaged_template

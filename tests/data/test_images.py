@@ -24,9 +24,10 @@ from PIL import Image, ImageOps
 from blockdiff.canvas import Batch
 from blockdiff.data import image_file
 from blockdiff.data import images as images_file
-from blockdiff.data.chat import Encoder, Example
+from blockdiff.data.chat import Encoder
 from blockdiff.data.collate import Collator, begin_images, heldout_batches, micro_batches
 from blockdiff.data.dataset import Dataset, load_dataset
+from blockdiff.data.example import Example
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import Order, StreamOrder
 from blockdiff.data.sources import Source, read_rows

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint import init
-from blockdiff.data.chat import Example
 from blockdiff.data.collate import AllCanvases, Collator, RandomCanvases, micro_batches
+from blockdiff.data.example import Example
 from blockdiff.data.order import Order
 from blockdiff.data.packing import best_fit, deal
 from blockdiff.diffusion.corruption import UniformCorruption

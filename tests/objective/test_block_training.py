@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from blockdiff.canvas import cut, joined
-from blockdiff.data.chat import Example, truncated
+from blockdiff.data.chat import truncated
 from blockdiff.data.collate import AllCanvases, Collator
+from blockdiff.data.example import Example
 from blockdiff.data.statistics import Statistics
 from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime

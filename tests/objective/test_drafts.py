@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.canvas import Batch, joined
-from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator, RandomCanvases
+from blockdiff.data.example import Example
 from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.draft_objective import DraftObjective
 from blockdiff.kernels import IN_TORCH

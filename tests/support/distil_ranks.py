@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from blockdiff.canvas import Batch
-from blockdiff.data.chat import Example
 from blockdiff.data.collate import AllCanvases, Collator, micro_batches
+from blockdiff.data.example import Example
 from blockdiff.data.order import Order
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime

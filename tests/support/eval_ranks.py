@@ -11,8 +11,8 @@ import torch
 
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint import draw_weights, empty
-from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator, RandomCanvases, heldout_batches
+from blockdiff.data.example import Example
 from blockdiff.data.rows import Row
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption

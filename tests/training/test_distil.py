@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import blockdiff
 from blockdiff import checkpoint
 from blockdiff.canvas import Batch, joined
-from blockdiff.data.chat import Example
 from blockdiff.data.collate import FirstCanvases
+from blockdiff.data.example import Example
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear

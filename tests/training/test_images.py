@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import blockdiff
 from blockdiff.cli.inspect_recipe import image_text
 from blockdiff.cli.main import app
-from blockdiff.data.chat import ExampleImage
+from blockdiff.data.example import ExampleImage
 from blockdiff.data.images import ImageReader
 from blockdiff.errors import DataError, RecipeError
 from blockdiff.metrics import read, reproducible

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from blockdiff.checkpoint import init
-from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator, heldout_batches, micro_batches
+from blockdiff.data.example import Example
 from blockdiff.data.order import Order
 from blockdiff.data.rows import Row
 from blockdiff.data.tokenizer import character_tokenizer

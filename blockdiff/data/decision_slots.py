@@ -1,0 +1,75 @@
+"""The slots of a decision that is learnt: its canvas as text, and the tokens of the labels in each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from blockdiff.data.example import Slot
+from blockdiff.data.rows import Row
+from blockdiff.data.template import Rendered, Span
+from blockdiff.errors import DataError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def answered(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+    """The text of a decision's canvas with the likeliest labels, and the characters of its slots."""
+    assert row.decision is not None
+    return row.decision.answered([_likeliest(target) for target in row.targets], _space(row, tokenizer))
+
+
+def slot_spans(row: Row, each: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+    """The characters of the slots in the text of a conversation; none of a row without a decision.
+
+    Raises ValueError if the chat template has changed the answer.
+    """
+    if row.decision is None:
+        return []
+    text, spans = answered(row, tokenizer)
+    at = each.text.find(text, each.spans[-1][0])
+    if not 0 <= at < each.spans[-1][1]:
+        raise ValueError("the chat template writes the answer of a decision otherwise than it is")
+    return [(at + start, at + end) for start, end in spans]
+
+
+def slots_of(
+    row: Row,
+    tokens: Sequence[int],
+    spans: Sequence[Span],
+    responses: Sequence[Span],
+    canvas_length: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[Slot, ...]:
+    """The slots of a decision at the columns `spans` of its labels; none of a row without a decision.
+
+    Raises DataError, by place, unless each label is one token and all are in one canvas.
+    """
+    if row.decision is None:
+        return ()
+    (start, end), slots = responses[-1], list[Slot]()
+    if end - start > canvas_length:
+        words = f"the answers take {end - start} tokens, and a canvas has {canvas_length}; ask fewer questions jointly"
+        raise DataError(f"{row.where}: {words}")
+    space = _space(row, tokenizer)
+    for (column, behind), labels, target in zip(spans, row.decision.labels, row.targets, strict=True):
+        ids = [tokenizer(space + label, add_special_tokens=False)["input_ids"] for label in labels]
+        if behind - column != 1 or [tokens[column]] != ids[_likeliest(target)]:
+            raise DataError(f"{row.where}: the label is no token of its own in the template's text; ask otherwise")
+        weighed = [(id, weight) for [id], weight in zip(ids, target, strict=True) if weight]
+        slots.append(Slot(column, [id for id, _ in weighed], [weight for _, weight in weighed]))
+    return tuple(slots)
+
+
+def _space(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The space before every label with which each is one token; DataError without any."""
+    assert row.decision is not None
+    try:
+        return row.decision.spellings(lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))[0]
+    except RequestError as error:
+        raise DataError(f"{row.where}: {error}") from None
+
+
+def _likeliest(target: Sequence[float]) -> int:
+    return max(range(len(target)), key=target.__getitem__)
