@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from blockdiff.checkpoint.remote_code import CODE
 from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
 from blockdiff.files import is_hub_id, read_text
@@ -144,7 +145,7 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        small = (CONFIG, ADAPTER_CONFIG, MODELOPT_CONFIG, *SIDE_FILES)
+        small = (CONFIG, ADAPTER_CONFIG, MODELOPT_CONFIG, *SIDE_FILES, CODE)
         patterns = [*small, *(("*.safetensors", INDEX) if with_weights else ())]
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:

@@ -27,6 +27,7 @@ from blockdiff.checkpoint.files import (
     read_blocks,
     stored_tensors,
 )
+from blockdiff.checkpoint.remote_code import code_files
 from blockdiff.checkpoint.stored import forms_in_files
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.devices import resolve_device
@@ -189,7 +190,10 @@ def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str,
         forms=forms_in_files(assembled(stored, names), model),
         activations={hub: place for hub, place in stored.items() if hub.endswith(ACTIVATIONS)},
         stored={hub: place for hub, place in stored.items() if names.is_carried(hub, has_images)},
-        side_files=tuple(directory / name for name in SIDE_FILES if (directory / name).is_file()),
+        side_files=(
+            *(directory / name for name in SIDE_FILES if (directory / name).is_file()),
+            *code_files(model.config.values, directory),
+        ),
         origin=directory,
     )
 

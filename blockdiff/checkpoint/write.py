@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.quantization_config import written_words
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
+from blockdiff.checkpoint.remote_code import words_of_missing
 from blockdiff.checkpoint.stored import activations_of, parts_in_files, written_forms
 from blockdiff.checkpoint.stream import TensorSource, in_order, write_stream
 from blockdiff.data.images import PROCESSORS
@@ -77,6 +79,8 @@ def save(
         own = {name: gathering.source(state[name], casts[name]) for name in state}
     else:
         own = dict(weights)
+    if (words := words_of_missing(model.config.values, carried.side_files)) is not None:
+        warnings.warn(words, stacklevel=2)
     files, index = _divided_into_files(model, own, carried, shard_bytes)
     in_turn = [file[name] for file in files.values() for name in in_order(file)]
     gathering.order = [first for source in in_turn for first in source.first_sources()]

@@ -1,0 +1,36 @@
+"""Code that a config.json names for readers that run it (`auto_map`): copied from checkpoint to checkpoint as bytes.
+
+Nothing here imports it, or looks into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+CODE = "*.py"
+
+
+def named_code(values: Mapping[str, Any]) -> list[str]:
+    """The names of the files that the content of a config.json names, without those of other repositories."""
+    entries = values.get("auto_map")
+    classes = entries.values() if isinstance(entries, Mapping) else ()
+    found = (name.partition(".")[0] for name in classes if isinstance(name, str) and "--" not in name)
+    return sorted({f"{module}.py" for module in found if module.isidentifier()})
+
+
+def code_files(values: Mapping[str, Any], directory: Path) -> tuple[Path, ...]:
+    """The Python files of a directory whose config.json names some: those import the others."""
+    return tuple(sorted(file for file in directory.glob(CODE) if file.is_file())) if named_code(values) else ()
+
+
+def words_of_missing(values: Mapping[str, Any], there: Iterable[Path]) -> str | None:
+    """A warning about files that the content of a config.json names and that are not there; None if all are."""
+    missing = [name for name in named_code(values) if name not in {file.name for file in there}]
+    if not missing:
+        return None
+    return (
+        f"config.json names {', '.join(missing)} (auto_map), which did not lie beside the weights: what loads "
+        "checkpoints by their own code cannot load this one; copy the Python files of the release there"
+    )
