@@ -213,13 +213,17 @@ class Objective(nn.Module):
         hidden_BSD, kv = self.model(batch.tokens_BS, batch.positions_BS, spans, images=batch.images)
         return hidden_BSD, kv
 
-    def _signal(self, noisy: Batch, past: list[KV] | None) -> Tensor:
+    def _signal(self, noisy: Batch, past: list[KV] | None) -> Tensor | None:
         """The self-conditioning signal [B, C * L, D]: soft embeddings from pass one of the coin canvases, 0 elsewhere.
+
+        None if the model reads none.
 
         past: the prefix (None: pass one encodes it itself). With several processes a rank without a coin canvas runs
         pass one over one canvas and uses none of its result: the ranks of a sharded model must gather its weights
         equally often, forward and backward. States that a sampler visited bring the signal that it had.
         """
+        if self.model.self_conditioning is None:
+            return None
         if noisy.visited is not None:
             return noisy.visited.signal_BCLD.flatten(1, 2)
         has_signal_BC = noisy.on_host.coin_BC & (noisy.on_host.length_BC > 0)
@@ -319,7 +323,8 @@ class Objective(nn.Module):
     def evaluate(self, batch: Batch) -> Evaluation:
         """Losses and hits of every token of a batch, in eval mode and without gradients.
 
-        Three passes, as in training: encode, denoise every canvas without a signal, denoise every canvas with it.
+        Three passes, as in training: encode, denoise every canvas without a signal, denoise every canvas with it; for a
+        model that reads no signal two.
         """
         with evaluating(self):
             batch = self._with_features(batch)
@@ -335,15 +340,17 @@ class Objective(nn.Module):
         (noisy, is_corrupted_BCL), (hidden_BSD, past) = self._corrupted(batch), self._encode(batch)
         ar_loss_BS, ar_is_correct_BS = _scores(vocabulary, hidden_BSD, next_BS, batch.is_ar_scored_BS)
         first_BTD = self._denoise(noisy, past, None)
-        second_BTD = self._denoise(noisy, past, vocabulary.soft_embedding(first_BTD))
         target_BCL, is_scored_BCL, bonus_BC = batch.canvas_BCL, batch.is_scored_BCL, self._bonus(batch)
         bonus_BCL = None if bonus_BC is None else bonus_BC[..., None].expand_as(target_BCL)
         loss_BCL, is_correct_BCL = _scores(
             vocabulary, first_BTD, target_BCL, is_scored_BCL, noisy.canvas_BCL, bonus_BCL
         )
-        signal_loss_BCL, signal_is_correct_BCL = _scores(
-            vocabulary, second_BTD, target_BCL, is_scored_BCL, noisy.canvas_BCL, bonus_BCL
-        )
+        signal_loss_BCL, signal_is_correct_BCL = loss_BCL, is_correct_BCL
+        if self.model.self_conditioning is not None:
+            second_BTD = self._denoise(noisy, past, vocabulary.soft_embedding(first_BTD))
+            signal_loss_BCL, signal_is_correct_BCL = _scores(
+                vocabulary, second_BTD, target_BCL, is_scored_BCL, noisy.canvas_BCL, bonus_BCL
+            )
         return Evaluation(
             is_corrupted_BCL=is_corrupted_BCL,
             loss_BCL=loss_BCL,

@@ -40,12 +40,14 @@ class Vocabulary(nn.Module):
 
     split: how ranks share the rows, each with some of them (`parallel/tensor_vocabulary.py`); token_rows: its adapter.
     scale: what embeddings are multiplied by (None: sqrt(D)); is_tied: whether the table makes the logits, too; else
-    that is a `head` [V, D] of its own.
+    that is a `head` [V, D] of its own. makes_signal: whether statistics have the soft embedding, which has the width
+    `signal_width`.
     """
 
     token_rows: nn.Parameter | None
     head: nn.Parameter | None
     split: Any = None
+    makes_signal = True
 
     def __init__(
         self,
@@ -112,6 +114,11 @@ class Vocabulary(nn.Module):
     def _embedding(self) -> Tensor | None:
         """The embeddings, where they are not the rows that make the logits."""
         return None if self.head is None else self.weights()
+
+    @property
+    def signal_width(self) -> int:
+        """The width of the soft embedding that statistics have: 0 if the model reads none."""
+        return self.table.shape[1] if self.makes_signal else 0
 
     def forward(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Every op of this module passes through here, and with `split` on to its op of that name, if it has one."""
@@ -227,7 +234,7 @@ class Vocabulary(nn.Module):
             uniform_BL.reshape(-1),
             None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
             shaping,
-            embedding_VD=self._embedding(),
+            embedding_VD=self._embedding() if self.makes_signal else self.output_weights()[:, :0],
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in stats))
@@ -259,7 +266,7 @@ class Vocabulary(nn.Module):
             classes,
             penalty,
             excluded,
-            embedding_VD=self._embedding(),
+            embedding_VD=self._embedding() if self.makes_signal else self.output_weights()[:, :0],
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return ClassStats(*(column.view(B, L, *column.shape[1:]) for column in stats))

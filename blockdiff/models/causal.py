@@ -28,6 +28,7 @@ class CausalModel(BlockDiffusionModel):
         if self.denoises and config.has_self_conditioning:
             sizes = config.hidden_size, intermediate, config.rms_norm_eps, self.kernels
             self.self_conditioning = SelfConditioning(*sizes, activation, is_normed=False)
+        self.vocabulary.makes_signal = config.has_self_conditioning or not self.denoises
 
 
 def canvases(theirs: Any) -> dict[str, Any]:

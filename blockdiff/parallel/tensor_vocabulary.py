@@ -175,7 +175,7 @@ class SharedRows:
             temperature,
             own_N.to(uniform_N.dtype),
             allowed_NW,
-            embedding_VD=self._embedding(vocabulary),
+            embedding_VD=self._embedding(vocabulary) if vocabulary.makes_signal else table[:, :0],
         )
         log_share_N = log_share_RN[self.group.rank()]
         share_N = log_share_N.exp()
@@ -229,6 +229,7 @@ class SharedRows:
         one.table = nn.Parameter(self._rows_of_all(vocabulary, self.rows(vocabulary)), requires_grad=False)
         if vocabulary.head is not None:
             one.head = nn.Parameter(self._rows_of_all(vocabulary, local_part(vocabulary.head)), requires_grad=False)
+        one.makes_signal = vocabulary.makes_signal
         return one
 
     def _rows_of_all(self, vocabulary: Vocabulary, own: Tensor) -> Tensor:

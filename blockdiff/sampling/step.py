@@ -100,7 +100,7 @@ class CanvasState:
     @classmethod
     def buffers(cls, count: int, model: BlockDiffusionModel, settings: SamplingSettings) -> CanvasState:
         """The state of `count` canvases, all zeros: room that is written to later."""
-        L, D = settings.canvas_length, model.vocabulary.table.shape[1]
+        L, D = settings.canvas_length, model.vocabulary.signal_width
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=model.device)

@@ -29,6 +29,7 @@ from blockdiff.kernels.vocabulary.triton_launch import (
     filtered,
     fit,
     pick,
+    soft_rows,
     sweep,
     temperatures,
     to_gradients,
@@ -142,7 +143,7 @@ def _token_stats(
     allowed: Tensor | None, top_k: int | None, top_p: float, min_p: float, embedding: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """The columns of `Stats`, without the best token, which is the argmax."""
-    entropy, log_probability, best_log_p, soft = *(_vector(hidden) for _ in range(3)), empty(hidden)
+    entropy, log_probability, best_log_p, soft = *(_vector(hidden) for _ in range(3)), soft_rows(hidden, embedding)
     argmax, sample = _vector(hidden, torch.int64), _vector(hidden, torch.int64)
     yield entropy, argmax, sample, soft, log_probability, best_log_p
     own = Logits(softcap, temperature, allowed=allowed, words=0 if allowed is None else allowed.stride(0))
@@ -161,8 +162,9 @@ def _token_stats(
             whole = merged._replace(best_log_probability=of_own.best_log_probability)
             x = sweep(hidden[rows], table, how, chunks, whole, uniform=uniform[rows])
         pick(x, how, merged, (sample[rows], log_probability[rows]), chunks.tile)
-        to_probabilities(x, own.of(rows), of_own, chunks.tile)
-        torch.mm(x, table if embedding is None else embedding, out=soft[rows])
+        if soft.shape[1]:
+            to_probabilities(x, own.of(rows), of_own, chunks.tile)
+            torch.mm(x, table if embedding is None else embedding, out=soft[rows])
 
 
 @registered("log_sums")

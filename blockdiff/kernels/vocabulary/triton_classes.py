@@ -13,7 +13,15 @@ from blockdiff.kernels.launch import empty, launch, registered
 from blockdiff.kernels.tiles import Tile
 from blockdiff.kernels.vocabulary import kernels
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty
-from blockdiff.kernels.vocabulary.triton_launch import Logits, Rows, chunks_of, sweep, temperatures, to_probabilities
+from blockdiff.kernels.vocabulary.triton_launch import (
+    Logits,
+    Rows,
+    chunks_of,
+    soft_rows,
+    sweep,
+    temperatures,
+    to_probabilities,
+)
 
 TILE = Tile(2, 512, warps=4)  # rows, and tokens of a class that a program takes at a time
 
@@ -46,7 +54,7 @@ def _class_stats(
     """The columns of `ClassStats`."""
     N, C = len(hidden), len(end)
     dtypes = torch.float64, torch.float64, torch.int64, torch.int64, torch.float64, torch.float64
-    out, soft = Columns(*(empty(hidden, N, C, dtype=dtype) for dtype in dtypes)), empty(hidden)
+    out, soft = Columns(*(empty(hidden, N, C, dtype=dtype) for dtype in dtypes)), soft_rows(hidden, embedding)
     yield *out, soft
     how, chunks = Logits(softcap, temperature), chunks_of(hidden, table)
     if excluded is not None:
@@ -60,8 +68,9 @@ def _class_stats(
         columns = Columns(*(column[rows] for column in out))
         arguments = x, own, penalty, token, end, uniform[rows], columns, *x.shape, C
         launch(kernels.vocabulary_classes, (TILE.grid(len(x))[0], C), *arguments, **TILE.options)
-        to_probabilities(x, own, merged, chunks.tile)
-        torch.mm(x, table if embedding is None else embedding, out=soft[rows])
+        if soft.shape[1]:
+            to_probabilities(x, own, merged, chunks.tile)
+            torch.mm(x, table if embedding is None else embedding, out=soft[rows])
 
 
 def _all_but(token: int, table: Tensor) -> Tensor:

@@ -19,6 +19,11 @@ TILE, ELEMENTS = 4096, 4096  # tokens of a tile at most, and elements of a progr
 WINDOW = 16384  # tokens among which filters look for the last one to leave, without reading the row again
 
 
+def soft_rows(hidden: Tensor, embedding: Tensor | None) -> Tensor:
+    """Room for the soft embeddings of rows, as wide as the embeddings (None: the table, as hidden states)."""
+    return empty(hidden, len(hidden), hidden.shape[1] if embedding is None else embedding.shape[1])
+
+
 class Logits(NamedTuple):
     """The way from raw products to logits: softcap, then the changes of every row."""
 

@@ -184,7 +184,7 @@ class Settled(Source):
         """A batch with the states and settled canvases of its rollouts."""
         model = self.student.model
         canvas_BCL, tokens_BCL, is_scored_BCL = (x.clone() for x in [batch.canvas_BCL] * 2 + [batch.is_scored_BCL])
-        shape = *canvas_BCL.shape, model.vocabulary.table.shape[1]
+        shape = *canvas_BCL.shape, model.vocabulary.signal_width
         signal_BCLD = torch.zeros(shape, dtype=model.dtype, device=model.device)
         settled = {
             place: (each.settled_L, *each.state)

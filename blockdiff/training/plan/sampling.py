@@ -82,7 +82,7 @@ def _step(model: BlockDiffusionModel, rows: int) -> int:
             hidden = model.encode(canvas, prefix=prefix).hidden
             model.vocabulary.stats(hidden, 1.0, torch.zeros(rows, 1))
             return counted.peak
-        soft = counted.empty((rows, model.canvas_length, model.vocabulary.table.shape[1]), model.dtype)
+        soft = counted.empty((rows, model.canvas_length, model.vocabulary.signal_width), model.dtype)
         hidden = model.denoise(canvas, prefix, soft)
         model.vocabulary.stats(hidden, 1.0, torch.zeros(rows, model.canvas_length))
     return counted.peak
