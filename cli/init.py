@@ -26,6 +26,13 @@ def init(
     canvas_length: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With --from: the number of tokens of a canvas (256).")
     ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORD",
+            help="With --from: a clean token sees those before it (causal), or its whole canvas, too (blocks).",
+        ),
+    ] = None,
     drafter_for: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="Make a drafter for a model, without a PRESET."),
@@ -63,11 +70,13 @@ def init(
     if directory is None or [preset, source, drafter_for].count(None) != 2:
         usage = "give PRESET DIR, --from MODEL DIR, or --drafter-for MODEL --output DIR"
         raise typer.BadParameter(usage, param_hint="PRESET DIR")
-    if source is None and canvas_length is not None:
-        raise typer.BadParameter("a preset has its own; only --from takes another", param_hint="--canvas-length")
+    of_canvases = {"--canvas-length": canvas_length, "--prefix": prefix}
+    given = [name for name, value in of_canvases.items() if value is not None]
+    if source is None and given:
+        raise typer.BadParameter("a preset has its own; only --from takes another", param_hint=given[0])
     of_drafter = {"--layers": layers, "--block": block, "--mask-token": mask_token}
-    if drafter_for is None and (given := [name for name, value in of_drafter.items() if value is not None]):
-        raise typer.BadParameter("only --drafter-for takes it", param_hint=given[0])
+    if drafter_for is None and (its := [name for name, value in of_drafter.items() if value is not None]):
+        raise typer.BadParameter("only --drafter-for takes it", param_hint=its[0])
     layers, block = layers or 5, block or 16
     if source is None and add_tokens is not None:
         raise typer.BadParameter("it adds to the tokens of a model; name it with --from", param_hint="--add-tokens")
@@ -91,12 +100,13 @@ def init(
         require_as_written(source)
         config = checkpoint.read_config(source)
         if add_tokens is not None and config.denoises:
-            if canvas_length is not None:
-                raise typer.BadParameter(f"{source} has canvases already; leave it out", param_hint="--canvas-length")
+            if given:
+                raise typer.BadParameter(f"{source} has canvases already; leave it out", param_hint=given[0])
             model, origin = checkpoint.load(source, dtype or "auto"), f"from {source}"
         else:
-            model = checkpoint.convert(source, canvas_length or 256, seed, dtype or "auto")
+            model = checkpoint.convert(source, canvas_length or 256, seed, dtype or "auto", prefix=prefix or "causal")
             origin = f"from {source}, canvases of {canvas_length or 256} tokens"
+            origin += "" if model.config.block is None else ", a prefix of blocks"
         if add_tokens is not None:
             model = checkpoint.with_rows_for(model, loaded)
             origin += f", {counted(len(new_tokens), 'new token')}"

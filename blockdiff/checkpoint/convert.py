@@ -35,12 +35,14 @@ def convert(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     kernels: str = "auto",
+    prefix: str = "causal",
 ) -> BlockDiffusionModel:
     """A causal model with what denoising needs: self-conditioning whose output is zero, and layer scalars of 1.
 
-    Encoding gives what it gave, to the bit. Canvases are denoised by the causal model's weights, which see all of a
-    canvas; what the self-conditioning is made of beside its last matrix is drawn from `seed`. Raises CheckpointError
-    for a model that denoises already, and for a family whose models cannot be made to.
+    Encoding gives what it gave, to the bit, unless `prefix` is "blocks" (see `Family`). Canvases are denoised by the
+    causal model's weights, which see all of a canvas; what the self-conditioning is made of beside its last matrix is
+    drawn from `seed`. Raises CheckpointError for a model that denoises already, and for a family whose models cannot be
+    made to.
     """
     causal = load(path_or_hub_id, dtype, device, kernels)
     config = causal.config
@@ -50,7 +52,7 @@ def convert(
         raise CheckpointError(f"canvas_length {canvas_length} is no number of tokens; give 1 or more")
     if canvas_length > (positions := config.max_position_embeddings):
         raise CheckpointError(f"canvas_length {canvas_length} is more than the {positions} positions of the model")
-    model = empty(config.with_canvases(canvas_length), causal.kernels)
+    model = empty(config.with_canvases(canvas_length, prefix), causal.kernels)
     spread, draw = config.initializer_range, torch.Generator().manual_seed(seed)
     for name, shape in added_to(model).items():
         fill(model, name, drawn(model, name, shape, draw, spread).to(causal.device, causal.dtype))

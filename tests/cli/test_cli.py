@@ -103,6 +103,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["plan", "model", "--set", "seed=1"], "only a recipe"),
         (["plan", "model", "--device", "tpu"], "'tpu' is neither cuda nor cpu"),
         (["init", "tiny", "d", "--canvas-length", "8"], "a preset has its own"),
+        (["init", "tiny", "d", "--prefix", "blocks"], "a preset has its own"),
         (["init", "tiny", "d", "--layers", "3"], "only --drafter-for takes it"),
         (["eval", "m", "--task", "lm-eval:"], "name a task of the harness"),
         (["eval", "m", "--task", "lm-eval:x", "--system", "a"], "goes without"),

@@ -295,6 +295,10 @@ def test_init_from_a_causal_model_adds_what_denoising_needs(tmp_path: Path) -> N
     assert "canvases of 8 tokens" in text and "no tokenizer in it" in text
     model = checkpoint.load(tmp_path / "m", dtype="auto")
     assert model.denoises and model.canvas_length == 8
+    asked = ("init", "--from", tmp_path / "causal", tmp_path / "blocks", "--canvas-length", "8", "--prefix")
+    assert "prefix" in refusal(*asked, "block")
+    assert "a prefix of blocks" in works(*asked, "blocks")
+    assert checkpoint.read_config(tmp_path / "blocks").block == 8
     assert "give PRESET DIR, --from MODEL DIR, or" in refusal("init", "--from", tmp_path / "causal", code=2)
     assert "with canvases already" in refusal("init", "--from", tmp_path / "m", tmp_path / "n")
     for name, said in (("causal", "causal"), ("m", "canvas 8")):
