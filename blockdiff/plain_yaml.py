@@ -73,6 +73,8 @@ def _require_small(node: yaml.Node, sizes: dict[int, int]) -> int:
     sizes[id(node)] = 0
     size = _OF_A_VALUE
     if isinstance(node, yaml.ScalarNode):
+        if "\0" in node.value:  # which no path can have
+            raise _refusal("a text has a character of code 0", node)
         size += len(node.value)
     elif isinstance(node, yaml.MappingNode):
         size += sum(_require_small(each, sizes) for pair in node.value for each in pair)

@@ -17,13 +17,13 @@ from typing import IO
 import pyarrow as pa
 
 from blockdiff.data.chat import Encoder
-from blockdiff.data.examples import read_table
+from blockdiff.data.examples import SCHEMA, read_table
 from blockdiff.data.sources import OpenedSource
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
 from blockdiff.files import digest, remove_directory, remove_leftovers, seal, whole_directory
 
-VERSION = 7  # of the files and of what rows become; raise it when either changes
+VERSION = 8  # of what rows become and of their statistics; raise it when either changes
 TOKENS, FACTS = "tokens.arrow", "facts.json"
 STALE = 24 * 3600.0  # seconds after which what a killed process left is removed
 
@@ -33,7 +33,7 @@ Write = Callable[[IO[bytes]], Statistics]
 
 def cache_key(source: OpenedSource, encoder: Encoder) -> str:
     """A hash of the content of a source and of everything that turns it into examples, wherever it lies."""
-    text = f"{VERSION} {source.fingerprint()} {encoder.fingerprint}"
+    text = f"{VERSION} {SCHEMA} {source.fingerprint()} {encoder.fingerprint}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -173,7 +173,7 @@ def kind_class(section: Any) -> type[ObjectiveSection]:
     Raises ValueError for a name that no kind has.
     """
     name = section.get("kind", "canvas") if isinstance(section, Mapping) else "canvas"
-    if name not in kinds():
+    if not isinstance(name, str) or name not in kinds():
         if isinstance(name, str) and "." in name:
             raise ValueError(f"it was given from Python; give it again from Python (got kind {name})")
         raise ValueError(f"kind should be {', '.join(map(repr, kinds()))} (got {name!r})")

@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pytest
 
+from blockdiff.data import cache as cache_files
 from blockdiff.data import examples as examples_file
 from blockdiff.data.chat import Encoder
 from blockdiff.data.dataset import Dataset, load_dataset
@@ -86,6 +87,12 @@ def test_a_second_start_encodes_nothing_and_follows_a_file_that_moved(rows, tmp_
     assert again.fingerprint == first.fingerprint
     assert [example.where for example in again.examples] == [f"{moved}:{line}" for line in (1, 2, 4)]
     assert load(moved).fingerprint == first.fingerprint
+
+
+def test_tokens_that_were_kept_with_other_columns_are_not_read(rows, tmp_path, monkeypatch):
+    now = load(rows).fingerprint
+    monkeypatch.setattr(cache_files, "SCHEMA", examples_file.SCHEMA.remove(0))  # as that of an earlier version
+    assert load(rows).fingerprint != now
 
 
 def test_rows_in_memory_become_the_same_examples_as_those_of_a_file(rows, tmp_path, monkeypatch):

@@ -359,6 +359,7 @@ CHAIN = "a0: &a0 [x]\n" + "\n".join(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1,
         ("#" * 300_000, "longer than 262,144 bytes"),
         ("a: !!python/object/apply:os.system [ls]", "not valid YAML: could not determine a constructor"),
         ("extends: /dev/zero", "/dev/zero: not a regular file .named by extends in .*recipe.yaml"),
+        (r'extends: "x\0y"', "recipe.yaml:1: .*code 0"),
         ("extends: zero", "zero: not a regular file .named by extends"),
         ("extends: pipe", "pipe: not a regular file .named by extends"),
     ],
@@ -390,6 +391,10 @@ def test_anchors_and_merges_of_a_few_keys_are_read(recipes: Path) -> None:
 @pytest.mark.parametrize("text", ["1:30", "!!int 1:30", ":".join(["59"] * 3000), "1:30.5"])
 def test_a_number_to_another_base_is_no_number_of_a_recipe(recipes: Path, text: str) -> None:
     assert "train.steps" in refusal(write(recipes, f"extends: base.yaml\ntrain: {{steps: {text}}}\n"))
+
+
+def test_a_kind_that_is_no_word_is_refused_by_its_key(recipes: Path) -> None:
+    assert "objective" in refusal(write(recipes, "extends: base.yaml\nobjective: {kind: {a: 1}}\n"))
 
 
 def test_a_number_with_a_leading_zero_is_a_decimal_one(recipes: Path) -> None:
