@@ -98,11 +98,11 @@ def test_the_presets_have_the_sizes_they_say():
     causal = {"sudoku4-causal", "sudoku4-m3", "minimax-m3-tiny", "minimax-m3", "word-problems", "qwen3-8b"}
     others = {"tiny", "sudoku4", "pixel-sudoku", "chat", "gsm8k", "15m", "diffusiongemma-26b-a4b", "countdown3"}
     llada2, nemotron = {"llada2.0-mini", "sudoku4-llada2"}, {"nemotron-labs-diffusion-3b", "sudoku4-nemotron"}
-    sdar = {"sdar-4b", "sdar-30b-a3b", "sudoku4-sdar"}
+    sdar = {"sdar-4b", "sdar-30b-a3b", "sudoku4-sdar", "stable-diffcoder-8b"}
     assert sizes.keys() == others | causal | llada2 | nemotron | sdar | {"qwen3-8b-drafter"}
     assert 3.8e9 < sizes["nemotron-labs-diffusion-3b"] < 3.9e9 and 0.7e6 < sizes["sudoku4-nemotron"] < 0.9e6
     assert 4.4e9 < sizes["sdar-4b"] < 4.5e9 and 30.5e9 < sizes["sdar-30b-a3b"] < 30.6e9
-    assert 0.4e6 < sizes["sudoku4-sdar"] < 0.5e6
+    assert 0.4e6 < sizes["sudoku4-sdar"] < 0.5e6 and 8.2e9 < sizes["stable-diffcoder-8b"] < 8.3e9
     assert 16.2e9 < sizes["llada2.0-mini"] < 16.3e9 and 0.9e6 < sizes["sudoku4-llada2"] < 1e6
     assert 1.2e6 < sizes["word-problems"] < 1.4e6
     assert 8.1e9 < sizes["qwen3-8b"] < 8.3e9 and sizes["qwen3-8b-drafter"] == 1_048_626_432

@@ -50,7 +50,7 @@ def close(found: Tensor, truth: Tensor, tolerance: float = CLOSE) -> None:
 
 def test_every_family_has_a_model_here():
     drafters = {"dflash", "eagle3", "speculators_eagle3"}  # which are nothing without a target
-    assert {config().model_type for config in CONFIGS.values()} == families().keys() - drafters
+    assert {our_config(config()).model_type for config in CONFIGS.values()} == families().keys() - drafters
 
 
 # -- names, parts, files ---------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         model_type="sdar_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
     ),
     "a2d-qwen3": lambda: sdar_config(model_type="a2d-qwen3", tie_word_embeddings=True),
+    "stable_diffcoder": lambda: LlamaConfig(**SMALL, architectures=["StableDiffcoderForCausalLM"]),
     "qwen3 sliding, denoising": lambda: Qwen3Config(**SMALL, **SLIDING, canvas_length=8),
 }
 
