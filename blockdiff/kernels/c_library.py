@@ -58,6 +58,7 @@ SIGNATURES = {
     "gather_tokens": "pp nn p",
     "combine_slots": "pp nnnn p",
     "grouped_product": "pp nn p nnnn p",
+    "grouped_product_nvfp4": "pp nn pppp nn p",
     "grouped_outer_product": "ppp nnn p",
     # norm_rope
     "norms": "p nn f p pp pp pp",

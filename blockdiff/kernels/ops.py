@@ -51,7 +51,7 @@ class Kernels:
     gated = Op(gates.gated, "c", "triton")
     gated_linear = Composition(gates.gated_linear, "triton")
     fp8_linear = Op(fp8.fp8_linear, "triton")
-    nvfp4_linear = Op(nvfp4.nvfp4_linear, "triton")
+    nvfp4_linear = Op(nvfp4.nvfp4_linear, "c", "triton")
     logits = Op(vocabulary.logits)
     divergence = Op(vocabulary.divergence)
     linear_cross_entropy = Op(vocabulary.linear_cross_entropy, "c", "triton")

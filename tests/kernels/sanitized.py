@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels import IN_C, IN_TORCH, Kernels, c_library
+from blockdiff.kernels.nvfp4 import Nvfp4
 from blockdiff.kernels.span_attention import c as attention
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
 from tests.support.closeness import relative_error
@@ -68,6 +69,13 @@ def experts() -> None:
         compare(
             lambda ops, x, up, down, w, *a, i=index: ops.expert_mlp(x, up, down, i, w, "silu", a), *inputs, *low_rank
         )
+        if D % 16 == F % 16 == 0:
+            up, down = (Nvfp4.nearest(each.detach()) for each in inputs[1:3])
+            compare(
+                lambda ops, x, w, *a, i=index, up=up, down=down: ops.expert_mlp(x, up, down, i, w, "silu", a),
+                *(inputs[0], inputs[3], *low_rank),
+            )
+            compare(lambda ops, x, up=up: ops.nvfp4_linear(x, up.part(0)), inputs[0])
         compare(lambda ops, gate, up: ops.gated(gate, up), drawn(N, F), drawn(N, F))
         compare(lambda ops, scores, scale, k=k: ops.route(scores, scale, k), drawn(N, E + k), drawn(E + k))
 

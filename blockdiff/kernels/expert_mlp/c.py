@@ -15,8 +15,10 @@ from torch import Tensor
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.expert_mlp import torch as in_torch
 from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.nvfp4 import Nvfp4
+from blockdiff.kernels.nvfp4 import c as nvfp4
 from blockdiff.kernels.once_differentiable import once_differentiable
-from blockdiff.kernels.stored import StoredMatrix
+from blockdiff.kernels.stored import Decoded, StoredMatrix
 
 STEP = 16  # the sides of a matrix that products.c takes are multiples
 KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that expert_mlp.c has
@@ -44,6 +46,8 @@ class _Groups(in_torch._Groups):
     def product(self, x_M: Tensor, weights_E: Any) -> Tensor:
         """As `_Groups.product` of torch.py; many small products are one call, where their sides suit it."""
         E, depth, wide = weights_E.shape
+        if isinstance(weights_E, Decoded):
+            return nvfp4.product(x_M, self.ends_E, weights_E.weight, weights_E.is_transposed)
         if depth % STEP or wide % STEP or 1 not in weights_E.stride()[1:]:
             return super().product(x_M, weights_E)
         out = x_M.new_empty(self.rows, wide)
@@ -74,8 +78,8 @@ class _ExpertMLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_ND: Tensor,
-        gate_up_EFD: Tensor,
-        down_EDF: Tensor,
+        gate_up_EFD: Tensor | Decoded,
+        down_EDF: Tensor | Decoded,
         index_Nk: Tensor,
         weight_Nk: Tensor,
         kind: int,
@@ -95,7 +99,9 @@ class _ExpertMLP(torch.autograd.Function):
         between_y = groups.add_low_rank(y, a, down_A, down_B)
         ctx.groups, ctx.kind = groups, kind
         low_rank = (gate_up_A, gate_up_B, down_A, down_B, between_h, between_y)
-        ctx.save_for_backward(x_ND, h, weight_M, gate_up_EFD, down_EDF, *low_rank)
+        ctx.decoded = (gate_up_EFD, down_EDF) if isinstance(gate_up_EFD, Decoded) else None
+        weights: Any = (gate_up_EFD, down_EDF) if ctx.decoded is None else (None, None)
+        ctx.save_for_backward(x_ND, h, weight_M, *weights, *low_rank)
         return groups.sum_of_slots(y)
 
     @staticmethod
@@ -103,6 +109,8 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, h, weight_M, gate_up_EFD, down_EDF, *low_rank = ctx.saved_tensors
         gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank
+        if ctx.decoded is not None:
+            gate_up_EFD, down_EDF = ctx.decoded
         groups: _Groups = ctx.groups
         grads: list[Tensor | None] = [None] * 10
         grad_y = groups.gather(grad_ND.contiguous())
@@ -180,13 +188,19 @@ def expert_mlp(
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
     """As in torch.py."""
-    if not isinstance(gate_up_EFD, Tensor) or not isinstance(down_EDF, Tensor):
-        raise Unserved("expert_mlp in C takes weights as they are")
-    inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
+    is_plain = isinstance(gate_up_EFD, Tensor) and isinstance(down_EDF, Tensor)
+    if not is_plain and not (isinstance(gate_up_EFD, Nvfp4) and isinstance(down_EDF, Nvfp4)):
+        raise Unserved("expert_mlp in C takes weights as they are, or in NVFP4")
+    tensors = [x for x in (x_ND, gate_up_EFD, down_EDF, expert_weight_Nk, *low_rank) if isinstance(x, Tensor)]
     is_served = activation in KINDS and x_ND.shape[0] > 0 and expert_index_Nk.dtype is torch.int64
-    if not is_served or not serves_products(*inputs[:3], expert_weight_Nk, *low_rank):
+    if not is_served or not serves_products(*tensors):
         raise Unserved(f"expert_mlp in C takes fp32 tensors of a CPU, some tokens, and {' or '.join(KINDS)}")
-    x_ND = x_ND.contiguous()
-    if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= in_torch.DENSE_FLOPS:
-        return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)
-    return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], *(low_rank or (None,) * 4))
+    x_ND, kind = x_ND.contiguous(), KINDS[activation]
+    gate_up: Any = gate_up_EFD
+    down: Any = down_EDF
+    if not is_plain:
+        gate_up, down = Decoded(gate_up, x_ND.dtype), Decoded(down, x_ND.dtype)
+    of_tokens = x_ND, gate_up, down, expert_index_Nk, expert_weight_Nk, kind
+    if is_plain and not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down.numel() <= in_torch.DENSE_FLOPS:
+        return _dense(*of_tokens, low_rank)
+    return _ExpertMLP.apply(*of_tokens, *(low_rank or (None,) * 4))

@@ -42,6 +42,45 @@ void grouped_product(const float *x, const int32_t *ends, int64_t experts, int64
         }
 }
 
+/* `count` numbers in NVFP4, a multiple of 16, of a row with this scale. tables: the two numbers of each byte of codes,
+   and the number of each byte of e4m3. */
+static void decode(const uint8_t *codes, const uint8_t *blocks, float scale, int64_t count, const float *tables,
+                   float *out) {
+    for (int64_t x = 0; x < count; x += 16) {
+        float of_block = tables[512 + blocks[x / 16]];
+        for (int64_t i = 0; i < 8; i++) memcpy(out + x + 2 * i, tables + 2 * codes[x / 2 + i], 2 * sizeof *out);
+        for (int64_t i = 0; i < 16; i++) out[x + i] = out[x + i] * of_block * scale;
+    }
+}
+
+/* As grouped_product with matrices in NVFP4, decoded panel by panel: codes [experts, lines, length / 2] with block
+   scales [experts, lines, length / 16] and scales [experts, lines]. turned: lines are columns, and not steps. */
+void grouped_product_nvfp4(const float *x, const int32_t *ends, int64_t experts, int64_t depth, const uint8_t *codes,
+                           const uint8_t *blocks, const float *scales, const float *tables, int64_t turned,
+                           int64_t wide, float *out) {
+    int64_t lines = turned ? wide : depth, length = turned ? depth : wide;
+#pragma omp parallel for collapse(2) schedule(dynamic) if (ends[experts - 1] * wide * depth > MUCH * 16)
+    for (int64_t e = 0; e < experts; e++)
+        for (int64_t column = 0; column < wide; column += LANES) {
+            int64_t begin = e ? ends[e - 1] : 0, rows = ends[e] - begin, columns = MIN(LANES, wide - column);
+            for (int64_t step = 0; step < depth && rows; step += DEEP) {
+                int64_t steps = MIN(DEEP, depth - step), first = turned ? column : step, at = turned ? step : column;
+                float panel[DEEP * LANES] __attribute__((aligned(64))), decoded[DEEP * LANES];
+                const float *own[LANES];
+                for (int64_t i = 0; i < (turned ? columns : steps); i++) {
+                    int64_t line = e * lines + first + i, count = turned ? steps : columns;
+                    float *to = turned ? decoded + i * DEEP : panel + i * LANES;
+                    decode(codes + (line * length + at) / 2, blocks + (line * length + at) / 16, scales[line], count,
+                           tables, to);
+                    if (turned) own[i] = to;
+                }
+                if (turned) transpose_rows(own, columns, steps, 1.0f, panel);
+                product_inside(x + begin * depth + step, depth, 1, rows, panel, LANES, steps,
+                               out + begin * wide + column, wide, columns, step > 0);
+            }
+        }
+}
+
 /* Per expert left [M, wide] transposed times right [M, depth]: out [experts, wide, depth]. */
 void grouped_outer_product(const float *left, const float *right, const int32_t *ends, int64_t experts, int64_t wide,
                            int64_t depth, float *out) {

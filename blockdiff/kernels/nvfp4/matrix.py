@@ -92,6 +92,11 @@ class Nvfp4(_Tensors):
         return ops.nvfp4_linear(x, self)
 
 
+def tables(dtype: torch.dtype) -> Tensor:
+    """The two numbers of every byte of codes, then the number of every byte of e4m3."""
+    return torch.cat([_pairs(torch.device("cpu"), dtype).flatten(), _numbers(torch.arange(256).to(torch.uint8))])
+
+
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """The two numbers of every byte, [256, 2].
 
