@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import blockdiff
-from blockdiff.canvas import CleanRow, joined, lay_out
+from blockdiff.canvas import Canvas, CleanRow, joined, lay_out
 from blockdiff.checkpoint.config import config_from
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.errors import CheckpointError
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.sdar import SDAR
+from blockdiff.objective import Objective
 from blockdiff.sampling import Recorder, Request, Sampler
 from blockdiff.sampling.strategies import adjusted, as_strategy
 from tests.support.closeness import require_close
@@ -115,6 +119,43 @@ def test_the_loss_and_every_gradient_of_a_row_of_blocks_are_those_of_its_own_cod
     assert len(named) == 3
     for each, gradient in named.items():
         require_close(found[each], gradient, EXACT)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Corrupts the given places of the canvases of one document, with masks, and no place of others."""
+
+    is_masked_S: Tensor
+    mask_id: int
+
+    def corrupt(self, canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        _, sample_BC, index_BC = address_BC3.unbind(-1)
+        is_masked_BCL = self.is_masked_S.view(-1, L)[index_BC] & (sample_BC == 1)[..., None]
+        return torch.where(is_masked_BCL, self.mask_id, canvas_BCL), is_masked_BCL
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_objective_has_the_loss_and_gradient_norms_of_its_own_code(name, truth, sweep, packed):
+    """All tokens have p = 0.5: t is 0.5, and `elbo` weighs a masked token by 1 / t."""
+    model, tokens, prompt = loaded(name).train(), truth["tokens"][0].tolist(), PROMPT[name]
+    first = prompt // L
+    pinned = {first: range(prompt - first * L)}
+    canvases = [
+        Canvas(tokens[n * L : n * L + L], n * L, t=0.5, address=(0, 1, n), pinned=pinned.get(n, ()))
+        for n in range(first, len(tokens) // L)
+    ]
+    row = CleanRow(tokens, canvases, sample_id=1)
+    other = CleanRow(tokens[:15], [Canvas(tokens[8:12], 8, t=0.5, address=(0, 2, 1))], sample_id=2)
+    batch = lay_out([joined([other, row])] if packed else [row, other], L, pad_id=5)
+    marks, options = Marks(truth["is_masked"][0].bool(), CONFIGS[name]["mask_token_id"]), {"sweep": sweep}
+    objective = Objective(model, Linear(), marks, weight=ElboWeight(), positions="corrupted", **options)
+    loss = objective(batch)["canvas"] / (len(tokens) - prompt)
+    require_close(loss, truth["train_loss"], EXACT)
+    assert objective.canvas_count(batch) == len(tokens) - prompt + L  # of the other document, too
+    loss.backward()
+    found = hub_gradients(model)
+    require_close(torch.stack([found[each].norm() for each in sorted(found)]), truth["train_gradient_norms"], EXACT)
 
 
 # -- greedy answers ----------------------------------------------------------------------------------------------
