@@ -75,7 +75,7 @@ class Generation:
         the file cannot be used.
         """
         file = find(path, with_weights=False) / GENERATION
-        own = {} if config is None else {"max_new_tokens": config.answer_length}
+        own = {} if config is None else {"max_new_tokens": config.answer_length, _THEIRS["max_steps"]: steps_of(config)}
         if not file.exists():
             return cls.from_dict(own)
         try:
@@ -148,7 +148,17 @@ def special_tokens(config: Family | None, generation: Generation | None = None, 
 def default_generation(config: Family, tokenizer: Any = None) -> Generation:
     """The settings of a model that brings none: transformers' defaults, and the family's answer length."""
     special = special_tokens(config, tokenizer=tokenizer)
-    return Generation(max_new_tokens=config.answer_length, eos_ids=special.eos_ids, pad_id=special.pad_id)
+    return Generation(
+        max_steps=steps_of(config),
+        max_new_tokens=config.answer_length,
+        eos_ids=special.eos_ids,
+        pad_id=special.pad_id,
+    )
+
+
+def steps_of(config: Family) -> int:
+    """The most steps of a canvas, if nothing says otherwise: with masks, one for each place at least."""
+    return max(Generation.max_steps, config.canvas_length if config.mask is not None else 1)
 
 
 def _ids(said: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import blockdiff
 from blockdiff.canvas import Canvas, CleanRow, joined, lay_out
 from blockdiff.checkpoint.config import config_from
 from blockdiff.checkpoint.diffusion import DiffusionSettings
-from blockdiff.checkpoint.generation import Generation
+from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.errors import CheckpointError
@@ -207,6 +207,13 @@ def test_an_answer_ends_with_the_token_that_ends_it():
     theirs = truth["ends_tokens"][0].tolist()[10:]
     assert result.tokens == theirs[: theirs.index(eos) + 1] and result.finish_reason == "eos"
     assert result.forwards.total < int(truth["ends_calls"])
+
+
+def test_blocks_of_more_places_than_steps_by_default_have_a_step_for_each():
+    for block, steps in ((4, 48), (64, 64)):
+        config = config_from(CONFIGS["dense"] | {"block_size": block}, "here")
+        assert default_generation(config).max_steps == steps
+        assert Generation.from_pretrained(GOLDEN / "dense", config).max_steps == steps
 
 
 def test_without_settings_a_checkpoint_is_sampled_by_its_own_rule(model):
