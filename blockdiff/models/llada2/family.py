@@ -97,7 +97,7 @@ class LLaDA2Family(Family):
     prefixes = ("blocks",)
     # dFactory's: one noise level for a document, and the mean over its masks
     objective: ClassVar = {
-        "time": {"uniform": {"low": 0.3, "high": 0.8, "per": "example"}},
+        "time": {"stratified": {"low": 0.3, "high": 0.8, "per": "example"}},
         "positions": "corrupted",
         "normalisation": "corrupted",
     }
