@@ -27,6 +27,10 @@ def export(
     base: Annotated[
         str | None, typer.Option(metavar="MODEL", help="With --peft: the model that the adapter names.")
     ] = None,
+    merge_into: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Merge the adapter into these weights, which its own were rounded from."),
+    ] = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     push: Annotated[
@@ -38,6 +42,9 @@ def export(
         raise typer.BadParameter("only an adapter names its model; give --peft too", param_hint="--base")
     if peft and quantize is not None:
         raise typer.BadParameter("adapters are never in fewer bits; leave one of the two out", param_hint="--quantize")
+    if peft and merge_into is not None:
+        raise typer.BadParameter("--peft merges nothing; leave one of the two out", param_hint="--merge-into")
+    how = {"peft": peft, "base": base, "dtype": dtype, "quantize": quantize, "merge_into": merge_into}
     if push is not None:
         from blockdiff.checkpoint.push import require_hub_id
 
@@ -46,11 +53,11 @@ def export(
     if (Path(source) / "trainer.json").is_file() and adapter is None:
         from blockdiff.training.export import consolidate
 
-        written = consolidate(Path(source), output, peft=peft, base=base, dtype=dtype, quantize=quantize)
+        written = consolidate(Path(source), output, **how)
     else:
         from blockdiff.checkpoint import export as export_model
 
-        written = export_model(source, output, adapter, peft=peft, base=base, dtype=dtype, quantize=quantize)
+        written = export_model(source, output, adapter, **how)
     what = "the adapter, in PEFT's format" if peft else "a checkpoint"
     say_out(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")
     if push is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.adapters import adapted_checkpoint
 from blockdiff.checkpoint.added import added_in
 from blockdiff.checkpoint.digests import compare
-from blockdiff.checkpoint.files import ADDED, first_line, stored_tensors
+from blockdiff.checkpoint.file_forms import Quantised, joined
+from blockdiff.checkpoint.files import ADDED, Stored, first_line, stored_tensors
 from blockdiff.checkpoint.opening import model_files
 from blockdiff.errors import CheckpointError
 from blockdiff.memory import of_training, size
 from blockdiff.models.adapters import adapt, is_adapted
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.models.stored import quantised_layers
+from blockdiff.models.stored import rounded_bytes
 from blockdiff.training.freeze import count_parts, freeze
 from blockdiff.training.progress import Progress
 
@@ -46,14 +48,20 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
     carried = [size for name, size in sizes.items() if names.is_carried(name, has_images=True)]
     images = [size for name, size in sizes.items() if names.is_carried(name) and not names.is_carried(name, True)]
     dtypes = ", ".join(sorted({dtype for _, dtype in tensors.values()}))
-    show.line(f"stored    {len(tensors):,} tensors as {dtypes}")
+    matrices = Counter(
+        place.form.name
+        for place in joined({name: Stored(directory, *each, 0) for name, each in tensors.items()}).values()
+        if isinstance(place, Quantised) and place.form is not None
+    )
+    forms = "".join(f", {count:,} matrices of them in {form}" for form, count in matrices.items())
+    show.line(f"stored    {len(tensors):,} tensors as {dtypes}{forms}")
     for some, what in (
         (images, "see images"),
         (carried, "are copied to new checkpoints and neither run nor trained"),
     ):
         if some:
             show.line(f"          {len(some):,} of them, {sum(some):,} numbers, {what}")
-    stored: dict[str, Any] = {"tensors": len(tensors), "dtypes": dtypes.split(", ")}
+    stored: dict[str, Any] = {"tensors": len(tensors), "dtypes": dtypes.split(", "), "matrices": dict(matrices)}
     stored |= {"image_tensors": len(images), "image_numbers": sum(images)}
     stored |= {"carried_tensors": len(carried), "carried_numbers": sum(carried)}
     if (directory / ADDED).is_file():
@@ -90,14 +98,9 @@ def show_shape(
     what = f"{what} in fp32 with AdamW" if needs is None else "training as the recipe says"
     needs = of_training(count, trained) if needs is None else needs
     parts_of_it = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in needs.items())
-    rounded = sum(
-        x.numel()
-        for name in quantised_layers(model, "fp8")
-        for x in model.get_submodule(name).parameters(recurse=False)
-    )
-    in_fp8 = f"fp8 {size(2 * count - rounded)}, " if rounded else ""
+    rounded = "".join(f"{word} {size(taken)}, " for word, taken in rounded_bytes(model, 2).items())
     show.line(
-        f"memory    weights {in_fp8}bf16 {size(2 * count)}, fp32 {size(4 * count)}; "
+        f"memory    weights {rounded}bf16 {size(2 * count)}, fp32 {size(4 * count)}; "
         f"{what} {size(sum(needs.values()))} ({parts_of_it}) and activations; "
         f"prefix in bf16 {size(2 * 1024 * config.cached_per_token)} for 1,024 tokens of one row"
     )

@@ -223,7 +223,7 @@ def _ours(key: str, shape: tuple[int, ...], model: BlockDiffusionModel, file: Pa
         raise CheckpointError(problem)
     ours = ours.removesuffix(".gate_up_proj")
     experts: Any = model.get_submodule(ours)
-    E, D, F = (int(size) for size in experts.down_proj.shape)
+    E, D, F = (int(size) for size in experts.held("down_proj").shape)
     side = 1 if which == "lora_A" else 0
     widths = {"gate_up": (D, 2 * F)[1 - side], "down": (F, D)[1 - side]}
     # The two parameters of a module are nested in the order of its parameters: gate_up inside, down outside.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from blockdiff.checkpoint.adapters import adapted_checkpoint, check_parts, load_
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.digests import compare, read_back
+from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.opening import model_files
 from blockdiff.checkpoint.read import carried_by, empty, resolve_dtype, stored_matrices, stored_weights
@@ -24,7 +27,9 @@ from blockdiff.checkpoint.stored import chosen_layers, form_below
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.checkpoint.write import save
 from blockdiff.errors import CheckpointError
+from blockdiff.kernels.nvfp4 import Nvfp4
 from blockdiff.kernels.stored import StoredMatrix
+from blockdiff.layers.experts import Experts
 from blockdiff.layers.lora import merged
 from blockdiff.layers.weights import Form, dtype_of
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of, require_mergeable
@@ -41,6 +46,7 @@ def export(
     base: str | None = None,
     dtype: str = "auto",
     quantize: str | None = None,
+    merge_into: str | Path | None = None,
 ) -> Path:
     """Write a run's model, or a model with an adapter, to `directory`, and read it back; returns the directory.
 
@@ -51,20 +57,26 @@ def export(
     checkpoint. peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the
     adapter names). dtype: of what is written ("auto": as it is stored). quantize: as in `load`; weights in fp8 that an
     adapter is added to are fp8 no more, unless it says so: much of what the adapter has learnt would be rounded away.
-    One that was trained over rounded weights is added to these. Raises CheckpointError, also for weights that
-    are not as their digests say.
+    One that was trained over rounded weights is added to these. merge_into: the checkpoint that gets the adapters in
+    place of the one they were trained over, as the weights that this was rounded from. Adapters of weights in NVFP4
+    need that or a `quantize`. Raises CheckpointError, also for weights that are not as their digests say.
     """
     check_quantize(quantize)
     files = model_files(source, adapter)
+    if merge_into is not None:
+        if files.adapter is None or peft:
+            raise CheckpointError(f"{source}: merge_into is for adapters that are merged; leave it out")
+        files = replace(files, weights=find(merge_into))
     compare([files.weights, files.adapter])
     weights, beside = files.weights, files.adapter
     model = empty(read_config(weights), "torch")
-    below = None if beside is None else form_below(beside)
+    below = None if beside is None or merge_into is not None else form_below(beside)
     if beside is not None:
         require_base(beside, model)
         if adapts_images(beside, model):
             with_image_side(model)
-        warn_of_other_weights(beside, weights)
+        if merge_into is None:
+            warn_of_other_weights(beside, weights)
     if peft:
         if beside is None:
             raise CheckpointError(f"{source}: has no adapters to write in PEFT's format; name some with --adapter")
@@ -84,9 +96,47 @@ def export(
     if beside is not None:
         model.carried = model.carried.over(beside)
         rounded_below = {} if below is None else _rounded(model, weights, below)
-        sums = _sums(empty(model.config, "torch"), stored | rounded_below, beside, kept)
+        sums_in = partial(_sums, model, stored | rounded_below, beside)
+        sums = sums_in(kept)
+        again = _rounded_again(model, weights, sums, below) if quantize in (None, "nvfp4") else []
+        if again:
+            _refuse_loss(stored_matrices(model, weights)(again[0], Nvfp4), sums_in(torch.float32)[again[0]], quantize)
     written = _written(model, weights, stored | sums, sums, kept, quantize or below, keeps_sums=quantize is None)
     return read_back(save(model, directory, weights=written))
+
+
+def _rounded_again(
+    model: BlockDiffusionModel, weights: Path, sums: Mapping[str, TensorSource], below: str | None
+) -> list[str]:
+    """The experts in NVFP4 that adapters change: other layers are written in the model's dtype, or in fp8."""
+    layers, modules = chosen_layers(model, weights, below), dict(model.named_modules())
+    in_four_bits = {name for name, form in layers.items() if form is Nvfp4 and isinstance(modules[name], Experts)}
+    return [name for name in sums if name.rpartition(".")[0] in in_four_bits]
+
+
+def _refuse_loss(matrix: StoredMatrix, sum_of: TensorSource, quantize: str | None) -> None:
+    """Raise CheckpointError with the share of a change that rounding experts to NVFP4 loses; warn if that is asked for.
+
+    sum_of: the changed weight in fp32. The first experts stand for all.
+    """
+    some = matrix.part(slice(4))
+    lost = 100 * lost_share(some, sum_of.read()[:4] - some.decoded(torch.float32))
+    what = "the adapters change experts that are stored in nvfp4"
+    if quantize is not None:
+        warnings.warn(f"{what}; rounded to it again they lose {lost:.0f} % of the change", stacklevel=4)
+        return
+    raise CheckpointError(
+        f"{what}; rounded to it again they would lose {lost:.0f} % of the change. Give --merge-into with the weights "
+        "that they were rounded from, --quantize none for weights like others, --peft for the adapter alone, or "
+        "--quantize nvfp4 to lose it"
+    )
+
+
+def lost_share(matrix: StoredMatrix, change: Tensor) -> float:
+    """The share of a change of a stored matrix that is lost when their sum is rounded to the form again."""
+    own = matrix.decoded(torch.float32)
+    kept = type(matrix).nearest(own + change).decoded(torch.float32) - own
+    return 1 - float((kept * change).sum() / change.square().sum())
 
 
 def _written(
@@ -157,8 +207,9 @@ def _sums(
 ) -> dict[str, TensorSource]:
     """The weights that the adapter in a directory changes, each read and summed when it is asked for.
 
-    model: an empty one, which gets the adapter. Raises CheckpointError for one that does not fit.
+    Raises CheckpointError for an adapter that does not fit an empty model like this one.
     """
+    model = empty(model.config, "torch")
     adapter = read_adapter(place, model)
     require_mergeable(adapter.modules.values())
     adapt(model, adapter.modules, adapter.tokens)

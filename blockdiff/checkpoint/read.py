@@ -39,7 +39,7 @@ from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.names import Names
-from blockdiff.models.stored import frozen_weights, quantised_layers
+from blockdiff.models.stored import frozen_weights, rounded_bytes
 from blockdiff.tensor_pieces import Block, is_spread, local_of, piece_of
 
 
@@ -218,10 +218,8 @@ def require_room(model: BlockDiffusionModel, dtype: torch.dtype, device: torch.d
     fixed, smaller = sum(held.values()), {}
     if dtype.itemsize > 2:
         smaller['dtype="bfloat16"'] = numbers * 2 + fixed
-    if not held and model.config.fp8_parts and not any(map(is_adapter, state)):
-        parts = [model.get_submodule(layer).parameters(recurse=False) for layer in quantised_layers(model, "fp8")]
-        rounded = sum(parameter.numel() for parameter in chain(*parts))
-        smaller['quantize="fp8"'] = numbers * dtype.itemsize - rounded * (dtype.itemsize - 1)
+    if not held and not any(map(is_adapter, state)):
+        smaller |= {f'quantize="{word}"': size for word, size in rounded_bytes(model, dtype.itemsize).items()}
     memory.require({"weights": numbers * dtype.itemsize + fixed}, device, smaller)
 
 

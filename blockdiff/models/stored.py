@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 from torch import nn
 
@@ -10,6 +12,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.weights import FORMS, Form, HasWeights
+from blockdiff.models.adapters import is_adapter
 from blockdiff.models.model import BlockDiffusionModel
 
 # The words of `quantize`, beside "none": the forms of linear layers and of experts.
@@ -76,6 +79,22 @@ def stored_layers(model: nn.Module) -> dict[str, HasWeights]:
         for name, module in model.named_modules()
         if isinstance(module, HasWeights) and module.stored is not None
     }
+
+
+def rounded_bytes(model: BlockDiffusionModel, itemsize: int) -> dict[str, int]:
+    """The bytes of a model's weights by each word of `quantize` that is for it; other weights have `itemsize` each."""
+    found, weights = {}, {name: x for name, x in model.named_parameters() if not is_adapter(name)}
+    for word in QUANTIZE:
+        with suppress(CheckpointError):
+            layers = quantised_layers(model, word)
+            stored: dict[str, Any] = {
+                name: layers[layer].empty_like(x)
+                for name, x in weights.items()
+                if (layer := name.rpartition(".")[0]) in layers and x.dim() > 1
+            }
+            others = sum(x.numel() for name, x in weights.items() if name not in stored)
+            found[word] = others * itemsize + sum(part.nbytes for matrix in stored.values() for part in matrix)
+    return found
 
 
 def forms_of(model: nn.Module) -> tuple[str, ...]:

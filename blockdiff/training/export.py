@@ -153,13 +153,14 @@ def consolidate(
     base: str | None = None,
     dtype: str = "auto",
     quantize: str | None = None,
+    merge_into: str | None = None,
 ) -> Path:
     """Make a checkpoint of a run, `RUN/checkpoints/step-N`, one in Hub layout, tensor by tensor; returns `directory`.
 
     Whichever ranks wrote it, one process is enough, and the host holds one tensor. Averaged weights go before the
     others. Adapters are added to the weights of `model.path`, or with `peft` written alone, for the checkpoint `base`
-    (None: `model.path`). dtype: of what is written ("auto": as it is). quantize: as in `checkpoint.export`. Raises
-    CheckpointError, RecipeError or RunError.
+    (None: `model.path`). dtype: of what is written ("auto": as it is). quantize, merge_into: as in `checkpoint.export`.
+    Raises CheckpointError, RecipeError or RunError.
     """
     run = saved.absolute().parents[1]
     if not (run / RECIPE).is_file():
@@ -190,9 +191,11 @@ def consolidate(
             return read_back(checkpoint.save_adapter(model, directory, base or path, **beside))
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save_adapter(model, folder, path, **beside)
-            return checkpoint.export(path, directory, folder, dtype=dtype, quantize=quantize)
+            return checkpoint.export(path, directory, folder, dtype=dtype, quantize=quantize, merge_into=merge_into)
     if peft:
         raise CheckpointError(f"{saved}: has no adapters to write in PEFT's format")
+    if merge_into is not None:
+        raise CheckpointError(f"{saved}: has no adapters to merge; leave merge_into out")
     if quantize is not None:
         raise CheckpointError(f"{saved}: export it as it is first, and then the checkpoint with quantize={quantize!r}")
     cast = None if dtype == "auto" else resolve_dtype(dtype)

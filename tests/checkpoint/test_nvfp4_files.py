@@ -15,6 +15,7 @@ from torch import Tensor
 import blockdiff
 from blockdiff import checkpoint
 from blockdiff.checkpoint.file_forms import _divisor
+from blockdiff.checkpoint.merging import lost_share
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.nvfp4 import Nvfp4
@@ -256,3 +257,36 @@ def test_adapters_of_other_layers_are_merged_into_a_released_file_whose_codes_st
     with torch.no_grad():
         hidden = [each.denoise(tokens[:, :8], each.encode(tokens)) for each in (loaded, truth)]
     assert relative_error(*hidden) < 2e-2  # merged weights are rounded to bf16
+
+
+def test_adapters_of_experts_in_four_bits_go_into_the_weights_below_and_are_rounded_again_only_if_asked(base, tmp_path):
+    model = with_adapters(load(base, quantize="nvfp4"), "experts")
+    adapter = checkpoint.save_adapter(model, tmp_path / "adapter", str(base))
+    with pytest.raises(CheckpointError, match=r"experts .*nvfp4.* lose \d+ %.*--merge-into"):
+        checkpoint.export(base, tmp_path / "no", adapter)
+    with pytest.raises(CheckpointError, match="merge_into"):
+        checkpoint.export(base, tmp_path / "no", merge_into=base)
+    name = "layers.0.experts.down_proj"
+    delta = load(adapter).get_submodule("layers.0.experts")
+    change = (delta.down_lora_B @ delta.down_lora_A) * delta.low_rank.scale
+    own = load(checkpoint.export(base, tmp_path / "own", adapter, merge_into=base))
+    assert not stored_layers(own)
+    assert torch.allclose(own.get_parameter(name), load(base).get_parameter(name) + change, atol=1e-6)
+    decoded = load(checkpoint.export(base, tmp_path / "decoded", adapter, quantize="none"))
+    below = model.get_submodule("layers.0.experts").held("down_proj").decoded(torch.float32)
+    assert torch.allclose(decoded.get_parameter(name), below + change, atol=1e-6)
+    with pytest.warns(UserWarning, match=r"lose \d+ %"):
+        rounded = checkpoint.export(base, tmp_path / "rounded", adapter, quantize="nvfp4")
+    assert load(rounded).get_submodule("layers.0.experts").stored is Nvfp4
+    once = load(checkpoint.export(base, tmp_path / "once", adapter, merge_into=base, quantize="nvfp4"))
+    held = once.get_submodule("layers.0.experts").held("down_proj")
+    assert torch.equal(held.codes, Nvfp4.nearest(own.get_parameter(name).detach()).codes)
+    assert checkpoint.export(base, tmp_path / "peft", adapter, peft=True)
+
+
+def test_small_changes_are_mostly_lost_and_large_ones_kept():
+    g = torch.Generator().manual_seed(0)
+    matrix = Nvfp4.nearest(torch.randn(64, 128, generator=g))
+    change = torch.randn(64, 128, generator=g)
+    shares = [lost_share(matrix, size * change) for size in (1e-3, 0.03, 3.0)]
+    assert shares[0] > 0.8 and shares[0] > shares[1] > shares[2] and shares[2] < 0.05

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+import blockdiff
 from blockdiff import checkpoint, with_image_side
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
+from blockdiff.models.stored import stored_layers
 from blockdiff.objective import Objective
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training.optimiser import matrix_count, trainable
@@ -48,7 +50,8 @@ def folder(tmp_path_factory):
     tokenizer = character_tokenizer(alphabet(4))
     tokenizer.add_tokens(list(AROUND), special_tokens=True)
     tokenizer.save_pretrained(folder / "tokenizer")
-    wide = {**LITTLE, "text_config": {**LITTLE["text_config"], "hidden_size": 32, "intermediate_size": 64}}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
+    wide = {**LITTLE, "text_config": {**LITTLE["text_config"], **sizes}}
     names = ("boi_token_id", "image_token_id", "eoi_token_id")
     wide |= dict(zip(names, tokenizer.convert_tokens_to_ids(list(AROUND)), strict=True))
     wide["vision_config"] = {**LITTLE["vision_config"], "position_embedding_size": 64}
@@ -59,6 +62,15 @@ def folder(tmp_path_factory):
     checkpoint.save(model, folder / "base", tokenizer=load_tokenizer(folder / "tokenizer"))
     shutil.copy(folder / "tokenizer" / "preprocessor_config.json", folder / "base")
     return folder
+
+
+def stored_matrices(model: Any) -> dict[tuple[str, str], Any]:
+    """The weights in fewer bits, by layer and name."""
+    return {
+        (layer, weight): module.held(weight)
+        for layer, module in stored_layers(model).items()
+        for weight in module.WEIGHTS
+    }
 
 
 def recipe_of(folder: Any, *overrides: str, rows: Any = None) -> Recipe:
@@ -79,7 +91,10 @@ def held(recipe: Recipe, kernels: str = "auto", steps: int = 1, batch: Batch | N
     if recipe.train.activation_checkpointing:
         plans.checkpoint_activations(model)
     dtype = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
+    frozen = {place: type(held).nearest(torch.ones(held.shape)) for place, held in stored_matrices(model).items()}
     checkpoint.draw_weights(model, seed=0, dtype=dtype, device=CPU)
+    for (layer, weight), matrix in frozen.items():
+        stored_layers(model)[layer].hold(weight, matrix)
     draw_adapters(model, 0, CPU, model.kept_dtype)
     model.train()
     share = recipe.train.batch_size
@@ -110,6 +125,7 @@ def step_of(made: plans.TrainingPlan) -> int:
         ("data.canvases=3", "data.pack=96", "train.micro_batch_size=2"),
         (FROM_BASE, LORA),
         (FROM_BASE, LORA, "train.activation_checkpointing=true"),
+        (FROM_BASE, LORA, "model.quantize=nvfp4"),
         ("model.images=trained",),
         (FROM_BASE, LORA, "model.images=frozen"),
         ("objective.prediction=leave_one_out", "objective.stop_gradient=true"),
@@ -267,6 +283,15 @@ def test_what_comes_after_a_new_start_is_counted_also_where_something_lay_before
             del before
             after = torch.ones(1000)
             assert counted.live == after.nbytes == counted.peak
+
+
+def test_weights_in_four_bits_are_planned_as_they_are_held(folder):
+    recipe = recipe_of(folder, FROM_BASE, LORA, "model.quantize=nvfp4")
+    made = plans.plan_training(recipe, device="cpu")
+    model = blockdiff.load(str(folder / "base"), dtype="float32", device="cpu", quantize="nvfp4")
+    assert made.parts["weights"] == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    plain = blockdiff.load(str(folder / "base"), device="cpu")
+    assert made.numbers - made.trained == sum(x.numel() for x in (*plain.parameters(), *plain.buffers()))
 
 
 def test_weights_in_fp8_are_planned(folder):

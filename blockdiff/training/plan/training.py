@@ -8,6 +8,7 @@ training fit.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +22,7 @@ from blockdiff.errors import BlockdiffError, RecipeError
 from blockdiff.kernels import IN_C, Kernels
 from blockdiff.memory import size
 from blockdiff.models.model import BlockDiffusionModel
+from blockdiff.models.stored import frozen_weights
 from blockdiff.terminal import counted
 from blockdiff.training.data import image_reader
 from blockdiff.training.kinds.kind import kind_of
@@ -93,8 +95,12 @@ def plan_training(
     stored, computed = weight_dtypes(recipe, base)
     is_sharded = recipe.parallel.shard == "full"
     objective = kind.without_weights(recipe, base, kernels_for(device), computed)
-    weights = [*objective.parameters(), *objective.buffers()]
-    numbers, trains = (sum(x.numel() for x in some) for some in (weights, [x for x in weights if x.requires_grad]))
+    matrices = [module.held(weight) for module, weight in frozen_weights(objective).values()]
+    tensors = [*objective.parameters(), *objective.buffers()]
+    numbers = sum(x.numel() for x in tensors) + sum(
+        math.prod(matrix.shape) - sum(x.numel() for x in matrix) for matrix in matrices
+    )
+    trains = sum(x.numel() for x in tensors if x.requires_grad)
     objective = cut_to_rank(objective, recipe)
     model, ranks = objective.model.train(), ranks // recipe.parallel.tensor
     static = kept_bytes(objective, recipe, ranks, stored, computed)
