@@ -33,6 +33,7 @@ class ScriptedModel:
     def __init__(self, script: Script, canvas_length: int, vocab_size: int):
         self.script, self.canvas_length, self.vocab_size = script, canvas_length, vocab_size
         self.device, self.dtype, self.table = torch.device("cpu"), torch.float32, torch.eye(vocab_size)
+        self.signal_width = vocab_size
         self.vocabulary = self.denoiser = self
         self.kernels = IN_TORCH
         self.encoded: list[tuple[int, int]] = []  # shape of every encode
