@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor = False
     ) -> tuple[Tensor, KV]:
         projected = self.projected(x_BTD, is_noisy, spans.first_query)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
+        q, k, v = (x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim) for x in projected)
         norms, into = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps), written(past)
         cos, sin, *query_scale = rope
         q, own_k, own_v = self.kernels.attention_heads(q, k, v, norms, (cos, sin), into)

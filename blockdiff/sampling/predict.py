@@ -254,18 +254,23 @@ def _constrained(
     """The classes of the best and of a random canvas [B, L], entropies, and log-probabilities of classes [B, L, C]."""
     assert control.is_text_BL is not None and control.state_B is not None and control.is_final_BS is not None
     assert control.seed_B is not None and control.number_B is not None
-    of = slice(control.tail, None)  # the prompt's tail is no part of the response
-    own, pinned_BL, is_text_BL = ClassStats(*(x[:, of] for x in stats)), pinned_BL[:, of], control.is_text_BL[:, of]
+    is_text_BL, tail = control.is_text_BL, control.tail
+    if tail:  # the prompt's, which is no part of the response
+        stats = ClassStats(*(x[:, tail:] for x in stats))
+        pinned_BL, is_text_BL = pinned_BL[:, tail:], is_text_BL[:, tail:]
     B, L = pinned_BL.shape
-    log_sum, maximum = _given((own.log_sum, own.maximum), automaton, pinned_BL, is_text_BL)
+    log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, is_text_BL)
     # two numbers for each position, that pick the way of the random canvas through the automaton
     uniform_BL2 = uniform(control.seed_B, Stream.CONSTRAINT, (control.number_B, step_B), 2 * L).view(B, L, 2)
     found = paths(automaton, log_sum, maximum, control.state_B, control.is_final_BS, uniform_BL2, kernels)
     share = found.share_BLC
-    entropy_BL = torch.special.entr(share).sum(-1) + (share * own.entropy).where(share > 0, 0.0).sum(-1)
+    entropy_BL = torch.special.entr(share).sum(-1) + (share * stats.entropy).where(share > 0, 0.0).sum(-1)
     entropy_BL = entropy_BL.masked_fill(~found.is_possible_B[:, None], torch.nan)  # logits that are not finite
-    best_BL, random_BL, entropy_BL = (F.pad(x, (control.tail, 0)) for x in (found.best_BL, found.random_BL, entropy_BL))
-    return best_BL, random_BL, entropy_BL, F.pad(share.log(), (0, 0, control.tail, 0))
+    best_BL, random_BL, of_class_BLC = found.best_BL, found.random_BL, share.log()
+    if tail:
+        best_BL, random_BL, entropy_BL = (F.pad(x, (tail, 0)) for x in (best_BL, random_BL, entropy_BL))
+        of_class_BLC = F.pad(of_class_BLC, (0, 0, tail, 0))
+    return best_BL, random_BL, entropy_BL, of_class_BLC
 
 
 def _given(
