@@ -59,6 +59,7 @@ class NemotronFamily(LlamaFamily):
     transformers_class = "Ministral3Config"
     ropes: ClassVar = ROPES | {"yarn": YARN}
     has_self_conditioning = False
+    seeds_canvases = True
     noisy_adapters = ("linear_spec_lora",)
     default_strategy = "confident:threshold=0.9,confidence=0,t_min=1,t_max=1,greedy=true"
 

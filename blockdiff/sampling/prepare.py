@@ -99,6 +99,7 @@ def sampling_settings(
         image_reader=None if drafter is not None and block is None else _image_reader(model, tokenizer),
         template_length=model.canvas_length if block is None else 1,
         aligned=aligned,
+        is_seeded=getattr(config, "seeds_canvases", False),
     )
     require_fitting(strategy, settings)
     return settings
@@ -156,7 +157,7 @@ def prepare_sequences(
         require_fitting(strategy, settings)
     if not settings.predicts_next_tokens and (request.scores or request.best_of > 1):
         raise RequestError(f"{'scores' if request.scores else 'best_of'}: {NO_HEAD}; leave it out")
-    way = round_of(strategy)
+    way = round_of(strategy, settings.is_seeded)
     max_tokens = settings.max_tokens(request.max_new_tokens or settings.generation.max_new_tokens, len(tokens))
     max_steps = way.steps(strategy, request.max_steps or settings.generation.max_steps)
     require_shapes(strategy, max_steps)

@@ -22,6 +22,7 @@ from blockdiff.sampling.prepare import another_draw, prepare_sequences
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.rounds import CanvasRound
 from blockdiff.sampling.sequence import Sequence
+from blockdiff.sampling.strategies import next_token_head
 from blockdiff.sampling.template import Hole, parse_template
 
 if TYPE_CHECKING:
@@ -102,10 +103,11 @@ class RunningRead:
         asked = replace(request, template=filled, max_steps=steps, max_new_tokens=settings.canvas_length)
         [first] = prepare_sequences(asked, settings, seed, model.device)
         first.max_steps = steps  # whatever the strategy would go on to do
-        if first.round.head is not None:
+        if next_token_head(first.strategy) is not None:
             raise RequestError(
                 "a read looks at a canvas that is denoised, not at verified tokens; take another strategy"
             )
+        first.round = CanvasRound()  # of which no head draws a token
         assert first.control is not None and first.control.pins is not None
         tail = len(first.tail)
         if first.max_tokens > (room := settings.canvas_length - tail):

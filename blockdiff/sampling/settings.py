@@ -30,7 +30,8 @@ class SamplingSettings:
     drafts; block: the most tokens of its blocks, the accepted one included (None: it drafts canvases, or nothing
     drafts); image_reader: of images in prompts (None: the model takes none); template_length: the number of tokens to
     whose multiples templates are filled up with eos (None: that of a canvas; 1: one eos follows); aligned: whether
-    canvases begin at multiples of their length, counted from the prompt's start, and not behind the prompt.
+    canvases begin at multiples of their length, counted from the prompt's start, and not behind the prompt; is_seeded:
+    whether a canvas begins with the head's next token.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -47,6 +48,7 @@ class SamplingSettings:
     image_reader: ImageReader | None = None
     template_length: int | None = None
     aligned: bool = False
+    is_seeded: bool = False
 
     @property
     def round_length(self) -> int:

@@ -1,6 +1,7 @@
 """Rounds: the ways in which answers grow, a class each, which holds the state of one answer.
 
-`CanvasRound` proposes a canvas over denoising steps and commits it as it is. `VerifiedRound` proposes a canvas over the
+`CanvasRound` proposes a canvas over denoising steps and commits it as it is; `SeededRound` likewise, but that the head
+draws its first token. `VerifiedRound` proposes a canvas over the
 few steps of a round. The next call encodes it, the head accepts its tokens up to the first that it draws otherwise, and
 the next round starts from the rest; the canvas is committed once all of it is accepted. `NextTokenRound` proposes the
 tokens of a drafter's pass, or none. The next call encodes them behind the last token of the response, and the accepted
@@ -23,6 +24,7 @@ from blockdiff.models.family import NO_HEAD
 from blockdiff.sampling.rounds.batch import CanvasBatch
 from blockdiff.sampling.rounds.canvases import CanvasRound, RunningCanvas
 from blockdiff.sampling.rounds.next_tokens import BlockBatch, NextTokenRound
+from blockdiff.sampling.rounds.seeded import SeededRound
 from blockdiff.sampling.rounds.verified import VerifiedRound
 from blockdiff.sampling.strategies import NAMES, NextToken, Speculative, Verified, next_token_head
 
@@ -53,9 +55,10 @@ ROUNDS: dict[type[Strategy], type[Round]] = {
 }
 
 
-def round_of(strategy: Strategy) -> type[Round]:
-    """The way in which responses grow under a strategy."""
-    return next((its for kind, its in ROUNDS.items() if isinstance(strategy, kind)), CanvasRound)
+def round_of(strategy: Strategy, is_seeded: bool = False) -> type[Round]:
+    """The way in which responses grow under a strategy; is_seeded: as in `SamplingSettings`."""
+    canvases = SeededRound if is_seeded else CanvasRound
+    return next((its for kind, its in ROUNDS.items() if isinstance(strategy, kind)), canvases)
 
 
 class Proposer(Protocol):
