@@ -89,10 +89,15 @@ class StreamedExamples:
         """The form of the prompts of the first rows of every source: raw text, conversations, or None for both."""
         if self.encoder.chat:
             return "chat"
-        counts = Statistics(1) if self.encoder.skips_bad_rows else None
-        rows = chain.from_iterable(islice(each.opened.rows(counts=counts), FIRST_ROWS) for each in self._passes)
-        are_conversations = [row.messages is not None for row in rows]
-        return prompt_form(sum(are_conversations), len(are_conversations))
+        return prompt_form(self.first_rows.conversations, self.first_rows.rows)
+
+    @cached_property
+    def first_rows(self) -> Statistics:
+        """The counts of conversations and of unread keys among the first rows of every source."""
+        found, bad = Statistics(1), Statistics(1) if self.encoder.skips_bad_rows else None
+        for row in chain.from_iterable(islice(each.opened.rows(counts=bad), FIRST_ROWS) for each in self._passes):
+            found.count_row(row.messages is not None, unscored_turns=0, unread=row.unread)
+        return found
 
     @property
     def statistics(self) -> list[tuple[str, Statistics]]:

@@ -134,7 +134,8 @@ class Data:
         ]
         lines += [f"          {FILL}"] if lines and self.encoder.canvas_length > 1 else []
         if not isinstance(self.train, Dataset):
-            return [f"data      {self.train.summary}", *lines]
+            unread = self.train.first_rows.unread_keys
+            return [f"data      {self.train.summary}", *[f"          {unread}"] * bool(unread), *lines]
         if self.recipe.data.turns != "all" and not any(each.conversations for _, each in self.train.statistics):
             lines.append("note      data.turns has no effect: it needs conversations, and all rows are raw prompts")
         count, batch, pack = len(self.train), self.recipe.train.batch_size, self.recipe.data.pack

@@ -159,6 +159,14 @@ def test_turns_of_rows_that_are_no_conversations_are_told(row, is_told):
     assert any("data.turns has no effect" in line for line in lines) == is_told
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streamed"])
+def test_keys_that_nothing_reads_are_named(streaming):
+    data = {"train": [{"rows": [PAIR, PAIR | {"note": "c"}]}], "cache": "off", "streaming": streaming}
+    tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
+    lines = read_data(Recipe.model_validate(tree), starting_model()).lines()
+    assert lines[1].strip() == "1 key is not read: note"
+
+
 def test_rows_that_are_skipped_are_counted_in_the_lines_and_the_report():
     data = {"train": [{"rows": [PAIR, {"prompt": "a"}, PAIR]}], "cache": "off", "on_bad_row": "skip"}
     tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
