@@ -192,7 +192,7 @@ def _fill_slots(
     gate_up_scale, down_scale, gate_up_blocks, down_blocks = scales
     x, gate_up, down, weight = x.contiguous(), gate_up.contiguous(), down.contiguous(), weight.contiguous()
     ranks = (0 if gate_up_A is None else gate_up_A.shape[1]), (0 if down_A is None else down_A.shape[1])
-    form = _form_of(scales)
+    form = PLAIN if gate_up_scale is None else _form_of(scales)  # the host counts calls
     sizes = slots, k, E, D, F, ranks, activation
     hardware = form != PLAIN and decodes_fp8(x)
     tile, lengths, gate_up_launch, down_launch = _forward_of(*sizes, form, hardware, x.dtype, x.device)
