@@ -113,7 +113,7 @@ def test_help_imports_nothing_heavy() -> None:
                 (["--dtype", "int3"], "'int3' is not one of auto, float32"),
                 (["--device", "tpu9"], "'tpu9' is not one of auto, cpu"),
                 (["--kernels", "fast"], "'fast' is not one of auto, triton, torch"),
-                (["--quantize", "int4"], "'int4' is not one of fp8"),
+                (["--quantize", "int4"], "'int4' is not one of nvfp4"),
                 (["--seed", "1.5"], "'1.5' is not an integer from 0"),
                 (["-n", "0"], "-n"),
                 (["-n", "2", "--best-of", "2"], "leave one out"),

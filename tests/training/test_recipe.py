@@ -294,7 +294,7 @@ def test_the_table_of_keys_is_complete_and_its_defaults_true() -> None:
             continue
         value = written[section][key] if key else written[section]
         if value is None:
-            assert said in ("", "none", "all", "the one beside the weights", "the model's")
+            assert said in ("", "none", "all", "the one beside the weights", "the model's", "as stored")
         elif path == "data.columns":
             assert yaml.safe_load(said) == {} and set(value.values()) == {None}
         else:
