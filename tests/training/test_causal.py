@@ -149,6 +149,25 @@ def test_the_recipe_makes_a_denoiser_of_any_causal_model_that_keeps_both_ways_of
 
 
 @pytest.mark.quick
+def test_the_recipe_makes_a_model_of_blocks_of_a_causal_one(here, tmp_path):
+    command("init", "--from", here / "run" / "model", tmp_path / "m", "--canvas-length", "4", "--prefix", "blocks")
+    words = {
+        "model.path": tmp_path / "m",
+        "data": f"{{train: {here}/puzzles/train.jsonl, heldout: {here}/puzzles/test.jsonl, cache: off, pack: 64}}",
+        "objective.ar_loss": "none",
+        "generation": "{max_new_tokens: 17}",
+        "train": "{steps: 2, batch_size: 4, log_every: 1}",
+    }
+    changes = [word for key, value in words.items() for word in ("--set", f"{key}={value}")]
+    command("train", ROOT / "recipes" / "convert_causal.yaml", "--output", tmp_path / "run", *changes)
+    assert records(tmp_path / "run", "train")[-1]["canvas_loss"] > 0
+    assert records(tmp_path / "run", "heldout")[-1]["heldout_canvas_loss"] > 0
+    assert blockdiff.load(tmp_path / "run" / "model").config.block == 4
+    lines = [command("sample", tmp_path / "run" / "model", "--prompt", "1.2....="[:n]) for n in (5, 6)]
+    assert all(isinstance(line, str) for line in lines)
+
+
+@pytest.mark.quick
 def test_the_loss_is_the_mean_over_next_tokens_packed_or_not():
     model = small_model("llama")
     documents = [torch.randint(3, 90, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 17, 5)]
