@@ -128,8 +128,9 @@ class RunningDecision:
                 messages=with_question([dict(message) for message in messages], each),
             )
             choices = each.choices(each.spellings(partial(_count, of_it, settings)))
+            narrow = settings.narrowed(_length(each, of_it, settings) + END)
             reads.append(
-                RunningRead.prepare(of_it, each.template, choices, model, settings, asking.steps, asking.draws, seed)
+                RunningRead.prepare(of_it, each.template, choices, model, narrow, asking.steps, asking.draws, seed)
             )
         return cls(asked, reads)
 

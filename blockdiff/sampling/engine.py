@@ -24,7 +24,8 @@ from blockdiff.sampling.graphs import BrokenCapture, Graphs, row_counts, step_ca
 from blockdiff.sampling.one_caller import OneCaller, one_caller
 from blockdiff.sampling.prepare import prepare_sequences, sampling_settings
 from blockdiff.sampling.request import Request, Result, require_seed
-from blockdiff.sampling.rounds import proposer_for, round_of
+from blockdiff.sampling.rounds import Proposer, proposer_for, round_of
+from blockdiff.sampling.rounds.canvases import RunningCanvas
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
 from blockdiff.sampling.sequence import NOT_FINITE, Sequence
@@ -135,6 +136,7 @@ class Engine(OneCaller):
         if graphs.captures and step_capture(model.encoder) is not None:
             self._encoding.captured = CapturedEncode(self.pages, rows, settings.round_length, graphs)
         self._proposer = proposer_for(model, settings, self.pages, rows, graphs)
+        self._narrow: dict[int, Proposer] = {}  # of reads, by the length of their canvases
         self._calls = WarmUp(self.pages, self._proposer, settings, self._scheduler, self._encoding.captured)
 
     # -- requests in, events out -------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ class Engine(OneCaller):
     def _begin_anew(self) -> None:
         """Go on in new buffers; the canvases that run are drawn again, with the same numbers."""
         self._scheduler.preempt_all()
-        denoised = self._proposer.denoised
+        denoised = self.denoised_canvases
         self._make_buffers()
         self._proposer.denoised = denoised
 
@@ -273,7 +275,7 @@ class Engine(OneCaller):
         BlockdiffError where the device has no memory for the calls of `most_rows` rows, or for no page beside them.
         """
         self._has_room = True
-        self._proposer.propose([], self._now)  # steps that follow read the pages where they lie then
+        self._proposed([])  # steps that follow read the pages where they lie then
         if not self._unfinished:  # requests under way are left alone
             self._calls.measure()
         has_room = self.pages.grow(tokens, rows, self._scheduler.most_added(run))
@@ -318,7 +320,7 @@ class Engine(OneCaller):
     @property
     def denoised_canvases(self) -> int:
         """The number of canvases that the model has denoised so far, padding included."""
-        return self._proposer.denoised
+        return sum(each.denoised for each in (self._proposer, *self._narrow.values()))
 
     @property
     def encoded_tokens(self) -> int:
@@ -365,7 +367,7 @@ class Engine(OneCaller):
     def _propose(self, running: list[Sequence]) -> None:
         """Let running sequences propose: canvases are denoised once, and finished where their rounds say how."""
         try:
-            finished = self._proposer.propose(running, self._now)
+            finished = self._proposed(running)
         except BrokenCapture as error:
             self._leave_graphs(error)
             return
@@ -374,6 +376,19 @@ class Engine(OneCaller):
             canvas.round.finish(canvas, self.pages, self.settings)
             if canvas.sequence.is_over:
                 self._leave(canvas.sequence)
+
+    def _proposed(self, running: list[Sequence]) -> list[RunningCanvas]:
+        """The canvases that are finished with this step; those of other lengths are denoised by themselves."""
+        length, by_length = self.settings.canvas_length, dict[int, list[Sequence]]()
+        for sequence in running:
+            by_length.setdefault(sequence.canvas_length, []).append(sequence)
+        finished = self._proposer.propose(by_length.pop(length, []), self._now)
+        for narrow in by_length.keys() - self._narrow.keys():
+            settings = self.settings.narrowed(narrow, 1)
+            self._narrow[narrow] = proposer_for(self.model, settings, self.pages, self.most_rows, Graphs(None))
+        for narrow, proposer in self._narrow.items():
+            finished = [*finished, *proposer.propose(by_length.get(narrow, []), self._now)]
+        return finished
 
     def _leave(self, sequence: Sequence) -> None:
         """Give a sequence's place and pages back; the last draw of a request to leave makes its result an event."""

@@ -189,6 +189,7 @@ def prepare_sequences(
         max_tokens,
         max_steps * way.rounds(settings),
         way.of(strategy, settings),
+        settings.canvas_length,
         images,
         tail_length=settings.tail(len(tokens)),
         control=control,

@@ -133,9 +133,9 @@ class Sequence:
 
     What is asked: prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it;
     seed: that of its draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas;
-    round: the way in which it grows, with the state of that; images: those of the prompt; draw: the number of this
-    answer among the request's `best_of`; tail_length: the number of the prompt's last tokens that stand in the first
-    canvas, because that begins before the response does.
+    round: the way in which it grows, with the state of that; canvas_length: of its canvases, 1 for next tokens; images:
+    those of the prompt; draw: the number of this answer among the request's `best_of`; tail_length: the number of the
+    prompt's last tokens that stand in the first canvas, because that begins before the response does.
 
     What all answers to the request share: draws: all of them, this one included; calls: their model calls so far, by
     the names of `Forwards`.
@@ -162,6 +162,7 @@ class Sequence:
     max_tokens: int
     max_steps: int
     round: Round
+    canvas_length: int
     images: abc.Sequence[PlacedImage] = ()
     draw: int = 0
     tail_length: int = 0

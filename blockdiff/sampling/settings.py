@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from blockdiff.checkpoint.diffusion import DiffusionSettings
@@ -49,6 +49,14 @@ class SamplingSettings:
     template_length: int | None = None
     aligned: bool = False
     is_seeded: bool = False
+
+    def narrowed(self, tokens: int, multiple: int = 16) -> SamplingSettings:
+        """The settings of canvases as narrow as so many tokens take, a multiple of `multiple`, and no wider than these.
+
+        Of a model whose clean tokens see whole blocks canvases keep their length.
+        """
+        width = min(self.canvas_length, -(-tokens // multiple) * multiple)
+        return self if self.aligned else replace(self, canvas_length=width, template_length=width)
 
     @property
     def round_length(self) -> int:

@@ -10,9 +10,9 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.decisions.form import Asking, ask_jointly, ask_one, with_question
 from blockdiff.decisions.question import read_questions, read_systemone
 from blockdiff.errors import RequestError
-from blockdiff.sampling import Request, Sampler
+from blockdiff.sampling import Engine, Request, Result, Sampler
 from blockdiff.sampling.calibration import fit_temperature
-from blockdiff.sampling.decide import answer_of
+from blockdiff.sampling.decide import RunningDecision, answer_of
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.little_model import LITTLE, save_preset
 
@@ -35,12 +35,15 @@ SYSTEMONE = {
 }
 
 
+def made(folder, canvas_length: int):
+    text = {**LITTLE["text_config"], "vocab_size": len(TOKENIZER)}
+    save_preset(folder / "preset.json", {**LITTLE, "text_config": text, "canvas_length": canvas_length})
+    return init(folder / "preset.json", seed=1, dtype="float64")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    preset = tmp_path_factory.mktemp("model") / "preset.json"
-    text = {**LITTLE["text_config"], "vocab_size": len(TOKENIZER)}
-    save_preset(preset, {**LITTLE, "text_config": text, "canvas_length": 16})
-    return init(preset, seed=1, dtype="float64")
+    return made(tmp_path_factory.mktemp("model"), 16)
 
 
 def test_a_question_is_written_one_way():
@@ -131,6 +134,29 @@ def test_joint_answers_fill_as_few_canvases_as_hold_them(model):
     assert sampler.encoded_tokens > before
     with pytest.raises(RequestError, match="not tokens"):
         sampler.decide([Request(0, tokens=[2, 3])], questions)
+
+
+@torch.no_grad()
+def test_canvases_are_as_narrow_as_the_answers_and_run_beside_others(model, tmp_path):
+    wide, narrow = Sampler(made(tmp_path, 64), TOKENIZER, GENERATION), Sampler(model, TOKENIZER, GENERATION)
+    questions, request = read_questions(QUESTIONS[:1] * 8), Request("s", prompt="buy now", seed=3)
+    for asking in (Asking(draws=2), Asking(joint=True, draws=1)):
+        running = RunningDecision.prepare(request, questions, wide.model, wide.settings, asking)
+        widths = {draw.canvas_length for draws in running.sequences for draw in draws}
+        assert widths == ({32} if asking.joint else {16})  # 8 lines of 4 tokens
+        engine = Engine(wide.model, settings=wide.settings)
+        answer = engine.submit(Request("text", prompt="hi", max_new_tokens=64))
+        for draws in running.sequences:
+            engine.submit(draws[0].request, draws=draws)
+        while engine.step():
+            pass
+        results = {event.id: event for event in engine.events() if isinstance(event, Result)}
+        [alone] = wide.generate([Request("text", prompt="hi", max_new_tokens=64)])
+        assert results[answer].tokens == alone.tokens
+        if not asking.joint:
+            [expected] = narrow.decide([request], questions, asking)
+            for one, other in zip(running.answers(), expected, strict=True):
+                assert one.probabilities == pytest.approx(other.probabilities, abs=1e-12)
 
 
 def test_an_answer_takes_the_likelier_spelling_and_the_mass_of_both():
