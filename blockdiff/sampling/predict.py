@@ -224,14 +224,19 @@ def _controlled(
     if not draws:
         sample_BL, log_p_BL = argmax_BL, best_log_p_BL
     is_pinned_BL = pinned_BL >= 0
+    own_BL, argmax_BL = argmax_BL, pinned_BL.where(is_pinned_BL, argmax_BL)
+    best_BL, is_given_BL = argmax_BL, is_pinned_BL
+    if given_BL is not pinned_BL:  # visible tokens, which nothing but the strategy holds
+        is_given_BL = given_BL >= 0
+        best_BL = given_BL.where(is_given_BL, own_BL)
     return Stats(
         entropy=(entropy_BL * ~is_pinned_BL).float(),
-        argmax=pinned_BL.where(is_pinned_BL, argmax_BL),
+        argmax=argmax_BL,
         sample=pinned_BL.where(is_pinned_BL, sample_BL),
         soft_embedding=stats.soft_embedding,
         log_probability=log_p_BL.masked_fill(is_pinned_BL, 0.0).float(),
-        best=given_BL.where(given_BL >= 0, argmax_BL),
-        best_log_probability=best_log_p_BL.masked_fill(given_BL >= 0, 0.0).float(),
+        best=best_BL,
+        best_log_probability=best_log_p_BL.masked_fill(is_given_BL, 0.0).float(),
     )
 
 

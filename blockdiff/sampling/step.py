@@ -184,7 +184,7 @@ class CanvasState:
             kept_BL=self.kept_BL,
             is_pinned_BL=pinned_BL >= 0,
             is_masked_BL=is_masked_BL,
-            whole_B=(self.whole_B + 1) * ~is_masked_BL.any(-1),
+            whole_B=self.whole_B if mask_id is None else (self.whole_B + 1) * ~is_masked_BL.any(-1),
             end_ids=settings.generation.eos_ids,
             noise_probability=1 / settings.vocab_size if mask_id is None else 0.0,
             draw=lambda: second_draws(self.seed_B, self.number_B, step_B, settings.canvas_length),

@@ -73,7 +73,7 @@ class Canvases:
     kept_BL: Tensor  # bool: positions whose token was kept or stayed at the step before; False in the first step
     is_pinned_BL: Tensor  # bool: positions whose token is given
     is_masked_BL: Tensor  # bool: positions that the step saw masked; under other noise none is
-    whole_B: Tensor  # int64: for how many steps in a row, this one included, no position has been masked
+    whole_B: Tensor  # int64: for how many steps in a row, this one included, no position has been masked; else 0
     end_ids: Sequence[int]  # the tokens that end a response
     noise_probability: float  # of each token under the noise: 1 / V, or 0 where all noise is the mask
     draw: Callable[[], Tensor]  # what `uniform_BL` is made by, for strategies that ask for it

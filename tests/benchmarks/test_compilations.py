@@ -17,6 +17,7 @@ MOST = {  # by kernel; the two kinds of layer have heads of two sizes
     "expert_mlp_product": 3,
     "gated_product": 3,
     "vocabulary_tiles": 3,  # without samples, with, and of filtered tokens
+    "vocabulary_rows": 3,  # the same: only the likeliest of all tokens has its own probability
 }
 
 

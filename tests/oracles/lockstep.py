@@ -150,7 +150,7 @@ def _denoise(
         stats = predict(model, inputs, held, [shape] * len(live), mask_id)
         if settings.aligned and pinned_BL is not None:
             stats = with_given(stats, pinned_BL)
-        whole_B = (whole_B + 1) * (canvas_BL != (-1 if mask_id is None else mask_id)).all(-1)
+        whole_B = whole_B if mask_id is None else (whole_B + 1) * (canvas_BL != mask_id).all(-1)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
             ids=[batch[place].id for place in live],
