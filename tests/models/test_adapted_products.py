@@ -23,11 +23,11 @@ pytestmark = pytest.mark.quick
 def layers(
     count: int, dtype: torch.dtype = torch.float64, bias: bool = False, dropout: float = 0.0, form: str | None = None
 ) -> list[Linear]:
-    """Adapted layers of 12 inputs, with ranks of 2, 3, ... and values that count; their weights are frozen."""
+    """Adapted layers of 16 inputs, with ranks of 2, 3, ... and values that count; their weights are frozen."""
     torch.manual_seed(count)
     made = []
     for n in range(count):
-        layer = Linear(12, 8 + 2 * n, bias=bias).to(dtype).requires_grad_(False)
+        layer = Linear(16, 8 + 2 * n, bias=bias).to(dtype).requires_grad_(False)
         if form is not None:
             weight = layer.weight.detach()
             layer.store(FORMS[form])
@@ -42,7 +42,7 @@ def layers(
 
 
 def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(2, 5, 12, dtype=dtype, generator=torch.Generator().manual_seed(7)).requires_grad_()
+    return torch.randn(2, 5, 16, dtype=dtype, generator=torch.Generator().manual_seed(7)).requires_grad_()
 
 
 def by_formula(some: Sequence[Linear], x: Tensor, dropped: Tensor | None = None) -> list[Tensor]:
@@ -88,8 +88,9 @@ def test_dropout_is_of_the_adapter_alone_and_each_layer_has_its_own():
         assert (a - b).abs().max() < 1e-12 * (1 + b.abs().max())
 
 
-def test_adapters_over_stored_weights_have_the_gradients_of_the_formula():
-    some, x = layers(2, torch.float32, form="fp8"), tokens(torch.float32)
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_over_stored_weights_have_the_gradients_of_the_formula(form):
+    some, x = layers(2, torch.float32, form=form), tokens(torch.float32)
     got, truth = outputs(some, x), by_formula(some, x)
     for a, b in zip([*got, *gradients(got, x, some)], [*truth, *gradients(truth, x, some)], strict=True):
         assert (a - b).norm() < 1e-6 * b.norm()
@@ -117,7 +118,7 @@ def test_a_layer_with_a_hook_is_called_as_ever():
 
 
 def test_adapters_are_cast_once_within_a_step_and_anew_outside():
-    mlp = MLP(12, 16, kernels=layers(1)[0].kernels).to(torch.bfloat16).requires_grad_(False)
+    mlp = MLP(16, 16, kernels=layers(1)[0].kernels).to(torch.bfloat16).requires_grad_(False)
     for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
         layer.adapt(LowRank(2, 4.0))
         torch.nn.init.ones_(layer.lora_A), torch.nn.init.ones_(layer.lora_B)
