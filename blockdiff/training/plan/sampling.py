@@ -24,7 +24,8 @@ class SamplingPlan:
     """The memory of sampling, in bytes: `weights`, the `cache` of 1,000 tokens of a row, and a denoising `step`.
 
     images: weights of the image side, which come with the first image; step: of the first row and of each further
-    one, beside a prefix of 1,000 tokens. forms: the words for those that linear layers and experts are stored in.
+    one, beside a prefix of 1,000 tokens, in whole blocks. forms: the words for those that linear layers and experts
+    are stored in.
     """
 
     weights: int
@@ -76,7 +77,8 @@ def _step(model: BlockDiffusionModel, rows: int) -> int:
     counted.fill(model)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), counted:
         canvas = torch.zeros(rows, model.canvas_length, dtype=torch.int64)
-        prefix = model.encode(torch.zeros(rows, 1000, dtype=torch.int64))
+        block = model.config.block or 1
+        prefix = model.encode(torch.zeros(rows, -(-1000 // block) * block, dtype=torch.int64))
         counted.start_again()
         if not model.denoises:  # the step that gives the next token
             hidden = model.encode(canvas, prefix=prefix).hidden
