@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from transformers import Ministral3Config, Ministral3ForCausalLM
 
 import blockdiff
 from blockdiff import checkpoint
-from blockdiff.canvas import CleanRow, joined, lay_out
+from blockdiff.canvas import Canvas, CleanRow, joined, lay_out
 from blockdiff.checkpoint.config import config_from
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, targets
 from blockdiff.models.pages import Pages
+from blockdiff.objective import Objective
 from tests.support.closeness import require_close
 
 pytestmark = pytest.mark.quick
@@ -116,6 +120,37 @@ def test_losses_and_every_gradient_of_a_row_of_blocks_are_those_of_its_own_code(
         require_close(found[each], gradient, EXACT)
 
 
+@dataclass(frozen=True)
+class Marks:
+    """Corrupts the given places of the canvases of one document, with masks, and no place of others."""
+
+    is_masked_S: Tensor
+    length: int
+
+    def corrupt(self, canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        _, sample_BC, index_BC = address_BC3.unbind(-1)
+        is_masked_BCL = self.is_masked_S.view(-1, self.length)[index_BC] & (sample_BC == 1)[..., None]
+        return torch.where(is_masked_BCL, MASK, canvas_BCL), is_masked_BCL
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_the_objective_has_the_losses_and_gradient_norms_of_its_own_code(case, sweep):
+    """All tokens have p = 0.5: t is 0.5, and `elbo` weighs a masked token by 1 / t; next tokens of the whole row."""
+    _, truth, name = case
+    model, tokens = loaded(name).train(), truth["tokens"][0].tolist()
+    L = model.canvas_length
+    canvases = [Canvas(tokens[n : n + L], n, t=0.5, address=(0, 1, n // L)) for n in range(0, len(tokens), L)]
+    batch = lay_out([CleanRow(tokens, canvases, sample_id=1)], L, pad_id=0)
+    marks = Marks(truth["is_masked"][0].bool(), L)
+    objective = Objective(model, Linear(), marks, weight=ElboWeight(), positions="corrupted", sweep=sweep)
+    losses = objective(batch)
+    require_close(losses["canvas"], truth["train_diffusion_sum"], EXACT)
+    require_close(losses["ar"], truth["train_ar_sum"], EXACT)
+    (0.3 * losses["canvas"] + losses["ar"]).backward()
+    found = {str(model.config.names.to_hub(ours)): p.grad for ours, p in model.named_parameters()}
+    require_close(torch.stack([found[each].norm() for each in sorted(found)]), truth["train_gradient_norms"], EXACT)
+
+
 @torch.no_grad()
 def test_the_released_adapter_acts_on_noisy_tokens_only(case):
     _, truth, name = case
@@ -172,13 +207,17 @@ def test_layers_and_whole_gradients_are_those_of_ministral3(seed):
     ours.load_state_dict({name: weights[str(config.names.to_hub(name))].detach() for name in ours.state_dict()})
     tokens = torch.randint(0, values["vocab_size"], (2, 3 * original if original < 64 else 80))
     logits = ours.encode(tokens).hidden @ ours.vocabulary.head.T
-    truth = theirs(tokens).logits
-    require_close(logits, truth, 1e-8)  # transformers norms and takes softmax in fp32
+    torch.set_default_dtype(torch.float64)  # of the scales of their queries
+    try:
+        truth = theirs(tokens).logits
+    finally:
+        torch.set_default_dtype(torch.float32)
+    require_close(logits, truth, EXACT)
     slope = torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view(logits.shape)
     (logits * slope).sum().backward()
     (truth * slope).sum().backward()
     for name, parameter in ours.named_parameters():
-        require_close(parameter.grad, weights[str(config.names.to_hub(name))].grad, 1e-5)
+        require_close(parameter.grad, weights[str(config.names.to_hub(name))].grad, EXACT)
 
 
 # -- files -------------------------------------------------------------------------------------------------------
