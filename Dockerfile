@@ -11,6 +11,7 @@ WORKDIR /opt/blockdiff
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY blockdiff blockdiff
 COPY cli cli
+COPY docs docs
 COPY recipes recipes
 
 # PyPI's torch brings CUDA along; the other index has one without.

@@ -5,11 +5,14 @@
 
 from setuptools import find_packages, setup
 
-BESIDE = {f"blockdiff.{folder}": folder for folder in ("cli", "docs", "recipes")}
-
 setup(
-    packages=[*find_packages(include=["blockdiff", "blockdiff.*"]), *BESIDE],
-    package_dir=BESIDE,
+    packages=[
+        *find_packages(include=["blockdiff", "blockdiff.*"]),
+        "blockdiff.cli",
+        "blockdiff.docs",
+        "blockdiff.recipes",
+    ],
+    package_dir={"blockdiff.cli": "cli", "blockdiff.docs": "docs", "blockdiff.recipes": "recipes"},
     package_data={
         "blockdiff": ["py.typed"],
         "blockdiff.data": ["templates/*"],

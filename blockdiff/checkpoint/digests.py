@@ -46,7 +46,7 @@ def read_back(directory: Path) -> Path:
     digests = read_json(directory / DIGESTS)
     for name, digest in digests.items():
         if not NAMES.fullmatch(name) or not isinstance(digest, str):
-            raise CheckpointError(f"{directory / DIGESTS}: {name!r} is no file of the directory with its digest")
+            raise CheckpointError(f"{directory / DIGESTS}: {name!r:.80} is no file of the directory with its digest")
     if missing := sorted({file.name for file in directory.glob("*.safetensors")} - digests.keys()):
         raise CheckpointError(
             f"{directory / DIGESTS}: has no digest of {missing[0]}; write the directory again, "
