@@ -319,7 +319,7 @@ def _pins(request: Request, settings: SamplingSettings, tail: int) -> list[int] 
             f"the template has {len(pins)} tokens, and no eos is known that could follow them; "
             f"make it fill canvases of {settings.canvas_length}"
         )
-    return pins + ([eos_ids[0]] * rest if rest else [])
+    return pins + settings.ending(rest)
 
 
 def _start(request: Request, settings: SamplingSettings, max_tokens: int, tail: int) -> list[int]:
@@ -335,8 +335,8 @@ def _start(request: Request, settings: SamplingSettings, max_tokens: int, tail: 
             f"the draft has {len(start)} tokens, but the response at most {max_tokens}; "
             "shorten it or raise max_new_tokens (over HTTP, max_tokens)"
         )
-    fill = [eos_ids[0]] if eos_ids else [FREE]
-    return start + fill * (-(tail + len(start)) % settings.canvas_length)
+    rest = -(tail + len(start)) % settings.canvas_length
+    return start + (settings.ending(rest) if eos_ids else [FREE] * rest)
 
 
 def _languages(request: Request, settings: SamplingSettings) -> tuple[ByteAutomaton, ...]:

@@ -93,6 +93,7 @@ def sampling_settings(
         vocab_size=model.vocab_size,
         denoises=way.denoises,
         positions=positions // model.canvas_length * model.canvas_length if aligned and positions else positions,
+        fill_id=None if config is None else config.fill,
         predicts_next_tokens=config is None or config.predicts_next_tokens,
         is_drafted=drafter is not None,
         block=block,

@@ -26,12 +26,13 @@ class SamplingSettings:
     generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
     denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;
     denoises: whether responses grow by canvases, and not by next tokens; positions: the most tokens that the model can
-    see (None: no bound); predicts_next_tokens: whether it has a next-token head; is_drafted: whether another model
-    drafts; block: the most tokens of its blocks, the accepted one included (None: it drafts canvases, or nothing
-    drafts); image_reader: of images in prompts (None: the model takes none); template_length: the number of tokens to
-    whose multiples templates are filled up with eos (None: that of a canvas; 1: one eos follows); aligned: whether
-    canvases begin at multiples of their length, counted from the prompt's start, and not behind the prompt; is_seeded:
-    whether a canvas begins with the head's next token.
+    see (None: no bound); fill_id: the token behind the eos in a last canvas (None: that too is eos);
+    predicts_next_tokens: whether it has a next-token head; is_drafted: whether another model drafts; block: the most
+    tokens of its blocks, the accepted one included (None: it drafts canvases, or nothing drafts); image_reader: of
+    images in prompts (None: the model takes none); template_length: the number of tokens to whose multiples templates
+    are filled up with eos (None: that of a canvas; 1: one eos follows); aligned: whether canvases begin at multiples of
+    their length, counted from the prompt's start, and not behind the prompt; is_seeded: whether a canvas begins with
+    the head's next token.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -42,6 +43,7 @@ class SamplingSettings:
     vocab_size: int
     denoises: bool = True
     positions: int | None = None
+    fill_id: int | None = None
     predicts_next_tokens: bool = True
     is_drafted: bool = False
     block: int | None = None
@@ -62,6 +64,13 @@ class SamplingSettings:
     def round_length(self) -> int:
         """The most tokens of a canvas or of a drafter's block; 1 where next tokens are drawn one by one."""
         return self.block or self.canvas_length
+
+    def ending(self, count: int) -> list[int]:
+        """The `count` tokens behind a response in its last canvas, as in training: the eos, then fill."""
+        if not count:
+            return []
+        eos_id = self.generation.eos_ids[0]
+        return [eos_id, *[eos_id if self.fill_id is None else self.fill_id] * (count - 1)]
 
     def tail(self, prompt: int) -> int:
         """The number of the last tokens of a prompt of `prompt` tokens that stand in the response's first canvas."""

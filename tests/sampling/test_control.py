@@ -56,6 +56,17 @@ def answering(tokenizer, length: int = L, mask_id: int | None = None) -> Samplin
     return SamplingSettings(tokenizer, Generation(eos_ids=(EOS,), pad_id=PAD), noise, Composed(), length, V)
 
 
+def test_a_response_ends_with_eos_and_then_the_fill_of_training():
+    plain = answering(TOKENIZER)
+    assert plain.ending(3) == [EOS] * 3 and plain.ending(0) == []
+    filled = replace(plain, fill_id=PAD)
+    assert filled.ending(3) == [EOS, PAD, PAD]
+    for options in ({"template": "a<?1>"}, {"draft": "ab", "noise": 0.5}):
+        held = compile_control(asked(**options), [3], filled, max_tokens=L, max_steps=4)
+        tokens = held.pins if "template" in options else held.start
+        assert tokens[2:] == filled.ending(L - 2)
+
+
 def control(canvases: int = 3, mask_id: int | None = None, tokenizer=TOKENIZER, **options) -> Control | None:
     request = asked(**options)
     request.check()
