@@ -101,12 +101,13 @@ class NemotronFamily(LlamaFamily):
 
     @property
     def trained_with(self) -> dict[str, Any]:
-        """The released recipe: one noise level for a document, 1 / p at each mask, and the next-token loss."""
+        """NeMo's recipe of fine-tuning: one noise level for a document, 1 / p at each mask, and the next-token loss."""
         weight = self.ar_loss_weight / (self.dlm_loss_weight or DIFFUSION_WEIGHT)
         return super().trained_with | {
-            "time": {"uniform": {"low": 1e-3, "high": 1.0, "per": "example"}},
+            "time": {"stratified": {"low": 1e-3, "high": 1.0, "per": "example"}},
             "weight": "elbo",
             "positions": "corrupted",
+            "normalisation": "corrupted",
             "ar_loss": {"weight": weight, "scope": "response"} if weight else "none",
         }
 
