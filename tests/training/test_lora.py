@@ -15,18 +15,21 @@ from torch import Tensor
 
 import blockdiff
 from blockdiff import checkpoint
+from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError, RecipeError, RunError
 from blockdiff.metrics import reproducible
 from blockdiff.models.adapters import adapter_tensors, is_adapted
+from blockdiff.models.stored import forms_of
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import Sampler
 from blockdiff.training import same_run
 from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe_choices import ArLoss
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import decided
+from blockdiff.training.starting_model import decided, stored_below
 from tests.support.commands import refusal, works
 from tests.support.little_model import LITTLE, save_preset
 from tests.support.recipes import Square
@@ -40,8 +43,6 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     character_tokenizer(alphabet(4)).save_pretrained(folder / "tokenizer")
     save_preset(folder / "little.json", LITTLE)
-    from blockdiff.checkpoint.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(folder / "tokenizer")
     checkpoint.save(checkpoint.init(str(folder / "little.json"), seed=3), folder / "base", tokenizer=tokenizer)
     rows = make_splits(4, {"train": 24, "test": 6}, seed=0)
@@ -338,3 +339,25 @@ def test_a_base_in_fp8_stands_still_under_its_adapters(inputs, tmp_path):
     assert blockdiff.train(recipe, output=tmp_path / "run", resume=True, overrides=("train.steps=5",)).records
     with pytest.raises(RunError, match=r"model\.quantize"):
         blockdiff.train(inputs, output=tmp_path / "run", resume=True, overrides=("train.steps=6", "model.dtype=auto"))
+
+
+def test_a_base_that_is_stored_in_four_bits_is_trained_over_as_it_is_and_resumed_to_the_bit(inputs, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
+    save_preset(tmp_path / "wide.json", {**LITTLE, "text_config": {**LITTLE["text_config"], **sizes}})
+    tokenizer = load_tokenizer(find(inputs["model"]["path"]))
+    checkpoint.save(checkpoint.init(str(tmp_path / "wide.json"), seed=3), tmp_path / "plain", tokenizer=tokenizer)
+    stored = checkpoint.export(tmp_path / "plain", tmp_path / "stored", quantize="nvfp4")
+    recipe = {**inputs, "model": {"path": str(stored)}}
+    whole = blockdiff.train(recipe, output=tmp_path / "whole")
+    assert forms_of(whole.model()) == ("fp8", "nvfp4")
+    blockdiff.train(recipe, output=tmp_path / "parts", overrides=("train.steps=2",))
+    parts = blockdiff.train(recipe, output=tmp_path / "parts", resume=True)
+    one, two = (load_file(run.directory / "adapter" / "adapter_model.safetensors") for run in (whole, parts))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    for change in ({"lora": "none"}, {"lora": "none", "optim": {**inputs["optim"], "ema": 0.9}}):
+        with pytest.raises(RecipeError, match=r"^model\.path: .*stored stores weights in fp8 and nvfp4, which do not"):
+            blockdiff.train({**recipe, **change}, output=tmp_path / "no")
+    with pytest.raises(RecipeError, match=r"parallel\.shard: full"):
+        stored_below(
+            checkpoint.empty(checkpoint.read_config(stored)), str(stored), read_recipe(recipe, ["parallel.shard=full"])
+        )
