@@ -209,6 +209,16 @@ def test_an_answer_ends_with_the_token_that_ends_it():
     assert result.forwards.total < int(truth["ends_calls"])
 
 
+def test_the_one_likeliest_token_is_certain_so_that_a_block_takes_one_step():
+    """The way in which greedy answers are asked of its own code: with top_k 1 every confidence is 1."""
+    truth, model = load_file(GOLDEN / "dense/outputs_fp64.safetensors"), loaded("dense")
+    row, settings = truth["topk1_tokens"][0].tolist(), Generation(max_steps=L, max_new_tokens=26)
+    sampler = Sampler(model, None, settings, strategy="confident:threshold=0.5,confidence=0,top_k=1")
+    [result] = sampler.generate([Request(0, tokens=row[:10])])
+    assert result.tokens == row[10:] and set(result.steps) == {1}
+    assert result.forwards.total + 1 == int(truth["topk1_calls"])
+
+
 def test_blocks_of_more_places_than_steps_by_default_have_a_step_for_each():
     for block, steps in ((4, 48), (64, 64)):
         config = config_from(CONFIGS["dense"] | {"block_size": block}, "here")

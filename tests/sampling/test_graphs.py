@@ -116,6 +116,7 @@ RULES = (
     "entropy_bound:stability=0,t_min=0.7,t_max=0.7",
     "ddim",
     "confident:threshold=0.01,top_k=20,min_p=0.02",
+    "sequential:confidence=0,greedy=true",
 )
 
 
@@ -161,8 +162,12 @@ def test_rows_that_are_held_by_several_things_run_as_they_are(model, recorder):
     assert recorder.runs < 8  # only where one was left
 
 
-def test_masks_are_replayed(model, recorder):
-    same_answers(model, requests_of(2), recorder, diffusion=DiffusionSettings(corruption="mask", mask_id=7))
+@pytest.mark.parametrize(
+    "rule", [None, "confident:threshold=0.9,confidence=0,greedy=true", "joint_threshold:edit_threshold=0.01"]
+)
+def test_masks_are_replayed(model, recorder, rule):
+    masks = DiffusionSettings(corruption="mask", mask_id=7)
+    same_answers(model, requests_of(2), recorder, diffusion=masks, strategy=rule)
 
 
 def test_the_set_of_tokens_that_is_read_under_mask_noise_keeps_its_address(model):
