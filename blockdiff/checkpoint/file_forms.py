@@ -7,7 +7,7 @@ decoded when it is read; the others are what a model computes with (`kernels/sto
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,13 +55,13 @@ class Part:
         return tensor if tensor.dtype == self.dtype else tensor.view(self.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FileForm:
     """A form of matrices in files.
 
     name: in messages. parts: its tensors, the codes first. form: what a model keeps it in (None: a tensor). dtype: the
     one that decoded numbers are given in. shape: of the tensors' places the shape of the matrix, None if they are not
-    of this form. read: the matrix of its tensors.
+    of this form. read: the matrix of its tensors. words, weights, inputs: what compressed-tensors' config says of it.
     """
 
     name: str
@@ -70,6 +70,9 @@ class FileForm:
     dtype: str
     shape: Callable[..., tuple[int, ...] | None]
     read: Callable[..., Any]
+    words: str = ""
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,15 @@ def _divisor(scale: Tensor) -> Tensor:
 
 E4M3, F32, U8 = torch.float8_e4m3fn, torch.float32, torch.uint8
 MXFP8 = FileForm("MXFP8", (Part("", E4M3), Part("_scale_inv", U8)), None, "BF16", _shape_mxfp8, dequantised)
-FP8 = FileForm("fp8", (Part("", E4M3), Part("_scale", F32)), Fp8, "F32", _shape_fp8, _read_fp8)
+NUMBER = {"type": "float", "symmetric": True}
+FP8 = FileForm(
+    "fp8",
+    (Part("", E4M3), Part("_scale", F32)),
+    Fp8, "F32", _shape_fp8, _read_fp8,
+    "float-quantized", {"num_bits": 8, **NUMBER, "strategy": "channel", "dynamic": False},
+    # as vLLM's loader of DiffusionGemma takes fp8 (FP8-Dynamic): that rounds inputs, too
+    {"num_bits": 8, **NUMBER, "strategy": "token", "dynamic": True},
+)  # fmt: skip
 MODELOPT = FileForm(
     "NVFP4 of ModelOpt",
     (Part("", U8), Part("_scale", E4M3), Part("_scale_2", F32, ())),
@@ -167,8 +178,13 @@ PACKED = FileForm(
     "NVFP4 of compressed-tensors",
     (Part("_packed", U8), Part("_scale", E4M3), Part("_global_scale", F32, (1,), _divisor)),
     Nvfp4, "F32", _shape_nvfp4, lambda codes, block_scale, divisor: _read_nvfp4(codes, block_scale, 1 / divisor),
+    "nvfp4-pack-quantized",
+    {"num_bits": 4, **NUMBER, "strategy": "tensor_group", "group_size": BLOCK, "dynamic": False,
+     "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
 )  # fmt: skip
 FILE_FORMS = (MODELOPT, PACKED, FP8, MXFP8)  # those with more tensors first: the tensors of fp8 are among ModelOpt's
+# The form in files of weights that come from no file.
+WRITTEN: dict[Form, FileForm] = {form.form: form for form in (FP8, PACKED) if form.form is not None}
 
 
 def joined(stored: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from blockdiff.checkpoint.config import QUANTIZATION
 from blockdiff.checkpoint.digests import has_digests
-from blockdiff.checkpoint.file_forms import WEIGHT, FileForm
+from blockdiff.checkpoint.file_forms import WEIGHT, WRITTEN, FileForm
 from blockdiff.checkpoint.files import CONFIG
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.nvfp4 import Nvfp4
@@ -26,19 +26,6 @@ from blockdiff.layers.weights import Form
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import stored_layers
-
-_NUMBER = {"type": "float", "symmetric": True}
-_WEIGHTS: dict[Form, dict[str, Any]] = {
-    Fp8: {"num_bits": 8, **_NUMBER, "strategy": "channel", "dynamic": False},
-    Nvfp4: {"num_bits": 4, **_NUMBER, "strategy": "tensor_group", "group_size": 16, "dynamic": False,
-            "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
-}  # fmt: skip
-# As vLLM's loader of DiffusionGemma takes fp8 (FP8-Dynamic): that rounds inputs, too.
-_INPUTS: dict[Form, Any] = {
-    Fp8: {"num_bits": 8, **_NUMBER, "strategy": "token", "dynamic": True},
-    Nvfp4: None,
-}
-_FORMATS: dict[Form, str] = {Fp8: "float-quantized", Nvfp4: "nvfp4-pack-quantized"}
 
 
 def said(config: Family) -> Mapping[str, Any]:
@@ -109,19 +96,19 @@ def written_words(model: BlockDiffusionModel, forms: Mapping[str, FileForm]) -> 
         modules = [each for layer in gone for each in _hub_modules(model, layer, model.get_submodule(layer))]
         return {**said(model.config), "ignore": [*_ignored_by(said(model.config)), *sorted(modules)]}
     kept_in = {module.stored for module in stored_layers(model).values()}
-    in_turn = [form for form in _FORMATS if form in kept_in]
+    in_turn = [form for form in WRITTEN if form in kept_in]
     groups = {
         f"group_{n}": {
             "targets": ["Linear"] if len(in_turn) == 1 else _targets(model, form),
-            **({} if len(in_turn) == 1 else {"format": _FORMATS[form]}),
-            "weights": _WEIGHTS[form],
-            "input_activations": _INPUTS[form],
+            **({} if len(in_turn) == 1 else {"format": WRITTEN[form].words}),
+            "weights": WRITTEN[form].weights,
+            "input_activations": WRITTEN[form].inputs,
         }
         for n, form in enumerate(in_turn)
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": _FORMATS[in_turn[0]] if len(in_turn) == 1 else "mixed-precision",
+        "format": WRITTEN[in_turn[0]].words if len(in_turn) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": _ignored(model),

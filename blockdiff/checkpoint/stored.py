@@ -7,13 +7,11 @@ from pathlib import Path
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS as ADAPTER_WEIGHTS
 from blockdiff.checkpoint.assembled import Assembled, assembled, stored_apart
-from blockdiff.checkpoint.file_forms import FP8, PACKED, WEIGHT, FileForm, Part, Quantised
+from blockdiff.checkpoint.file_forms import WEIGHT, WRITTEN, FileForm, Part, Quantised
 from blockdiff.checkpoint.files import INDEX, Stored, find, metadata_in
 from blockdiff.checkpoint.files import WEIGHTS as MODEL_WEIGHTS
 from blockdiff.checkpoint.quantization_config import layers_said, said
 from blockdiff.checkpoint.stream import TensorSource
-from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.nvfp4 import Nvfp4
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.weights import Form
@@ -21,7 +19,6 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import QUANTIZE, check_quantize, frozen_weights, layers_of, quantised_layers, stored_layers
 
 FORM = "base_weights"  # the entry of an adapter's file that names the `quantize` of the weights below
-WRITTEN: dict[Form, FileForm] = {Fp8: FP8, Nvfp4: PACKED}  # the form in files of weights that come from no file
 
 
 def chosen_layers(model: BlockDiffusionModel, path_or_hub_id: str | Path, quantize: str | None) -> dict[str, Form]:
