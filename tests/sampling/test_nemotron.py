@@ -94,7 +94,7 @@ def test_verified_canvases_have_the_tokens_of_the_released_self_speculation_in_m
     )
 
 
-def test_the_head_draws_the_first_token_of_each_canvas_within_a_constraint_and_under_a_template(case):
+def test_the_head_draws_the_first_token_of_each_canvas_among_those_that_are_not_banned(case):
     model, truth, name = case
     prompt, L = truth["tokens"][0, : PROMPTS[name]].tolist(), model.canvas_length
     with torch.no_grad():
