@@ -200,16 +200,18 @@ def compile_control(
     max_tokens: int,
     max_steps: int,
     device: torch.device | str = "cpu",
+    by_head: bool = False,
 ) -> Control | None:
     """The control of a request, None if it asks for none; RequestError says what of it cannot be.
 
-    max_tokens: the most of the response; a template has as many as it needs.
+    max_tokens: the most of the response; a template has as many as it needs. by_head: whether the next-token head
+    decides every token.
     """
     if not request.control_in_words:
         return None
     device, generation, mask_id = torch.device(device), settings.generation, settings.diffusion.mask_id
     tail = settings.tail(len(prompt_tokens))
-    pins, start = _pins(request, settings, tail), _start(request, settings, max_tokens, tail)
+    pins, start = _pins(request, settings, tail, by_head), _start(request, settings, max_tokens, tail)
     languages = _languages(request, settings)
     if languages and start and mask_id is not None:
         raise RequestError(
@@ -290,10 +292,11 @@ def require_tokenizer(name: str, settings: SamplingSettings) -> PreTrainedTokeni
     return settings.tokenizer
 
 
-def _pins(request: Request, settings: SamplingSettings, tail: int) -> list[int] | None:
+def _pins(request: Request, settings: SamplingSettings, tail: int, by_head: bool) -> list[int] | None:
     """The template's texts, each tokenised alone, over as many canvases as it needs, with eos after its end.
 
-    tail: the number of places of the first canvas that the prompt has.
+    tail: the number of places of the first canvas that the prompt has. by_head: one eos at least, so that the answer is
+    the same whatever canvases draft it; without a head a template that fills its last canvas has none.
     """
     if request.template is None:
         return None
@@ -310,10 +313,8 @@ def _pins(request: Request, settings: SamplingSettings, tail: int) -> list[int] 
         raise RequestError("the template has the token that ends a response; leave it out, it comes by itself")
     if settings.diffusion.mask_id in pins:
         raise RequestError("the template has the mask token of the model's noise; write a hole instead")
-    length = settings.template_length or settings.canvas_length
-    rest = -(tail + len(pins)) % length if length > 1 else 1
-    if not settings.denoises:  # the same answer as of canvases, whose further fill nobody sees
-        return pins + ([eos_ids[0]] if rest and eos_ids else [])
+    least = int(by_head and bool(eos_ids))
+    rest = least + -(tail + len(pins) + least) % settings.canvas_length
     if rest and not eos_ids:
         raise RequestError(
             f"the template has {len(pins)} tokens, and no eos is known that could follow them; "

@@ -98,7 +98,6 @@ def sampling_settings(
         is_drafted=drafter is not None,
         block=block,
         image_reader=None if drafter is not None and block is None else _image_reader(model, tokenizer),
-        template_length=model.canvas_length if block is None else 1,
         aligned=aligned,
         is_seeded=getattr(config, "seeds_canvases", False),
     )
@@ -169,12 +168,21 @@ def prepare_sequences(
             f"{form} says the form of the whole response, but the chat template begins it with reasoning; turn that "
             "off in the template, or leave the form out"
         )
-    control = compile_control(request, tokens, settings, max_tokens=max_tokens, max_steps=max_steps, device=device)
+    head = next_token_head(strategy)
+    control = compile_control(
+        request,
+        tokens,
+        settings,
+        max_tokens=max_tokens,
+        max_steps=max_steps,
+        device=device,
+        by_head=head is not None,
+    )
     if control is not None:
         max_tokens = settings.max_tokens(control.max_tokens, len(tokens))
         if control.classes is not None:
             _require_plain(strategy, max_steps)
-            _require_plain(next_token_head(strategy) or strategy, max_steps)
+            _require_plain(head or strategy, max_steps)
     positions = settings.positions
     if positions is not None and len(tokens) > (room := positions - max_tokens):
         raise RequestError(

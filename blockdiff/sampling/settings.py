@@ -29,10 +29,9 @@ class SamplingSettings:
     see (None: no bound); fill_id: the token behind the eos in a last canvas (None: that too is eos);
     predicts_next_tokens: whether it has a next-token head; is_drafted: whether another model drafts; block: the most
     tokens of its blocks, the accepted one included (None: it drafts canvases, or nothing drafts); image_reader: of
-    images in prompts (None: the model takes none); template_length: the number of tokens to whose multiples templates
-    are filled up with eos (None: that of a canvas; 1: one eos follows); aligned: whether canvases begin at multiples of
-    their length, counted from the prompt's start, and not behind the prompt; is_seeded: whether a canvas begins with
-    the head's next token.
+    images in prompts (None: the model takes none); aligned: whether canvases begin at multiples of their length,
+    counted from the prompt's start, and not behind the prompt; is_seeded: whether a canvas begins with the head's next
+    token.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -48,7 +47,6 @@ class SamplingSettings:
     is_drafted: bool = False
     block: int | None = None
     image_reader: ImageReader | None = None
-    template_length: int | None = None
     aligned: bool = False
     is_seeded: bool = False
 
@@ -58,7 +56,7 @@ class SamplingSettings:
         Of a model whose clean tokens see whole blocks canvases keep their length.
         """
         width = min(self.canvas_length, -(-tokens // multiple) * multiple)
-        return self if self.aligned else replace(self, canvas_length=width, template_length=width)
+        return self if self.aligned else replace(self, canvas_length=width)
 
     @property
     def round_length(self) -> int:

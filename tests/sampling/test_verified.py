@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
@@ -34,7 +35,7 @@ from blockdiff.sampling import (
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.strategies import Composed, NextToken, Verified, adjusted, as_strategy
-from tests.support.families import CONFIGS, small_model
+from tests.support.families import CONFIGS, SMALL, small_model
 from tests.support.oracle import TWO_LAYERS, tiny_config
 from tests.support.recorder import Recorder as CapturingRecorder
 
@@ -434,3 +435,20 @@ def test_what_cannot_draft_is_refused(model):
         Sampler(drafted, generation=SETTINGS, strategy="entropy_bound")
     with pytest.raises(RequestError, match="verified canvases"):
         tokens_of(drafted, None, requests(1, strategy="entropy_bound"))
+
+
+@pytest.mark.parametrize("length", [1, 2, 2 * L], ids="target's canvas of {}".format)
+def test_templates_end_as_the_targets_next_tokens_do_whatever_the_drafters_canvases(writer, length):
+    """Of 4, 6, 8 and 11 tokens, which fill canvases of one model exactly, of both, or of none."""
+    values = SMALL | {"vocab_size": len(TOKENIZER), "eos_token_id": 1, "canvas_length": length if length > 1 else None}
+    target = init(LlamaConfig(**values), seed=5, dtype=torch.float64, device="cpu", kernels="torch")
+    settings, head = Generation(max_new_tokens=2 * L, eos_ids=(1,), pad_id=0), NextToken(1.2)
+    forms = [{"template": form} for form in ("a<?3>", "ab<?4>", "ab<?6>", "ab<?7>c<?1>")]
+    forms.append({"template": "ab<?6>", "regex": "(ab|cd){2,6}"})
+    asked = [Request(n, prompt="ab", scores=True, **form) for n, form in enumerate(forms)]
+    pairs = [(target, head), (Drafted(target, writer), Verified(head, 2))]
+    expected, found = (Sampler(each, TOKENIZER, settings, strategy=way).generate(asked) for each, way in pairs)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert {each.finish_reason for each in (*found, *expected)} == {"eos"}
+    for one, other in zip(found, expected, strict=True):
+        assert one.text == other.text and one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
