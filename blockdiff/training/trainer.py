@@ -120,22 +120,26 @@ class Trainer:
         line, for what cannot go on.
         """
         with self._running():
-            is_over = self._between_steps(made=self._kinds_logged())
-            while not is_over:
-                batches, counts = self._next_batches()
-                self.step += 1
-                gradient = self.backpropagate(batches, counts)
-                if gradient.is_finite:
-                    if counts.has_scored:
-                        self.update(gradient)
-                    self.log(gradient)
-                else:
-                    self.skip(gradient, batches)
-                self.show.step(self.step)
-                self._notify("on_step")
-                is_over = self._between_steps()
+            self._take_steps()
             self._finish()
         return Run(self.directory)
+
+    def _take_steps(self) -> None:
+        """Take optimiser steps until training is over, and save and measure what is due before and between them."""
+        is_over = self._between_steps(made=self._kinds_logged())
+        while not is_over:
+            batches, counts = self._next_batches()
+            self.step += 1
+            gradient = self.backpropagate(batches, counts)
+            if gradient.is_finite:
+                if counts.has_scored:
+                    self.update(gradient)
+                self.log(gradient)
+            else:
+                self.skip(gradient, batches)
+            self.show.step(self.step)
+            self._notify("on_step")
+            is_over = self._between_steps()
 
     # -- the optimiser step ----------------------------------------------------------------------------------------
 
@@ -364,7 +368,7 @@ class Trainer:
         """Save and leave because of data, all ranks together; the first rank that has a refusal says what is wrong."""
         reason = next(line for line in self.ranks.gather(refusal) if line is not None)
         self._ensure_saved(is_waiting=True)
-        saved = f"; the run is saved at step {self.step}, {RESUME}" if self.saved == self.step > 0 else ""
+        saved = f"; the run is saved at step {self.step}, {RESUME}" if self.step > 0 else ""
         raise DataError(reason + saved)
 
     def _finish(self) -> None:

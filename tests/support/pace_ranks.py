@@ -19,7 +19,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted, Stopped
 from blockdiff.training.checkpoint_content import steps_saved
 from blockdiff.training.optimiser import build
-from tests.support.toy_objective import ToyObjective, save_checkpoint, slots, toy_batches
+from tests.support.toy_objective import ToyObjective, slots, toy_batches
 from tests.support.toy_trainer import Options, train
 
 TIMEOUT, BEAT = 3.0, 0.5  # seconds after which a rank hangs, and between two signs of life
@@ -93,12 +93,9 @@ def toy_run(ranks: Ranks, run: Path, meet: Callable[[int], None]) -> None:
     optimiser = build(objective, lr=0.1)
     draw = toy_batches(slots(ranks, 4), 4)
 
-    def save(step: int) -> None:
-        save_checkpoint(run, step, objective, optimiser, {}, ranks)
-
     options = Options(steps=9, log_every=1, save_every=3)
     batches = lambda step: meet(step) or draw(step)  # noqa: E731
-    train(objective, optimiser, lambda _: 0.1, batches, options, ranks, log=lambda record: None, save=save)
+    train(objective, optimiser, lambda _: 0.1, batches, options, ranks, output=run)
 
 
 def told_to_stop(ranks: Ranks, run: Path) -> None:

@@ -9,7 +9,6 @@ import atexit
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,14 @@ from blockdiff.cli.main import main
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError
-from blockdiff.metrics import MetricsLog
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_content import FOLDER
 from blockdiff.training.checkpoint_reader import restore
-from blockdiff.training.run import hold_run, prune
+from blockdiff.training.run import hold_run
 from tests.support.closeness import relative_error
 from tests.support.oracle import tiny_config, widen_routers
-from tests.support.toy_objective import ToyObjective, save_checkpoint, slots, toy_batch, toy_batches, toy_row
+from tests.support.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
 from tests.support.toy_trainer import Options, train
 
 BATCH, STEPS = 6, 3
@@ -157,16 +155,9 @@ def resumed(ranks: Ranks, run: Path) -> list[str]:
     objective = ToyObjective(ranks.rank)
     optimiser = torch.optim.SGD(objective.parameters(), lr=0.1)
     seen = [str(enter(run, False, ranks))]
-    options = Options(2, save_every=1)
-
-    def save(step: int) -> None:
-        save_checkpoint(run, step, objective, optimiser, {}, ranks)
-        if ranks.is_main:
-            prune(run, 1)
-
-    log = MetricsLog(run / "metrics.jsonl").append
+    options = Options(2, save_every=1, keep=1)
     batches = toy_batches(slots(ranks, BATCH), BATCH)
-    train(objective, optimiser, lambda _: 0.1, batches, options, ranks, log=log, save=save)
+    train(objective, optimiser, lambda _: 0.1, batches, options, ranks, output=run)
     try:
         enter(run, False, ranks)
     except RunError:
@@ -187,10 +178,8 @@ def gone_on(ranks: Ranks, run: Path) -> list[bool]:
         optimiser = torch.optim.AdamW(objective.parameters(), lr=1e-2)
         if start:
             restore(run / FOLDER / f"step-{start}", objective, optimiser, {}, ranks=ranks)
-        save = partial(save_checkpoint, run, objective=objective, optimiser=optimiser, facts={}, ranks=ranks)
         options = Options(steps, save_every=2)
-        watch = {"save": save, "log": lambda record: None}
-        train(objective, optimiser, lambda _: 1e-2, real_batches(ranks), options, ranks, **watch, start=start)
+        train(objective, optimiser, lambda _: 1e-2, real_batches(ranks), options, ranks, output=run, start=start)
         return {name: p.detach().clone() for name, p in objective.named_parameters()}
 
     whole, rest = trained(0, 4), trained(2, 4)

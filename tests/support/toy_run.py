@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from blockdiff.metrics import MetricsLog, read, reproducible
+from blockdiff.metrics import read, reproducible
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.optimiser import build
@@ -38,20 +38,18 @@ def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int 
     """Train a toy run of 9 steps up to step `stop`, saving every 2, as the command line would."""
     objective = ToyObjective(seed)
     optimiser = build(objective, lr=0.1)
-    log = MetricsLog(run / "metrics.jsonl")
     checkpoint = enter(run, resume)
     start = restore(checkpoint, objective, optimiser, FACTS) if checkpoint else 0
-    log.cut(start)
     lr = partial(learning_rate, CosineDecay(), peak=0.1, steps=9, warmup_steps=3)
     train(
         objective,
         optimiser,
         lr,
         toy_batches(slots(ALONE, 4, 2), 4),
-        Options(steps=stop, log_every=1, save_every=2),
+        Options(steps=stop, log_every=1, save_every=2, keep=keep),
         ALONE,
-        log=log.append,
-        save=lambda step: saved(run, step, objective, optimiser, keep),
+        output=run,
+        facts=FACTS,
         start=start,
     )
     return objective, optimiser

@@ -1,10 +1,12 @@
-"""A toy kind of run, and a trainer of it without rows or a run directory, with functions to watch it by."""
+"""A toy kind of run, and a trainer of it without rows or an exported model, with functions to watch it by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -12,15 +14,20 @@ import torch
 from torch import nn
 
 from blockdiff.canvas import Batch
-from blockdiff.metrics import Record
+from blockdiff.metrics import FILE_NAME, MetricsLog, Record
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
-from blockdiff.training.built import Source
+from blockdiff.training.built import Built, Source
+from blockdiff.training.callbacks import Callback
 from blockdiff.training.kinds.kind import Kind
+from blockdiff.training.optimiser import Ema
+from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.run import hold_run
 from blockdiff.training.samples import Sampled
 from blockdiff.training.step import Loss
+from blockdiff.training.trackers import Trackers
 from blockdiff.training.trainer import Trainer
 
 
@@ -63,12 +70,30 @@ class Options:
     eval_every: int = 0
     sample_every: int = 0
     save_every: int = 0
+    keep: int = 2
     non_finite: Literal["stop", "skip"] = "stop"
     steps_per_epoch: float | None = None
 
 
+class Watching(Callback):
+    """Calls the functions of a toy trainer where a run calls back."""
+
+    def on_step(self, trainer: Any) -> None:
+        trainer.call("on_step")
+
+    def on_save(self, trainer: Any) -> None:
+        trainer.call("save")
+
+    def on_record(self, trainer: Any, record: Record) -> None:
+        if "log" in trainer.watch:
+            trainer.watch["log"](record)
+
+
 class ToyTrainer(Trainer):
-    """A trainer of what is given, whose methods call the functions in `watch` where there are any."""
+    """A trainer of what is given, whose methods call the functions in `watch` where there are any.
+
+    logged: the records of the run so far, in place of those in its directory.
+    """
 
     def __init__(
         self,
@@ -79,13 +104,15 @@ class ToyTrainer(Trainer):
         options: Options,
         ranks: Ranks,
         *,
+        output: str | Path,
+        facts: Mapping[str, Any] | None = None,
+        average: Ema | None = None,
         logged: Sequence[Record] | None = None,
         start: int = 0,
-        seconds: float = 0.0,
         **watch: Any,
     ) -> None:
         o = options
-        train = {key: getattr(o, key) for key in ("steps", "autocast", "log_every", "eval_every", "save_every")}
+        train = {key: getattr(o, key) for key in ("steps", "autocast", "log_every", "eval_every", "save_every", "keep")}
         recipe = Recipe.model_validate(
             {
                 "model": {"preset": "tiny"},
@@ -95,33 +122,32 @@ class ToyTrainer(Trainer):
                 "evaluation": {"prompts_every": o.sample_every},
             }
         )
-        super().__init__(recipe, output=".", kind=Toy(ar_weight=o.ar_weight, call=self.call))
+        super().__init__(recipe, output=output, kind=Toy(ar_weight=o.ar_weight, call=self.call), callbacks=[Watching()])
         is_stopping = watch.pop("is_stopping", None)
         self.ranks = ranks if is_stopping is None else replace(ranks, is_stopping=is_stopping)
-        self.options, self.watch = o, watch
-        self.show = SimpleNamespace(line=lambda _: None, step=lambda step: self.call("on_step"))
+        self.options, self.watch, self.logged = o, watch, logged
         data: Any = SimpleNamespace(
             heldout=watch.get("evaluate"), prompts=watch.get("sample"), heldout_batches=lambda *ranks: ()
         )
-        built: Any = SimpleNamespace(
+        nothing: Any = None
+        self.built = Built(
+            base=nothing,
+            data=data,
+            model=nothing,
             objective=objective,
             losses=self.recipe.objective.losses(objective),
-            module=replicate(objective, Mesh(ranks)),
             mesh=Mesh(ranks),
+            module=replicate(objective, Mesh(ranks)),
             precision=o.autocast,
             optimiser=optimiser,
             learning_rate=lr,
-            average=None,
-            averaged=nullcontext,
+            average=average,
             source=Given(batches),
-            data=data,
-            base=None,
-            step=start,
+            diffusion=nothing,
+            facts=dict(facts or {}),
             steps=o.steps,
+            step=start,
         )
-        self._begin(built, list(logged or ()))
-        self.sampler: Any = SimpleNamespace(release=lambda: None)
-        self.clock._seconds += seconds
 
     def call(self, name: str, default: Any = None) -> Any:
         function = self.watch.get(name)
@@ -129,8 +155,21 @@ class ToyTrainer(Trainer):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        with self.ranks.guarded(lambda: self.doing):
-            yield
+        with hold_run(self.directory, True, self.ranks), self.ranks.guarded(lambda: self.doing):
+            self._start(None)
+            with closing(self.saver):
+                yield
+
+    def _start(self, checkpoint: Path | None) -> None:
+        """Begin in the run's directory with what was given, which is at the step that it says."""
+        self.place = self.directory.stat()
+        self.show = Progress(self.built.steps, is_shown=False)
+        records = list(self.logged or ())
+        if self.logged is None and self.ranks.is_main:
+            records = MetricsLog(self.directory / FILE_NAME).cut(self.built.step or -1)
+        self._begin(self.built, records)
+        self.sampler: Any = SimpleNamespace(release=lambda: None)
+        self.trackers = Trackers((), self.directory, {})
 
     def update(self, gradient: Any) -> None:
         super().update(gradient)
@@ -142,30 +181,14 @@ class ToyTrainer(Trainer):
     def _should_stop(self) -> bool:
         return self.call("should_stop", False)
 
-    def record(self, record: Record) -> None:
-        if self.ranks.is_main:
-            self.records.append(record)
-            self.watch["log"](record)
-
-    def _ensure_saved(self, is_waiting: bool = False) -> None:
-        if self.watch.get("save"):
-            super()._ensure_saved(is_waiting)
-
-    def save(self, step: int) -> None:
-        self.call("save")
-
-    def _prune(self) -> None:
-        pass
-
-    def _finish(self) -> None:
-        pass
-
     def _steps_per_epoch(self) -> float | None:
         return self.options.steps_per_epoch
 
 
-def train(*parts: Any, **watch: Any) -> int:
-    """Run a toy trainer to its end and return the step it reached."""
-    trainer = ToyTrainer(*parts, **watch)
-    trainer.fit()
+def train(*parts: Any, output: Path | None = None, **watch: Any) -> int:
+    """Run a toy trainer to its last step, which it returns; without an `output` its directory is a passing one."""
+    with TemporaryDirectory() if output is None else nullcontext(output) as directory:
+        trainer = ToyTrainer(*parts, output=directory, **watch)
+        with trainer._running():
+            trainer._take_steps()
     return trainer.step

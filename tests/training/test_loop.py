@@ -34,7 +34,7 @@ def frozen_rate(objective: nn.Module) -> torch.optim.Optimizer:
 
 def run(objective, batches, steps=1, optimiser=None, rate=0.0, **settings):
     """Train and return the records; settings go to Options, or to the loop where it knows them."""
-    loop = {k: settings.pop(k) for k in ("evaluate", "save", "on_step", "start", "seconds") if k in settings}
+    loop = {k: settings.pop(k) for k in ("evaluate", "save", "on_step", "start", "logged") if k in settings}
     options = Options(steps=steps, **{"log_every": 1, "clip": 0.0, **settings})
     records: list[dict] = []
     optimiser = optimiser or frozen_rate(objective)
@@ -81,7 +81,8 @@ def test_the_loss_is_a_mean_over_tokens_not_over_micro_batches():
 
 
 def test_a_logged_step_has_what_the_run_directory_promises():
-    records = run(ToyObjective(), toy_batches([range(4)], 4), steps=5, log_every=2, rate=0.25, seconds=10.0)
+    before = [{"step": 0, "kind": "train", "seconds": 10.0}]
+    records = run(ToyObjective(), toy_batches([range(4)], 4), steps=5, log_every=2, rate=0.25, logged=before)
     assert [record["step"] for record in records] == [2, 4, 5]
     keys = ["step", "kind", "loss", "canvas_loss", "ar_loss", "grad_norm", "lr", "skipped"]
     keys += ["tokens_per_second", "scored_tokens_per_second", "seconds", "memory_gib"]
@@ -205,7 +206,7 @@ def test_the_learning_rate_is_that_of_the_step():
     rates = {1: 0.5, 2: 0.25, 3: 0.125}
     batches = toy_batches([range(4)], 4)
     optimiser.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["lr"]))
-    train(objective, optimiser, rates.get, batches, options, ALONE, log=lambda record: None)
+    train(objective, optimiser, rates.get, batches, options, ALONE)
     assert seen == [0.5, 0.25, 0.125]
 
 

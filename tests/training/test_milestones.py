@@ -197,7 +197,6 @@ def test_outside_a_run_nothing_interrupts_an_evaluation():
         (4, {"save_every": 2}, f"; the run is saved at step 3, {RESUME}", ["save 2", "save 3"]),
         (3, {"save_every": 2}, f"; the run is saved at step 2, {RESUME}", ["save 2"]),
         (1, {}, "", []),
-        (3, {"save": None}, "", []),
     ],
 )
 def test_data_that_cannot_be_read_in_the_middle_of_a_run_saves_the_steps_before(monkeypatch, at, settings, end, saves):

@@ -76,8 +76,7 @@ def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
         optimiser, ema = build(objective, lr=0.1), Ema(objective, 0.9)
         start = restore(checkpoint, objective, optimiser, FACTS, average=ema) if checkpoint else 0
         batches = toy_batches(slots(ALONE, 4), 4)
-        settings = {"log": lambda record: None, "after_step": ema.update, "start": start}
-        train(objective, optimiser, lambda _: 0.1, batches, Options(steps), ALONE, **settings)
+        train(objective, optimiser, lambda _: 0.1, batches, Options(steps), ALONE, average=ema, start=start)
         return objective, optimiser, ema
 
     whole = averaged(0, 6)[2].state()
