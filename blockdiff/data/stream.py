@@ -91,6 +91,11 @@ class StreamedExamples:
             return "chat"
         return prompt_form(self.first_rows.conversations, self.first_rows.rows)
 
+    @property
+    def unread_keys(self) -> str:
+        """The keys of the first rows that nothing reads, in words; empty without any."""
+        return self.first_rows.unread_keys
+
     @cached_property
     def first_rows(self) -> Statistics:
         """The counts of conversations and of unread keys among the first rows of every source."""

@@ -46,6 +46,11 @@ class Prompts:
         return f"{len(self):,} prompts"
 
     @property
+    def unread_keys(self) -> str:
+        """Nothing: a reward may read any key of a row."""
+        return ""
+
+    @property
     def has_conversations(self) -> bool:
         """True where the chat template writes some of the prompts."""
         return self.form != "raw"

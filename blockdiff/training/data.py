@@ -134,7 +134,7 @@ class Data:
         ]
         lines += [f"          {FILL}"] if lines and self.encoder.canvas_length > 1 else []
         if not isinstance(self.train, Dataset):
-            unread = self.train.first_rows.unread_keys
+            unread = self.train.unread_keys
             return [f"data      {self.train.summary}", *[f"          {unread}"] * bool(unread), *lines]
         if self.recipe.data.turns != "all" and not any(each.conversations for _, each in self.train.statistics):
             lines.append("note      data.turns has no effect: it needs conversations, and all rows are raw prompts")
