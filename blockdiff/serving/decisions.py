@@ -26,7 +26,7 @@ from blockdiff.serving.answering import LEFT, Server, unless_left
 from blockdiff.serving.async_engine import Decided
 from blockdiff.serving.bodies import read_body
 from blockdiff.serving.chat import template_fields
-from blockdiff.serving.content import served_messages
+from blockdiff.serving.content import pixels, served_messages
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.mapping import check_size
 from blockdiff.serving.protocol import MOST_MESSAGES, Body, Items, Short
@@ -137,7 +137,11 @@ async def _answered(server: Server, http: HttpRequest, body: Any, written: Any) 
 
 def _prepared(body: Any, limits: Limits) -> tuple[list[Question], list[dict[str, Any]]]:
     questions = [_with_images(question, f"questions[{place}]") for place, question in enumerate(body.asked())]
-    return questions, served_messages(body.messages(), limits)
+    messages = served_messages(body.messages(), limits)
+    images = [image for question in questions for image in question.images]
+    check_size("the images of questions", len(images), limits.images)
+    check_size("the pixels of all images", sum(map(pixels, images)), limits.pixels)
+    return questions, messages
 
 
 def _with_images(question: Question, where: str) -> Question:

@@ -74,6 +74,8 @@ def test_parts_of_json_are_read_as_text_and_a_seed_answers_alike(chatty: Sampler
 
 def test_what_is_no_decision_is_refused_by_name(chatty: Sampler):
     plain = {"input": "x", "questions": QUESTIONS[:1]}
+    part = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    pictures = {"type": "predicate", "instructions": [{"type": "input_text", "text": "x"}, *[part] * 17]}
     few = {"type": "choice", "instructions": "x", "choices": []}
     wrong = [
         (plain | {"questions": []}, "1 to 400 questions"),
@@ -84,6 +86,7 @@ def test_what_is_no_decision_is_refused_by_name(chatty: Sampler):
             plain | {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://x"}]}]},
             "no address",
         ),
+        (plain | {"questions": [pictures]}, "the images of questions"),
         (plain | {"colour": 1}, "colour: is not a field of /v1/decisions"),
     ]
 
