@@ -290,6 +290,14 @@ def wanted(x: Tensor, is_noisy: bool | Tensor, tokens: int) -> tuple[Tensor, boo
     return x[:, -tokens:], of_last(is_noisy, tokens)
 
 
+def routed(layer: Any, normed: Tensor, spans: Spans | Sweep, is_noisy: bool | Tensor) -> Tensor:
+    """Return the weighted sum of the experts that the layer's router chooses for each token, given x [B, T, D]."""
+    normed_ND = normed.flatten(0, 1)
+    padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
+    summed: Tensor = layer.experts(normed_ND, *layer.router(normed_ND), padding_N, is_noisy)
+    return summed.view_as(normed)
+
+
 def layer_scalar(layer: Any, is_noisy: bool | Tensor, dtype: torch.dtype) -> Tensor | None:
     """The factor of a layer's tokens: [1] for all, [B, T, 1], or None for no factor.
 

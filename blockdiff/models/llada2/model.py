@@ -27,7 +27,7 @@ from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.rope import default_frequencies
 from blockdiff.models.causal import CausalModel
 from blockdiff.models.layer_kind import LayerKind, Rope
-from blockdiff.models.model import wanted
+from blockdiff.models.model import routed, wanted
 from blockdiff.spans import Spans, Sweep
 
 if TYPE_CHECKING:
@@ -89,11 +89,8 @@ class Layer(nn.Module):
         if self.mlp is not None:
             dense: Tensor = self.mlp(normed, is_noisy)
             return dense
-        assert self.shared is not None and self.router is not None and self.experts is not None
-        index_Nk, weight_Nk = self.router(normed.flatten(0, 1))
-        padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
-        routed = self.experts(normed.flatten(0, 1), index_Nk, weight_Nk, padding_N, is_noisy).view_as(normed)
-        return routed + self.shared(normed, is_noisy)
+        assert self.shared is not None
+        return routed(self, normed, spans, is_noisy) + self.shared(normed, is_noisy)
 
 
 class LLaDA2(CausalModel):

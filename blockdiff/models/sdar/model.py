@@ -23,7 +23,7 @@ from blockdiff.layers.experts import Experts
 from blockdiff.layers.linear import Linear
 from blockdiff.models.layer_kind import Rope
 from blockdiff.models.llama import ACTIVATIONS, Layer, Llama
-from blockdiff.models.model import wanted
+from blockdiff.models.model import routed, wanted
 from blockdiff.spans import Spans, Sweep
 
 if TYPE_CHECKING:
@@ -80,9 +80,7 @@ class MoeLayer(nn.Module):
         attended, kv = self.attention(self.input_norm(x), rope, spans, past, is_noisy)
         x, is_noisy = wanted(x, is_noisy, attended.shape[1])
         x = x + attended
-        normed_ND = self.post_attention_norm(x).flatten(0, 1)
-        padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
-        return x + self.experts(normed_ND, *self.router(normed_ND), padding_N, is_noisy).view_as(x), kv
+        return x + routed(self, self.post_attention_norm(x), spans, is_noisy), kv
 
 
 class SDARMoe(SDAR):
