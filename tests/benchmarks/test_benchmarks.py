@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import subprocess
@@ -20,7 +21,7 @@ from benchmarks.settings import Settings
 from benchmarks.timing import Times, contenders, interleaved, probe
 from benchmarks.training_step import Case
 from tests.project.test_imports import LIGHT_DATA
-from tests.support.peaks import peak_memory
+from tests.support.peaks import peak_memory, peak_of_one_call
 
 CPU = torch.device("cpu")
 QUICK = [f"benchmarks.quick_{name}" for name in ("compile", "policy", "sampling", "start", "tests")]
@@ -63,6 +64,20 @@ def test_every_command_answers_help_under_its_name_and_every_measurement_is_docu
     assert [name for name in commands if f"`{name}`" not in documented and f"`{name}.py`" not in documented] == []
     suites = {run.__module__.partition(".")[2] for run in command.SUITES.values()}
     assert [name for name in suites if f"`{name}.py`" not in documented] == []
+
+
+@pytest.mark.quick
+def test_garbage_of_an_earlier_call_does_not_lower_a_peak():
+    def leave_garbage() -> None:
+        cycle: list[object] = [torch.ones(5_000)]
+        cycle.append(cycle)
+
+    def look_for_garbage() -> None:
+        gc.collect()  # as the interpreter does at some moment or other
+        torch.ones(1_000)
+
+    assert peak_memory(leave_garbage, CPU) == 20_000
+    assert peak_of_one_call(look_for_garbage, CPU) == 4_000
 
 
 @pytest.mark.quick

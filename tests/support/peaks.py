@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ def peak_memories(
 
 def peak_of_one_call(work: Callable[[], object], device: torch.device) -> int:
     """`peak_memory` without a call before it: what is allocated once and kept counts, too."""
+    gc.collect()  # tensors in cycles from before, which would be freed within the call and lower its peak
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
