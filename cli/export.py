@@ -31,6 +31,10 @@ def export(
         str | None,
         typer.Option(metavar="MODEL", help="Merge the adapter into these weights, which its own were rounded from."),
     ] = None,
+    canvas_length: Annotated[
+        int | None,
+        typer.Option("--canvas-length", metavar="N", min=1, help="Tokens of a canvas, if config.json has no number."),
+    ] = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     push: Annotated[
@@ -53,11 +57,13 @@ def export(
     if (Path(source) / "trainer.json").is_file() and adapter is None:
         from blockdiff.training.export import consolidate
 
+        if canvas_length is not None:
+            raise typer.BadParameter("a run knows it; leave it out", param_hint="--canvas-length")
         written = consolidate(Path(source), output, **how)
     else:
         from blockdiff.checkpoint import export as export_model
 
-        written = export_model(source, output, adapter, **how)
+        written = export_model(source, output, adapter, canvas_length=canvas_length, **how)
     what = "the adapter, in PEFT's format" if peft else "a checkpoint"
     say_out(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")
     if push is not None:

@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockdiff.checkpoint.files import ADAPTER_CONFIG, CONFIG, MODELOPT_CONFIG, find, read_json
+from blockdiff.checkpoint.files import ADAPTER_CONFIG, CONFIG, DIFFUSION, MODELOPT_CONFIG, find, read_json
 from blockdiff.checkpoint.tokenizer import rows_needed
 from blockdiff.errors import CheckpointError
-from blockdiff.models.family import Family, family_of
+from blockdiff.models.family import Family, families, family_of
 
 HUB_ID = "hub_id"  # the key of a preset that is no config's
 QUANTIZATION = "quantization_config"  # the key of a config.json with words about weights in fewer bits
 
 
-def read_config(path_or_hub_id: str | Path) -> Family:
-    """The config of a checkpoint directory or hub id; reads no weights. Raises CheckpointError."""
+def read_config(path_or_hub_id: str | Path, canvas_length: int | None = None) -> Family:
+    """Return the config of a checkpoint directory or hub id, without reading weights. Raises CheckpointError.
+
+    canvas_length: the tokens of a canvas for a config.json that leaves them out (None: the number in blockdiff.json).
+    """
     file = find(path_or_hub_id, with_weights=False) / CONFIG
     if not file.exists() and (beside := file.with_name(ADAPTER_CONFIG)).is_file():
         base = read_json(beside).get("base_model_name_or_path")
@@ -25,7 +28,19 @@ def read_config(path_or_hub_id: str | Path) -> Family:
     values = read_json(file)
     if QUANTIZATION not in values and (beside := file.with_name(MODELOPT_CONFIG)).is_file():
         values[QUANTIZATION] = words_of_modelopt(read_json(beside))
-    return config_from(values, file)
+    if canvas_length is None and (beside := file.with_name(DIFFUSION)).is_file():
+        canvas_length = read_json(beside).get("canvas_length")
+    return config_from(values if canvas_length is None else _with_length(values, canvas_length, file), file)
+
+
+def _with_length(values: dict[str, Any], canvas_length: int, origin: Path) -> dict[str, Any]:
+    """Return the content of a config.json with the canvas length that it leaves out; CheckpointError if it has one."""
+    key = next((family.length_key for family in families().values() if family.is_of(values)), None)
+    if key is None:
+        raise CheckpointError(f"{origin}: no other canvas_length can be given for this model; leave it out")
+    if values.get(key) not in (None, canvas_length):
+        raise CheckpointError(f"{origin}: {key} is {values[key]}; leave canvas_length ({canvas_length}) out")
+    return values | {key: canvas_length}
 
 
 def words_of_modelopt(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ class DiffusionSettings:
     uniform tokens or the mask token `mask_id`; objective: the parts of the objective by name; prompts: the form of the
     prompts that it was trained on, raw text or conversations (None: both, or not known); calibration: the temperatures
     of typed decisions, by the key of what they were fitted to (docs/decisions.md); strategy: the text of the strategy
-    that the model is sampled by if nobody asks for another (None: its family's). The defaults are those of the released
+    that the model is sampled by if nobody asks for another (None: its family's); canvas_length: the tokens of a canvas
+    if config.json leaves them out (`read_config` reads it). The defaults are those of the released
     DiffusionGemma, whose directory has no such file.
     """
 
@@ -34,6 +35,7 @@ class DiffusionSettings:
     prompts: PromptForm | None = None
     calibration: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     strategy: str | None = None
+    canvas_length: int | None = None
 
     def __post_init__(self) -> None:
         if self.prediction not in ("posterior", "leave_one_out"):

@@ -47,6 +47,7 @@ def export(
     dtype: str = "auto",
     quantize: str | None = None,
     merge_into: str | Path | None = None,
+    canvas_length: int | None = None,
 ) -> Path:
     """Write a run's model, or a model with an adapter, to `directory`, and read it back; returns the directory.
 
@@ -58,7 +59,8 @@ def export(
     adapter names). dtype: of what is written ("auto": as it is stored). quantize: as in `load`; weights in fp8 that an
     adapter is added to are fp8 no more, unless it says so: much of what the adapter has learnt would be rounded away.
     One that was trained over rounded weights is added to these. merge_into: the checkpoint that gets the adapters in
-    place of the one they were trained over, as the weights that this was rounded from. Adapters of weights in NVFP4
+    place of the one they were trained over, as the weights that this was rounded from. canvas_length: the tokens of a
+    canvas, written into a config.json that leaves them out. Adapters of weights in NVFP4
     need that or a `quantize`. Raises CheckpointError, also for weights that are not as their digests say.
     """
     check_quantize(quantize)
@@ -69,7 +71,7 @@ def export(
         files = replace(files, weights=find(merge_into))
     compare([files.weights, files.adapter])
     weights, beside = files.weights, files.adapter
-    model = empty(read_config(weights), "torch")
+    model = empty(read_config(weights, canvas_length), "torch")
     below = None if beside is None or merge_into is not None else form_below(beside)
     if beside is not None:
         require_base(beside, model)

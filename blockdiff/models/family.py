@@ -47,6 +47,7 @@ class Family:
     text of the strategy that its models are sampled by (None: the released rules for a denoiser, else next tokens);
     objective: the keys of the objective of canvases, as a recipe has them, with which its denoisers are trained if they
     bring no blockdiff.json and the recipe does not say otherwise (`trained_with` adds what follows from the config);
+    length_key: the key of config.json with the length of a canvas, if released files without it have to be read;
     seeds_canvases: whether a sampled canvas begins with the next token of the model's head;
     noisy_adapters: names of folders in which releases have adapters of noisy tokens only;
     image_spellings: the keys of config.json that have the ids of the tokens of images, and how these are spelt.
@@ -88,6 +89,7 @@ class Family:
     has_self_conditioning: ClassVar[bool] = True
     default_strategy: ClassVar[str | None] = None
     objective: ClassVar[Mapping[str, Any]] = {}
+    length_key: ClassVar[str | None] = None
     seeds_canvases: ClassVar[bool] = False
     noisy_adapters: ClassVar[tuple[str, ...]] = ()
     image_spellings: ClassVar[Mapping[str, str]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import blockdiff
 from blockdiff.canvas import Canvas, CleanRow, joined, lay_out
+from blockdiff.checkpoint import export, read_config
 from blockdiff.checkpoint.config import config_from
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation, default_generation
@@ -322,3 +324,24 @@ def test_an_early_config_has_the_released_mask_and_gets_its_block():
     assert config.denoises and config.prefix == "blocks" and not config.predicts_next_tokens
     opdlm = config_from({**early, "vocab_size": 151936, "block_size": 4, "model_type": "a2d-qwen3"}, "here")
     assert (opdlm.mask, opdlm.architecture) == (151669, "A2DQwen3LMHeadModel")
+
+
+def test_the_length_of_blocks_that_an_early_config_leaves_out_is_given_beside_it_or_when_it_is_exported(tmp_path):
+    early = tmp_path / "early"
+    shutil.copytree(GOLDEN / "dense", early)
+    (early / "config.json").write_text(json.dumps(CONFIGS["dense"] | {"block_size": None}))
+    with pytest.raises(CheckpointError, match=r"export MODEL --canvas-length 4.*blockdiff\.json"):
+        blockdiff.load(early)
+    export(early, tmp_path / "whole", canvas_length=L)
+    assert json.loads((tmp_path / "whole" / "config.json").read_text()) == CONFIGS["dense"]
+    (early / "blockdiff.json").write_text(json.dumps({"canvas_length": L}))
+    ours, whole = blockdiff.load(early), blockdiff.load(tmp_path / "whole")
+    assert ours.config == whole.config and ours.canvas_length == L
+    assert all(torch.equal(x, whole.state_dict()[key]) for key, x in ours.state_dict().items())
+    settings = DiffusionSettings.from_pretrained(early, ours.config)
+    assert (settings.mask_id, settings.corruption) == (ours.config.mask, "mask")
+    with pytest.raises(CheckpointError, match="block_size is 4; leave canvas_length"):
+        read_config(tmp_path / "whole", canvas_length=8)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CheckpointError, match="canvas_length"):
+        read_config(tmp_path, canvas_length=8)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_ARGUMENTS = 8
 # Public calls, whose options are keywords that users know; ops and launchers, with the tensors and sizes of one call.
 LONGER = {
+    "blockdiff/checkpoint/merging.py": {"export"},
     "blockdiff/checkpoint/write.py": {"save"},
     "blockdiff/evals/run.py": {"evaluate"},
     "blockdiff/kernels/block_sparse/torch.py": {"select_blocks", "block_sparse_attention"},

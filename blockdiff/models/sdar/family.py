@@ -1,8 +1,8 @@
 """SDAR as a family: what its config has beside that of Qwen3, and decisions.
 
-A config.json says the length of a block as `block_size` and the mask as `mask_token_id`. Early files have neither. For
-them the mask is that of the released vocabulary, and the block has to be added: models of blocks of 4 to 64 tokens were
-released with the same config.
+A config.json has the length of a block as `block_size` and the mask as `mask_token_id`. Early files have neither. Their
+mask is that of the released vocabulary. Their block has to be given (`canvas_length` in blockdiff.json, `export
+--canvas-length`), because models of blocks of 4 to 64 tokens were released with the same config.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class SDARFamily(Qwen3Family):
     names = DENSE
     prefixes = ("blocks",)
     has_self_conditioning = False
+    length_key = "block_size"
     default_strategy = "confident:threshold=0.85,confidence=0,t_min=1,t_max=1"
     objective: ClassVar[Mapping[str, Any]] = {
         "time": {"stratified": {"low": 1e-3, "high": 1.0, "per": "example"}},
@@ -64,8 +65,9 @@ class SDARFamily(Qwen3Family):
         block, other = _block(theirs), getattr(theirs, "canvas_length", None)
         if block is None:
             yield (
-                'no block_size, and models of several were released with this config; add "block_size": 4 '
-                "(SDAR-Chat, OPDLM), or the number in the model's name"
+                "no block_size, and models of several were released with this config; write the model once with "
+                '`blockdiff export MODEL --canvas-length 4 --output DIR`, or put {"canvas_length": 4} into a '
+                "blockdiff.json beside its weights (SDAR-Chat, OPDLM: 4; else the number in the model's name)"
             )
         elif not isinstance(block, int) or block < 1:
             yield f"block_size is {block!r}; it must be a number of tokens"
