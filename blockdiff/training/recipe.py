@@ -189,7 +189,7 @@ def _of_kind(value: Any) -> Any:
 
 
 class LoraSection(Section):
-    """Low-rank adapters in place of the weights; without a rank all weights train (docs/training.md)."""
+    """Low-rank adapters in place of the weights; without a rank all weights train (docs/adapters.md)."""
 
     rank: Count = 0  # of attention and mlp; 0 = no adapters, or as `parts` says
     alpha: AboveZero | dict[str, AboveZero] | None = None  # for all parts or by part; null = twice each part's rank

@@ -186,7 +186,7 @@ def near_ties(name: str, dtype: torch.dtype, seed: int = 0) -> list[float]:
 
 @pytest.mark.portable
 def test_a_token_that_rounding_decides_is_a_near_tie():
-    """The margin of docs/sampling.md: five units of rounding of the dtype, times the largest logit."""
+    """The margin of docs/strategies.md: five units of rounding of the dtype, times the largest logit."""
     for dtype in (torch.float32, torch.bfloat16):
         shares = near_ties("qwen3 sliding, denoising", dtype)
         assert shares and max(shares) < 5 * torch.finfo(dtype).eps
