@@ -176,9 +176,15 @@ class Vocabulary(nn.Module):
         return self.kernels.token_scores(hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N)
 
     @as_call
-    def divergence(self, hidden_ND: Tensor, given_ND: Tensor) -> Tensor:
-        """KL of the predictions from what is given of those from hidden states, in nats [N]; weights stand still."""
-        return self.kernels.divergence(hidden_ND, given_ND, self.output_weights(), self.softcap)
+    def divergence(
+        self, hidden_ND: Tensor, given_ND: Tensor, given_by: Vocabulary | None = None, top: int | None = None
+    ) -> Tensor:
+        """KL(p || q) in nats [N] of the predictions q from hidden states and p from given ones, which are constants.
+
+        given_by: the vocabulary that predicts p (None: this one); top: the number of tokens that p has (None: all).
+        """
+        head = None if given_by is None else (given_by.output_weights(), given_by.softcap)
+        return self.kernels.divergence(hidden_ND, given_ND, self.output_weights(), self.softcap, head, top)
 
     @as_call
     def likeliest(self, hidden_ND: Tensor, count: int) -> list[list[tuple[int, float]]]:

@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.once_differentiable import once_differentiable
-from blockdiff.kernels.vocabulary.logits import chunks, logits
+from blockdiff.kernels.vocabulary.cross_entropy import CrossEntropy
+from blockdiff.kernels.vocabulary.logits import logits
+
+Head = tuple[Tensor, float | None]  # a table [V, D] that makes logits, and their cap
 
 
-class _Divergence(torch.autograd.Function):
-    """The divergences, whose gradient q - p of the logits is multiplied with the table at once."""
+def divergence(
+    hidden_ND: Tensor,
+    given_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    given_head: Head | None = None,
+    top: int | None = None,
+) -> Tensor:
+    """KL(p || q) in nats, [N] in fp32 at least: p is predicted from `given_ND`, q from `hidden_ND`.
 
-    @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, given_ND: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
-        hidden, given, table = in_autocast(hidden_ND, given_ND, table_VD)
-        loss_N = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        grad_ND = torch.empty_like(hidden)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for rows in chunks(hidden, table.shape[0]):
-                z = logits(hidden[rows], table, softcap)
-                log_p, log_q = (x.log_softmax(-1) for x in (logits(given[rows], table, softcap), z))
-                p = log_p.exp()
-                loss_N[rows] = (p * (log_p - log_q)).sum(-1)
-                grad = log_q.exp_().sub_(p)
-                if softcap is not None:
-                    grad *= 1 - (z / softcap) ** 2
-                torch.mm(grad.to(table.dtype), table, out=grad_ND[rows])
-        ctx.save_for_backward(grad_ND)
-        ctx.dtype = hidden_ND.dtype
-        return loss_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss_N: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_ND,) = ctx.saved_tensors
-        return (grad_ND * grad_loss_N[:, None]).to(ctx.dtype), None, None, None
-
-
-def divergence(hidden_ND: Tensor, given_ND: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
-    """KL(p || q) in nats, [N] in fp32 at least: p is predicted from `given_ND`, q from `hidden_ND` by the same table.
-
-    The table stands still, and so does what is given: a gradient flows to `hidden_ND` alone.
+    given_head: the table and the cap of p's logits (None: those of q), of as many tokens and maybe of another width;
+    top: the number of tokens that p has, its likeliest ones, renormalised (None: all). Gradients flow to `hidden_ND`
+    and to q's table, where that trains; p is a constant.
     """
-    loss_N: Tensor = _Divergence.apply(hidden_ND, given_ND, table_VD, softcap)
+    table, cap = (table_VD, softcap) if given_head is None else given_head
+    given_ND, table = in_autocast(given_ND.detach(), table.detach())
+    loss_N: Tensor = CrossEntropy.apply(hidden_ND, table_VD, given_ND, softcap, None, None, _chunk_of(table, cap, top))
     return loss_N
+
+
+def _chunk_of(given_table: Tensor, given_softcap: float | None, top: int | None) -> Callable[..., Any]:
+    """The function that computes a chunk for `CrossEntropy`."""
+
+    def of_chunk(
+        hidden: Tensor, table: Tensor, given: Tensor, softcap: float | None, *_: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the divergences, the normaliser 1, and the gradients q - p of the logits."""
+        z, given_z = logits(hidden, table, softcap), logits(given, given_table, given_softcap)
+        if top is not None and top < given_z.shape[-1]:
+            likeliest = given_z.topk(top)
+            given_z = given_z.fill_(-float("inf")).scatter_(-1, likeliest.indices, likeliest.values)
+        log_p, log_q = (x.log_softmax(-1) for x in (given_z, z))
+        p = log_p.exp()
+        if top is not None:
+            log_p.masked_fill_(p == 0, 0.0)  # 0 log 0 = 0
+        loss = (p * (log_p - log_q)).sum(-1)
+        grad = log_q.exp_().sub_(p)
+        if softcap is not None:
+            grad *= 1 - (z / softcap) ** 2
+        return loss, torch.ones_like(loss), grad
+
+    return of_chunk
