@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
+from blockdiff import stored_forms
 from blockdiff.errors import BlockdiffError
 from blockdiff.files import matching
 from blockdiff.request_options import OPTIONS, PROMPTS, SAMPLING, RequestOptions
@@ -176,12 +177,7 @@ Verify = Annotated[
 ]
 Quantize = Annotated[
     str | None,
-    option(
-        DEVICE,
-        "FORM",
-        "nvfp4 stores experts in 4 bits and other layers in 8, fp8 all in 8, none none. Default: as stored.",
-        callback=_one_of("nvfp4", "fp8", "none"),
-    ),
+    option(DEVICE, "FORM", stored_forms.HELP, callback=_one_of(*get_args(stored_forms.Quantize))),
 ]
 Device = Annotated[str, option(DEVICE, "NAME", "auto, cpu, cuda or cuda:1.", callback=_device)]
 Kernels = Annotated[str, option(DEVICE, "NAME", "auto, triton or torch.", callback=_one_of("auto", "triton", "torch"))]

@@ -61,7 +61,8 @@ class FileForm:
 
     name: in messages. parts: its tensors, the codes first. form: what a model keeps it in (None: a tensor). dtype: the
     one that decoded numbers are given in. shape: of the tensors' places the shape of the matrix, None if they are not
-    of this form. read: the matrix of its tensors. words, weights, inputs: what compressed-tensors' config says of it.
+    of this form. read: the matrix of its tensors. algorithm: ModelOpt's name. words, weights, inputs: what
+    compressed-tensors' config says of it.
     """
 
     name: str
@@ -70,6 +71,7 @@ class FileForm:
     dtype: str
     shape: Callable[..., tuple[int, ...] | None]
     read: Callable[..., Any]
+    algorithm: str = ""
     words: str = ""
     weights: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Any] | None = None
@@ -164,7 +166,7 @@ NUMBER = {"type": "float", "symmetric": True}
 FP8 = FileForm(
     "fp8",
     (Part("", E4M3), Part("_scale", F32)),
-    Fp8, "F32", _shape_fp8, _read_fp8,
+    Fp8, "F32", _shape_fp8, _read_fp8, "FP8",
     "float-quantized", {"num_bits": 8, **NUMBER, "strategy": "channel", "dynamic": False},
     # as vLLM's loader of DiffusionGemma takes fp8 (FP8-Dynamic): that rounds inputs, too
     {"num_bits": 8, **NUMBER, "strategy": "token", "dynamic": True},
@@ -172,13 +174,13 @@ FP8 = FileForm(
 MODELOPT = FileForm(
     "NVFP4 of ModelOpt",
     (Part("", U8), Part("_scale", E4M3), Part("_scale_2", F32, ())),
-    Nvfp4, "F32", _shape_nvfp4, _read_nvfp4,
+    Nvfp4, "F32", _shape_nvfp4, _read_nvfp4, "NVFP4",
 )  # fmt: skip
 PACKED = FileForm(
     "NVFP4 of compressed-tensors",
     (Part("_packed", U8), Part("_scale", E4M3), Part("_global_scale", F32, (1,), _divisor)),
     Nvfp4, "F32", _shape_nvfp4, lambda codes, block_scale, divisor: _read_nvfp4(codes, block_scale, 1 / divisor),
-    "nvfp4-pack-quantized",
+    "", "nvfp4-pack-quantized",
     {"num_bits": 4, **NUMBER, "strategy": "tensor_group", "group_size": BLOCK, "dynamic": False,
      "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
 )  # fmt: skip

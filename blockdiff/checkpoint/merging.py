@@ -27,11 +27,10 @@ from blockdiff.checkpoint.stored import chosen_layers, form_below
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.checkpoint.write import save
 from blockdiff.errors import CheckpointError
-from blockdiff.kernels.nvfp4 import Nvfp4
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.lora import merged
-from blockdiff.layers.weights import Form, dtype_of
+from blockdiff.layers.weights import FORMS, Form, dtype_of
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of, require_mergeable
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import check_quantize, frozen_weights, store
@@ -60,8 +59,7 @@ def export(
     adapter is added to are fp8 no more, unless it says so: much of what the adapter has learnt would be rounded away.
     One that was trained over rounded weights is added to these. merge_into: the checkpoint that gets the adapters in
     place of the one they were trained over, as the weights that this was rounded from. canvas_length: the tokens of a
-    canvas, written into a config.json that leaves them out. Adapters of weights in NVFP4
-    need that or a `quantize`. Raises CheckpointError, also for weights that are not as their digests say.
+    canvas, written into a config.json that leaves them out. Adapters of experts in four bits need merge_into or a `quantize`. Raises CheckpointError, also for weights that are not as their digests say.
     """
     check_quantize(quantize)
     files = model_files(source, adapter)
@@ -100,37 +98,49 @@ def export(
         rounded_below = {} if below is None else _rounded(model, weights, below)
         sums_in = partial(_sums, model, stored | rounded_below, beside)
         sums = sums_in(kept)
-        again = _rounded_again(model, weights, sums, below) if quantize in (None, "nvfp4") else []
-        if again:
-            _refuse_loss(stored_matrices(model, weights)(again[0], Nvfp4), sums_in(torch.float32)[again[0]], quantize)
+        for name, form in list(_rounded_again(model, weights, sums, below, quantize).items())[:1]:
+            _refuse_loss(stored_matrices(model, weights)(name, form), sums_in(torch.float32)[name], quantize)
     written = _written(model, weights, stored | sums, sums, kept, quantize or below, keeps_sums=quantize is None)
     return read_back(save(model, directory, weights=written))
 
 
 def _rounded_again(
-    model: BlockDiffusionModel, weights: Path, sums: Mapping[str, TensorSource], below: str | None
-) -> list[str]:
-    """The experts in NVFP4 that adapters change: other layers are written in the model's dtype, or in fp8."""
-    layers, modules = chosen_layers(model, weights, below), dict(model.named_modules())
-    in_four_bits = {name for name, form in layers.items() if form is Nvfp4 and isinstance(modules[name], Experts)}
-    return [name for name in sums if name.rpartition(".")[0] in in_four_bits]
+    model: BlockDiffusionModel,
+    weights: Path,
+    sums: Mapping[str, TensorSource],
+    below: str | None,
+    quantize: str | None,
+) -> dict[str, Form]:
+    """The weights of experts in fewer than 8 bits that adapters change, unless `quantize` is for another form.
+
+    Other layers are written in the model's dtype, or in fp8.
+    """
+    layers = chosen_layers(model, weights, below)
+    written = layers if quantize is None else chosen_layers(model, weights, quantize)
+    again = {
+        layer: form
+        for layer, form in layers.items()
+        if form.BITS < 8 and written.get(layer) is form and isinstance(model.get_submodule(layer), Experts)
+    }
+    return {name: again[layer] for name in sums if (layer := name.rpartition(".")[0]) in again}
 
 
 def _refuse_loss(matrix: StoredMatrix, sum_of: TensorSource, quantize: str | None) -> None:
-    """Raise CheckpointError with the share of a change that rounding experts to NVFP4 loses; warn if that is asked for.
+    """Raise CheckpointError with the share of a change that rounding experts again loses; only warn with `quantize`.
 
     sum_of: the changed weight in fp32. The first experts stand for all.
     """
+    word = next(word for word, form in FORMS.items() if isinstance(matrix, form))
     some = matrix.part(slice(4))
     lost = 100 * lost_share(some, sum_of.read()[:4] - some.decoded(torch.float32))
-    what = "the adapters change experts that are stored in nvfp4"
+    what = f"the adapters change experts that are stored in {word}"
     if quantize is not None:
         warnings.warn(f"{what}; rounded to it again they lose {lost:.0f} % of the change", stacklevel=4)
         return
     raise CheckpointError(
         f"{what}; rounded to it again they would lose {lost:.0f} % of the change. Give --merge-into with the weights "
         "that they were rounded from, --quantize none for weights like others, --peft for the adapter alone, or "
-        "--quantize nvfp4 to lose it"
+        f"--quantize {word} to lose it"
     )
 
 

@@ -16,10 +16,8 @@ from torch import nn
 
 from blockdiff.checkpoint.config import QUANTIZATION
 from blockdiff.checkpoint.digests import has_digests
-from blockdiff.checkpoint.file_forms import WEIGHT, WRITTEN, FileForm
+from blockdiff.checkpoint.file_forms import FILE_FORMS, WEIGHT, WRITTEN, FileForm
 from blockdiff.checkpoint.files import CONFIG
-from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.nvfp4 import Nvfp4
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.weights import Form
@@ -50,11 +48,13 @@ def _groups(words: Mapping[str, Any]) -> Iterator[tuple[list[str], Form]]:
     groups = words.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        bits = weights.get("num_bits") if isinstance(weights, Mapping) else None
-        if bits in (4, 8):
-            yield list(group.get("targets") or ["Linear"]), Nvfp4 if bits == 4 else Fp8
-    if not groups and words.get("quant_algo") in ("NVFP4", "FP8"):
-        yield ["Linear"], Nvfp4 if words["quant_algo"] == "NVFP4" else Fp8
+        keys = ("type", "num_bits", "group_size")
+        for form, in_files in WRITTEN.items():
+            if isinstance(weights, Mapping) and all(weights.get(key) == in_files.weights.get(key) for key in keys):
+                yield list(group.get("targets") or ["Linear"]), form
+    for in_files in FILE_FORMS:
+        if not groups and in_files.form is not None and in_files.algorithm == words.get("quant_algo"):
+            yield ["Linear"], in_files.form
 
 
 def _ignored_by(words: Mapping[str, Any]) -> list[str]:

@@ -17,11 +17,12 @@ class StoredMatrix(Protocol):
     """A matrix [..., out, in], or one for each expert, in a form of fewer bits: a named tuple of its tensors.
 
     SUFFIXES: what follows the name of a weight in the names of these tensors, all of which keep their dtype when a
-    model is cast. BLOCK: the numbers along the input that are stored together. A tensor is cut along outputs or inputs
-    together with the matrix if it has more than one number there.
+    model is cast. BITS: of the code of a number. BLOCK: the numbers along the input that are stored together. A tensor
+    is cut along outputs or inputs together with the matrix if it has more than one number there.
     """
 
     SUFFIXES: ClassVar[tuple[str, ...]]
+    BITS: ClassVar[int]
     BLOCK: ClassVar[int]
 
     @property

@@ -54,7 +54,7 @@ class Family:
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
     have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so they are
-    frozen; fp8_parts: those whose linear layers and experts can have their weights in fp8 (none: no fp8).
+    frozen; quantised_parts: those whose linear layers and experts can be stored in fewer bits.
     sharding_units: names of modules (`{}` is the layer number) whose weights are gathered together when they are
     sharded, inner ones first. tensor_parts: patterns of the names of modules -> how tensor parallelism splits them:
     "attention", "mlp", "experts" or "vocabulary"; empty: it cannot. predictions, corruptions, meshes: what the models
@@ -76,7 +76,7 @@ class Family:
     parts: ClassVar[Mapping[str, tuple[str, ...]]]
     adapted_parts: ClassVar[tuple[str, ...]] = ()
     selecting_parts: ClassVar[tuple[str, ...]] = ()
-    fp8_parts: ClassVar[tuple[str, ...]] = ()
+    quantised_parts: ClassVar[tuple[str, ...]] = ()
     sharding_units: ClassVar[tuple[str, ...]]
     tensor_parts: ClassVar[Mapping[str, str]] = {}
     predictions: ClassVar[tuple[str, ...]] = ()

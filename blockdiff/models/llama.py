@@ -178,7 +178,7 @@ class LlamaFamily(Family):
         "embedding": ("vocabulary.*",),
     }
     adapted_parts: ClassVar[tuple[str, ...]] = ("attention", "mlp")
-    fp8_parts: ClassVar[tuple[str, ...]] = ("attention", "mlp")
+    quantised_parts: ClassVar[tuple[str, ...]] = ("attention", "mlp")
     sharding_units: ClassVar[tuple[str, ...]] = ("layers.{}", "vocabulary")
     tensor_parts: ClassVar = {
         "layers.*.attention": "attention",

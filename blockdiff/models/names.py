@@ -26,7 +26,7 @@ class Names:
     is a matrix of one expert, whose number is `[]`; they are stacked.
     modules: parts of Hub names, and the parts that stand for them in transformers' names of modules.
     fused: the last name of a module of transformers that stacks several of our matrices, and the names of these.
-    fp8_pieces: as `pieces`, for tensors that only files with weights in fp8 have in pieces.
+    quantised_pieces: as `pieces`, for tensors that files have in pieces only if they are stored in fewer bits.
     files_are_fused: True where files, too, have the matrix of a fused module in place of ours.
     optional: Hub names of tensors that a file may lack; the model is without them then.
     experts_apart: True where the class that loads the files has the `pieces` as modules of their own, too.
@@ -40,7 +40,7 @@ class Names:
     pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    fp8_pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    quantised_pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
     files_are_fused: bool = False
     optional: tuple[str, ...] = ()
     experts_apart: bool = False
@@ -107,16 +107,16 @@ class Names:
 
     def piece(self, hub: str) -> tuple[str, int, int] | None:
         """The Hub name of the tensor to which a stored piece belongs, with the numbers of its expert and matrix."""
-        for whole, patterns in (*self.pieces, *self.fp8_pieces):
+        for whole, patterns in (*self.pieces, *self.quantised_pieces):
             for matrix, pattern in enumerate(patterns):
                 found = re.fullmatch(r"(.*)" + re.escape(pattern).replace(r"\[\]", r"(\d+)"), hub)
                 if found is not None:
                     return found[1] + whole, int(found[2]), matrix
         return None
 
-    def pieces_of(self, hub: str, in_fp8: bool = False) -> list[str]:
+    def pieces_of(self, hub: str, is_quantised: bool = False) -> list[str]:
         """The names in a file of the pieces of a tensor, with `[]` for the expert; none where it is whole there."""
-        rows = (*self.pieces, *(self.fp8_pieces if in_fp8 else ()))
+        rows = (*self.pieces, *(self.quantised_pieces if is_quantised else ()))
         found = next((row for row in rows if hub.endswith(row[0])), None)
         return [] if found is None else [hub.removesuffix(found[0]) + pattern for pattern in found[1]]
 

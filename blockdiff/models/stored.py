@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
@@ -14,25 +14,23 @@ from blockdiff.layers.linear import Linear
 from blockdiff.layers.weights import FORMS, Form, HasWeights
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.model import BlockDiffusionModel
-
-# The words of `quantize`, beside "none": the forms of linear layers and of experts.
-QUANTIZE = {"fp8": (FORMS["fp8"], FORMS["fp8"]), "nvfp4": (FORMS["fp8"], FORMS["nvfp4"])}
+from blockdiff.stored_forms import QUANTIZE, Quantize
 
 
 def quantised_layers(model: BlockDiffusionModel, quantize: str | None) -> dict[str, Form]:
-    """The layers that a word of `quantize` stores in fewer bits, each with its form: those of the family's `fp8_parts`.
+    """Return the layers that a word of `quantize` stores in fewer bits, each with its form.
 
-    None and "none" store none. Raises CheckpointError for another word, for a model that has no such layers, and for
-    inputs that are no multiple of a form's block.
+    They are those of the family's `quantised_parts`; None and "none" store none. Raises CheckpointError for another
+    word, for a model that has no such layers, and for inputs that are no multiple of a form's block.
     """
     if quantize is None or quantize == "none":
         return {}
     check_quantize(quantize)
-    config, found = model.config, layers_of(model, quantize)
-    if not config.fp8_parts:
-        raise CheckpointError(f"{config.model_type} has no weights in {quantize}; leave quantize out")
+    found = layers_of(model, quantize)
+    if not model.config.quantised_parts:
+        raise CheckpointError(f"{model.config.model_type} has no weights in {quantize}; leave quantize out")
     of_linear, of_experts = QUANTIZE[quantize]
-    if of_experts is not of_linear and of_experts not in found.values():
+    if of_experts != of_linear and FORMS[of_experts] not in found.values():
         raise CheckpointError(f"quantize={quantize!r}: it is for experts, and this model has no experts; use fp8")
     for name, form in found.items():
         module = model.get_submodule(name)
@@ -46,19 +44,19 @@ def quantised_layers(model: BlockDiffusionModel, quantize: str | None) -> dict[s
 
 def layers_of(model: BlockDiffusionModel, quantize: str) -> dict[str, Form]:
     """The layers that a known word of `quantize` is for, each with its form."""
-    config, (of_linear, of_experts) = model.config, QUANTIZE[quantize]
+    config, (of_linear, of_experts) = model.config, (FORMS[form] for form in QUANTIZE[quantize])
     return {
         name: of_experts if isinstance(module, Experts) else of_linear
         for name, module in model.named_modules()
-        if isinstance(module, Linear | Experts) and config.part_of(f"{name}.weight") in config.fp8_parts
+        if isinstance(module, Linear | Experts) and config.part_of(f"{name}.weight") in config.quantised_parts
     }
 
 
 def check_quantize(quantize: str | None) -> None:
-    """Raises CheckpointError for a form that is not known."""
-    if quantize is not None and quantize not in (*QUANTIZE, "none"):
-        words = ", ".join([*QUANTIZE, "none"])
-        raise CheckpointError(f"quantize={quantize!r} is not known; use {words} or leave it out")
+    """Raise CheckpointError for a word of `quantize` that is not known."""
+    words = get_args(Quantize)
+    if quantize is not None and quantize not in words:
+        raise CheckpointError(f"quantize={quantize!r} is not known; use {', '.join(words)} or leave it out")
 
 
 def store(model: BlockDiffusionModel, forms: Mapping[str, Form]) -> None:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +15,7 @@ from blockdiff import plain_yaml
 from blockdiff.errors import BlockdiffError
 from blockdiff.files import read_text
 from blockdiff.serving.limits import LOOPBACK, Access, Limits
+from blockdiff.stored_forms import Quantize
 
 MODEL_KEYS = ("adapter", "draft_model", "quantize")
 
@@ -40,7 +41,7 @@ class ServeSettings(BaseModel):
     adapter: str | None = None
     adapters: dict[str, str] = {}
     draft_model: str | None = None
-    quantize: Literal["nvfp4", "fp8", "none"] | None = None
+    quantize: Quantize | None = None
     max_rows: int = Field(32, ge=1)
     max_waiting: int = Field(256, ge=0)
     tokens_per_step: int | None = Field(None, ge=1)

@@ -34,6 +34,7 @@ from blockdiff.evals.questions import Task
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.family import Family
 from blockdiff.sampling.strategies import parse_strategy
+from blockdiff.stored_forms import Quantize
 from blockdiff.training import recipe_choices as choices
 from blockdiff.training.kinds import kinds
 from blockdiff.training.recipe_choices import OneOf, Positive, by_class
@@ -90,7 +91,7 @@ class ModelSection(Section):
     tokenizer: str | None = None  # a directory or hub id; null = the one beside the weights
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     # Of frozen weights, those below adapters and a drafter's target; null: as the checkpoint stores them.
-    quantize: Literal["nvfp4", "fp8", "none"] | None = None
+    quantize: Quantize | None = None
     router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for `path`, trained for `preset`
     images: Literal["none", "frozen", "trained"] = "none"  # the image side; none: rows have no images
     kernels: Literal["auto", "triton", "torch"] = "auto"

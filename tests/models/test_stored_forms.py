@@ -13,11 +13,11 @@ from blockdiff import checkpoint
 from blockdiff.errors import CheckpointError, RunError
 from blockdiff.kernels.nvfp4 import Nvfp4
 from blockdiff.layers.lora import LowRank
-from blockdiff.models import stored
 from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import forms_of, quantised_layers, stored_layers
 from blockdiff.parallel.tensor import refuse_uneven, tensor_parallel
+from blockdiff.stored_forms import QUANTIZE
 from blockdiff.tensor_pieces import PlannedMesh
 from blockdiff.training.freeze import count_parts
 from tests.support.closeness import relative_error
@@ -36,7 +36,7 @@ def pair(tmp_path, monkeypatch) -> tuple[BlockDiffusionModel, BlockDiffusionMode
     mixed = load(base, "nvfp4")
     assert {type(module).__name__ for module in stored_layers(mixed).values() if module.stored is Nvfp4} == {"Experts"}
     assert forms_of(mixed) == ("fp8", "nvfp4")
-    monkeypatch.setitem(stored.QUANTIZE, "nvfp4", (Nvfp4, Nvfp4))
+    monkeypatch.setitem(QUANTIZE, "nvfp4", ("nvfp4", "nvfp4"))
     return load(base), load(base, "nvfp4")
 
 

@@ -30,6 +30,7 @@ IMPORT_ORDER = {
     "rank_json": 0,
     "request_options": 0,
     "decisions": 0,
+    "stored_forms": 0,
     "kernels": 1,
     "diffusion": 1,
     "data": 2,

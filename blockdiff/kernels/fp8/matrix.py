@@ -28,6 +28,7 @@ class Fp8(_Tensors):
 
     __slots__ = ()
     SUFFIXES: ClassVar[tuple[str, ...]] = ("", "_scale")
+    BITS: ClassVar[int] = 8
     BLOCK: ClassVar[int] = 1
 
     @property

@@ -36,6 +36,7 @@ class Nvfp4(_Tensors):
 
     __slots__ = ()
     SUFFIXES: ClassVar[tuple[str, ...]] = ("", "_scale", "_scale_2")
+    BITS: ClassVar[int] = 4
     BLOCK: ClassVar[int] = BLOCK
 
     @property

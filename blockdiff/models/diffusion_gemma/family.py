@@ -73,7 +73,7 @@ class DiffusionGemmaFamily(Family):
         "embedding": ("vocabulary.*",),
     }
     adapted_parts = ("attention", "mlp", "experts", "self_conditioning", "images")
-    fp8_parts = ("attention", "mlp", "experts")
+    quantised_parts = ("attention", "mlp", "experts")
     tensor_parts: ClassVar = {
         "layers.*.attention": "attention",
         "layers.*.mlp": "mlp",

@@ -53,7 +53,7 @@ NAMES = Names(
         ("model.decoder.layers.", "model.encoder.language_model.layers."),
         ("model.decoder.embed_tokens", "model.encoder.language_model.embed_tokens"),
     ),
-    fp8_pieces=(
+    quantised_pieces=(
         (".experts.gate_up_proj", (".experts.[].gate_proj.weight", ".experts.[].up_proj.weight")),
         (".experts.down_proj", (".experts.[].down_proj.weight",)),
     ),

@@ -78,7 +78,7 @@ class Eagle3Family(Family):
         "mlp": ("layers.*.mlp.*",),
         "vocabulary": ("table", "head.*", "d2t"),
     }
-    fp8_parts = ("attention", "mlp")
+    quantised_parts = ("attention", "mlp")
     sharding_units = ("layers.{}",)
     is_drafter = True
     is_written = False

@@ -80,7 +80,7 @@ class LLaDA2Family(Family):
         "embedding": ("vocabulary.*",),
     }
     adapted_parts = ("attention", "mlp", "experts")
-    fp8_parts = ("attention", "mlp", "experts")
+    quantised_parts = ("attention", "mlp", "experts")
     sharding_units = ("layers.{}.experts", "layers.{}", "vocabulary")
     tensor_parts: ClassVar = {
         "layers.*.attention": "attention",

@@ -77,7 +77,7 @@ class MiniMaxM3Family(Family):
     }
     adapted_parts = ("attention", "mlp", "experts", "images")
     selecting_parts = ("indexer",)
-    fp8_parts = ("attention", "mlp", "experts")
+    quantised_parts = ("attention", "mlp", "experts")
     sharding_units = ("image_side", "layers.{}.experts", "layers.{}", "vocabulary")
     tensor_parts: ClassVar = {
         "layers.*.attention": "attention",

@@ -104,7 +104,7 @@ class SDARMoeFamily(SDARFamily):
         **{name: patterns for name, patterns in SDARFamily.parts.items() if name != "mlp"},
     }
     adapted_parts = ("attention", "experts")
-    fp8_parts = ("attention", "experts")
+    quantised_parts = ("attention", "experts")
     sharding_units = ("layers.{}.experts", "layers.{}", "vocabulary")
     tensor_parts: ClassVar = {
         "layers.*.attention": "attention",

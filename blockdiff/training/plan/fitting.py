@@ -18,6 +18,7 @@ from blockdiff.data.collate import AllCanvases
 from blockdiff.data.dataset import Dataset
 from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.stored_forms import QUANTIZE
 from blockdiff.training.data import Data
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
 from blockdiff.training.plan.training import (
@@ -148,8 +149,15 @@ CHEAP = (
     Change({"train.autocast": "bfloat16"}, lambda r, _: r.parallel.shard == "full" and not _is_narrow(r)),
     Change({"optim.name": "adamw_8bit"}, lambda r, _: r.optim.name == "adamw" and r.parallel.names == ("replicate",)),
 )
-FP8 = Change({"model.quantize": "fp8"}, lambda r, _: not r.model.rounds)
-NVFP4 = Change({"model.quantize": "nvfp4"}, lambda r, _: r.model.quantize != "nvfp4")
+
+
+def _rounded_to(word: str) -> Change:
+    """Return the change to a form of fewer bits, which applies to weights that have more."""
+    words = list(QUANTIZE)  # from more bits to fewer
+    return Change({"model.quantize": word}, lambda r, _: r.model.quantize not in words[words.index(word) :])
+
+
+ROUNDED = tuple(_rounded_to(word) for word in QUANTIZE)
 OFFLOAD = Change({"parallel.shard": "full", "parallel.offload": "true"}, lambda r, _: not r.parallel.offload)
 ADAPTERS = Change({"lora": "{rank: 16}"}, lambda r, _: not r.lora.trains and r.model.path is not None)
 ONE_CANVAS = Change({"data.canvases": "1"}, lambda r, _: isinstance(r.data.canvases, AllCanvases))
@@ -173,8 +181,9 @@ def what_fits(
     plans = _Plans(recipe, base, ranks=ranks, device=device, tokens=tokens, image_tokens=image_tokens)
     cheap = [*CHEAP, *_split_experts(base, ranks)]
     shorter = [ONE_CANVAS, *_shorter_rows(recipe, plans.of({}), base)]
+    smaller = [[change] for change in (*ROUNDED, OFFLOAD)]
     for last in ([], shorter):
-        for more in ([], [FP8], [NVFP4], [OFFLOAD], [ADAPTERS, FP8], [ADAPTERS, NVFP4], [ADAPTERS, OFFLOAD]):
+        for more in ([], *smaller, *([ADAPTERS, *way] for way in smaller)):
             if (found := _smallest(plans, [*cheap, *more, *last], limit)) is not None:
                 return found
     return None
