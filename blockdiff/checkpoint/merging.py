@@ -50,16 +50,18 @@ def export(
 ) -> Path:
     """Write a run's model, or a model with an adapter, to `directory`, and read it back; returns the directory.
 
-    The adapters are added to the weights in fp32 at least, which are then rounded once to their dtype, and the result
-    is a checkpoint like any other. The host holds one tensor of it (of experts that a file has one by one, two).
+    The adapters are added to the weights in fp32 at least, the sums are rounded once to their dtype, and the result is
+    a checkpoint like any other. An adapter that was trained over rounded weights is added to the rounded weights. The
+    host holds one tensor at a time (two, of experts that a file has one by one).
 
-    source: a run directory, a checkpoint, an adapter that says what it adapts, or a Hub id; adapter: of that
-    checkpoint. peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the
-    adapter names). dtype: of what is written ("auto": as it is stored). quantize: as in `load`; weights in fp8 that an
-    adapter is added to are fp8 no more, unless it says so: much of what the adapter has learnt would be rounded away.
-    One that was trained over rounded weights is added to these. merge_into: the checkpoint that gets the adapters in
-    place of the one they were trained over, as the weights that this was rounded from. canvas_length: the tokens of a
-    canvas, written into a config.json that leaves them out. Adapters of experts in four bits need merge_into or a `quantize`. Raises CheckpointError, also for weights that are not as their digests say.
+    source: a run directory, a checkpoint, an adapter that names its base, or a Hub id; adapter: of that checkpoint.
+    peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the adapter names).
+    dtype: of the written weights ("auto": as stored). quantize: as in `load`; without it, weights in fp8 that an
+    adapter changes are written in `dtype`, because fp8 would round much of the change away. merge_into: the checkpoint
+    that gets the adapters in place of the rounded one they were trained over. Adapters of experts in four bits need
+    merge_into or quantize. canvas_length: the tokens of a canvas, written into a config.json that lacks them.
+
+    Raises CheckpointError, also if weights differ from their digests.
     """
     check_quantize(quantize)
     files = model_files(source, adapter)
