@@ -21,10 +21,10 @@ from blockdiff.spans import Spans, denoise_spans, encode_spans
 from blockdiff.training.callbacks import Callback
 from blockdiff.training.trainer import Trainer
 from tests.project.test_imports import IMPORT_ORDER
-from tests.support.documents import DOCUMENTS, ROOT, Shell, blocks, code_of, name_of, shell, table_rows
+from tests.support.documents import DOCUMENTS, ROOT, Shell, blocks, code_of, has_commands, name_of, shell, table_rows
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"  # its tables run too: test_coming_from.py
-WALKED = [ROOT / "docs" / name for name in ("laptop.md", "one-gpu.md", "cluster.md", "research.md", "images.md")]
+WALKED = [document for document in DOCUMENTS if has_commands(document)]
 SHOWN = {"laptop.md": {"train", "sample", "eval"}}  # commands of a page that each have lines of their output in it
 APART = {COMING_FROM, ROOT / "docs" / "one-gpu.md"}  # the Python of the second reads what its commands write
 ROW, CANVASES = "pqrABCDstEF$", ("ABCD", "EF$$")

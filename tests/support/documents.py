@@ -70,6 +70,11 @@ class Shell:
         ]
 
 
+def has_commands(document: Path) -> bool:
+    """Whether a document has a fenced `sh` block that is not under a line `<!-- not run: REASON -->`."""
+    return re.search(r"(?<! -->\n)^```sh$", document.read_text(encoding="utf-8"), re.M) is not None
+
+
 def shell(document: Path) -> Iterator[Shell]:
     """The fenced `sh` blocks of a document, line by line, but those under a line `<!-- not run: REASON -->`.
 
