@@ -33,6 +33,11 @@ def fill(tokens: Sequence[int], canvas_length: int, fill_id: int) -> list[int]:
     return [*tokens, *[fill_id] * (canvas_length - len(tokens))]
 
 
+def narrow_length(tokens: int, most: int) -> int:
+    """Return the length of the narrowest canvas for `tokens` tokens: a multiple of 16, or `most` if that is less."""
+    return min(most, -(-tokens // 16) * 16)
+
+
 @dataclass(frozen=True)
 class Canvas:
     """One canvas before it becomes a column of tensors.

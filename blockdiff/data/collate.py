@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
-from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, cut, fill, joined, lay_out
+from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, cut, fill, joined, lay_out, narrow_length
 from blockdiff.data.example import Example
 from blockdiff.data.image_file import image_name
 from blockdiff.data.images import ImageReader
@@ -217,7 +217,7 @@ class Collator:
             made = Canvas(
                 tokens, start, content=end - start, t=t, coin=coin, address=address, weight=weight, pinned=pinned
             )
-            canvases_of[row].append(made)
+            canvases_of[row].append(self._as_read(made) if example.slots else made)
         result = []
         for example, canvases, images in zip(examples, canvases_of, self._images(examples), strict=True):
             seen, weights = self._seen(example, canvases), self._ar_weights(example)
@@ -260,6 +260,11 @@ class Collator:
             [place for place in range(self.canvas_length) if start + place not in slots] for start, _, _ in pieces
         ]
         return [piece._replace(pinned=places) for piece, places in zip(pieces, pinned, strict=True)]
+
+    def _as_read(self, canvas: Canvas) -> Canvas:
+        """Return the canvas of a decision as it is read: its slots are noise, and it is as narrow as its answers."""
+        length = self.canvas_length if self.aligned else narrow_length(canvas.content or 0, self.canvas_length)
+        return replace(canvas, t=1.0, length=length)
 
     def _cut(self, response: tuple[int, int]) -> list[Piece]:
         """The canvases of a response, or its blocks, whose first token is pinned."""

@@ -219,6 +219,24 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids[token] for text in learnt for token in control.findall(text)[-1:] if token))
 
 
+def turn_closing(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that the chat template of training writes behind an answer; none if it marks no answer."""
+    try:
+        return _closing(tokenizer, training_template(tokenizer))
+    except EndlessTemplate:
+        raise
+    except DataError:
+        return ()
+
+
+@lru_cache(maxsize=4)
+def _closing(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int, ...]:
+    text, spans, *_ = marked(tokenizer, template, [QUESTION, ENDED[0]])
+    answer = text[slice(*spans[-1])]
+    closing = answer[answer.rindex(ENDED[0]["content"]) + 1 :]
+    return tuple(tokenizer(closing, add_special_tokens=False)["input_ids"]) if closing else ()
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     template: str,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from blockdiff.data.template import turn_closing
 from blockdiff.decisions.form import ONE_BY_ONE, Asked, Asking, Form, ask_jointly, ask_one, hole, with_question
 from blockdiff.decisions.question import Question, Value
 from blockdiff.errors import RequestError
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel
     from blockdiff.sampling.sequence import Sequence as RunningSequence
     from blockdiff.sampling.settings import SamplingSettings
-
-END = 1  # tokens behind the last slot of a canvas, at least: the end of the turn
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,8 @@ class RunningDecision:
         if request.tokens is not None:
             raise RequestError("a decision is asked about text or messages; give one of them, not tokens")
         messages = request.messages if request.messages is not None else [{"role": "user", "content": request.prompt}]
+        if settings.tokenizer is not None:
+            settings = replace(settings, closing=turn_closing(settings.tokenizer))
         asked = [ask_one(question, asking.form) for question in questions]
         if asking.joint:
             asked = _jointly(questions, asking.form, request, settings)
@@ -128,7 +129,7 @@ class RunningDecision:
                 messages=with_question([dict(message) for message in messages], each),
             )
             choices = each.choices(each.spellings(partial(_count, of_it, settings)))
-            narrow = settings.narrowed(_length(each, of_it, settings) + END)
+            narrow = settings.narrowed(_length(each, of_it, settings))
             reads.append(
                 RunningRead.prepare(of_it, each.template, choices, model, narrow, asking.steps, asking.draws, seed)
             )
@@ -180,17 +181,17 @@ def _jointly(questions: Sequence[Question], form: Form, request: Request, settin
     for count in range(1, len(questions) + 1):
         size = math.ceil(len(questions) / count)
         asked = [ask_jointly(questions[lo : lo + size], form) for lo in range(0, len(questions), size)]
-        if all(_length(each, request, settings) + END <= room for each in asked):
+        if all(_length(each, request, settings) <= room for each in asked):
             return asked
     raise RequestError(f"the {room} tokens of a canvas behind the prompt hold no answer line; ask one by one")
 
 
 def _length(asked: Asked, request: Request, settings: SamplingSettings) -> int:
-    """The tokens of the canvas' lines, one for each slot."""
-    text = asked.template
+    """Return the number of tokens of the canvas: its lines with one for each slot, and the end of the turn."""
+    text, end = asked.template, max(1, len(settings.closing))
     for place in range(len(asked.questions)):
         text = text.replace(f"<?{hole(place)}>", "\0")
-    return sum(_count(request, settings, part) for part in text.split("\0") if part) + len(asked.questions)
+    return sum(_count(request, settings, part) for part in text.split("\0") if part) + len(asked.questions) + end
 
 
 def _count(request: Request, settings: SamplingSettings, text: str) -> int:

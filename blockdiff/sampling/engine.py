@@ -384,7 +384,7 @@ class Engine(OneCaller):
             by_length.setdefault(sequence.canvas_length, []).append(sequence)
         finished = self._proposer.propose(by_length.pop(length, []), self._now)
         for narrow in by_length.keys() - self._narrow.keys():
-            settings = self.settings.narrowed(narrow, 1)
+            settings = self.settings.narrowed(narrow)
             self._narrow[narrow] = proposer_for(self.model, settings, self.pages, self.most_rows, Graphs(None))
         for narrow, proposer in self._narrow.items():
             finished = [*finished, *proposer.propose(by_length.get(narrow, []), self._now)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from blockdiff.canvas import narrow_length
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.tokenizer import OTHER_MODELS
@@ -31,7 +32,7 @@ class SamplingSettings:
     tokens of its blocks, the accepted one included (None: it drafts canvases, or nothing drafts); image_reader: of
     images in prompts (None: the model takes none); aligned: whether canvases begin at multiples of their length,
     counted from the prompt's start, and not behind the prompt; is_seeded: whether a canvas begins with the head's next
-    token.
+    token; closing: the tokens that end a response before the fill (none: an eos).
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -49,14 +50,14 @@ class SamplingSettings:
     image_reader: ImageReader | None = None
     aligned: bool = False
     is_seeded: bool = False
+    closing: tuple[int, ...] = ()
 
-    def narrowed(self, tokens: int, multiple: int = 16) -> SamplingSettings:
-        """The settings of canvases as narrow as so many tokens take, a multiple of `multiple`, and no wider than these.
+    def narrowed(self, tokens: int) -> SamplingSettings:
+        """Return the settings with canvases as narrow as `tokens` tokens allow (`canvas.narrow_length`).
 
-        Of a model whose clean tokens see whole blocks canvases keep their length.
+        A model whose clean tokens see whole blocks keeps its canvas length.
         """
-        width = min(self.canvas_length, -(-tokens // multiple) * multiple)
-        return self if self.aligned else replace(self, canvas_length=width)
+        return self if self.aligned else replace(self, canvas_length=narrow_length(tokens, self.canvas_length))
 
     @property
     def round_length(self) -> int:
@@ -64,11 +65,12 @@ class SamplingSettings:
         return self.block or self.canvas_length
 
     def ending(self, count: int) -> list[int]:
-        """The `count` tokens behind a response in its last canvas, as in training: the eos, then fill."""
+        """Return the `count` tokens behind a response in its last canvas: `closing`, or else an eos, then fill."""
         if not count:
             return []
         eos_id = self.generation.eos_ids[0]
-        return [eos_id, *[eos_id if self.fill_id is None else self.fill_id] * (count - 1)]
+        tokens = [*(self.closing or (eos_id,)), *[eos_id if self.fill_id is None else self.fill_id] * count]
+        return tokens[:count]
 
     def tail(self, prompt: int) -> int:
         """The number of the last tokens of a prompt of `prompt` tokens that stand in the response's first canvas."""

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.data.chat import Encoder
+from blockdiff.data.collate import Collator
+from blockdiff.data.sources import Source, read_rows
 from blockdiff.decisions.form import Asking, ask_jointly, ask_one, with_question
 from blockdiff.decisions.question import read_questions, read_systemone
+from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Engine, Request, Result, Sampler
 from blockdiff.sampling.calibration import fit_temperature
+from blockdiff.sampling.canvas_control import FREE
 from blockdiff.sampling.decide import RunningDecision, answer_of
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.little_model import LITTLE, save_preset
 
 pytestmark = pytest.mark.quick
 TEMPLATE = (
-    "<bos>{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}"
+    "<bos>{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content }}<turn|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
 )
 TOKENIZER = chat_tokenizer(TEMPLATE)
@@ -112,7 +120,8 @@ def test_probabilities_are_the_softmax_of_the_logits_in_the_slot(model):
         asked = ask_one(question, "decisions")
         messages = with_question([{"role": "user", "content": "buy now"}], asked)
         place = questions.index(question)
-        [read] = sampler.read([Request(f"s/{place}", messages=messages, seed=3)], "<?q1>", asked.choices([""]), draws=2)
+        request = Request(f"s/{place}", messages=messages, seed=3, allow_control_tokens=True)
+        [read] = sampler.read([request], "<?q1><turn|>\n", asked.choices([""]), draws=2)
         assert list(answer.probabilities) == pytest.approx([*read.probabilities["q1"].values()], abs=1e-12)
         assert sum(answer.probabilities) == pytest.approx(1) and 0 < answer.label_mass < 1
     assert answers[0].to_record() == {
@@ -139,11 +148,11 @@ def test_joint_answers_fill_as_few_canvases_as_hold_them(model):
 @torch.no_grad()
 def test_canvases_are_as_narrow_as_the_answers_and_run_beside_others(model, tmp_path):
     wide, narrow = Sampler(made(tmp_path, 64), TOKENIZER, GENERATION), Sampler(model, TOKENIZER, GENERATION)
-    questions, request = read_questions(QUESTIONS[:1] * 8), Request("s", prompt="buy now", seed=3)
+    questions, request = read_questions(QUESTIONS[:1] * 7), Request("s", prompt="buy now", seed=3)
     for asking in (Asking(draws=2), Asking(joint=True, draws=1)):
         running = RunningDecision.prepare(request, questions, wide.model, wide.settings, asking)
         widths = {draw.canvas_length for draws in running.sequences for draw in draws}
-        assert widths == ({32} if asking.joint else {16})  # 8 lines of 4 tokens
+        assert widths == ({32} if asking.joint else {16})  # 7 lines of 4 tokens, and 2 that end the turn
         engine = Engine(wide.model, settings=wide.settings)
         answer = engine.submit(Request("text", prompt="hi", max_new_tokens=64))
         for draws in running.sequences:
@@ -157,6 +166,27 @@ def test_canvases_are_as_narrow_as_the_answers_and_run_beside_others(model, tmp_
             [expected] = narrow.decide([request], questions, asking)
             for one, other in zip(running.answers(), expected, strict=True):
                 assert one.probabilities == pytest.approx(other.probabilities, abs=1e-12)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_decision_is_read_in_the_canvas_that_it_is_learnt_in(tmp_path, joint):
+    wide = Sampler(made(tmp_path, 64), TOKENIZER, GENERATION)
+    row = {"input": "buy now", "questions": QUESTIONS, "answers": [True, "a", 2], "joint": joint}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    examples = Encoder(TOKENIZER, eos_id=1, canvas_length=64).encode(list(read_rows(Source(tmp_path / "rows.jsonl"))))[
+        0
+    ]
+    collator = Collator(64, pad_id=0, fill_id=1, seed=3, time=StratifiedTime(), scores_ar=False)
+    slots = range(len(examples))
+    learnt = collator.rows(examples, epoch=0, step=1, slots=slots, total_slots=len(examples))
+    asking, request = Asking(joint=joint, draws=1), Request("s", prompt="buy now")
+    running = RunningDecision.prepare(request, read_questions(QUESTIONS), wide.model, wide.settings, asking)
+    for row_learnt, [sequence] in zip(learnt, running.sequences, strict=True):
+        [canvas] = row_learnt.canvases
+        assert sequence.prompt_tokens == list(row_learnt.tokens) and sequence.canvas_length == canvas.length
+        given = [canvas.tokens[place] if place in canvas.pinned else FREE for place in range(canvas.length)]
+        assert sequence.control.pins == given and given.count(FREE) == (3 if joint else 1)
+        assert canvas.t == 1.0  # a slot is read from noise alone
 
 
 def test_an_answer_takes_the_likelier_spelling_and_the_mass_of_both():
