@@ -58,6 +58,22 @@ class Drafter(BlockDiffusionModel):
         raise NotImplementedError
 
 
+def draft_block(
+    model: BlockDiffusionModel, mask_id: int, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]
+) -> Tensor:
+    """Return the likeliest `count` tokens [B, count] behind the last tokens of rows, by one pass over blocks of masks.
+
+    A block has the model's whole `canvas_length`, as in training, and begins with the last token. denoise: as in
+    `Drafter.draft`.
+    """
+    blocks_BL = anchor_B.new_full((len(anchor_B), model.canvas_length), mask_id)
+    blocks_BL[:, 0] = anchor_B
+    hidden_BLD = denoise(blocks_BL)[:, 1 : 1 + count]
+    anyone_N = anchor_B.new_zeros(hidden_BLD.shape[:2].numel())
+    _, likeliest_N = model.vocabulary.scores(hidden_BLD.flatten(0, 1), anyone_N)
+    return likeliest_N.view(hidden_BLD.shape[:2])
+
+
 class Drafted(BlockDiffusionModel):
     """A model for verified canvases: `target` verifies, and may be causal; `drafter` denoises.
 

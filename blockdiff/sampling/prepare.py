@@ -23,7 +23,7 @@ from blockdiff.sampling.response import opens_reasoning
 from blockdiff.sampling.rounds import require_fitting, round_of
 from blockdiff.sampling.sequence import Sequence
 from blockdiff.sampling.settings import SamplingSettings
-from blockdiff.sampling.strategies import as_strategy, next_token_head
+from blockdiff.sampling.strategies import Speculative, as_strategy, next_token_head
 from blockdiff.sampling.strategy import Strategy, require_shapes
 from blockdiff.seeding import child_seed
 
@@ -70,6 +70,8 @@ def sampling_settings(
             diffusion = replace(of_drafter, objective=diffusion.objective, prompts=diffusion.prompts)
     by_default = diffusion.strategy or getattr(config, "default_strategy", None)
     strategy = as_strategy(strategy or by_default, generation, denoises)
+    if drafter is None and denoises and isinstance(strategy, Speculative) and diffusion.mask_id is not None:
+        block = model.canvas_length  # the model drafts for itself
     way = round_of(strategy)
     if not denoises and way.denoises:
         raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")

@@ -29,7 +29,7 @@ class SamplingSettings:
     denoises: whether responses grow by canvases, and not by next tokens; positions: the most tokens that the model can
     see (None: no bound); fill_id: the token behind the eos in a last canvas (None: that too is eos);
     predicts_next_tokens: whether it has a next-token head; is_drafted: whether another model drafts; block: the most
-    tokens of its blocks, the accepted one included (None: it drafts canvases, or nothing drafts); image_reader: of
+    tokens of a drafted block, the accepted one included (None: canvases are drafted, or nothing); image_reader: of
     images in prompts (None: the model takes none); aligned: whether canvases begin at multiples of their length,
     counted from the prompt's start, and not behind the prompt; is_seeded: whether a canvas begins with the head's next
     token; closing: the tokens that end a response before the fill (none: an eos).

@@ -14,6 +14,7 @@ from torch import Tensor
 import blockdiff
 from blockdiff import checkpoint
 from blockdiff.checkpoint.generation import default_generation
+from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Result, Sampler
 from blockdiff.sampling.trace import Recorder
 
@@ -69,29 +70,47 @@ def test_a_canvas_ends_with_an_eos_before_which_no_mask_is_left(case):
     assert filled == released(truth, "ends")
 
 
-def test_verified_canvases_have_the_tokens_of_the_released_self_speculation_in_more_calls(case):
-    """The released loop slides its block behind accepted tokens; here a canvas stays until all of it is accepted."""
+def test_speculative_is_the_released_self_speculation_draft_for_draft_and_verified_canvases_have_its_tokens(case):
+    """Its block slides behind accepted tokens; a verified canvas stays until all of it is accepted."""
     model, truth, name = case
-    count, calls = PROMPTS[name], dict[str, tuple[int, int]]()
+    count, calls = PROMPTS[name], dict[str, tuple[int, int, int]]()
     for which in ("spec", "lora_spec"):
         row = truth[f"{which}_tokens"][0].tolist()
+        assert row == truth["ar_tokens"][0, : len(row)].tolist()
         if which == "lora_spec":
             model = blockdiff.load(GOLDEN / name, dtype="float64", device="cpu", kernels="torch")
             model.config, model.carried = dataclasses.replace(model.config, eos_token_id=None), None
             checkpoint.load_adapter(model, GOLDEN / name / "linear_spec_lora")
-        result, _ = answered(model, row[:count], "verified:steps=1,temperature=0", len(row) - count)
-        assert row == truth["ar_tokens"][0, : len(row)].tolist()
-        assert result.tokens[: len(row) - count] == row[count:]
-        forwards = result.forwards
-        calls[which] = forwards.denoise + forwards.verify + forwards.encode, int(truth[f"{which}_nfe"])
-    # (all calls, those of the released loop); `short` has 28 tokens here and 27 there
+        generation, found, rounds = Generation(max_new_tokens=len(row) - count, eos_ids=()), [], []
+        for rule in (f"speculative:temperature=0,block={model.canvas_length}", "verified:steps=1,temperature=0"):
+            sampler = Sampler(model, None, generation, strategy=rule)
+            [result] = sampler.generate([Request(0, tokens=row[:count])], on_step=rounds.append)
+            assert result.tokens[: len(row) - count] == row[count:]
+            found.append(sum(dataclasses.astuple(result.forwards)))
+            if rule.startswith("speculative"):
+                drafts = [(each.draft, each.accepted) for each in rounds if each.draft]
+        released = zip(truth[f"{which}_drafts"].tolist(), truth[f"{which}_accepted"].tolist(), strict=True)
+        for (draft, accepted), (block, own) in zip(drafts, released, strict=False):
+            assert draft == block[1 : 1 + len(draft)] and accepted == min(own - 1, len(draft))
+        calls[which] = found[0], found[1], int(truth[f"{which}_nfe"])
+    # all calls: speculative, verified, released; before the last token nothing is drafted here
     assert (
         calls
         == {
-            "yarn": {"spec": (54, 55), "lora_spec": (72, 67)},
-            "short": {"spec": (52, 41), "lora_spec": (43, 33)},
+            "yarn": {"spec": (54, 54, 55), "lora_spec": (67, 72, 67)},
+            "short": {"spec": (40, 52, 41), "lora_spec": (32, 43, 33)},
         }[name]
     )
+
+
+def test_self_speculation_of_several_rows_draws_the_tokens_of_next_token_sampling(case):
+    model, truth, name = case
+    requests = [Request(n, tokens=truth["tokens"][0, n : PROMPTS[name]].tolist(), max_new_tokens=9) for n in range(3)]
+    drawn = [Sampler(model, None, Generation(), strategy=rule) for rule in ("speculative", "next_token")]
+    ours, theirs = (sampler.generate(requests, seed=5) for sampler in drawn)
+    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+    with pytest.raises(RequestError, match="use two"):
+        drawn[0].generate([Request(0, tokens=[1], max_new_tokens=4, strategy=f"confident:{GREEDY}")])
 
 
 def test_the_head_draws_the_first_token_of_each_canvas_among_those_that_are_not_banned(case):

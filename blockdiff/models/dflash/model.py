@@ -25,7 +25,7 @@ from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.models import llama
-from blockdiff.models.drafted import Drafter
+from blockdiff.models.drafted import Drafter, draft_block
 from blockdiff.models.layer_kind import LayerKind, Rope
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.spans import Spans, Sweep
@@ -123,13 +123,8 @@ class DFlash(Drafter):
         return features_BTF
 
     def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:
-        """The likeliest tokens of the first places, by one pass over whole blocks, because it has learnt these."""
-        blocks_BL = anchor_B.new_full((len(anchor_B), self.canvas_length), self.mask_id)
-        blocks_BL[:, 0] = anchor_B
-        hidden_BLD = denoise(blocks_BL)[:, 1 : 1 + count]
-        anyone_N = anchor_B.new_zeros(hidden_BLD.shape[:2].numel())
-        _, likeliest_N = self.vocabulary.scores(hidden_BLD.flatten(0, 1), anyone_N)
-        return likeliest_N.view(hidden_BLD.shape[:2])
+        """The likeliest tokens of the first places of a block."""
+        return draft_block(self, self.mask_id, anchor_B, count, denoise)
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         """The residual [B, T, D] of features of clean tokens [B, T, layers * D], or of tokens of blocks."""

@@ -97,9 +97,10 @@ def require_fitting(strategy: Strategy, settings: SamplingSettings) -> None:
     require_head(strategy, settings.predicts_next_tokens)
     if isinstance(strategy, Speculative) and settings.block is None:
         raise RequestError(
-            "the strategy speculative needs a drafter; give one (--draft-model), or the strategy next_token"
+            "the strategy speculative needs a drafter, unless a model that denoises masks has it for all requests; "
+            "give one (--draft-model), or the strategy next_token"
         )
-    if settings.block is not None and way.denoises:
+    if settings.is_drafted and settings.block is not None and way.denoises:
         raise RequestError("a drafter drafts next tokens; give the strategy speculative or next_token, or none")
     if settings.is_drafted and settings.block is None and way is not VerifiedRound:
         raise RequestError("a draft model drafts for verified canvases alone; give the strategy verified, or none")

@@ -1,17 +1,19 @@
 """Next tokens: a call encodes the last token with a drafter's proposal behind it, and the head draws the next one.
 
-Without a drafter the proposal has no token. Tokens that the request's constraint excludes are not proposed.
+A model that denoises masks can draft for itself, over its own pages. Without a drafter the proposal has no token.
+Tokens that the request's constraint excludes are not proposed.
 """
 
 from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from blockdiff.models.drafted import Drafter
+from blockdiff.models.drafted import Drafter, draft_block
 from blockdiff.sampling.encoding import accept
 from blockdiff.sampling.sequence import Proposal, Round
 from blockdiff.sampling.strategies import Speculative, next_token_head
@@ -102,12 +104,17 @@ class NextTokenRound(Round):
 
 
 class BlockBatch:
-    """The rows whose next tokens are drawn, at most `most` of them, and the drafter that proposes for them, if any."""
+    """The rows whose next tokens are drawn, at most `most` of them, and the model that drafts for them, if any."""
 
     def __init__(self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, most: int, graphs: Graphs):
-        self.drafter = drafter = model.denoiser if isinstance(model.denoiser, Drafter) else None
         self.pages, self.graphs, self.denoised = pages, graphs, 0
-        if drafter is not None:
+        if settings.block is not None:
+            drafter, mask_id = model.denoiser, settings.diffusion.mask_id
+            if isinstance(drafter, Drafter):
+                self._draft = drafter.draft
+            else:
+                assert mask_id is not None
+                self._draft = partial(draft_block, drafter, mask_id)
             most, length = most + graphs.padding(most), drafter.canvas_length
             # for one pass, or a few over one layer, no dense copies pay
             self._steps = pages.step_buffers(most, length, keeps=False)
@@ -132,15 +139,14 @@ class BlockBatch:
 
     def _likeliest(self, sequences: list[Sequence], count: int) -> list[list[int]]:
         """The `count` tokens that the drafter takes for the likeliest behind each sequence."""
-        drafter, steps = self.drafter, self._steps
-        assert drafter is not None
+        steps = self._steps
         rows = [each.paged for each in sequences if each.paged is not None]
         rows += [self.pages.empty] * self.graphs.padding(len(rows))
         key, of = steps.load(rows), slice(len(rows))
         self._anchor_B[: len(sequences)] = torch.tensor([each.token_ids[-1] for each in sequences])
 
         def draft() -> None:
-            self._drafted_BK[of, :count] = drafter.draft(self._anchor_B[of], count, steps.denoise)
+            self._drafted_BK[of, :count] = self._draft(self._anchor_B[of], count, steps.denoise)
 
         if all(each.may_capture for each in sequences):
             self.graphs.run((len(rows), count, key), draft)

@@ -79,7 +79,11 @@ NAMES: Mapping[str, Named] = {
     "joint_threshold": Named("fill masks as confident does, and edit visible tokens", JointThreshold),
     "ddim": Named("draw each next noise level from its posterior", Ancestral),
     "next_token": Named("denoise nothing: one token after the other, by next-token prediction", NextToken),
-    "speculative": Named("the tokens of next_token, sooner: a drafter's blocks are verified", Speculative, NextToken),
+    "speculative": Named(
+        "the tokens of next_token, sooner: blocks of a drafter, or of the model's own, are verified",
+        Speculative,
+        NextToken,
+    ),
     "verified": Named(
         "the tokens of next_token, sooner: canvases are drafts that next-token prediction checks", Verified, NextToken
     ),
