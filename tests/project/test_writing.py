@@ -31,24 +31,25 @@ LONGER = {
     "blockdiff/training/train.py": {"train"},
 }
 # Names that say nothing about their value. Operands called left and right stay.
-VAGUE = {"found", "place", "own", "made", "said", "asked", "given", "left", "kept", "its", "how", "wanted", "sent"}
+VAGUE = {"Eight", "asked", "at", "found", "given", "how", "its", "kept"}
+VAGUE |= {"left", "made", "of", "own", "place", "said", "sent", "wanted"}
 # The bindings of such names that each part still has. A number here only ever falls: lower it with the code.
 VAGUE_COUNTS = {
-    "blockdiff": 34,
+    "blockdiff": 37,
     "blockdiff/checkpoint": 124,
-    "blockdiff/data": 103,
-    "blockdiff/decisions": 18,
+    "blockdiff/data": 133,
+    "blockdiff/decisions": 19,
     "blockdiff/evals": 30,
-    "blockdiff/kernels": 147,
+    "blockdiff/kernels": 205,
     "blockdiff/layers": 16,
-    "blockdiff/models": 52,
+    "blockdiff/models": 53,
     "blockdiff/parallel": 13,
-    "blockdiff/plots": 22,
+    "blockdiff/plots": 23,
     "blockdiff/rl": 16,
-    "blockdiff/sampling": 233,
+    "blockdiff/sampling": 256,
     "blockdiff/serving": 92,
-    "blockdiff/training": 111,
-    "cli": 64,
+    "blockdiff/training": 113,
+    "cli": 66,
 }
 
 
