@@ -1,7 +1,7 @@
-"""Cutting responses into canvases, and `Batch`, which lays clean rows and their canvases out as tensors.
+"""Canvases and clean rows, and `Batch`, their tensors.
 
-The clean row holds the conversation as it is; a canvas carries its own tokens, end-of-sequence fill included,
-so the fill never enters a row. Noise lives in `diffusion`, reading and choosing in `data`.
+A clean row is a conversation as it is. A canvas has its own copy of its tokens, with end-of-sequence fill, so the fill
+is never in a row. Noise is in `diffusion`; `data` reads rows and chooses canvases.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from blockdiff.images import PlacedImage, RowImages
 def cut(response: tuple[int, int], canvas_length: int, aligned: bool = False) -> list[tuple[int, int]]:
     """Cut a response at columns [start, end) into canvases of `canvas_length` columns.
 
-    Returns the (start, end) columns of each; only the last one can be shorter (the fill makes up the rest). aligned:
-    whether canvases begin at multiples of their length; then the first one may have columns before the response.
+    Returns the (start, end) columns of each canvas. Only the last one can be shorter, which fill makes up for.
+    aligned: canvases begin at multiples of their length, so that the first one may begin before the response.
     """
     start, end = response
     first = start // canvas_length * canvas_length if aligned and start < end else start
@@ -29,7 +29,7 @@ def cut(response: tuple[int, int], canvas_length: int, aligned: bool = False) ->
 
 
 def fill(tokens: Sequence[int], canvas_length: int, fill_id: int) -> list[int]:
-    """The clean tokens of a canvas, filled up to `canvas_length` with a token, mostly the end-of-sequence one."""
+    """Pad the clean tokens of a canvas to `canvas_length` with `fill_id`, usually the end-of-sequence token."""
     return [*tokens, *[fill_id] * (canvas_length - len(tokens))]
 
 
@@ -40,13 +40,16 @@ def narrow_length(tokens: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class Canvas:
-    """One canvas before it becomes a column of tensors.
+    """One training canvas, before a `Batch` lays it out.
 
-    `tokens` has the canvas length; the first `length` of them (default: all) are valid and scored. `content` of these
-    are the response's own (default: all valid ones), the others its fill. The tokens at the places `pinned`, from 0,
-    are given: the model sees them as they are, and they are neither corrupted nor scored.
-    `start` and `doc_start` are columns of the row; `address` is (epoch, sample id, index within the sample);
-    `weight` is what each scored position counts for.
+    tokens: the clean tokens, as many as the canvas length.
+    start, doc_start: the columns of the row where the canvas and its document begin.
+    length: the number of leading tokens that are valid and scored (None: all).
+    t, coin: the noise level, and whether the canvas gets the self-conditioning signal.
+    address: (epoch, sample id, index within the sample) of its random draws.
+    weight: the weight of each scored position.
+    content: the number of leading tokens that belong to the response; the other valid ones are fill (None: no fill).
+    pinned: the indices of tokens that the model sees as they are; they are neither corrupted nor scored.
     """
 
     tokens: Sequence[int]
@@ -65,9 +68,10 @@ class Canvas:
 class CleanRow:
     """One row of a batch: clean tokens, the columns where its documents start, and the canvases to run.
 
-    `ar_weights` says for each column what the pair of its token and the next counts for, 0 = not scored (None: every
-    pair within a document counts 1). `sample_id` is the first document's. `images` stand where `tokens` has their
-    placeholders, in order.
+    sample_id: the id of the first document.
+    ar_weights: for each column the weight of the pair of its token and the next; 0 = not scored (None: 1 for every pair
+        within a document).
+    images: the images of the placeholders in `tokens`, in order.
     """
 
     tokens: Sequence[int]
@@ -82,7 +86,7 @@ PADDING_ROW = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without ex
 
 
 def joined(rows: Sequence[CleanRow]) -> CleanRow:
-    """Rows packed into one: their documents side by side, each with its own canvases and weights."""
+    """Pack rows into one row: their documents one after another, with their canvases, weights and images."""
     tokens: list[int] = []
     doc_starts: list[int] = []
     canvases: list[Canvas] = []
@@ -101,28 +105,30 @@ def joined(rows: Sequence[CleanRow]) -> CleanRow:
 
 @dataclass(frozen=True)
 class Visited:
-    """States of a batch's canvases as a sampler's steps saw them, with their self-conditioning signals."""
+    """Canvas states that a sampler's steps visited, with their self-conditioning signals; they replace noise."""
 
     tokens_BCL: Tensor
     signal_BCLD: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Visited:
-        """The same with each of its tensors changed, to lie elsewhere, say."""
+        """Apply a function to each tensor, for example to move it to a device."""
         return Visited(change(self.tokens_BCL), change(self.signal_BCLD))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Clean rows and the canvases that are run against them.
+    """The tensors of clean rows and of the canvases that are denoised against them.
 
     B rows, S clean columns, C canvases per row (sorted by document, then start), L canvas length.
-    Padding columns have `doc_start_BS` -1, position 0 and the pad token; absent canvases have `length_BC` 0. Of a
-    canvas's valid tokens the first `content_BC` are the response's own; what follows them is fill. Tokens that are
-    pinned are seen without noise and are not scored.
-    `weight_BC` and `ar_weight_BS` say what each scored position of a canvas and each scored pair counts for: 1 where
-    the loss is a mean over tokens, 1 / (scored positions of the example) where it is a mean over examples. `images` are
-    those of the clean rows (None: there is none). `visited` stands in place of noise (None: there is noise).
-    `host` is the batch on the CPU that this one was copied from (None: it lies there itself).
+    Padding columns have `doc_start_BS` -1, position 0 and the pad token. Absent canvases have `length_BC` 0. The first
+    `content_BC` valid tokens of a canvas belong to the response, the other valid ones are fill. Pinned tokens are seen
+    without noise and not scored. `weight_BC` and `ar_weight_BS` are the weights of each scored position of a canvas and
+    of each scored pair: 1 if the loss is a mean over tokens, 1 / (scored positions of the example) if it is a mean over
+    examples.
+
+    images: the images of the clean rows (None: no images).
+    visited: canvas states that replace noise (None: noise).
+    host: the batch on the CPU that this one was copied from (None: this one is on the CPU).
     """
 
     tokens_BS: Tensor
@@ -147,58 +153,58 @@ class Batch:
     host: Batch | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The batch with each of its tensors changed, to lie elsewhere, say."""
-        there: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "host"}
-        for name, x in there.items():
+        """Apply a function to each tensor, for example to move it to a device. `host` stays as it is."""
+        changed: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "host"}
+        for name, x in changed.items():
             if x is not None:
-                there[name] = change(x) if isinstance(x, Tensor) else x.map(change)
-        return replace(self, **there)
+                changed[name] = change(x) if isinstance(x, Tensor) else x.map(change)
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same batch on another device, which still has the one on the CPU that it was copied from."""
-        there = self.map(lambda x: x.to(device, non_blocking=non_blocking))
-        is_copied = self.tokens_BS.is_cpu and not there.tokens_BS.is_cpu
-        return replace(there, host=self) if is_copied else there
+        """Copy the batch to a device. A copy off the CPU keeps this one as its `host`."""
+        copy = self.map(lambda x: x.to(device, non_blocking=non_blocking))
+        is_copied = self.tokens_BS.is_cpu and not copy.tokens_BS.is_cpu
+        return replace(copy, host=self) if is_copied else copy
 
     def in_pinned_memory(self) -> Self:
-        """The batch with its tensors, those of images too, in pinned memory."""
+        """Copy the batch, images included, to pinned memory."""
         return self.map(Tensor.pin_memory)
 
     @property
     def on_host(self) -> Batch:
-        """The batch where the host reads it without waiting: the one on the CPU that this was copied from, or itself.
+        """The batch on the CPU that this one was copied from, or itself: the host reads it without waiting.
 
-        Its canvases have the same places, and their own tokens where these have noise.
+        It has the same canvases, but clean tokens if this one's are noisy.
         """
         return self if self.host is None else self.host
 
     @property
     def is_fill_BCL(self) -> Tensor:
-        """True behind the response's own tokens in its last canvas; also where a canvas is absent."""
+        """Which tokens of a canvas come after the response's last; all tokens of an absent canvas."""
         return torch.arange(self.canvas_BCL.shape[-1], device=self.content_BC.device) >= self.content_BC[..., None]
 
     def canvas_count(self, is_counted_BCL: Tensor | None = None) -> float:
-        """The divisor of the canvas loss: the weights of the scored canvas positions, added up.
+        """The divisor of the canvas loss: the sum of the weights of the scored canvas positions.
 
-        is_counted_BCL: counts these positions alone (None: all that are scored).
+        is_counted_BCL: the positions to count (None: all scored ones).
         """
         is_counted_BCL = self.is_scored_BCL if is_counted_BCL is None else self.is_scored_BCL & is_counted_BCL
         return float((is_counted_BCL.sum(-1) * self.weight_BC.double()).sum())
 
     def ar_count(self) -> float:
-        """The divisor of the AR loss: the weights of the scored next-token pairs, added up."""
+        """The divisor of the AR loss: the sum of the weights of the scored next-token pairs."""
         return float(self.ar_weight_BS[self.is_ar_scored_BS].double().sum())
 
     def answer_count(self) -> float:
-        """The divisor of the policy loss: the answers of rollouts, of which ordinary batches have none."""
+        """The divisor of the policy loss: the number of sampled answers, 0 for batches of training data."""
         return 0.0
 
     def select(self, is_kept_BC: Tensor) -> tuple[Batch, Tensor]:
-        """The batch with only the canvases that are marked, on the device of `on_host`, in their order.
+        """Select the canvases that are marked, in their order, and drop rows that have none.
 
-        C shrinks to the largest number kept in a row and rows left without a canvas are dropped.
-        Returns the batch and the indices [rows kept] of its rows in this one; S stays as it is. Visited states are left
-        out.
+        is_kept_BC: the marks, on the CPU if the batch has a `host`, else on its device.
+        Returns the smaller batch, without visited states, and the indices [rows] of its rows in this one. C shrinks to
+        the largest number of canvases in a row; S stays.
         """
         is_kept_BC = is_kept_BC & (self.on_host.length_BC > 0)
         host = None if self.host is None else self.host.select(is_kept_BC)[0]
@@ -208,7 +214,7 @@ class Batch:
         width = int(counts_B.max()) if len(rows) else 0
         order_BC = (~is_kept_BC).long().argsort(dim=1, stable=True)[:, :width]
         is_present_BC = is_kept_BC.gather(1, order_BC)
-        rows, order_BC, is_present_BC = (sent(x, self.tokens_BS.device) for x in (rows, order_BC, is_present_BC))
+        rows, order_BC, is_present_BC = (to_device(x, self.tokens_BS.device) for x in (rows, order_BC, is_present_BC))
         row_B1 = torch.arange(len(rows), device=rows.device)[:, None]
 
         def pick(values: Tensor) -> Tensor:
@@ -217,14 +223,14 @@ class Batch:
 
         canvases = {name: pick(getattr(self, name)) for name in CANVAS_FIELDS}
         others = (*CANVAS_FIELDS, "images", "visited", "host")
-        of_rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        row_fields = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        tensors = {name: x[rows] for name, x in row_fields.items()} | canvases
         images = None if self.images is None else self.images.select(rows)
-        kept = {name: x[rows] for name, x in of_rows.items()} | canvases
-        return replace(self, **kept, images=images, visited=None, host=host), rows
+        return replace(self, **tensors, images=images, visited=None, host=host), rows
 
 
-def sent(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, to which the CPU sends its own without waiting for the device."""
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device. The host does not wait for a copy from CPU to GPU."""
     return x.pin_memory().to(device, non_blocking=True) if x.is_cpu and device.type == "cuda" else x.to(device)
 
 
@@ -244,9 +250,9 @@ CANVAS_FIELDS = (
 
 
 def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
-    """Right-pad rows and their canvases into a `Batch` on the CPU; positions restart with every document."""
+    """Right-pad rows and their canvases into a `Batch` on the CPU. Positions restart with every document."""
     width = max((max(1, len(row.tokens)) for row in rows), default=0)
-    most = max((len(row.canvases) for row in rows), default=0)
+    most_canvases = max((len(row.canvases) for row in rows), default=0)
     absent = Canvas([0] * canvas_length, start=0, length=0)
     # One tensor per field from nested lists: a tensor per row or canvas would cost more than the draws.
     tokens, doc_starts = [], []
@@ -257,11 +263,11 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
         edges = [*row.doc_starts, len(row.tokens)]
         doc_starts.append([a for a, b in pairwise(edges) for _ in range(a, b)] + [-1] * padding)
         of_row = sorted(row.canvases, key=lambda canvas: (canvas.doc_start, canvas.start))
-        canvases.append([*of_row, *[absent] * (most - len(of_row))])
+        canvases.append([*of_row, *[absent] * (most_canvases - len(of_row))])
 
     def collect(field: Callable[[Canvas], object], *shape: int) -> Tensor:
         values = [[field(canvas) for canvas in of_row] for of_row in canvases]
-        return torch.tensor(values, dtype=torch.int64).reshape(len(rows), most, *shape)
+        return torch.tensor(values, dtype=torch.int64).reshape(len(rows), most_canvases, *shape)
 
     doc_start_BS = torch.tensor(doc_starts, dtype=torch.int64).reshape(len(rows), width)
     length_BC = collect(lambda canvas: canvas_length if canvas.length is None else canvas.length)
@@ -269,12 +275,12 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
     t = [[canvas.t for canvas in of_row] for of_row in canvases]
     weight = [[canvas.weight for canvas in of_row] for of_row in canvases]
     pinned = [
-        (row, number, place)
+        (row, number, index)
         for row, of_row in enumerate(canvases)
         for number, canvas in enumerate(of_row)
-        for place in canvas.pinned
+        for index in canvas.pinned
     ]
-    is_pinned_BCL = torch.zeros(len(rows), most, canvas_length, dtype=torch.bool)
+    is_pinned_BCL = torch.zeros(len(rows), most_canvases, canvas_length, dtype=torch.bool)
     is_pinned_BCL[torch.tensor(pinned, dtype=torch.int64).reshape(-1, 3).unbind(1)] = True
     is_valid_BS = doc_start_BS >= 0
     is_ar_scored_BS = torch.zeros_like(is_valid_BS)
@@ -297,9 +303,9 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
         content_BC=content_BC.minimum(length_BC),
         is_pinned_BCL=is_pinned_BCL,
         is_scored_BCL=(torch.arange(canvas_length) < length_BC[..., None]) & ~is_pinned_BCL,
-        t_BC=torch.tensor(t, dtype=torch.float32).reshape(len(rows), most),
+        t_BC=torch.tensor(t, dtype=torch.float32).reshape(len(rows), most_canvases),
         coin_BC=collect(lambda canvas: canvas.coin).bool(),
         address_BC3=collect(lambda canvas: canvas.address, 3),
-        weight_BC=torch.tensor(weight, dtype=torch.float32).reshape(len(rows), most),
+        weight_BC=torch.tensor(weight, dtype=torch.float32).reshape(len(rows), most_canvases),
         images=RowImages.of([row.images for row in rows], width),
     )

@@ -208,7 +208,7 @@ class PolicyObjective(Objective):
             self.measured[name] = self.measured[name] + value
 
     def _of_head(self, batch: RolloutBatch) -> Actions:
-        hidden_BSD, _ = self._encode_alone(batch)
+        hidden_BSD, _ = self._encode(batch)
         is_scored_BS = batch.is_ar_scored_BS
         target_N = batch.tokens_BS.roll(-1, dims=1)[is_scored_BS]
         [temperature] = self.policy.temperatures
@@ -221,7 +221,7 @@ class PolicyObjective(Objective):
         A step runs the answers that still have one, but one answer at least: ranks run the model together.
         """
         vocabulary, steps = self.model.vocabulary, batch.action_BCKL.shape[2]
-        _, kv = self._encode_alone(batch)
+        _, kv = self._encode(batch)
         columns = int(batch.on_host.start_BC.max())
         past = [tuple(x[:, :columns] for x in layer) for layer in kv]
         place_B = torch.arange(len(batch.tokens_BS), device=batch.tokens_BS.device)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from blockdiff.canvas import cut, joined
+from blockdiff.canvas_inputs import corrupt_canvases
 from blockdiff.data.chat import truncated
 from blockdiff.data.collate import AllCanvases, Collator
 from blockdiff.data.example import Example
 from blockdiff.data.statistics import Statistics
 from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
-from blockdiff.objective import Objective, corrupted
+from blockdiff.objective import Objective
 from tests.objective.test_one_sweep import assert_same, found
 from tests.support.families import small_model
 
@@ -64,7 +65,7 @@ def test_canvases_begin_where_blocks_do_and_the_prompts_tail_is_pinned():
 def test_each_canvas_is_denoised_over_the_whole_blocks_before_it(model):
     objective = Objective(model, Linear(), MaskCorruption(MASK), SEED)
     batch = COLLATE.lay_out([joined(rows()[:3]), joined(rows()[3:])])
-    noisy, is_corrupted = corrupted(batch, Linear(), MaskCorruption(MASK), SEED, V)
+    noisy, is_corrupted = corrupt_canvases(batch, Linear(), MaskCorruption(MASK), SEED, V)
     losses = objective.evaluate(batch).loss_BCL
     flat = [(example, canvas) for row, example in zip(rows(), EXAMPLES, strict=True) for canvas in row.canvases]
     places = [(b, c) for b, c in product(*map(range, batch.length_BC.shape)) if batch.length_BC[b, c]]

@@ -39,6 +39,8 @@ IMPORT_ORDER = {
     "models": 3,
     "checkpoint": 4,
     "parallel": 4,
+    "canvas_inputs": 4,
+    "scored_positions": 4,
     "objective": 5,
     "draft_objective": 5,
     "sampling": 5,

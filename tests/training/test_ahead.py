@@ -53,7 +53,7 @@ READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select
 
 
 # These look at tensors of a CPU alone: at `is_cpu` first, or at a number that they have put into one.
-OF_THE_HOST = {"spans.Spans.padding_BT", "objective._noise", "layers.vocabulary._rounded"}
+OF_THE_HOST = {"spans.Spans.padding_BT", "canvas_inputs._checked", "layers.vocabulary._rounded"}
 
 
 class OfHost(Tensor):
@@ -102,15 +102,15 @@ def test_the_host_waits_in_no_layer_of_a_training_step_and_in_one_place_outside(
     objective = without_weights(recipe, start(recipe), kernels_for("cuda"))
     batch = largest_batch(recipe, objective.model, 60, 3)
     batch = replace(batch, host=batch.map(lambda x: x.as_subclass(OfHost)))
-    for module in ("canvas", "objective"):
-        monkeypatch.setattr(f"blockdiff.{module}.sent", lambda x, device: x.as_subclass(Tensor))
+    for module in ("canvas", "scored_positions"):
+        monkeypatch.setattr(f"blockdiff.{module}.to_device", lambda x, device: x.as_subclass(Tensor))
     waits = Waits()
     waits.fill(objective)
     with waits:
         losses = objective(batch)
         (losses["canvas"] + losses["ar"]).backward()
     found = {place: count for place, count in waits.lines.items() if place not in OF_THE_HOST}
-    assert found == {"objective._marked": 1}  # scored positions, which the weights of a loss decide, too
+    assert found == {"scored_positions.marked_indices": 1}  # scored positions, which the weights of a loss decide, too
 
 
 def test_all_of_a_batch_is_pinned_and_a_copy_of_it_has_the_one_on_the_host(monkeypatch):

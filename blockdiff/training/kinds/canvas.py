@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from blockdiff.canvas import Batch
+from blockdiff.canvas_inputs import corrupt_canvases
 from blockdiff.data.collate import Collator
 from blockdiff.data.images import ImageReader
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
@@ -18,7 +19,7 @@ from blockdiff.errors import RecipeError
 from blockdiff.metrics import METRICS, Record
 from blockdiff.models.family import NO_HEAD, Family
 from blockdiff.models.model import BlockDiffusionModel
-from blockdiff.objective import Objective, corrupted
+from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training import recipe_choices as choices
 from blockdiff.training.data import Data
@@ -140,7 +141,7 @@ class Denoising(Kind):
 
     def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
         """A batch with its noise."""
-        noisy, is_corrupted_BCL = corrupted(batch, self.schedule, self.noise(base), recipe.seed, base.vocab_size)
+        noisy, is_corrupted_BCL = corrupt_canvases(batch, self.schedule, self.noise(base), recipe.seed, base.vocab_size)
         return Drawn(batch, noisy.canvas_BCL, is_corrupted_BCL)
 
     def losses(self, objective: Any) -> dict[str, Loss]:

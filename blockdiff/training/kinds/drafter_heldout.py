@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from blockdiff.canvas import PADDING_ROW, Batch, lay_out
+from blockdiff.canvas_inputs import with_canvases
 from blockdiff.errors import RunError
 from blockdiff.metrics import Record
-from blockdiff.objective import complete
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.training.step import autocast
@@ -43,7 +43,7 @@ def heldout_drafts(
         if ranks.any(ranks.is_stopping() > 0)[0]:
             raise Interrupted
         assert isinstance(batch, Batch)
-        batch = complete(batch.to(ranks.device))
+        batch = with_canvases(batch.to(ranks.device))
         with autocast(ranks.device, precision):
             found = objective.evaluate(batch)
         sums += _sums_of_blocks(batch, found.loss_BCL, found.is_correct_BCL)
