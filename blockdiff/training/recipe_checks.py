@@ -1,4 +1,4 @@
-"""Looking at a recipe before anything is loaded: for what would only fail late, and for keys without effect."""
+"""Checks of a recipe before anything is loaded: settings that would fail late, and keys without effect."""
 
 from __future__ import annotations
 
@@ -18,65 +18,68 @@ OF_PROMPTS = ("prompts_every", "prompts_count", "task", "strategy")
 
 
 def refuse(recipe: Recipe, world: int = 1) -> None:
-    """Raise RecipeError for what would fail, or silently do nothing, after a long training."""
+    """Raise RecipeError for a recipe that would fail, or silently do nothing, only after long training.
+
+    world: the number of processes.
+    """
     check_trackers(recipe.train.trackers)
     kind = kind_of(recipe)
     for name in ("objective", "reward"):
         if getattr(recipe.given, name) and name not in kind.given:
-            raise RecipeError(f"given.{name}: is not of the kind {recipe.objective.kind}; leave it out")
+            raise RecipeError(f"given.{name}: runs of kind {recipe.objective.kind} have none; leave it out")
     kind.refuse(recipe)
     if recipe.train.epochs is not None and recipe.data.streaming is not None:
-        raise RecipeError("train.epochs: the rows of a stream are not counted beforehand; give train.steps instead")
+        raise RecipeError("train.epochs: the rows of a stream are not counted beforehand; set train.steps instead")
     if recipe.train.batch_size < world // recipe.parallel.tensor:
         raise RecipeError(f"train.batch_size: {recipe.train.batch_size} is less than {world} processes; raise it")
     if recipe.optim.name == "adamw_8bit" and recipe.parallel.names != ("replicate",):
         raise RecipeError(
-            "optim.name: adamw_8bit keeps its state in blocks of whole tensors, which parallel.shard and "
-            "parallel.experts split; use adamw"
+            "optim.name: adamw_8bit needs whole tensors, but parallel.shard and parallel.experts split them; set "
+            "optim.name: adamw"
         )
     if recipe.model.compile and recipe.parallel.shard == "full":
         raise RecipeError(
-            "model.compile: gathering weights within a layer (parallel.shard: full) breaks it up for the compiler; "
-            "leave one of the two out"
+            "model.compile: cannot compile layers whose weights are gathered inside them; leave out model.compile or "
+            "parallel.shard: full"
         )
-    _refuse_unasked(recipe)
+    _refuse_ambiguous_start(recipe)
     if recipe.model.rounds:
         if not recipe.lora.trains and not kind.trains_whole:
             form = recipe.model.quantize
-            raise RecipeError(f"model.quantize: weights in {form} are frozen; train adapters (`lora: {{rank: 16}}`)")
+            raise RecipeError(f"model.quantize: weights in {form} are frozen; train adapters (lora: {{rank: 16}})")
         refuse_sharding(recipe)
-    _refuse_unmeasured(recipe)
+    _refuse_unmeasured_best(recipe)
 
 
-def _refuse_unmeasured(recipe: Recipe) -> None:
-    """Raise RecipeError for a metric that is to decide and that this run does not measure, or not in time."""
+def _refuse_unmeasured_best(recipe: Recipe) -> None:
+    """Raise RecipeError if the run does not measure `evaluation.best`, or measures it too late for `patience`."""
     metric, patience = recipe.evaluation.best, recipe.evaluation.patience
     if metric is None:
         if patience is not None:
-            raise RecipeError("evaluation.patience: needs evaluation.best, the metric it waits for")
+            raise RecipeError("evaluation.patience: needs a metric to watch; set evaluation.best, too")
         return
     require_decisive(metric)
     if METRICS[metric].kind == "heldout":
         needs, source, key, every = "data.heldout", recipe.data.heldout, "train.eval_every", recipe.train.eval_every
     else:
-        asked = recipe.evaluation
-        needs, source, key, every = "evaluation.prompts", asked.prompts, "evaluation.prompts_every", asked.prompts_every
+        e = recipe.evaluation
+        needs, source, key, every = "evaluation.prompts", e.prompts, "evaluation.prompts_every", e.prompts_every
     if source is None:
-        raise RecipeError(f"evaluation.best: {metric} is measured on {needs}, which is not set")
+        raise RecipeError(f"evaluation.best: {metric} is measured on {needs}; set {needs}")
     kind = kind_of(recipe)
     if metric not in kind.measured and any(metric in each.metrics for each in kinds().values()):
-        there = f"there are {', '.join(kind.measured)}" if kind.measured else "give another"
-        raise RecipeError(f"evaluation.best: {metric} is not measured by this run ({recipe.objective.kind}); {there}")
+        remedy = f"choose one of {', '.join(kind.measured)}" if kind.measured else "choose another metric"
+        raise RecipeError(f"evaluation.best: runs of kind {recipe.objective.kind} do not measure {metric}; {remedy}")
     if patience is not None and not every:
-        raise RecipeError(f"evaluation.patience: {metric} is measured at the end only; set {key}")
+        raise RecipeError(f"evaluation.patience: {metric} is measured only at the end; set {key}")
 
 
-def _refuse_unasked(recipe: Recipe) -> None:
-    """Raise RecipeError for a start that would train nothing or, without being asked to, everything."""
+def _refuse_ambiguous_start(recipe: Recipe) -> None:
+    """Raise RecipeError for a start that would train nothing, or all weights without an explicit choice."""
     lora, is_given = recipe.lora, "lora" in recipe.model_fields_set
     if recipe.model.path is not None and not is_given and not kind_of(recipe).trains_whole:
         raise RecipeError(
-            "lora: missing; say what trains of model.path: adapters (`lora: {rank: 16}`) or all weights (`lora: none`)"
+            "lora: missing; choose what trains of model.path: adapters (lora: {rank: 16}) or all weights (lora: none)"
         )
     if lora.trains and recipe.model.path is None:
         raise RecipeError(
@@ -84,31 +87,29 @@ def _refuse_unasked(recipe: Recipe) -> None:
             "or name a checkpoint with model.path"
         )
     if is_given and not lora.trains and lora != type(lora)():
-        raise RecipeError("lora: no part has a rank, so nothing would be adapted; set lora.rank, or write `lora: none`")
+        raise RecipeError("lora: no part has a rank, so nothing would be adapted; set lora.rank, or write lora: none")
     for key in ("router", "images"):
         if lora.trains and getattr(recipe.model, key) == "trained":
-            raise RecipeError(
-                f"model.{key}: trained: with lora only adapters train; choose frozen, or use `lora: none`"
-            )
+            raise RecipeError(f"model.{key}: trained: with lora only adapters train; set frozen, or write lora: none")
     if "images" in lora.ranks and recipe.model.images == "none":
-        raise RecipeError("lora.parts: images adapts the image side; set model.images: frozen, so that it is there")
+        raise RecipeError("lora.parts: images adapts the image side; set model.images: frozen, which loads it")
     if isinstance(lora.alpha, dict) and (unknown := lora.alpha.keys() - lora.ranks.keys()):
-        raise RecipeError(f"lora.alpha: {min(unknown)} is no part with a rank (there are: {', '.join(lora.ranks)})")
+        raise RecipeError(f"lora.alpha: {min(unknown)} is no part with a rank; those are {', '.join(lora.ranks)}")
 
 
 def refuse_changed(recipe: Recipe, keys: Mapping[str, Collection[str]], why: str) -> None:
-    """Raise RecipeError for the first of some keys, by section, that has not its default."""
-    for name, of_section in keys.items():
+    """Raise RecipeError for the first of some keys, listed by section, whose value is not its default."""
+    for name, listed in keys.items():
         section = getattr(recipe, name)
-        for key in of_section:
+        for key in listed:
             if getattr(section, key) != type(section).model_fields[key].default:
                 raise RecipeError(f"{name}.{key}: {why}")
 
 
 def without_effect(recipe: Recipe, steps: int) -> list[str]:
-    """A line for every key that was changed but does nothing beside those of other sections, in a run of `steps`.
+    """Return a line for each changed key that other keys leave without effect, in a run of `steps` optimiser steps.
 
-    A warm-up that never ends gets a line, too.
+    A warm-up that does not end within the run gets a line, too.
     """
     d, t, e, o = recipe.data, recipe.train, recipe.evaluation, recipe.optim
     keeps_some = not t.keep_every or (t.save_every > 0 and t.keep_every % t.save_every == 0)

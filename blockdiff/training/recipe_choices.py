@@ -1,6 +1,6 @@
-"""Keys of a recipe that choose an object: how `linear` or `{polynomial: {power: 3}}` is read and written.
+"""Keys of a recipe whose value is an object: how `linear` or `{polynomial: {power: 3}}` is read and written.
 
-An object of another class, given from Python, stays as it is; it is recorded by its class and its values.
+An object of an unlisted class, passed from Python, stays as it is. A run records its class and values.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ YAML_TYPES = (str, bool, int, float, Mapping, list, tuple, type(None))  # what Y
 
 
 class OneOf:
-    """Stands in pydantic's `Annotated` and says which dataclasses a key chooses from.
+    """The dataclasses that a key chooses from, as metadata of pydantic's `Annotated`.
 
-    kinds: the dataclass behind each word. A word alone means its defaults, `{word: {field: value}}` names its fields,
-    and `{word: value}` gives the only field of a kind where that has no default. The word "" is not written: its
-    fields are the key's own. number: the word that a bare number stands for, as its first field. none and default: how
-    None and the defaults of "" are written.
+    kinds: the dataclass of each word. A word alone has the defaults, `{word: {field: value}}` sets fields, and
+    `{word: value}` sets the only field of a kind that has one without a default. The word "" is never written: its
+    fields are the key's own.
+    number: the word that a bare number stands for, as its first field.
+    none, default: how None, and "" with its defaults, are written.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class OneOf:
     ) -> None:
         self.kinds, self.number, self.none, self.default = kinds, number, none, default
         self.fields = {word: {field.name: field.default for field in fields(kind)} for word, kind in kinds.items()}
-        # The field that is written without its name.
+        # The field that is written without its name, by word.
         self.only = {word: next(iter(names)) for word, names in self.fields.items() if [*names.values()] == [MISSING]}
 
     def full(self, value: Any) -> Any:
-        """A YAML value as {word: fields} or None; raises ValueError that says what the key takes."""
+        """Return a YAML value as {word: fields}, or None. Raises ValueError with the values that the key accepts."""
         word, inner = value, None
         if isinstance(value, Mapping):
             if "" in self.kinds:
@@ -58,17 +59,17 @@ class OneOf:
         elif self.number is not None and isinstance(value, int | float) and not isinstance(value, bool):
             return {self.number: {next(iter(self.fields[self.number])): value}}
         if isinstance(word, str) and "." in word:
-            raise ValueError(f"{word} was given from Python; give it again from Python")
+            raise ValueError(f"{word} was passed from Python; pass it from Python again")
         if not isinstance(word, str) or not word or word not in self.kinds:
             raise ValueError(f"input should be {self._listed()}")
         if word in self.only and inner is not None:
             return {word: inner if isinstance(inner, Mapping) else {self.only[word]: inner}}
         if word not in self.only and isinstance(inner, Mapping | None):
             return {word: inner or {}}
-        raise ValueError(f"{word} takes {self._example(word)}")
+        raise ValueError(f"{word} should have {self._example(word)}")
 
     def _example(self, word: str) -> str:
-        """An example of what a recipe may say for the fields of a kind."""
+        """An example of the fields of a kind, as a recipe writes them."""
         if word in self.only:
             return f"a value, {{{word}: {self.only[word].upper()}}}"
         values = {name: "null" if default is None else default for name, default in self.fields[word].items()}
@@ -83,7 +84,7 @@ class OneOf:
         return f"{', '.join(listed[:-1])} or {listed[-1]}"
 
     def short(self, part: Any) -> Any:
-        """The short form that reads back as `part`."""
+        """Return the shortest YAML value that reads back as `part`."""
         if part is None:
             return self.none
         word = next((word for word, kind in self.kinds.items() if type(part) is kind), None)
@@ -101,18 +102,18 @@ class OneOf:
         return {word: values} if word else values
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Reads YAML values in their short or full form, and takes an object that has the methods of the protocol."""
+        """Read YAML values in short or full form, and accept any object with the methods of the protocol."""
         protocols = [each for each in (source, *get_args(source)) if getattr(each, "_is_protocol", False)]
-        verbs = [name for protocol in protocols for name in vars(protocol) if not name.startswith("_")]
+        methods = [name for protocol in protocols for name in vars(protocol) if not name.startswith("_")]
 
         def chosen(value: Any, read: Any) -> Any:
             if type(value) in self.kinds.values():
                 return value
             if not isinstance(value, YAML_TYPES):
-                lacking = [name for name in verbs if not callable(getattr(value, name, None))]
-                if not verbs or lacking or isinstance(value, type):
-                    methods = ", ".join(f"{verb}()" for verb in verbs)
-                    expected = f"an object with {methods}" if verbs else self._listed()
+                lacking = [name for name in methods if not callable(getattr(value, name, None))]
+                if not methods or lacking or isinstance(value, type):
+                    calls = ", ".join(f"{name}()" for name in methods)
+                    expected = f"an object with {calls}" if methods else self._listed()
                     raise ValueError(f"input should be {expected}")
                 return value
             full = self.full(value)
@@ -128,7 +129,7 @@ class OneOf:
 
 
 def by_class(part: Any) -> Any:
-    """An object that recipes have no word for: its class, with its dataclass fields, public attributes or repr."""
+    """Describe an object without a word in recipes: its class, with its fields, public attributes or repr."""
     if isinstance(part, Mapping):
         return {str(key): by_class(value) for key, value in part.items()}
     if isinstance(part, list | tuple):
@@ -157,26 +158,26 @@ Positive = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True)
 class ArLoss:
-    """The next-token loss of the encode pass, times `weight`: of all clean tokens, or of those in a response."""
+    """The next-token loss of the encode pass times `weight`, over all clean tokens or only those of responses."""
 
     weight: float = 1.0
     scope: Literal["all", "response"] = "all"
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
-            raise ValueError(f"the weight must be more than 0, got {self.weight}; none leaves this loss out")
+            raise ValueError(f"the weight should be more than 0 (got {self.weight}); write none to leave the loss out")
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Rows are read as they are needed; `shuffle_buffer` of a source are shuffled among themselves."""
+    """Rows that are read when they are needed, and shuffled within a buffer of `shuffle_buffer` rows per source."""
 
     shuffle_buffer: Positive = 10_000
 
 
 @dataclass(frozen=True)
 class MaxLength:
-    """The longest example in tokens, and what happens to longer ones."""
+    """The longest example in tokens, and what to do with longer ones."""
 
     tokens: Positive
     too_long: ClassVar[Literal["truncate", "drop", "refuse"]]
@@ -195,46 +196,46 @@ class Drop(MaxLength):
 
 
 class Refuse(MaxLength):
-    """Longer examples end the run before it begins."""
+    """Longer examples stop the run before training begins."""
 
     too_long = "refuse"
 
 
 @dataclass(frozen=True)
 class UniformTokens:
-    """A corrupted token becomes any token of the vocabulary."""
+    """Corruption that replaces a token by a uniformly random token of the vocabulary."""
 
     def for_tokenizer(
         self, tokenizer: Any, vocab_size: int, reserved: Collection[int | None], mask: int | None
     ) -> Corruption:
-        """The corruption of a model with `vocab_size` tokens."""
+        """The corruption for a model with `vocab_size` tokens."""
         return UniformCorruption(vocab_size)
 
 
 @dataclass(frozen=True)
 class MaskToken:
-    """A corrupted token becomes the mask token: the model's, else the tokenizer's, or a token by its name."""
+    """Corruption that replaces a token by the mask token: `token`, else the model's, else the tokenizer's."""
 
     token: str | None = None
 
     def for_tokenizer(
         self, tokenizer: Any, vocab_size: int, reserved: Collection[int | None], mask: int | None
     ) -> Corruption:
-        """The corruption for a tokenizer and a model whose config names this `mask` (None: none).
+        """The corruption for a tokenizer and the model's mask id (`mask`, None: none).
 
-        Raises RecipeError without a mask token or if its id is among `reserved`.
+        Raises RecipeError if there is no mask token, or if its id is one of `reserved`.
         """
-        own = getattr(tokenizer, "mask_token_id", None) if mask is None else mask
-        mask_id = own if self.token is None else tokenizer.get_vocab().get(self.token)
+        default_id = getattr(tokenizer, "mask_token_id", None) if mask is None else mask
+        mask_id = default_id if self.token is None else tokenizer.get_vocab().get(self.token)
         if mask_id is None:
             reason = "the tokenizer has no mask token"
-            reason = reason if self.token is None else f"{self.token!r} is no token of the tokenizer"
-            remedy = "name one of its tokens that no text contains, {mask: {token: NAME}}"
+            reason = reason if self.token is None else f"the tokenizer has no token {self.token!r}"
+            remedy = "choose one of its tokens that no text contains, {mask: {token: NAME}}"
             raise RecipeError(f"objective.corruption: {reason}; {remedy}")
         if mask_id in reserved:
             name = tokenizer.convert_ids_to_tokens(mask_id)
             raise RecipeError(
-                f"objective.corruption: {name!r} is the bos, eos or pad token; name another, {{mask: {{token: NAME}}}}"
+                f"objective.corruption: {name!r} is the bos, eos or pad token; choose {{mask: {{token: NAME}}}}"
             )
         return MaskCorruption(int(mask_id))
 
@@ -256,7 +257,7 @@ MAX_LENGTH = OneOf({"truncate": Truncate, "drop": Drop, "refuse": Refuse}, numbe
 
 
 def described(part: object) -> Any:
-    """An object by name and values, as YAML and JSON have them: as recipes spell it, or else by its class."""
+    """Describe an object by name and values, in the words of recipes or else by its class."""
     for choice in (SCHEDULE, TIME, CORRUPTION, WEIGHT, AR_LOSS, LR_SCHEDULE, CANVASES, MAX_LENGTH):
         if type(part) in choice.kinds.values():
             return choice.short(part)
@@ -264,19 +265,19 @@ def described(part: object) -> Any:
 
 
 def _as_list(value: Any) -> Any:
-    """One source may stand without a list, and from Python a list may be the rows of one."""
+    """Wrap a single source in a list; from Python, also a list of rows, which is one source."""
     is_rows = isinstance(value, list) and value and isinstance(value[0], Mapping) and CONTENT_KEYS & value[0].keys()
     return value if isinstance(value, list) and not is_rows else [value]
 
 
 def _read_source(value: Any, read: Callable[[Any], Source]) -> Source:
-    """A source that says no more than its path may be written as that; from Python it may be the rows themselves."""
+    """Read a source: a mapping of its fields, its path alone, or rows from Python."""
     if isinstance(value, str):
         value = {"path": value}
     elif not isinstance(value, Mapping | Source | bool | int | float | None):
         value = {"rows": value}
     if isinstance(value, Mapping) and isinstance(value.get("rows"), int):
-        raise ValueError(f"{value['rows']} rows were given from Python; give them again from Python")
+        raise ValueError(f"{value['rows']} rows were passed from Python; pass them from Python again")
     try:
         return read(value)
     except DataError as error:
@@ -284,7 +285,7 @@ def _read_source(value: Any, read: Callable[[Any], Source]) -> Source:
 
 
 def _written_source(source: Source) -> Any:
-    """The fields of a source that differ from their defaults, or its path if that is all; rows as their number."""
+    """The fields of a source that are not defaults, or its path if that is all; of rows from Python their number."""
     if source.rows is not None:
         return {"path": None, "name": source.title, "rows": len(source.rows)}
     values = {field.name: getattr(source, field.name) for field in fields(source)}

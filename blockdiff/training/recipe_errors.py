@@ -12,14 +12,14 @@ from typing import Any
 from pydantic import ValidationError
 
 Key = tuple[str, ...]
-Place = tuple[str, Path | None]  # where a key stands, and what its paths are relative to (None: they are absolute)
-Origins = dict[Key, Place]  # of the last layer that has a key
+Origin = tuple[str, Path | None]  # the file or override that sets a key, and the directory of its relative paths
+Origins = dict[Key, Origin]  # of the last layer that sets a key
 Keys = Mapping[Any, list[str]]  # the keys below each key
 
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names
 OF_UNIONS = re.compile(r"(constrained-|dict\[).*|str")  # pydantic's names for the members of a union
 SWITCH = "; YAML reads a bare on, off, yes or no as true or false"
-# Keys of earlier recipes, and what says the same now.
+# Renamed keys, and what to write now.
 _RL = "objective: {kind: policy, over: next_token or canvas, reward: ...} (docs/rl.md)"
 MOVED: dict[Key, str] = {
     ("rl",): _RL,
@@ -39,15 +39,18 @@ SOURCES = (("data", "train"), ("data", "heldout"), ("evaluation", "prompts"))
 
 
 def one_line(error: ValidationError, keys: Keys, kinds_with: Keys, origins: Origins, path: str, above: Key = ()) -> str:
-    """A mistake that pydantic found, in one line; keys that are not known come first, wrong types last.
+    """Report the most useful error of a validation in one line: unknown keys first, wrong types last.
 
-    keys: those of a recipe; kinds_with: the kinds of run that have a key of `objective`; origins: where the given ones
-    stand; path: what says the others; above: the section that was read alone.
+    keys: the names of the keys below each key of a recipe.
+    kinds_with: the kinds of run that have each key of `objective`.
+    origins: the file or override that sets each key.
+    path: what to name for keys without an origin.
+    above: the key of the section, if that was validated alone.
     """
     first = min(error.errors(), key=lambda each: (each["type"] not in UNKNOWN, each["type"].endswith("_type")))
     kind, value, reason = first["type"], first["input"], first["msg"].removeprefix("Value error, ")
     words = [*above, *(word for word in first["loc"] if isinstance(word, str))]
-    key = tuple(word for at, word in enumerate(words) if at < 2 or not OF_UNIONS.fullmatch(word))
+    key = tuple(word for index, word in enumerate(words) if index < 2 or not OF_UNIONS.fullmatch(word))
     given_key = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in origins), None)
     is_pair = kind in ("tuple_type", "too_long") or (kind == "missing" and isinstance(first["loc"][-1], int))
     origin = path if given_key is None or (kind == "missing" and not is_pair) else origins[given_key][0]
@@ -63,29 +66,29 @@ def one_line(error: ValidationError, keys: Keys, kinds_with: Keys, origins: Orig
     if kind in UNKNOWN:
         return f"{origin}: unknown key {name}; {_nearest(key, keys)}"
     if is_pair:
-        reason = "give a list of two numbers"
+        reason = "should be a list of two numbers"
     elif kind == "missing":
-        return f"{origin}: {name}: missing; every recipe has to say it"
+        return f"{origin}: {name}: missing; every recipe needs it"
     elif kind in ("model_type", "dataclass_type", "dict_type"):
-        reason = f"a mapping with the keys {', '.join(keys.get(key, ()))}"
+        reason = f"should be a mapping with the keys {', '.join(keys.get(key, ()))}"
     elif kind == "too_short":
-        reason = "name at least one source"
+        reason = "should have at least one source"
     has_value = kind == "value_error" and (isinstance(value, Mapping) or "got " in reason)
     got = "" if has_value else f" (got {shorten(repr(value), 100)}{SWITCH if isinstance(value, bool) else ''})"
     return f"{origin}: {name}: {reason[:1].lower()}{reason[1:]}{got}"
 
 
 def paths(keys: Keys) -> list[str]:
-    """Every key that has a value, as `section.key`, or `key` outside of sections."""
+    """The paths of all keys that have a value: `section.key`, or `key` outside of sections."""
     return [f"{name}.{key}" for name in keys[()] for key in keys.get((name,), ())] + [
         name for name in keys[()] if (name,) not in keys
     ]
 
 
 def _nearest(key: Key, keys: Keys) -> str:
-    """A suggestion for a key that is not known.
+    """Suggest a key for an unknown one.
 
-    It is a word of another toolkit, or near a key beside it, or else near one elsewhere.
+    Looked for are, in this order: words of other toolkits, near keys of the same section, near keys elsewhere.
     """
     *above, word = key
     all_paths = paths(keys)
@@ -97,24 +100,24 @@ def _nearest(key: Key, keys: Keys) -> str:
     words = [path.rpartition(".")[2] for path in all_paths]
     if word in words:
         return f"did you mean {all_paths[words.index(word)]}?"
-    beside = keys.get(tuple(above), [])
-    if near := difflib.get_close_matches(word, [*beside, "extends"] if not above else beside, 1):
+    siblings = keys.get(tuple(above), [])
+    if near := difflib.get_close_matches(word, [*siblings, "extends"] if not above else siblings, 1):
         return f"did you mean {'.'.join([*above, near[0]]) if len(above) < 2 else near[0]}?"
     if near := difflib.get_close_matches(word, words, 1, cutoff=0.8):
         return f"did you mean {all_paths[words.index(near[0])]}?"
-    return f"{'.'.join(filter(None, above)) or 'a recipe'} has {', '.join(beside) or 'no keys'}"
+    return f"{'.'.join(filter(None, above)) or 'a recipe'} has {', '.join(siblings) or 'no keys'}"
 
 
-# -- the words of other toolkits for what a recipe says: people type them, and are told ours -----------------------
+# -- the words of other toolkits, which people type, and our keys for them -------------------------------------------
 
 _ALL_ROWS = "train.batch_size: the rows of an optimiser step over all processes and micro-batches"
-_FEWER_ROWS = "train.micro_batch_size: the rows of one forward; how often it is accumulated follows from it"
+_FEWER_ROWS = "train.micro_batch_size: the rows of one forward; the number of accumulated micro-batches follows from it"
 _PRECISION = "train.autocast: bfloat16, or null for the model's own"
-_RESUME = "it is no key of a recipe; give --resume (from Python resume=True)"
+_RESUME = "it is no key of a recipe; use --resume (from Python resume=True)"
 _RESPONSES = "objective.ar_loss: canvases learn responses alone; {scope: response} lets next tokens do so, too"
-_KERNELS = "model.kernels: attention that reads no more than queries see is the default"
+_KERNELS = "model.kernels: by default attention reads only the keys that its queries see"
 
-# A word, in lower case -> our key and, after a colon, a remark; or a sentence where there is no such key.
+# A word, in lower case -> our key and, after a colon, a remark; or a sentence if there is no such key.
 OTHER_TOOLKITS: dict[str, str] = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs", "n_epochs"), "train.epochs"),
     **dict.fromkeys(("max_steps", "num_steps", "num_train_steps", "max_iters", "train_iters"), "train.steps"),

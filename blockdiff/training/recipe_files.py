@@ -1,4 +1,4 @@
-"""Reading a recipe: its YAML, the recipes that it extends, and overrides on top. Nothing is loaded or run."""
+"""Reading a recipe: its YAML file, the recipes that it extends, and overrides. Nothing is loaded or run."""
 
 from __future__ import annotations
 
@@ -20,96 +20,97 @@ from blockdiff.recipes import packaged
 from blockdiff.training.kinds import kinds
 from blockdiff.training.recipe import ObjectiveSection, Recipe, Section, choosing, keys, kinds_with
 from blockdiff.training.recipe_choices import OneOf
-from blockdiff.training.recipe_errors import SOURCES, Key, Origins, Place, one_line
+from blockdiff.training.recipe_errors import SOURCES, Key, Origin, Origins, one_line
 
-# Keys of which a recipe has one: choosing one replaces the other in what it derives from.
-ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora": ("rank", "parts", "path")}
-# Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
-# too where a name cannot be a file's).
+# Pairs and triples of keys of which a recipe has one: setting one drops the others that an extended recipe sets.
+ONE_OF = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora": ("rank", "parts", "path")}
+# Keys whose value is a file or directory, and whether it must exist (models and tokenizers may be hub ids, and so may
+# rows whose name cannot be a file's).
 TEMPLATE = ("data", "template")  # a file, unless it is the name of a template
 FILE_KEYS: dict[Key, bool] = {
     **dict.fromkeys([*SOURCES, ("data", "images", "root"), TEMPLATE], True),
     **dict.fromkeys([("model", "path"), ("model", "tokenizer"), ("lora", "path")], False),
 }
-MOST_EXTENDED = 20  # recipes that one derives from, each from the next
+MAX_EXTENDS = 20  # the length of a chain of recipes, each extending the next
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 
 
 def read_recipe(
     source: AnyRecipe,
     overrides: Sequence[str] = (),
-    given: Mapping[str, Mapping[str, Any] | ObjectiveSection] | None = None,
+    from_python: Mapping[str, Mapping[str, Any] | ObjectiveSection] | None = None,
     needs_data: bool = True,
 ) -> Recipe:
-    """Read a recipe on top of those it `extends`, with `key.path=value` overrides (values are YAML) on top.
+    """Read a recipe, on top of those that it `extends` and below its overrides, `key.path=value` (values are YAML).
 
-    source: a path, the same as a mapping, or a recipe that was read. given: values from Python by section and key,
-    which come on top of everything. needs_data: whether the rows must be there, in files or from Python. In a mapping,
-    rows may stand for a source of rows (a `datasets.Dataset` or a list of mappings) and an object for a choice.
-    Relative paths of data, weights and tokenizer are looked up from the current directory first, then from the
-    directory of the recipe that names them.
-    Raises RecipeError: one line with file, key path and cure.
+    source: the path of a YAML file, a mapping of the same form, or a recipe. In a mapping, rows (a `datasets.Dataset`
+        or a list of mappings) may replace a source of rows, and an object the word that chooses one.
+    from_python: values by section and key, which override everything.
+    needs_data: require the files of rows to exist, and rows that were passed from Python to be passed again.
+
+    Relative paths of data, weights and tokenizers are looked up in the current directory, then in the directory of the
+    recipe that names them. Raises RecipeError: one line with file, key and remedy.
     """
     if not isinstance(source, str | Path | Mapping | Recipe):
-        raise RecipeError(f"recipe: a {type(source).__name__}; give the path of a YAML recipe, a mapping or a Recipe")
+        raise RecipeError(f"recipe: a {type(source).__name__}; pass the path of a YAML recipe, a mapping or a Recipe")
     if isinstance(overrides, str | Mapping) or not all(isinstance(text, str) for text in overrides):
-        raise RecipeError(f"overrides: give a list of texts, such as ['optim.lr=3e-4'] (got {overrides!r})")
+        raise RecipeError(f"overrides: pass a list of texts, such as ['optim.lr=3e-4'] (got {overrides!r})")
     merged: dict[str, Any] = {}
     origins: Origins = {}
     layers = _layers(source) + [_override_layer(text) for text in overrides]
-    for origin, directory, tree in [*layers, ("from Python", None, dict(given or {}))]:
-        for name, both in ONE_OF_TWO.items():
+    for origin, directory, tree in [*layers, ("from Python", None, dict(from_python or {}))]:
+        for name, exclusive in ONE_OF.items():
             section, below = tree.get(name), merged.get(name)
-            if isinstance(section, Mapping) and any(section.get(each) for each in both) and isinstance(below, dict):
-                for each in both:
-                    if not section.get(each):
-                        below.pop(each, None)
+            if isinstance(section, Mapping) and any(map(section.get, exclusive)) and isinstance(below, dict):
+                for key in exclusive:
+                    if not section.get(key):
+                        below.pop(key, None)
         _merge(merged, tree, (), (origin, directory), origins)
     if not needs_data:
-        _leave_out_given(merged)
-    of_kinds = {("objective", key): False for kind in kinds().values() for key in kind.paths}
-    for key, must_exist in (FILE_KEYS | of_kinds).items():
+        _drop_recorded(merged)
+    model_keys = {("objective", key): False for kind in kinds().values() for key in kind.paths}
+    for path, must_exist in (FILE_KEYS | model_keys).items():
         must_exist = must_exist and needs_data
-        *above, last = key
+        *above, last = path
         inner: Any = merged
         for name in above:
             inner = inner.get(name) if isinstance(inner, dict) else None
         if isinstance(inner, dict) and last in inner:
-            origin, directory = origins[key]
-            if directory is not None and (key != TEMPLATE or is_template_file(str(inner[last]))):
-                name = ".".join(filter(None, key))
+            origin, directory = origins[path]
+            if directory is not None and (path != TEMPLATE or is_template_file(str(inner[last]))):
+                name = ".".join(filter(None, path))
                 inner[last] = _located(inner[last], name, origin, directory, must_exist)
     try:
         return Recipe.model_validate(merged)
-    except RecipeError as error:  # which knows nothing of the layers
+    except RecipeError as error:  # names the recipe; `one_line` names the layer instead
         if isinstance(error.__cause__, ValidationError):
             raise RecipeError(one_line(error.__cause__, keys(), kinds_with(), origins, _name(source))) from None
         raise
 
 
-def settled(
+def run_recipe(
     recipe: AnyRecipe,
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     **sections: Mapping[str, Any] | ObjectiveSection,
 ) -> Recipe:
-    """The recipe of a run, with its directory in it.
+    """Read the recipe of a run, and set its `output` to the absolute path of the run's directory.
 
-    sections: what Python gives on top of the recipe and its overrides; a value None gives nothing. Raises RecipeError
-    where no directory is named, and as `read_recipe` does.
+    sections: values from Python by section and key, which override everything; None sets nothing. Raises RecipeError
+    if no directory is named, and as `read_recipe` does.
     """
-    given = {
+    from_python = {
         name: {key: value for key, value in section.items() if value is not None}
         if isinstance(section, Mapping)
         else section
         for name, section in sections.items()
     }
-    settled = read_recipe(recipe, overrides, {name: section for name, section in given.items() if section})
-    where = settled.output if output is None else output
-    if where is None or not str(where):
+    read = read_recipe(recipe, overrides, {name: section for name, section in from_python.items() if section})
+    directory = read.output if output is None else output
+    if directory is None or not str(directory):
         name = recipe if isinstance(recipe, str | Path) else "recipe"
-        raise RecipeError(f"{name}: output: missing; give --output DIR or set it in the recipe")
-    return settled.model_copy(update={"output": str(Path(where).expanduser().absolute())})
+        raise RecipeError(f"{name}: output: missing; use --output DIR or set it in the recipe")
+    return read.model_copy(update={"output": str(Path(directory).expanduser().absolute())})
 
 
 def _name(source: AnyRecipe) -> str:
@@ -117,45 +118,45 @@ def _name(source: AnyRecipe) -> str:
 
 
 def _tree(section: Section) -> dict[str, Any]:
-    """The keys that were said, whatever the others have by default."""
-    said = ((key, value) for key, value in section if key in section.model_fields_set)
-    return {key: _tree(value) if _is_read(value) else value for key, value in said}
+    """The keys of a section that were set, without those that have their defaults."""
+    was_set = ((key, value) for key, value in section if key in section.model_fields_set)
+    return {key: _tree(value) if _is_built_in(value) else value for key, value in was_set}
 
 
-def _is_read(value: Any) -> bool:
-    """True for a section that recipes have; a kind of run of one's own stays the object that it is."""
+def _is_built_in(value: Any) -> bool:
+    """Whether a value is a section of recipes; a user's own kind of run is passed on as an object."""
     return isinstance(value, Section) and (not isinstance(value, ObjectiveSection) or type(value) in kinds().values())
 
 
-def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Place, origins: Origins) -> None:
-    """Put the keys of a layer over those of the layers below it; another choice replaces the one below."""
+def _merge(into: dict[str, Any], tree: Mapping[Any, Any], above: Key, layer: Origin, origins: Origins) -> None:
+    """Write the keys of a layer over those of the layers below. Another choice of object replaces the one below."""
     for key, value in ((str(key), value) for key, value in tree.items()):
-        place = (*path, key)
-        origins[place] = layer
+        path = (*above, key)
+        origins[path] = layer
         below = into.get(key)
-        if value is None and path == () and place in keys() and Recipe.model_fields[key].default is not None:
+        if value is None and above == () and path in keys() and Recipe.model_fields[key].default is not None:
             value = {}  # all its keys are commented out
-        if isinstance(value, Mapping) and place in choosing():
-            value, below = _spelt_out(choosing()[place], value), _spelt_out(choosing()[place], below)
+        if isinstance(value, Mapping) and path in choosing():
+            value, below = _spelt_out(choosing()[path], value), _spelt_out(choosing()[path], below)
             if isinstance(below, Mapping) and below.keys() != value.keys():
                 below = {}
-        if isinstance(value, Mapping) and place not in SOURCES:
+        if isinstance(value, Mapping) and path not in SOURCES:
             into[key] = dict(below) if isinstance(below, Mapping) else {}
-            _merge(into[key], value, place, layer, origins)
+            _merge(into[key], value, path, layer, origins)
         else:
             into[key] = str(value) if isinstance(value, Path) else value
 
 
 def _spelt_out(choice: OneOf, value: Any) -> Any:
-    """A value or one of the choice's objects as {word: fields}; what is wrong stays and is refused by pydantic."""
+    """A choice's value or object as {word: fields}. A wrong value is returned as it is; pydantic refuses it later."""
     try:
         return choice.full(choice.short(value) if type(value) in choice.kinds.values() else value)
     except ValueError:
         return value
 
 
-def _leave_out_given(tree: dict[str, Any]) -> None:
-    """Take out what a run was given from Python and has recorded, and what neither its weights nor a plan need."""
+def _drop_recorded(tree: dict[str, Any]) -> None:
+    """Drop what a run directory records of parts from Python, which neither a plan nor the weights need."""
     for name, key in SOURCES:
         section = tree.get(name)
         if isinstance(section, dict) and isinstance(section.get(key), list):
@@ -170,7 +171,7 @@ def _leave_out_given(tree: dict[str, Any]) -> None:
 
 
 def _is_recorded(source: Any) -> bool:
-    """True of rows from Python as a run records them, by their number."""
+    """Whether a source is the record of rows from Python, which has only their number."""
     return isinstance(source, Mapping) and isinstance(source.get("rows"), int)
 
 
@@ -179,18 +180,18 @@ def _parse(text: str, origin: str) -> Any:
         return plain_yaml.parse(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{origin}:{mark.line + 1}" if mark and not origin.startswith("--set") else origin
+        file_line = f"{origin}:{mark.line + 1}" if mark and not origin.startswith("--set") else origin
         reason = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise RecipeError(f"{place}: not valid YAML: {reason}") from None
+        raise RecipeError(f"{file_line}: not valid YAML: {reason}") from None
 
 
-Layer = tuple[str, Path | None, dict[str, Any]]  # where it comes from, what its paths are relative to
+Layer = tuple[str, Path | None, dict[str, Any]]  # its file or override, the directory of its relative paths, its keys
 
 
 def _layers(source: AnyRecipe, chain: tuple[Path, ...] = ()) -> list[Layer]:
-    """The recipe's own layer, preceded by those of the recipes it extends."""
+    """The layers of a recipe: those of the recipes that it extends, then its own."""
     origin = _name(source)
-    if isinstance(source, Recipe):  # its paths have been looked up
+    if isinstance(source, Recipe):  # its paths are absolute
         return [(origin, None, _tree(source))]
     if isinstance(source, Mapping):
         directory, tree = Path(), _with_rows(source)
@@ -203,16 +204,16 @@ def _layers(source: AnyRecipe, chain: tuple[Path, ...] = ()) -> list[Layer]:
     if base is None:
         return [layer]
     if not isinstance(base, str | Path):
-        raise RecipeError(f"{origin}: extends: expected the path of one recipe, got {base!r}")
+        raise RecipeError(f"{origin}: extends: should be the path of one recipe (got {base!r})")
     return [*_layers(directory / base, chain), layer]
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    """The mapping in a file; `chain` are the recipes that led there by what they extend."""
+    """Read the mapping in a recipe's file. chain: the recipes that led to it by `extends`."""
     if path.resolve() in chain:
         raise RecipeError(f"{path}: extends: the recipes extend one another in a circle; break it")
-    if len(chain) > MOST_EXTENDED:
-        raise RecipeError(f"{path}: extends: more than {MOST_EXTENDED} recipes extend one another; make them fewer")
+    if len(chain) > MAX_EXTENDS:
+        raise RecipeError(f"{path}: extends: more than {MAX_EXTENDS} recipes extend one another; use fewer")
     if chain and path.exists() and not path.is_file() and not path.is_dir():
         raise RecipeError(f"{path}: not a regular file (named by extends in {chain[-1]}); name a YAML recipe")
     try:
@@ -221,18 +222,18 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"{path}: not a text file; a recipe is YAML (see recipes/)") from None
     except OSError as error:
         reason = "no such recipe" if isinstance(error, FileNotFoundError) else error.strerror
-        asked = f" (named by extends in {chain[-1]})" if chain else ""
-        saved = path / "recipe.yaml"  # of a run directory
-        of_run = f", such as {saved}" if saved.is_file() else ""
-        raise RecipeError(f"{path}: {reason}{asked}; give the path of a YAML recipe{of_run}") from None
+        by_whom = f" (named by extends in {chain[-1]})" if chain else ""
+        run_recipe_file = path / "recipe.yaml"  # of a run directory
+        example = f", such as {run_recipe_file}" if run_recipe_file.is_file() else ""
+        raise RecipeError(f"{path}: {reason}{by_whom}; give the path of a YAML recipe{example}") from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys ({', '.join(keys()[()])}), this file holds none")
+        raise RecipeError(f"{path}: should be a mapping with the keys {', '.join(keys()[()])}; it has none")
     return tree
 
 
-def _with_rows(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe from Python, in which rows may stand where a file names sources."""
-    tree = dict(given)
+def _with_rows(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn rows in a recipe from Python into sources of rows."""
+    tree = dict(recipe)
     for section, key in SOURCES:
         if isinstance(tree.get(section), Mapping) and (value := tree[section].get(key)) is not None:
             tree[section] = {**tree[section], key: _rows_as_source(value, f"{section}.{key}")}
@@ -240,15 +241,15 @@ def _with_rows(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows_as_source(value: Any, key: str) -> Any:
-    """Rows become a source of rows: whatever is no name and no source, and a list of mappings without a `path`."""
-    if hasattr(value, "column_names"):  # of datasets, also the splits of a DatasetDict
+    """Wrap rows in sources of rows. Names and sources stay; a list of mappings without `path` is one source's rows."""
+    if hasattr(value, "column_names"):  # a Dataset, or the splits of a DatasetDict
         return [{"rows": value}]
     if isinstance(value, Mapping) and not {"path", "rows"} & value.keys():
         names = ", ".join(map(str, value))
-        raise RecipeError(f"recipe: {key}: a mapping of {names}; give a sequence of rows, such as one of these")
-    each = value if isinstance(value, list | tuple) else [value]
-    is_rows = any(isinstance(item, Mapping) and not {"path", "rows"} & item.keys() for item in each)
-    return [{"rows": value}] if is_rows else list(each)
+        raise RecipeError(f"recipe: {key}: a mapping with the keys {names}; pass a sequence of rows")
+    listed = value if isinstance(value, list | tuple) else [value]
+    is_rows = any(isinstance(item, Mapping) and not {"path", "rows"} & item.keys() for item in listed)
+    return [{"rows": value}] if is_rows else list(listed)
 
 
 def _override_layer(text: str) -> Layer:
@@ -256,16 +257,16 @@ def _override_layer(text: str) -> Layer:
     key = key.strip()
     origin = f"--set {text}"
     if not sign or not key:
-        raise RecipeError(f"{origin}: expected key.path=value, for example --set optim.lr=3e-4")
+        raise RecipeError(f"{origin}: should be key.path=value, for example --set optim.lr=3e-4")
     if key == "extends":
-        raise RecipeError(f"{origin}: extends stands in a recipe file; name the file that has it")
+        raise RecipeError(f"{origin}: extends is a key of recipe files only; name the file that has it")
     tree: dict[str, Any] = {}
     _put(tree, key, _parse(value, origin))
     return origin, Path(), tree
 
 
 def _located(named: Any, key: str, origin: str, directory: Path, must_exist: bool) -> Any:
-    """The value of a file key, a name or a list of sources, with every name located."""
+    """Return the value of a file key, a name or a list of sources, with absolute paths."""
     if named == "none":
         return None
     if isinstance(named, list):
@@ -278,21 +279,24 @@ def _located(named: Any, key: str, origin: str, directory: Path, must_exist: boo
 
 
 def _locate(name: str, key: str, origin: str, directory: Path, must_exist: bool) -> str:
-    """The absolute path of what a recipe names; a possible hub id comes back unchanged if not found."""
-    places = [Path(name).expanduser(), directory / name]
-    for place in places:
-        if place.exists():
-            return str(place.resolve())
-        if matching(place):
-            return str(place.absolute())
-    if not must_exist or (is_hub_id(name) and not places[0].parent.is_dir()):
+    """The absolute path of a name in a recipe. A name that is not found is returned as it is if it may be a hub id.
+
+    Raises RecipeError if the file must exist and does not.
+    """
+    candidates = [Path(name).expanduser(), directory / name]
+    for path in candidates:
+        if path.exists():
+            return str(path.resolve())
+        if matching(path):
+            return str(path.absolute())
+    if not must_exist or (is_hub_id(name) and not candidates[0].parent.is_dir()):
         return name
-    tried = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
+    tried = " or ".join(dict.fromkeys(str(path.absolute()) for path in candidates))
     raise RecipeError(f"{origin}: {key}: no file {name!r} (looked for {tried}); {_remedy(Path(origin))}")
 
 
 def _remedy(recipe: Path) -> str:
-    """The remedy for missing data: the command that a comment of the recipe names, if there is one."""
+    """What to do about missing data: run the `blockdiff data` command in the recipe's comments, if it has one."""
     file = packaged(recipe) or recipe
     text = file.read_text(encoding="utf-8").replace("\\\n#", "") if file.is_file() else ""
     command = re.search(r"^#\s+(blockdiff data .*)", text, re.MULTILINE)

@@ -41,7 +41,7 @@ from blockdiff.training.kinds.kind import Kind, kind_of
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe_checks import refuse, without_effect
-from blockdiff.training.recipe_files import AnyRecipe, settled
+from blockdiff.training.recipe_files import AnyRecipe, run_recipe
 from blockdiff.training.report import Clock, diverging, epochs_in_words, memory_gib
 from blockdiff.training.run import Run, best_saved, best_step, evaluations_since_best, hold_run, prune
 from blockdiff.training.samples import keep_texts
@@ -96,7 +96,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         trainer = None if type(self) is Trainer else type(self)
-        self.recipe = settled(
+        self.recipe = run_recipe(
             recipe,
             overrides,
             output,

@@ -215,8 +215,8 @@ def test_counts_are_of_all_scored_positions_whatever_has_a_loss(model):
 
 
 def test_a_weight_without_positions_is_refused(model):
-    shapes = r"\[2, 2\] instead of \[2, 2, \d+\] or \[2, 2, 1\]"
-    with pytest.raises(RecipeError, match=rf"^objective\.weight: ByCanvas .*{shapes}"):
+    shapes = r"\[2, 2\]; it should return \[2, 2, \d+\] or \[2, 2, 1\]"
+    with pytest.raises(RecipeError, match=rf"^objective\.weight: ByCanvas.*{shapes}"):
         Objective(model, Linear(), UNIFORM, SEED, weight=ByCanvas())(batch())
 
 
@@ -225,7 +225,7 @@ def test_a_weight_that_is_no_tensor_is_refused(model):
         def weigh(self, *_):
             return 1.0
 
-    with pytest.raises(RecipeError, match=r"^objective\.weight: One .*float.*\[2, 2, \d+\]"):
+    with pytest.raises(RecipeError, match=r"^objective\.weight: One.*float.*\[2, 2, \d+\]"):
         Objective(model, Linear(), UNIFORM, SEED, weight=One())(batch())
 
 

@@ -128,9 +128,9 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
     assert "unknown key data.columns.question; data.columns has prompt, response" in refusal(
         base, "data.columns={question: prompt}"
     )
-    assert "columns: a mapping with the keys prompt, response" in refusal(base, "data.columns=question")
+    assert "columns: should be a mapping with the keys prompt, response" in refusal(base, "data.columns=question")
     assert "no file 'missing.jsonl'" in refusal(base, "data.train=[missing.jsonl]")
-    assert "data.train: name at least one source" in refusal(base, "data.train=[]")
+    assert "data.train: should have at least one source" in refusal(base, "data.train=[]")
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,11 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
         ("train: {per_device_train_batch_size: 1}", "did you mean train.batch_size (the rows of an optimiser step"),
         ("train: {gradient_accumulation_steps: 4}", "did you mean train.micro_batch_size (the rows of one forward;"),
         ("optim: {lora_r: 8}", "unknown key optim.lora_r; did you mean lora.rank?"),
-        ("resume_from_checkpoint: true", "it is no key of a recipe; give --resume (from Python resume=True)"),
+        ("resume_from_checkpoint: true", "it is no key of a recipe; use --resume (from Python resume=True)"),
         ("train: {steps: 1, epochs: 1}", "train: give exactly one of train.steps and train.epochs"),
         ("lora: {rank: 2, parts: {experts: 2}}", "lora: give one of lora.rank (of attention and mlp) and lora.parts"),
         ("train: {epochs: 0}", "train.epochs: input should be greater than 0"),
-        ("train: 3", "train: a mapping with the keys steps, epochs, batch_size"),
+        ("train: 3", "train: should be a mapping with the keys steps, epochs, batch_size"),
         ("train: {steps: {a: 1}}", "train.steps: input should be a valid integer (got {'a': 1})"),
         ("train: {steps: 0}", "train.steps: input should be greater than 0 (got 0)"),
         ("train: {steps: many}", "train.steps: input should be a valid integer"),
@@ -175,9 +175,9 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
             "objective.time.uniform: low must be less than high, both from 0 to 1",
         ),
         ("objective: {schedule: {cubic: 1}}", "objective.schedule: input should be 'linear', 'cosine' or 'polynomial'"),
-        ("objective: {schedule: {linear: 1}}", "objective.schedule: linear takes no keys"),
-        ("objective: {schedule: {polynomial: 3}}", "objective.schedule: polynomial takes {power: 2.0}"),
-        ("optim: {schedule: {wsd: 3}}", "optim.schedule: wsd takes {final_ratio: 0.1, decay_steps: null}"),
+        ("objective: {schedule: {linear: 1}}", "objective.schedule: linear should have no keys"),
+        ("objective: {schedule: {polynomial: 3}}", "objective.schedule: polynomial should have {power: 2.0}"),
+        ("optim: {schedule: {wsd: 3}}", "optim.schedule: wsd should have {final_ratio: 0.1, decay_steps: null}"),
         ("objective: {schedule: {polynomial: {power: 0}}}", "objective.schedule.polynomial: power must be more than 0"),
         ("objective: {schedule: {polynomial: {pwr: 3}}}", "schedule.polynomial.pwr; did you mean power?"),
         (
@@ -186,12 +186,12 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
         ),
         ("objective: {schedule: {linear: {}, cosine: {}}}", "objective.schedule: input should be 'linear', 'cosine'"),
         ("objective: {schedule: null}", "objective.schedule: input should be 'linear', 'cosine' or 'polynomial'"),
-        ("objective: {ar_loss: 0}", "objective.ar_loss: the weight must be more than 0, got 0.0; none leaves this"),
+        ("objective: {ar_loss: 0}", "objective.ar_loss: the weight should be more than 0 (got 0.0); write none"),
         (
             "objective: {ar_loss: some}",
             "ar_loss: input should be 'none', a number or {weight: 1.0, scope: all} (got 'some')",
         ),
-        ("data: {canvases: last}", "data.canvases: last takes a value, {last: COUNT} (got 'last')"),
+        ("data: {canvases: last}", "data.canvases: last should have a value, {last: COUNT} (got 'last')"),
         ("data: {streaming: 5}", "data.streaming: input should be false, true or {shuffle_buffer: 10000} (got 5)"),
         (
             "data: {max_length: {cut: 5}}",
@@ -206,11 +206,11 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
         ("model: {path: a, preset: b}", "model: give exactly one of model.path"),
         ("data: {train: none.jsonl}", "data.train: no file 'none.jsonl' (looked for "),
         ("extends: nowhere.yaml", "no such recipe (named by extends in "),
-        ("extends: [a]", "extends: expected the path of one recipe, got ['a']"),
+        ("extends: [a]", "extends: should be the path of one recipe (got ['a'])"),
         ("extends: other.yaml", "extends: the recipes extend one another in a circle"),
         ("train: [", "not valid YAML: "),
-        ("optim: {betas: [0.9]}", "other.yaml: optim.betas: give a list of two numbers (got [0.9])"),
-        ("optim: {betas: [0.9, 0.9, 0.9]}", "optim.betas: give a list of two numbers (got [0.9, 0.9, 0.9])"),
+        ("optim: {betas: [0.9]}", "other.yaml: optim.betas: should be a list of two numbers (got [0.9])"),
+        ("optim: {betas: [0.9, 0.9, 0.9]}", "optim.betas: should be a list of two numbers (got [0.9, 0.9, 0.9])"),
         ("lora: {alpha: -1}", "lora.alpha: input should be greater than 0 (got -1)"),
         ("lora: {alpha: {mlp: -1}}", "lora.alpha.mlp: input should be greater than 0 (got -1)"),
         ("lora: {tokens: [-1]}", "lora.tokens: input should be greater than or equal to 0 (got -1)"),

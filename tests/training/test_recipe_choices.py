@@ -135,4 +135,4 @@ def test_an_object_from_python_is_taken_as_it_is_and_recorded_by_class_and_value
     (recipes / "train.jsonl").write_text("")
     (recipes / "b").write_text("")
     message = refusal(write(recipes, made.resolved().replace("path: b", "path: train.jsonl")))
-    assert f"objective.schedule: {name} was given from Python; give it again from Python" in message
+    assert f"objective.schedule: {name} was passed from Python; pass it from Python again" in message

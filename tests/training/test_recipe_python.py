@@ -13,7 +13,7 @@ import yaml
 from blockdiff.data.sources import Source
 from blockdiff.diffusion.schedule import Linear, LogitNormalTime, Polynomial
 from blockdiff.errors import RecipeError
-from blockdiff.training.recipe_files import read_recipe, settled
+from blockdiff.training.recipe_files import read_recipe, run_recipe
 from tests.support.recipes import MINIMAL, Square, Step, refusal
 
 pytestmark = pytest.mark.quick
@@ -76,7 +76,7 @@ def test_names_and_rows_make_a_mixture(recipes: Path) -> None:
 
 def test_a_recipe_with_rows_of_its_own_says_so_where_it_is_read_without_them(recipes: Path) -> None:
     (recipes / "recipe.yaml").write_text(read_recipe(from_python()).resolved())
-    expected = "data.train: source 1: 2 rows were given from Python; give them again from Python"
+    expected = "data.train: source 1: 2 rows were passed from Python; pass them from Python again"
     assert expected in refusal(recipes / "recipe.yaml")
 
 
@@ -88,11 +88,11 @@ WANTED = "objective.schedule: input should be an object with alpha(), noise(), d
     [
         ({"train": {"steps": 0}}, "recipe: train.steps: input should be greater than 0 (got 0)"),
         ({"train": {"stepz": 0}}, "recipe: unknown key train.stepz; did you mean train.steps?"),
-        ({"data": {"train": {"train": ROWS, "test": ROWS}}}, "recipe: data.train: a mapping of train, test; give"),
+        ({"data": {"train": {"train": ROWS, "test": ROWS}}}, "recipe: data.train: a mapping with the keys train, test"),
         ({"data": {"train": iter(ROWS)}}, "recipe: data.train: source 1: rows is a list_iterator; give a sequence"),
-        ({"given": {"optimiser": "sgd"}}, "recipe: given.optimiser: give a class or a function that makes it"),
-        ({"given": {"objective": Step()}}, "recipe: given.objective: give a class or a function that makes it"),
-        ({"data": {"train": []}}, "recipe: data.train: name at least one source (got [])"),
+        ({"given": {"optimiser": "sgd"}}, "recipe: given.optimiser: pass a class or a function"),
+        ({"given": {"objective": Step()}}, "recipe: given.objective: pass a class or a function"),
+        ({"data": {"train": []}}, "recipe: data.train: should have at least one source (got [])"),
         ({"data": {"train": "none.jsonl"}}, "recipe: data.train: no file 'none.jsonl'"),
         ({"objective": {"schedule": Step()}}, f"recipe: {WANTED}"),
         ({"objective": {"schedule": Linear}}, f"recipe: {WANTED}"),
@@ -108,12 +108,12 @@ def test_a_wrong_recipe_from_python_says_where_and_what(recipes: Path, sections:
 @pytest.mark.parametrize(
     ("recipe", "overrides", "expected"),
     [
-        (None, (), "recipe: a NoneType; give the path"),
-        (["a.yaml"], (), "recipe: a list; give the path"),
-        ({}, "train.steps=4", "overrides: give a list of texts, such as ['optim.lr=3e-4'] (got 'train.steps=4')"),
-        ({}, {"train.steps": 4}, "overrides: give a list of texts"),
-        ({}, [4], "overrides: give a list of texts"),
-        ({}, ["extends=base.yaml"], "--set extends=base.yaml: extends stands in a recipe file"),
+        (None, (), "recipe: a NoneType; pass the path"),
+        (["a.yaml"], (), "recipe: a list; pass the path"),
+        ({}, "train.steps=4", "overrides: pass a list of texts, such as ['optim.lr=3e-4'] (got 'train.steps=4')"),
+        ({}, {"train.steps": 4}, "overrides: pass a list of texts"),
+        ({}, [4], "overrides: pass a list of texts"),
+        ({}, ["extends=base.yaml"], "--set extends=base.yaml: extends is a key of recipe files"),
     ],
 )
 def test_what_is_no_recipe_and_no_override_is_refused(recipe: Any, overrides: Any, expected: str) -> None:
@@ -124,11 +124,11 @@ def test_what_is_no_recipe_and_no_override_is_refused(recipe: Any, overrides: An
 
 def test_a_run_takes_overrides_and_checks_parts_whatever_its_recipe_comes_as(recipes: Path) -> None:
     read_before = read_recipe(from_python())
-    recipe = settled(read_before, ["seed=7"], recipes / "run", objective={"schedule": Square(0.5), "weight": None})
+    recipe = run_recipe(read_before, ["seed=7"], recipes / "run", objective={"schedule": Square(0.5), "weight": None})
     assert (recipe.seed, recipe.output, recipe.objective.schedule) == (7, str(recipes / "run"), Square(0.5))
     assert recipe.objective.weight == read_before.objective.weight
     with pytest.raises(RecipeError, match=f"^from Python: {re.escape(WANTED)}"):
-        settled(read_before, output=recipes / "run", objective={"schedule": Step()})
+        run_recipe(read_before, output=recipes / "run", objective={"schedule": Step()})
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_the_recipe_of_a_run_asks_for_what_python_gave_and_takes_it(
     recipes: Path, section: str, key: str, part: Any
 ) -> None:
     given = {section: {key: part}}
-    made = settled(recipes / "base.yaml", output=recipes / "run", **given)
+    made = run_recipe(recipes / "base.yaml", output=recipes / "run", **given)
     (recipes / "recipe.yaml").write_text(made.resolved())
     message = refusal(recipes / "recipe.yaml")
     assert f"recipe.yaml: {section}.{key}: " in message and "Square" in message
-    assert "was given from Python; give it again from Python" in message
-    assert settled(recipes / "recipe.yaml", output=recipes / "run", **given) == made
+    assert "from Python again" in message
+    assert run_recipe(recipes / "recipe.yaml", output=recipes / "run", **given) == made

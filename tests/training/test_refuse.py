@@ -34,11 +34,11 @@ HELD = {"train": "a.jsonl", "heldout": "b.jsonl"}
     [
         ({"evaluation": {"patience": 2}}, r"evaluation\.patience: .*evaluation\.best"),
         ({"evaluation": {"best": "heldout_cnavas_loss"}, "data": HELD}, "'heldout_cnavas_loss'"),
-        ({"evaluation": {"best": "heldout_canvas_loss"}}, r"data\.heldout.*not set"),
-        ({"evaluation": {"best": "sample_accuracy"}, "data": HELD}, r"evaluation\.prompts.*not set"),
+        ({"evaluation": {"best": "heldout_canvas_loss"}}, r"data\.heldout"),
+        ({"evaluation": {"best": "sample_accuracy"}, "data": HELD}, r"evaluation\.prompts"),
         (
             {"evaluation": {"best": "heldout_ar_loss"}, "data": HELD, "objective": {"ar_loss": "none"}},
-            r"heldout_ar_loss .*\(canvas\)",
+            r"canvas.*heldout_ar_loss",
         ),
         (
             {"evaluation": {"best": "heldout_canvas_loss", "patience": 1}, "data": HELD},
@@ -50,12 +50,12 @@ HELD = {"train": "a.jsonl", "heldout": "b.jsonl"}
                 "data": HELD,
                 "objective": {"kind": "drafter", "target": "a"},
             },
-            r"\(drafter\).*heldout_accepted_length",
+            r"drafter.*heldout_accepted_length",
         ),
-        ({"evaluation": {"best": "heldout_draft_loss"}, "data": HELD}, r"heldout_draft_loss .*\(canvas\)"),
+        ({"evaluation": {"best": "heldout_draft_loss"}, "data": HELD}, r"canvas.*heldout_draft_loss"),
         (
             {"evaluation": {"best": "sample_reward", "prompts": "a"}},
-            r"sample_reward .*\(canvas\)",
+            r"canvas.*sample_reward",
         ),
         ({"train": {"steps": None, "epochs": 2}, "data": {"streaming": True}}, r"train\.epochs: "),
         ({"train": {"trackers": ["tensorbord"]}}, "'tensorbord'"),
