@@ -32,8 +32,8 @@ LIMITS[torch.float32] = {"losses": 1e-5, "gradient": 1e-5, "weight": 1e-6}
 RUNS = {
     "all, sharded, offloaded": ["parallel.shard=full", "parallel.offload=true"],
     "adapters, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
-    "adapters over fp8, experts split": ["parallel.experts=2"],
-    "adapters over fp8, together": ["parallel.tensor=2"],
+    "adapters over four bits, experts split": ["parallel.experts=2"],
+    "adapters over four bits, together": ["parallel.tensor=2"],
     "drafter, sharded": ["parallel.shard=full"],
     "canvas, sharded": ["parallel.shard=full"],
     "head, replicated": [],
@@ -128,7 +128,7 @@ def test_what_does_not_divide_or_does_not_split_is_refused_in_one_line(tmp_path)
     with pytest.raises(RecipeError, match=r"^optim\.name: adamw_8bit"):
         refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "optim.name=adamw_8bit"]))
     with pytest.raises(RecipeError, match=r"^model\.quantize: parallel\.shard: full"):
-        refuse(read_recipe(tmp_path / "adapters over fp8.yaml", ["parallel.shard=full"]))
+        refuse(read_recipe(tmp_path / "adapters over four bits.yaml", ["parallel.shard=full"]))
     with pytest.raises(RecipeError, match=r"^model\.compile: "):
         refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "model.compile=true"]))
 

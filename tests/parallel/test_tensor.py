@@ -16,7 +16,7 @@ from tests.support.tensor_ranks import (
     capturable,
     computed_alone,
     least_pages,
-    read_in_fp8,
+    read_rounded,
     sampled,
     vocabularies,
     whole_models,
@@ -34,10 +34,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_read_compute_and_sample_what_one_process_does(alone: Path, tmp_path: Path):
     model = blockdiff.init(CONFIGS["diffusion_gemma"](), seed=1, device="cpu", kernels="torch")
     base = blockdiff.save(model, tmp_path / "base")
-    stored = checkpoint.export(base, tmp_path / "stored", quantize="fp8")
+    stored = checkpoint.export(base, tmp_path / "stored", quantize="nvfp4")
     targets = {
         "models": partial(whole_models, alone=alone),
-        "files": partial(read_in_fp8, base=base, stored=stored),
+        "files": partial(read_rounded, base=base, stored=stored),
         "vocabularies": vocabularies,
         "samplings": partial(sampled, alone=alone),
         "pages": least_pages,

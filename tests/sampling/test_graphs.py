@@ -15,6 +15,8 @@ from torch import Tensor
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.kernels import Kernels
+from blockdiff.models.stored import forms_of
 from blockdiff.parallel.tensor_vocabulary import SharedRows
 from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling import engine as engines
@@ -28,6 +30,7 @@ from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, captured_shape
 from tests.support.oracle import TWO_LAYERS, oracle, ours, tiny_config
 from tests.support.recorder import Recorder, Refused
+from tests.support.rounded import rounded
 from tests.support.soak import soak
 
 pytestmark = pytest.mark.quick
@@ -118,6 +121,14 @@ RULES = (
     "confident:threshold=0.01,top_k=20,min_p=0.02",
     "sequential:confidence=0,greedy=true",
 )
+
+
+def test_weights_in_four_bits_are_replayed(recorder):
+    kernels = Kernels("torch", expert_mlp="triton")  # torch reads on the host how many tokens an expert has
+    config = tiny_config(L, num_hidden_layers=1, layer_types=["full_attention"], num_experts=2)
+    four_bits = rounded(init(config, seed=3, device="cpu", kernels=kernels), "nvfp4")
+    assert forms_of(four_bits) == ("fp8", "nvfp4")
+    same_answers(four_bits, requests_of(1, 9, max_steps=3, max_new_tokens=L), recorder, max_rows=1, buckets=(1,))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -19,6 +19,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import BlockdiffError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, draw_adapters, targets
+from blockdiff.sampling import Request, Sampler
 from blockdiff.serving.process import listener
 from blockdiff.serving.settings import read_settings
 from tests.support.asking import chat_tokenizer
@@ -31,6 +32,9 @@ def directory(tmp_path_factory):
     """A checkpoint of a tiny random model that chats."""
     place = tmp_path_factory.mktemp("served") / "tiny"
     model = init(tiny_config(8, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5)  # so that rounding them changes an answer
     save(model, place, tokenizer=chat_tokenizer(), generation=Generation(max_steps=3, max_new_tokens=16))
     return place
 
@@ -40,7 +44,7 @@ def test_a_served_model_streams_canvas_by_canvas_and_ends_its_answers_before_it_
     adapt(model, targets(model, {"attention": LowRank(2, 8)}))
     draw_adapters(model, 0, torch.device("cpu"), torch.float32)
     save_adapter(model, tmp_path / "adapter", base=str(directory))
-    (tmp_path / "serve.yaml").write_text(f"adapters: {{fresh: {tmp_path}/adapter}}")
+    (tmp_path / "serve.yaml").write_text(f"quantize: nvfp4\nadapters: {{fresh: {tmp_path}/adapter}}")
     command = [sys.executable, "-m", "blockdiff", "serve", str(directory), "--port", "0", "--device", "cpu"]
     command += ["--config", str(tmp_path / "serve.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -58,6 +62,11 @@ def test_a_served_model_streams_canvas_by_canvas_and_ends_its_answers_before_it_
             asked = dict(messages=[{"role": "user", "content": "hi"}], seed=1)
             answers = [client.chat.completions.create(model=name, **asked).choices[0].message.content for name in names]
             assert answers[0] == answers[1]  # B of a fresh adapter is 0
+            here = [
+                Sampler.from_pretrained(directory, quantize=form, device="cpu").generate([Request(0, **asked)])[0].text
+                for form in ("nvfp4", "none")
+            ]
+            assert answers[0] == here[0] != here[1]
             asked["model"] = "fresh"
             asked |= dict(stream=True, max_tokens=128, extra_body={"regex": "(a|b){120}"})
             with client.chat.completions.create(**asked) as stream:

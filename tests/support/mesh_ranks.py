@@ -257,8 +257,11 @@ def write_recipes(directory: Path) -> None:
         asked = {**reinforced, "model": {"path": model}, "objective": policy, **adapted}
         asked |= {} if name == "canvas" else {"generation": {"max_new_tokens": 4}}
         (directory / f"{name}.yaml").write_text(json.dumps(asked))
-    in_fp8 = {"path": "base", "quantize": "fp8"}
-    (directory / "adapters over fp8.yaml").write_text(json.dumps({**recipe, "model": in_fp8, "lora": lora}))
+    wide = {**LITTLE, "text_config": {**LITTLE["text_config"], "moe_intermediate_size": 32}}  # a block for each of two
+    save_preset(directory / "wide.json", wide)
+    save(init(str(directory / "wide.json"), seed=3), directory / "wide", tokenizer=tokenizer)
+    four_bits = {"path": "wide", "quantize": "nvfp4"}
+    (directory / "adapters over four bits.yaml").write_text(json.dumps({**recipe, "model": four_bits, "lora": lora}))
 
 
 def checksum(row: dict[str, Any], result: Result) -> float:

@@ -25,7 +25,6 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.evals import task
 from blockdiff.kernels import IN_TORCH
-from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.span_attention import torch as span_attention
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed
 from blockdiff.layers.lora import LowRank
@@ -34,7 +33,7 @@ from blockdiff.layers.weights import local_part
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
-from blockdiff.models.stored import quantised_layers, store, stored_layers
+from blockdiff.models.stored import forms_of
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
@@ -51,6 +50,7 @@ from tests.support.expert_ranks import assert_same, error
 from tests.support.families import CONFIGS, small_model
 from tests.support.oracle import TWO_LAYERS, oracle, our_config, ours, tiny_config
 from tests.support.recorder import Looker
+from tests.support.rounded import rounded
 
 Found = dict[str, Tensor]
 OVER_FOUR = ("diffusion_gemma, adapted", "llada2, adapted", "llama", "minimax_m3, adapted", "qwen3 sliding, denoising")
@@ -71,14 +71,9 @@ def adapted(name: str, noisy_only: bool = False) -> BlockDiffusionModel:
     return model.double()
 
 
-def adapted_in_fp8() -> BlockDiffusionModel:
-    """A model with its weights in fp8 and adapters over them."""
-    model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
-    for layer, form in quantised_layers(model, "fp8").items():
-        weights = {leaf: weight.detach() for leaf, weight in model.get_submodule(layer).named_parameters()}
-        store(model, {layer: form})
-        for leaf, weight in weights.items():
-            stored_layers(model)[layer].hold(leaf, Fp8.nearest(weight))
+def adapted_over_rounded() -> BlockDiffusionModel:
+    """A model with experts in NVFP4, other layers in fp8, and adapters over them."""
+    model = rounded(ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS))), "nvfp4")
     adapt(model, targets(model, {"attention": LowRank(3, 6), "experts": LowRank(3, 6)}))
     draw_adapters(model, 0, torch.device("cpu"), model.dtype)
     return model.double()
@@ -125,7 +120,7 @@ def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[Bloc
     split = [name for name, config in CONFIGS.items() if our_config(config()).tensor_parts]
     assert len(split) >= 5
     return {name: (partial(small_model, name), run_through) for name in split} | {
-        "diffusion_gemma, in fp8": (adapted_in_fp8, trained),
+        "diffusion_gemma, rounded": (adapted_over_rounded, trained),
         "diffusion_gemma, adapted": (partial(adapted, "diffusion_gemma"), trained),
         "llada2, adapted": (partial(adapted, "llada2"), run_through),
         "minimax_m3, adapted": (partial(adapted, "minimax_m3 denoising", noisy_only=True), run_through),
@@ -165,13 +160,14 @@ def whole_models(ranks: Ranks, directory: Path, alone: Path) -> None:
 
 
 @torch.no_grad()
-def read_in_fp8(ranks: Ranks, directory: Path, base: Path, stored: Path) -> None:
-    """A checkpoint that is rounded when it is read, and one that is in fp8: each rank holds its part of the codes."""
+def read_rounded(ranks: Ranks, directory: Path, base: Path, stored: Path) -> None:
+    """Each rank holds its part of the codes, whether the checkpoint is rounded on reading or stored so."""
     mesh = Mesh(ranks, tensor=ranks.world, tensors=init_device_mesh("cpu", (ranks.world,)))
     tokens = torch.arange(3, 24)[None]
-    for path, quantize in ((base, "fp8"), (stored, None)):
+    for path, quantize in ((base, "nvfp4"), (stored, None)):
         whole = blockdiff.load(path, dtype="float32", device="cpu", kernels="torch", quantize=quantize)
         split = load_split(path, mesh, "float32", "torch", quantize=quantize)
+        assert forms_of(split) == ("fp8", "nvfp4")
         held = sum(local_part(x).numel() for x in split.buffers() if x.dtype == torch.uint8)
         assert 0 < held < sum(x.numel() for x in whole.buffers() if x.dtype == torch.uint8) * (1 / ranks.world + 0.25)
         off = error(split.encode(tokens).hidden, whole.encode(tokens).hidden)
