@@ -65,7 +65,7 @@ def compilations(
         patch.object(driver, "_active", Driver(architecture)),
         patch.object(JITFunction, "_do_compile", note),
         patch.object(launching.Launch, "__call__", launch),
-        patch.object(launching, "asks_torch", lambda: False),
+        patch.object(launching, "torch_must_see_op", lambda: False),
         patch.object(tiles, "architecture", lambda device: of_table),
         patch.object(attention, "_multiprocessors", lambda device: multiprocessors),
     ):

@@ -54,7 +54,7 @@ def counted(kind: str) -> Counter[str]:
     found, generation = Counter[str](), Generation(eos_ids=(1,), pad_id=0)
     settings = sampling_settings(model, tokenizer, generation, strategy=asked.get("strategy"))
     with (
-        patch.object(launching, "asks_torch", lambda: False),
+        patch.object(launching, "torch_must_see_op", lambda: False),
         patch.object(launching.Launch, "__call__", lambda self, *_: found.update([self.kernel.__name__])),
     ):
         pages = Pages(model, capacity=4096)

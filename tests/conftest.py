@@ -69,7 +69,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs started by tests keep their tokens out of the user's cache; the C functions are compiled there, once."""
     own = tmp_path_factory.mktemp("cache")
-    if c_library.library() is not None and (users := c_library.kept_in()) is not None:
+    if c_library.library() is not None and (users := c_library.cache_directory()) is not None:
         for built in users.glob("*.so"):
             shutil.copy2(built, own)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,8 +1,8 @@
-"""The C functions of the ops: compiled once on each machine, kept in the user's cache, and called with bare pointers.
+"""The library of C functions for ops on a CPU: compiled once on each machine, cached, and called with bare pointers.
 
-A small model's step on a CPU is mostly walks over tensors that torch makes one operator at a time; the C files of an op
-make them in one, and attention touches only what queries see. Nothing here is needed: where the functions cannot be
-built or loaded, one warning says why, and torch runs.
+On a CPU a small model's step mostly walks over tensors, in torch once for each operator. The C functions fuse these
+walks, and attention reads only the keys that queries see. The library is optional: if it cannot be built or loaded, one
+warning names the reason and the ops run in torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 HERE = Path(__file__).parent
-# Vector code of this machine, and nothing that changes what NaN and infinity do.
+# Optimise for this machine, without flags that change how NaN and infinity behave.
 FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -38,13 +38,13 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
-TRIED = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
-CACHE = "BLOCKDIFF_CACHE"  # the environment variable: the directory for what is kept for other starts
-ARCH = "BLOCKDIFF_C_ARCH"  # the environment variable: a value of -march in place of TRIED, or none
+TRIED = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())  # in this order, until one compiles
+CACHE = "BLOCKDIFF_CACHE"  # environment variable: the directory of caches that outlive a process
+ARCH = "BLOCKDIFF_C_ARCH"  # environment variable: a value for -march in place of TRIED; "none" disables the library
 BLOCKS = 16  # partial sums of the gradient of a weight, as in loops.h
-LONGEST = 300  # seconds that a compiler may take
+LONGEST = 300  # seconds after which a compilation is given up
 
-# The arguments of every C function: p a tensor or None (no memory), n an int64, f a float of 32 bits; spaces group.
+# The argument types of every C function: p is a tensor or None (NULL), n an int64, f a float32. Spaces only group.
 SIGNATURES = {
     # span_attention
     "span_attention": "p pppppp f ppp",
@@ -77,11 +77,11 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class NoLibrary(Exception):
-    """The reason why the C functions cannot be built or loaded, in words."""
+    """The C functions cannot be built or loaded; the message is the reason."""
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """True where the C functions take these: plain fp32 tensors in the memory of a CPU, outside of torch.compile."""
+    """Whether the C functions can compute on these: plain fp32 tensors on a CPU (None is allowed), not compiling."""
     for x in tensors:
         if x is not None and not (type(x) in _PLAIN and x.dtype is torch.float32 and x.is_cpu):
             return False
@@ -89,34 +89,37 @@ def serves(*tensors: Tensor | None) -> bool:
 
 
 def serves_products(*tensors: Tensor | None) -> bool:
-    """The same of an op with products of its own, which autocast would round: these run in torch under autocast."""
+    """Whether the C functions can compute an op that contains matrix products on these tensors.
+
+    Under autocast they cannot: torch would round the products, the C functions would not.
+    """
     return not torch.is_autocast_enabled("cpu") and serves(*tensors)
 
 
 def call(name: str, *arguments: Tensor | int | float | None) -> None:
-    """Call a C function with arguments as `SIGNATURES` has them; a tensor gives its address.
+    """Call the C function `name` with the arguments listed in `SIGNATURES`; tensors are passed as addresses.
 
-    What lies where is the caller's business. No function allocates: memory to work in is among the arguments. Where one
-    is a fake tensor of torch, which has no memory, nothing is called.
+    The caller must pass tensors of the layout and size that the function expects. C functions allocate nothing: their
+    working memory is among the arguments. If an argument is a fake tensor, nothing is called.
     """
     if FakeTensor in map(type, arguments):
         return
     function, signature = _functions()[name]
-    given: Any = zip(signature, arguments, strict=True)
-    function(*[x if x is None or c != "p" else x.data_ptr() for c, x in given])
+    typed: Any = zip(signature, arguments, strict=True)
+    function(*[x if x is None or c != "p" else x.data_ptr() for c, x in typed])
 
 
 @functools.cache
 def _functions() -> dict[str, tuple[Any, str]]:
-    """Every function of the library and its arguments, by name."""
-    found = library()
-    assert found is not None, "`serves` says whether there is a library"
-    return {name: (getattr(found, name), signature.replace(" ", "")) for name, signature in SIGNATURES.items()}
+    """Map the name of each C function to the function and its argument types, one letter each."""
+    loaded = library()
+    assert loaded is not None, "`serves` says whether there is a library"
+    return {name: (getattr(loaded, name), signature.replace(" ", "")) for name, signature in SIGNATURES.items()}
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library, from the cache or built; None if `ARCH` is none or, with a warning, if it cannot be had."""
+    """Return the library, from the cache or compiled. None if `ARCH` is "none" or, after a warning, on failure."""
     if os.environ.get(ARCH) == "none":
         return None
     try:
@@ -127,79 +130,83 @@ def library() -> ctypes.CDLL | None:
 
 
 def find_library() -> ctypes.CDLL:
-    """The library of the user's cache, else one that is built; NoLibrary where neither can be had."""
+    """Load the library from the cache or compile it; raise NoLibrary if neither works."""
     try:
         words = shlex.split(os.environ.get("CC", "")) or ["cc"]
     except ValueError as error:
         raise NoLibrary(f"the environment variable CC cannot be read ({error})") from None
     if os.name != "posix" or shutil.which(words[0]) is None:
         raise NoLibrary(f"there is no C compiler {words[0]!r} (the environment variable CC names another)")
-    obstacle, directory, arch = "", kept_in(), os.environ.get(ARCH)
+    obstacle, directory, arch = "", cache_directory(), os.environ.get(ARCH)
     for extra in ((f"-march={arch}",),) if arch else TRIED:
         command = [*words, *FLAGS, *extra]
-        kept = None if directory is None else directory / f"kernels-{_key(command)}.so"
-        if kept is not None and _is_ours(kept):
-            with suppress(NoLibrary):  # one that does not load is built anew
-                return _loaded(kept)
+        cached = None if directory is None else directory / f"kernels-{_key(command)}.so"
+        if cached is not None and _is_ours(cached):
+            with suppress(NoLibrary):  # a file that does not load is compiled again
+                return _load(cached)
         try:
-            return _built(command, kept)
+            return _build(command, cached)
         except NoLibrary as reason:
             obstacle = str(reason)
     raise NoLibrary(f"{ARCH}={arch}: {obstacle} (x86-64-v3 or the like, or none)" if arch else obstacle)
 
 
 def sources() -> list[Path]:
-    """The C files of all ops."""
+    """List the C files of all ops."""
     return sorted(HERE.glob("*/*.c"))
 
 
-def _built(command: list[str], kept: Path | None) -> ctypes.CDLL:
-    """The library, compiled by a command and moved to `kept`; without that it lies in a directory that is removed."""
+def _build(command: list[str], cached: Path | None) -> ctypes.CDLL:
+    """Compile and load the library; move the file to `cached`, or delete it after loading if that is None."""
+    parent = None if cached is None else cached.parent
     try:
-        with tempfile.TemporaryDirectory(prefix="blockdiff-", dir=None if kept is None else kept.parent) as directory:
-            fresh = Path(directory) / "kernels.so"
-            words = [*command, f"-I{HERE}", *map(str, sources()), "-o", str(fresh), "-lm"]
+        with tempfile.TemporaryDirectory(prefix="blockdiff-", dir=parent) as directory:
+            compiled = Path(directory) / "kernels.so"
+            words = [*command, f"-I{HERE}", *map(str, sources()), "-o", str(compiled), "-lm"]
             subprocess.run(words, check=True, capture_output=True, timeout=LONGEST, stdin=subprocess.DEVNULL)
-            fresh.chmod(0o700)
-            found = _loaded(fresh)
-            if kept is not None:
-                fresh.replace(kept)
-            return found
+            compiled.chmod(0o700)
+            loaded = _load(compiled)
+            if cached is not None:
+                compiled.replace(cached)
+            return loaded
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines()
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
         status = f"status {error.returncode}"
-        reason = next((line for line in said if "error" in line), next(iter(said), status))
+        reason = next((line for line in lines if "error" in line), next(iter(lines), status))
         raise NoLibrary(f"{command[0]} failed: {reason}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoLibrary(f"{command[0]} failed: {error}") from None
 
 
-def _loaded(path: Path) -> ctypes.CDLL:
-    """The library of a file with every function declared; NoLibrary where it does not load or lacks one."""
+def _load(path: Path) -> ctypes.CDLL:
+    """Load a library and declare its functions; raise NoLibrary if it does not load or lacks a function."""
     try:
-        found = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
         for name, signature in SIGNATURES.items():
-            function = getattr(found, name)
+            function = getattr(loaded, name)
             function.restype, function.argtypes = None, [_TYPES[c] for c in signature.replace(" ", "")]
     except (OSError, AttributeError) as error:
         raise NoLibrary(f"the library does not load: {error}") from None
-    return found
+    return loaded
 
 
-def kept_in() -> Path | None:
-    """The directory that keeps the library: `CACHE` or else of the user's cache; None, after a warning, without one."""
-    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "blockdiff")
-    asked = os.environ.get(CACHE)
-    for directory in (Path(asked), users) if asked else (users,):
+def cache_directory() -> Path | None:
+    """Return the directory of the compiled library: `CACHE`, else `blockdiff` in the user's cache directory.
+
+    None, after a warning, if neither can be used.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "blockdiff")
+    override = os.environ.get(CACHE)
+    for directory in (Path(override), default) if override else (default,):
         if not (obstacle := _obstacle(directory)):
             return directory.expanduser()
-    where = f"{directory}: {obstacle}; {CACHE} names another place"
-    warnings.warn(f"the C functions are compiled anew for this process: {where}", stacklevel=2)
+    reason = f"{directory}: {obstacle}; {CACHE} sets another directory"
+    warnings.warn(f"the C functions are compiled anew for this process: {reason}", stacklevel=2)
     return None
 
 
 def _obstacle(directory: Path) -> str:
-    """The reason why a directory cannot keep the library, in words; it is made if it is not there."""
+    """Return why a directory cannot hold the library, or "" if it can. A missing directory is created."""
     try:
         directory = directory.expanduser()
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -210,27 +217,27 @@ def _obstacle(directory: Path) -> str:
         return str(error)
     if not _is_ours(directory):
         return "it belongs to another user, or others may write in it"
-    return "" if os.access(directory, os.W_OK) else "it cannot be written"
+    return "" if os.access(directory, os.W_OK) else "it is not writable"
 
 
 def _is_ours(path: Path) -> bool:
-    """True where a file or directory is there, no link, the user's own, and writable by nobody else."""
+    """Whether a path is an existing file or directory (no link) that belongs to the user and only they may write."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    is_real = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
-    return is_real and found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_real = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return is_real and status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _key(command: list[str]) -> str:
-    """A hash of the command, the sources and the machine."""
+    """Hash the compile command, the C sources and the machine's traits, so that a change of any builds anew."""
     text = b"".join(path.read_bytes() for path in [*sorted(HERE.rglob("*.h")), *sources()])
     return hashlib.sha256("\0".join([*command, _machine()]).encode() + text).hexdigest()[:24]
 
 
 def _machine() -> str:
-    """The machine's traits that vector code depends on: machines of several kinds can share a home directory."""
+    """Describe the processor. Different machines may share a home directory, and so a cache."""
     facts = [platform.system(), platform.machine(), platform.processor()]
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

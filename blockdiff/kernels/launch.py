@@ -1,4 +1,4 @@
-"""Launching Triton kernels and making them known to torch: the same few lines for every op."""
+"""Launch Triton kernels and register them with torch as custom ops; shared by all ops."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.autocast import is_on
 from blockdiff.kernels.once_differentiable import once_differentiable
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels compute with
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of tensors that the kernels read
 
-RUNS: dict[str, Callable[..., Any]] = {}  # the registered functions by their names
+RUNS: dict[str, Callable[..., Any]] = {}  # name of a registered op -> the function that runs it
 P = ParamSpec("P")
 R = TypeVar("R")
 _modes = torch._C._len_torch_dispatch_stack
-_CACHED: list[Any] = []  # the functions that `cached_by_sizes` remembers the results of
+_CACHED: list[Any] = []  # the functions that `cached_by_sizes` has wrapped
 
 
 class Unserved(BlockdiffError):
-    """A call that a backend of an op cannot serve: `Unserved("the reason")`; torch answers, where it may."""
+    """A backend of an op cannot compute a call. With most backends the op then runs in torch instead."""
 
     @property
     def reason(self) -> str:
-        """The reason alone."""
+        """The message without the advice that `str` adds."""
         return str(self.args[0])
 
     def __str__(self) -> str:
@@ -39,14 +39,14 @@ class Unserved(BlockdiffError):
 
 
 class TooLarge(Unserved):
-    """A launch that asks for more shared memory, say, than the device has; that torch answers is told then."""
+    """A launch exceeds the device's limits, such as its shared memory. Falling back to torch is reported then."""
 
 
 def cached_by_sizes(function: Callable[P, R]) -> Callable[P, R]:
-    """Call a function once for the same arguments: sizes, dtypes and devices, and never tensors.
+    """Cache a function's results by its arguments, which must be sizes, dtypes and devices, never tensors.
 
-    What follows from these of a launch (tile, grid, the kernel's constants) is most of what a launcher works out, and
-    the layers of a model ask for the same again in every step. The results are shared: nobody may change them.
+    Launchers use it for tiles, grids and constants, which every layer needs again in every step. Callers share the
+    results and must not change them.
     """
     remembered = functools.lru_cache(4096)(function)
     _CACHED.append(remembered)
@@ -54,22 +54,22 @@ def cached_by_sizes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def forget_sizes() -> None:
-    """Forget all launch sizes; call it after a change of the table of tiles, or of what a device reports."""
+    """Clear all caches of `cached_by_sizes`, after a change of the table of tiles or of a device's properties."""
     for remembered in _CACHED:
         remembered.cache_clear()
 
 
 class Launch:
-    """A Triton kernel with a grid and the values of its constants: called with its arguments, it is launched.
+    """A Triton kernel with a fixed grid and fixed constants; calling it with the other arguments launches it.
 
-    It runs on the device of its first tensor, whatever device is current; for an empty grid nothing is launched.
-    Tensors without numbers, those of torch's meta device and its fake ones, are left as they are. A launch that is too
-    large for the device raises TooLarge, and from then on without asking Triton.
+    It runs on the device of its first tensor, not on the current device. Nothing is launched if the grid is empty or
+    that tensor is a meta or fake tensor. A launch that exceeds the device's limits raises TooLarge, and so does every
+    later call.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any):
         self.kernel, self.grid, self.constants = kernel, grid, constants
-        from blockdiff.kernels import relaunch  # needs Triton, which is there where something is launched
+        from blockdiff.kernels import relaunch  # here because it imports triton
 
         self._start, self._errors = relaunch.starter(kernel, grid, constants), relaunch.OutOfResources
         self._is_empty = 0 in grid
@@ -89,8 +89,8 @@ class Launch:
             else:
                 self._start(*arguments)
         except self._errors as error:
-            asked, there = error.required, error.limit
-            self._refusal = f"{self.kernel.__name__} asks for {asked:,} of {error.name}, and the device has {there:,}"
+            needed, limit = error.required, error.limit
+            self._refusal = f"{self.kernel.__name__} needs {needed:,} of {error.name}, and the device has {limit:,}"
             self._start = self._refuse
             self._refuse()
 
@@ -99,7 +99,7 @@ class Launch:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel at once; equal grids and constants share a `Launch`."""
+    """Launch a kernel. Calls with equal grids and constants share a `Launch`."""
     _launch_of(kernel, grid, tuple(constants.items()))(*arguments)
 
 
@@ -109,7 +109,7 @@ def _launch_of(kernel: Any, grid: tuple[int, ...], constants: tuple[tuple[str, A
 
 
 def _first_tensor(arguments: tuple[Any, ...]) -> Tensor:
-    """The first tensor among arguments and tuples of them."""
+    """Return the first tensor among arguments or inside tuples among them; raise TypeError if there is none."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             return argument
@@ -119,16 +119,16 @@ def _first_tensor(arguments: tuple[Any, ...]) -> Tensor:
 
 
 def registered(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Iterator[Any]]], Any]:
-    """Register `blockdiff::name` with torch, so that torch.compile and recomputation see one operation.
+    """Return a decorator that registers a function as torch op `blockdiff::name`, one operation for torch.compile.
 
-    The decorated function is a generator: it yields its outputs while they are still empty, and then launches what
-    fills them. With fake tensors torch stops it at the outputs, so their shapes are written once. mutates: the
-    parameters whose tensors it writes to.
+    The decorated function is a generator: it yields its outputs unfilled, then launches the kernels that fill them.
+    With fake tensors torch stops it at the yield, so the same lines serve as shape function. mutates: names of the
+    parameters whose tensors it changes in place.
     """
 
     def register(make: Callable[..., Iterator[Any]]) -> Any:
         def run(*inputs: Any) -> Any:
-            return _made(make(*inputs))
+            return _filled(make(*inputs))
 
         RUNS[name] = run
         types = typing.get_type_hints(make)
@@ -144,60 +144,60 @@ def registered(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[...
 
 
 class Registered:
-    """A function that torch knows, called past torch if nothing asks for it: on the host that costs a third.
+    """A registered op. Eager calls bypass torch's dispatcher, which cuts their cost on the host to a third.
 
-    Its gradient is one pair of functions. Eagerly they are a `torch.autograd.Function` around the same body, which
-    costs the host half of what torch's own autograd of a registered op does; a compiler or a mode sees the op whole.
+    Eagerly the gradient is a `torch.autograd.Function` around the same body, at half the host cost of torch's autograd
+    for custom ops. Under torch.compile or a dispatch mode torch's op is called.
     """
 
-    def __init__(self, custom: Any, make: Callable[..., Iterator[Any]], gives_list: bool):
-        self.custom, self.make, self.gives_list = custom, make, gives_list
+    def __init__(self, custom: Any, make: Callable[..., Iterator[Any]], returns_list: bool):
+        self.custom, self.make, self.returns_list = custom, make, returns_list
         self.recorded: Callable[..., Any] = custom  # called if gradients are recorded
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Give the op its gradient, as torch's function of this name does; it has no second derivative."""
-        backward, body, gives_list = once_differentiable(backward), self._call, self.gives_list
+        """Set the op's gradient, with the arguments of torch's function of this name; no second derivative."""
+        backward, body, returns_list = once_differentiable(backward), self._call, self.returns_list
         self.custom.register_autograd(backward, setup_context=setup_context)
 
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = body(*inputs)
             setup_context(ctx, inputs, output)
-            return tuple(output) if gives_list else output
+            return tuple(output) if returns_list else output
 
-        def of_outputs(ctx: Any, *grads: Any) -> Any:
-            return backward(ctx, list(grads)) if gives_list else backward(ctx, *grads)
+        def backward_of_outputs(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, list(grads)) if returns_list else backward(ctx, *grads)
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(of_outputs)}
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_outputs)}
         self.recorded = type("Recorded", (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
 
     def __call__(self, *inputs: Any) -> Any:
-        if asks_torch():
+        if torch_must_see_op():
             return self.custom(*inputs)
         return (self.recorded if is_grad_enabled() else self._call)(*inputs)
 
     def _call(self, *inputs: Any) -> Any:
-        making = self.make(*inputs)
-        outputs = next(making)
-        next(making, None)
+        steps = self.make(*inputs)
+        outputs = next(steps)
+        next(steps, None)
         return outputs
 
 
-def _made(making: Iterator[Any]) -> Any:
-    """The outputs of an op, filled."""
-    outputs = next(making)
-    for _ in making:
+def _filled(steps: Iterator[Any]) -> Any:
+    """Run an op's generator to its end and return the outputs that it yielded first."""
+    outputs = next(steps)
+    for _ in steps:
         pass
     return outputs
 
 
-def asks_torch() -> bool:
-    """True if torch has to see each op: it compiles, or a mode (fake tensors, say) looks on."""
+def torch_must_see_op() -> bool:
+    """Whether ops must go through torch's dispatcher: under torch.compile or a dispatch mode such as fake tensors."""
     return is_compiling() or _modes() > 0
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of that shape, by default of `like`'s, on its device and in its dtype or another; dense, not filled."""
-    # sizes one by one, and a dtype only if there is one: torch reads a tuple of them, or None, for half a microsecond
+    """Return an unfilled contiguous tensor on `like`'s device, by default with its shape and dtype."""
+    # Separate sizes, and a dtype only if there is one: parsing a tuple or None costs torch half a microsecond.
     if dtype is not None:
         return like.new_empty(*(shape or like.shape), dtype=dtype)
     if shape:
@@ -206,34 +206,37 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
 
 
 def empty_gradients(tensors: Iterable[Tensor], needs: Sequence[bool]) -> list[Tensor]:
-    """Empty tensors for the gradients that are needed, without elements for the others: an op gives no None."""
+    """Return an unfilled gradient for each needed tensor, and a tensor without elements for the others.
+
+    Custom ops cannot return None.
+    """
     return [empty(x, *(x.shape if need else (0,))) for x, need in zip(tensors, needs, strict=True)]
 
 
 def only_needed(grads: Iterable[Tensor], needs: Sequence[bool]) -> list[Any]:
-    """The gradients that are needed, None for the others."""
+    """Replace the gradients that are not needed by None."""
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
 def have_dtype(dtype: torch.dtype, tensors: Iterable[Tensor]) -> bool:
-    """True where all tensors have that dtype."""
-    for x in tensors:  # noqa: SIM110 (twice as fast as `all`, and every launch asks)
+    """Whether all tensors have a dtype."""
+    for x in tensors:  # noqa: SIM110 (twice as fast as `all`, and runs in every launch)
         if x.dtype is not dtype:
             return False
     return True
 
 
 def check_dtypes(op: str, *tensors: Tensor) -> None:
-    """Raise Unserved unless all tensors have the same one of DTYPES."""
+    """Raise Unserved unless all tensors have one dtype and it is among DTYPES."""
     if (dtype := tensors[0].dtype) not in DTYPES or not have_dtype(dtype, tensors):
         names = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors}))
         raise Unserved(f"{op} in Triton takes tensors of one dtype, float32, bfloat16 or float16, not {names}")
 
 
 def check_without_gradient(op: str, x: Tensor) -> None:
-    """Raise Unserved where gradients are recorded or autocast is on, and for dtypes that the kernels do not have.
+    """Raise Unserved if gradients are recorded, autocast is enabled or x's dtype is not among DTYPES.
 
-    Kernels that do the work of several ops have no backward and cast nothing.
+    Fused kernels call this: they have no backward and do not cast.
     """
     if is_grad_enabled() or x.dtype not in DTYPES or is_on(x):
         raise Unserved(f"{op} in Triton has no gradient and no autocast, and takes float32, bfloat16 or float16")

@@ -1,4 +1,4 @@
-"""The refusal of second derivatives, which gradients written by hand do not have."""
+"""A decorator for hand-written gradients, which refuses second derivatives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from blockdiff.errors import BlockdiffError
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the backward of an autograd function raise BlockdiffError if its result is to be differentiated again.
+    """Make the backward of an autograd function raise BlockdiffError under `create_graph=True`.
 
-    Every autograd function of this package has it. Saved tensors and C calls lie outside torch's graph, so a second
-    derivative would leave them out without a word. torch's decorator of this name refuses only the part of it that
-    runs through the incoming gradient.
+    Every autograd function of this package is decorated with it. Saved tensors and C calls are outside torch's graph,
+    so a second derivative would silently omit them. torch's decorator of the same name refuses only the part of the
+    second derivative that runs through the incoming gradient.
     """
     *_, op, file = backward.__module__.split(".")
     name = op if file in ("c", "torch", "triton") else file

@@ -1,7 +1,7 @@
-"""An op: one computation with one signature, the backends that compute it, and the choice among them.
+"""`Op`: one computation with one signature, the backends that implement it, and the choice among them.
 
-The function in torch says what the op computes. Those in C and in Triton take the same arguments and give the same
-results up to rounding. One that cannot serve a call raises `Unserved`, and torch answers.
+The function in torch defines the op. The functions in C and Triton take the same arguments and return the same results
+up to rounding. A backend that cannot compute a call raises `Unserved`, and the op falls back to torch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from blockdiff.kernels.launch import TooLarge, Unserved
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Ops: TypeAlias = Any  # what a composition calls: `Kernels` of `ops.py`, which imports the compositions
+Ops: TypeAlias = Any  # `Kernels` of `ops.py`, which cannot be imported here: it imports the compositions
 _TOO_LARGE = "{name} runs in other kernels or torch from now on, which is slower: {reason}"
 
 
 class Op(Generic[P, R]):
-    """One computation: its function in torch, and the names of the other backends that it has, "c" and "triton".
+    """One computation: its function in torch and the names of its other backends, "c" and "triton".
 
-    A backend is the module of that name beside the torch one, in which the function has the same name. As an attribute
-    of `Kernels` an op is the function that these have chosen.
+    A backend is the module of that name in the same folder, where the function has the same name. As an attribute of a
+    `Kernels` object an op is the function of the chosen backend.
     """
 
     def __init__(self, in_torch: Callable[P, R], *backends: str):
@@ -40,15 +40,15 @@ class Op(Generic[P, R]):
     def __get__(self, kernels: Ops, owner: Any) -> Callable[P, R]: ...
 
     def __get__(self, kernels: Ops | None, owner: Any) -> Any:
-        return self if kernels is None else kernels.__dict__[self.name]  # where it is found without coming here
+        return self if kernels is None else kernels.__dict__[self.name]  # for typing: attribute access skips __get__
 
     def on(self, backend: str) -> Callable[P, R]:
-        """The function of the backend "c" or "triton", imported here (ImportError without the triton package)."""
+        """Import and return the function of backend "c" or "triton"; ImportError without the triton package."""
         function: Callable[P, R] = getattr(importlib.import_module(f"{self.folder}.{backend}"), self.name)
         return function
 
     def bound(self, kernels: Ops, backend: str) -> Callable[P, R]:
-        """The function for a backend of `Kernels`, which explain them."""
+        """Return the function that this op has in `Kernels(backend)`, which documents the backends."""
         in_torch = self._torch_of(kernels)
         if backend == "auto":
             on_cpu, on_gpu = self._first("c", in_torch), self._first("triton", in_torch, self._warning)
@@ -67,30 +67,33 @@ class Op(Generic[P, R]):
         return self.on("triton")
 
     def _first(self, backend: str, in_torch: Callable[P, R], warning: str | None = None) -> Callable[P, R]:
-        """A function that asks a backend, if the op has it, and torch after `Unserved`; each reason is told once."""
+        """Return a function that tries a backend and falls back to torch after `Unserved`, warning once per reason.
+
+        It is the function in torch if the op lacks that backend. warning: its text; None: warn only about TooLarge.
+        """
         if backend not in self.backends:
             return in_torch
-        function, told = self.on(backend), set[str]()
+        function, reported = self.on(backend), set[str]()
 
         @functools.wraps(function)
         def first(*args: P.args, **named: P.kwargs) -> R:
             try:
                 return function(*args, **named)
             except Unserved as obstacle:
-                words = _TOO_LARGE if isinstance(obstacle, TooLarge) else warning
-                if words is not None and obstacle.reason not in told:
-                    told.add(obstacle.reason)
-                    warnings.warn(words.format(name=self.name, reason=obstacle.reason), stacklevel=2)
+                text = _TOO_LARGE if isinstance(obstacle, TooLarge) else warning
+                if text is not None and obstacle.reason not in reported:
+                    reported.add(obstacle.reason)
+                    warnings.warn(text.format(name=self.name, reason=obstacle.reason), stacklevel=2)
             return in_torch(*args, **named)
 
         return first
 
 
 class Composition(Op[P, R]):
-    """An op whose function in torch is composed of others: a function of `Kernels` and its own arguments.
+    """An op composed of other ops: its function in torch takes the `Kernels` to call them from as first argument.
 
-    Where its function in Triton does not serve a call, those ops do that it is composed of, so nothing is refused, and
-    nothing told but that a launch is too large for the device.
+    If the fused Triton kernel cannot compute a call, the component ops run instead. Only a launch that exceeds the
+    device's limits is reported.
     """
 
     in_torch: Callable[..., R]
@@ -108,7 +111,7 @@ class Composition(Op[P, R]):
 
 
 def _by_device(on_gpu: Callable[P, R], on_cpu: Callable[P, R], in_torch: Callable[P, R]) -> Callable[P, R]:
-    """The first for a CUDA tensor, the second for one of the CPU, by the first argument; torch for all of fp64."""
+    """Return a function that dispatches on the device of its first argument; fp64 always runs in torch."""
 
     @functools.wraps(on_gpu)
     def by_device(*args: P.args, **named: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""The table of ops: which backends each has, and the set of them that a model computes with."""
+"""The table of ops with their backends, and `Kernels`, the set of ops that a model computes with."""
 
 from __future__ import annotations
 
@@ -27,12 +27,16 @@ ON_GPU = ("auto", "triton", "shapes")  # backends that run Triton's functions
 
 
 class Kernels:
-    """The ops that a model computes with: each is a function, whose backend was chosen when these were made.
+    """The ops that a model computes with, as functions of the chosen backend.
 
-    backend: "torch": plain torch. "c": C where it serves, else torch. "triton": Triton or a refusal, and torch where an
-    op has no function in Triton. "auto": Triton for CUDA tensors, C for those of a CPU, torch where these do not serve
-    and for fp64. "shapes": Triton, or torch where that does not serve, wherever tensors are: for plans, whose tensors
-    have no memory.
+    backend:
+    - "torch": plain torch.
+    - "c": C, torch if C cannot compute a call.
+    - "triton": Triton, Unserved if it cannot compute a call; torch for ops without a Triton function.
+    - "auto": Triton for CUDA tensors, C for CPU tensors, torch if these cannot compute a call and for fp64.
+    - "shapes": Triton on every device, torch if it cannot compute a call; for plans, whose tensors have no memory.
+
+    overrides: another backend, or a function, for single ops by name.
     """
 
     span_attention = Op(spans.span_attention, "c", "triton")
@@ -70,21 +74,21 @@ class Kernels:
             self.__dict__[name] = op.bound(self, override) if isinstance(override, str) else override
 
     def replaced(self, **overrides: str | Callable[..., Any]) -> Kernels:
-        """The same but for some ops, which get another backend, or a function in their place."""
+        """Return these kernels with other backends, or functions, for some ops."""
         return Kernels(self.backend, **self.overrides | overrides)
 
     def __deepcopy__(self, memo: Any) -> Kernels:
-        """A copy of a model computes with the same functions."""
+        """Return self: copies of a model share the functions."""
         return self
 
     @property
     def is_capturable(self) -> bool:
-        """True where attention launches the same whatever rows hold, so that a CUDA graph can hold a step."""
+        """Whether attention's launches are independent of the data, so that a CUDA graph can capture a step."""
         return self.overrides.get("span_attention", self.backend) in ON_GPU
 
     @property
     def filters_on_device(self) -> bool:
-        """True where `token_stats` keeps the most likely tokens (top_p) without the host knowing how many they are."""
+        """Whether `token_stats` applies top_p without reading a token count back to the host."""
         return self.overrides.get("token_stats", self.backend) in ON_GPU
 
 
@@ -94,11 +98,11 @@ IN_C = Kernels("c")
 
 
 def resolve(kernels: str | Kernels = "auto") -> Kernels:
-    """The kernels for "torch" (plain torch), "triton" (every op in Triton) or "auto" (the best there is).
+    """Return the kernels for "torch" (plain torch), "triton" (every op in Triton) or "auto" (the fastest available).
 
-    With "auto", ops on CUDA tensors run in Triton, fp32 ones on a CPU by C functions where a C compiler is found, and
-    everything else in torch; one warning says why Triton cannot run on a GPU at all, and one for each op why it cannot
-    serve some call. Raises BlockdiffError for kernels that cannot be had.
+    With "auto", ops on CUDA tensors run in Triton, fp32 ops on a CPU in C if there is a C compiler, everything else in
+    torch. A warning reports why Triton cannot run on a GPU at all, or why an op of it cannot compute a call. Raises
+    BlockdiffError for an unknown name and if "triton" is not available.
     """
     if isinstance(kernels, Kernels):
         return kernels
@@ -118,7 +122,7 @@ def resolve(kernels: str | Kernels = "auto") -> Kernels:
 
 
 def _why_not_triton() -> str | None:
-    """The reason for which Triton cannot run in this process, in words; None where it can."""
+    """Return why Triton cannot run in this process, None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
     import triton
@@ -126,7 +130,7 @@ def _why_not_triton() -> str | None:
     if triton.knobs.runtime.interpret:  # TRITON_INTERPRET=1 when triton is imported: numpy on the CPU, for tests
         return None
     if not torch.cuda.is_available():
-        return "Triton needs a CUDA device, and torch finds none here"
+        return "Triton needs a CUDA device, and torch finds none"
     if torch.version.hip is not None:
         return "this torch is built for ROCm, and the Triton kernels are made for NVIDIA GPUs"
     major, minor = torch.cuda.get_device_capability()

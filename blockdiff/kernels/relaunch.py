@@ -1,12 +1,12 @@
-"""Launching what Triton has compiled without Triton's own search for it, which is most of what a launch costs.
+"""Relaunch compiled Triton kernels without Triton's lookup of them, which is most of the cost of a launch.
 
-A kernel's first launch of a kind goes through Triton, which gives back what it compiled; later ones of the same kind
-call that. Launches are of a kind where Triton cannot tell them apart when it compiles: on the same device and with the
-same constants, tensors of the same dtypes, whose addresses are alike multiples of 16 or not, and equal whole numbers,
-or any of 31 bits where the kernel is not compiled for them (`do_not_specialize`).
-What Triton is told to do otherwise between two launches (`triton.knobs`) counts for what was not launched before.
-With BLOCKDIFF_RELAUNCH=0 in the environment every launch goes through Triton, and so it does, with one warning, where a
-compiled kernel cannot be called as the Triton versions are that this was written for.
+The first launches of a kernel go through Triton, and the compiled kernel that it returns is stored by signature. Later
+launches of the same signature call it directly. A signature is everything that Triton compiles for: the device,
+the constants, the dtypes of tensors and whether their addresses are multiples of 16, and the values of integers
+(of `do_not_specialize` integers only whether they fit in 31 bits).
+Changes of `triton.knobs` do not affect signatures that were launched before.
+With BLOCKDIFF_RELAUNCH=0 in the environment every launch goes through Triton. The same happens, with one warning, if
+this version of Triton does not let compiled kernels be called so.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-__all__ = ["OutOfResources", "Relaunch", "launch_kind", "starter"]
+__all__ = ["OutOfResources", "Relaunch", "launch_signature", "starter"]
 
 IS_ON = os.environ.get("BLOCKDIFF_RELAUNCH", "1") != "0"
-MOST_KINDS = 64  # of launches of a kernel with a grid and constants; those after them go through Triton
-_is_said = False  # that something of Triton's cannot be called
+MOST_SIGNATURES = 64  # stored for a kernel with a grid and constants; launches of others go through Triton
+_has_warned = False  # that compiled kernels cannot be called directly
 
 
 def starter(kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> Callable[..., Any]:
-    """A function that launches a kernel with a grid and the values of its constants, given the arguments."""
-    is_known = IS_ON and type(kernel) is JITFunction and not kernel.pre_run_hooks
-    return Relaunch(kernel, grid, constants) if is_known else functools.partial(kernel[grid], **constants)
+    """Return a function that launches a kernel with this grid and these constants on the arguments it is called with.
+
+    Kernels with hooks, and the interpreter's, always go through Triton.
+    """
+    is_plain = IS_ON and type(kernel) is JITFunction and not kernel.pre_run_hooks
+    return Relaunch(kernel, grid, constants) if is_plain else functools.partial(kernel[grid], **constants)
 
 
 class Relaunch:
-    """A kernel of Triton's with a grid and the values of its constants: called with its arguments, it is launched."""
+    """A Triton kernel with a fixed grid and fixed constants; calling it with the other arguments launches it."""
 
     def __init__(self, kernel: JITFunction[Any], grid: tuple[int, ...], constants: dict[str, Any]):
         self.kernel, self.grid, self.constants = kernel, grid, constants
@@ -47,64 +50,64 @@ class Relaunch:
         self.is_new = True
 
     def __call__(self, *arguments: Any) -> None:
-        if self.is_new:  # many are launched only once
+        if self.is_new:  # many are launched only once, so nothing is stored yet
             self.is_new = False
             self.through_triton(*arguments)
             return
-        kind = driver.active.get_current_device(), launch_kind(arguments, self.free)
-        run = self.compiled.get(kind)
+        signature = driver.active.get_current_device(), launch_signature(arguments, self.free)
+        run = self.compiled.get(signature)
         try:
             if run is not None:
                 run(*arguments)
                 return
         except Exception as error:
-            self.compiled[kind] = self.through_triton
-            self.through_triton(*arguments)  # raises what is not our fault
-            _say(error)
+            self.compiled[signature] = self.through_triton
+            self.through_triton(*arguments)  # raises again if the error has nothing to do with relaunching
+            _warn(error)
             return
         compiled = self.through_triton(*arguments)
         names = self.kernel.arg_names[len(arguments) :]
         is_whole = type(compiled) is CompiledKernel and all(name in self.constants for name in names)
-        if is_whole and len(self.compiled) < MOST_KINDS:
-            self.compiled[kind] = self._run_of(compiled, [self.constants[name] for name in names])
+        if is_whole and len(self.compiled) < MOST_SIGNATURES:
+            self.compiled[signature] = self._run_of(compiled, [self.constants[name] for name in names])
 
     def _run_of(self, compiled: CompiledKernel, constants: list[Any]) -> Callable[..., Any]:
-        """The launcher of a compiled kernel: it takes all parameters in their order, and skips the constants itself."""
+        """Return a function that launches a compiled kernel, which takes its constants after the other arguments."""
         try:
             run = compiled[(*self.grid, 1, 1)[:3]]
         except Exception as error:
-            _say(error)
+            _warn(error)
             return self.through_triton
         return lambda *arguments: run(*arguments, *constants)
 
 
-def _say(error: Exception) -> None:
-    """Warn, once, that a kernel is launched through Triton because of an error."""
-    global _is_said
-    if not _is_said:
-        _is_said = True
+def _warn(error: Exception) -> None:
+    """Warn, once in a process, that kernels are launched through Triton because of an error."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         warnings.warn(
-            f"this Triton's kernels cannot be launched past its own search, which costs the host time ({reason}); "
-            "BLOCKDIFF_RELAUNCH=0 says that none shall be",
+            f"compiled kernels of this version of Triton cannot be called directly, so launches take more host time "
+            f"({reason}); BLOCKDIFF_RELAUNCH=0 turns direct launches, and this warning, off",
             stacklevel=2,
         )
 
 
-def launch_kind(arguments: tuple[Any, ...], free: frozenset[int] = frozenset()) -> tuple[Any, ...]:
-    """All that Triton asks of arguments when it looks for what it has compiled for such, and more.
+def launch_signature(arguments: tuple[Any, ...], free: frozenset[int] = frozenset()) -> tuple[Any, ...]:
+    """Return a key for arguments: calls with equal keys run the same compiled kernel.
 
-    free: the places of those for whose values it does not compile.
+    free: indices of the integers that Triton does not specialise on.
     """
-    kind: list[Any] = [type(arguments)]  # the names of a NamedTuple count
+    key: list[Any] = [type(arguments)]  # the field names of a NamedTuple are part of the signature
     for n, x in enumerate(arguments):
         if isinstance(x, Tensor):
-            kind.append(x.dtype)
-            kind.append(x.data_ptr() % 16)
+            key.append(x.dtype)
+            key.append(x.data_ptr() % 16)
         elif type(x) is int or x is None:
-            kind.append(x >> 31 if x is not None and n in free else x)
+            key.append(x >> 31 if x is not None and n in free else x)
         elif isinstance(x, tuple):
-            kind.append(launch_kind(x))
+            key.append(launch_signature(x))
         else:
-            kind.append(float if type(x) is float else (type(x), x))
-    return tuple(kind)
+            key.append(float if type(x) is float else (type(x), x))
+    return tuple(key)

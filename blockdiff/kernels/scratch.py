@@ -1,4 +1,4 @@
-"""Memory that ops need while they run, shared by those of a call that follow one another."""
+"""Working memory of ops, reused by consecutive ops of one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class _Scratch(threading.local):
-    held: dict[Any, Any] | None = None
+    buffers: dict[Any, Any] | None = None  # None outside of `shared_scratch`
 
 
 _SCRATCH = _Scratch()
@@ -21,26 +21,29 @@ _SCRATCH = _Scratch()
 
 @contextmanager
 def shared_scratch() -> Iterator[None]:
-    """Within it ops of this thread may share the memory that they need while they run, those of equal sizes.
+    """Let ops of this thread reuse each other's working memory of equal size inside the `with` block.
 
-    It is for calls without gradients whose ops follow one another, as the layers of a step do, and nothing of it
-    outlives the call, so that it belongs to the CUDA graph that captures the call. One inside another has its own.
+    Only for calls without gradients whose ops run one after the other, such as the layers of a step. The memory is
+    freed at the end of the block, so it belongs to the CUDA graph that captures the call. Nested blocks share nothing.
     """
-    before, _SCRATCH.held = _SCRATCH.held, {}
+    outer, _SCRATCH.buffers = _SCRATCH.buffers, {}
     try:
         yield
     finally:
-        _SCRATCH.held = before
+        _SCRATCH.buffers = outer
 
 
 def scratch(make: Callable[..., R], like: Tensor, *sizes: Any) -> R:
-    """The result of `make` for these arguments: memory whose content no one needs before or after the op that asks."""
-    held = _SCRATCH.held
-    if held is None:
+    """Return `make(like, *sizes)`, or inside `shared_scratch` an earlier result for the same sizes, dtype and device.
+
+    The content is undefined before the calling op and free to be overwritten after it.
+    """
+    buffers = _SCRATCH.buffers
+    if buffers is None:
         return make(like, *sizes)
     key = make, sizes, like.dtype, like.device
-    found = held.get(key)
-    if found is None:
-        found = held[key] = make(like, *sizes)
-    made: R = found
-    return made
+    buffer = buffers.get(key)
+    if buffer is None:
+        buffer = buffers[key] = make(like, *sizes)
+    memory: R = buffer
+    return memory

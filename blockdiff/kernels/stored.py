@@ -1,4 +1,4 @@
-"""Weights as kernels take them: tensors, or matrices that are stored in fewer bits and are frozen."""
+"""Weights as kernels accept them: tensors, or frozen matrices stored in fewer bits (`StoredMatrix`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from blockdiff.kernels.op import Ops
 
 
 class StoredMatrix(Protocol):
-    """A matrix [..., out, in], or one for each expert, in a form of fewer bits: a named tuple of its tensors.
+    """A matrix [..., out, in], or one for each expert, stored in fewer bits as a named tuple of tensors.
 
-    SUFFIXES: what follows the name of a weight in the names of these tensors, all of which keep their dtype when a
-    model is cast. BITS: of the code of a number. BLOCK: the numbers along the input that are stored together. A tensor
-    is cut along outputs or inputs together with the matrix if it has more than one number there.
+    SUFFIXES: one for each tensor; a weight's name plus the suffix is the tensor's name in a model and in files. These
+    tensors keep their dtype when a model is cast. BITS: of one number's code. BLOCK: how many numbers along the input are stored together. If the
+    matrix is sliced along an axis, its tensors of size above 1 there are sliced, too.
     """
 
     SUFFIXES: ClassVar[tuple[str, ...]]
@@ -27,28 +27,28 @@ class StoredMatrix(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The shape of the decoded matrix."""
 
     @classmethod
     def empty_like(cls, weight: Tensor) -> Self:
-        """Room for a matrix of a weight's shape, on its device."""
+        """Allocate a matrix of a weight's shape on its device, unfilled."""
 
     @classmethod
     def nearest(cls, weight: Tensor) -> Self:
-        """The matrix that a weight is rounded to."""
+        """Round a weight to this form."""
 
     def part(self, index: Any) -> Self:
-        """The matrix of one expert, or some rows of a matrix."""
+        """Index the first axis: the matrix of one expert, or some rows of a matrix."""
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The matrix as a tensor of a dtype."""
+        """Decode the matrix to a tensor of a dtype."""
 
     def product(self, ops: Ops, x: Tensor) -> Tensor:
-        """`x W^T` of x [..., in], with a gradient for x."""
+        """Compute `x W^T` of x [..., in], with a gradient for x alone."""
 
 
 class Decoded:
-    """The matrices of all experts in a stored form, each of which is decoded when it is asked for."""
+    """The stored matrices of all experts as a sequence of tensors; indexing decodes one."""
 
     def __init__(self, weight: StoredMatrix, dtype: torch.dtype, is_transposed: bool = False):
         self.weight, self.dtype, self.is_transposed = weight, dtype, is_transposed
@@ -60,18 +60,21 @@ class Decoded:
         return matrix.t() if self.is_transposed else matrix
 
     def transpose(self, first: int, second: int) -> Decoded:
-        """The transposed matrices; only the last two dimensions can change places."""
+        """Swap dimensions 1 and 2; others cannot be swapped."""
         assert {first, second} == {1, 2}
         return Decoded(self.weight, self.dtype, not self.is_transposed)
 
 
 def linear(ops: Ops, x: Tensor, weight: Tensor | StoredMatrix) -> Tensor:
-    """`x W^T`: x [..., in], weight [out, in]."""
+    """Compute `x W^T` of x [..., in] and a weight [out, in], stored or not."""
     return F.linear(x, weight) if isinstance(weight, Tensor) else weight.product(ops, x)
 
 
 def decoded_linear(x: Tensor, weight: StoredMatrix) -> Tensor:
-    """`x W^T` in x's dtype in plain torch: W is decoded where it is used, and not kept; a gradient for x alone."""
+    """Compute `x W^T` in x's dtype in plain torch, with a gradient for x alone.
+
+    W is decoded in the forward and again in the backward, never kept.
+    """
     (x,) = in_autocast(x)
     out: Tensor = _DecodedLinear.apply(x, type(weight), *weight)  # type: ignore[misc]
     return out

@@ -1,4 +1,4 @@
-"""Grouped-query attention with RoPE; what families differ in are the norms, the scale and where values come from."""
+"""Grouped-query attention with RoPE. Families differ in its norms, its scale and the source of values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ Past = tuple[PrefixTensor, ...]  # the kv of tokens before the call, as tensors 
 
 
 class Attention(nn.Module):
-    """One attention layer: returns the keys and values of this call's tokens beside its output.
+    """One attention layer, which returns its output and the keys and values of this call's tokens.
 
-    Where `past` is pages with places for these tokens, it writes them there and returns none; else it changes nothing.
-    has_value: whether values have a projection of their own, else they are the raw keys; qk_norm: the norm of every
-    query and key before RoPE (None: none); norms_values: whether values are normed, without weight; scale: the factor
-    of the scores; is_fused: whether queries, keys and values have one projection, `qkv_proj`, with one adapter and its
-    rows in that order, in place of three.
+    If `past` is pages that assign a slot to each of these tokens, keys and values are written there instead, and the
+    returned tuple is empty.
+
+    has_value: whether values have their own projection; else they are the unnormed keys. qk_norm: the norm of each
+    query and key head before RoPE (None: none). norms_values: whether values are normed, without weight. scale: factor
+    of the scores. is_fused: one projection `qkv_proj` with one adapter, whose rows are queries, keys and values in that
+    order, in place of three.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Attention(nn.Module):
         norms, into = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps), written(past)
         cos, sin, *query_scale = rope
         q, own_k, own_v = self.kernels.attention_heads(q, k, v, norms, (cos, sin), into)
-        assert own_v is not None, "values were given"
+        assert own_v is not None, "attention_heads returns values if it gets some"
         for scale_BT1 in query_scale:
             q = q * scale_BT1[:, -q.shape[1] :, :, None]
         if into is not None and isinstance(spans, Spans):
@@ -71,34 +73,33 @@ class Attention(nn.Module):
         return out, (own_k, own_v) if into is None else ()
 
     def keys(self, x_BTD: Tensor, rope: Rope, past: Past | None) -> KV:
-        """The keys and values of tokens that ask for nothing themselves, as `forward` has them or writes them."""
+        """Return or write the keys and values of tokens that have no queries, as `forward` does."""
         assert self.v_proj is not None
         k, v = (each(x_BTD).view(*x_BTD.shape[:2], -1, self.head_dim) for each in (self.k_proj, self.v_proj))
         norms, into = HeadNorms(self.head_dim, self.k_norm, self.k_norm, self.norms_values, self.eps), written(past)
-        # keys stand for queries, which go
+        # the op needs queries: keys are passed for them and the result is dropped
         _, own_k, own_v = self.kernels.attention_heads(k, k, v, norms, rope[:2], into)
         assert own_v is not None
         return (own_k, own_v) if into is None else ()
 
     def projected(self, x_BTD: Tensor, is_noisy: bool | Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T - first, h * d], from token `first` on, keys and values [B, T, K * d], as projections give
-        them."""
+        """Project tokens to queries [B, T - first, h * d], from token `first` on, and keys and values [B, T, K * d]."""
         if self.qkv_proj is not None:
             widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
             q, k, v = self.qkv_proj(self.qkv_proj.entering(x_BTD), is_noisy).split(widths, -1)
             return q[:, first:], k, v
         q_proj, v_proj = self.q_proj, self.v_proj
         x_BTD = q_proj.entering(x_BTD)
-        of_keys = (self.k_proj,) if v_proj is None else (self.k_proj, v_proj)
+        kv_proj = (self.k_proj,) if v_proj is None else (self.k_proj, v_proj)
         if first:
-            of_queries = x_BTD[:, first:]
-            q = q_proj(of_queries, of_last(is_noisy, of_queries.shape[1]))
-            k, *v = outputs(of_keys, x_BTD, is_noisy)
+            asking_BTD = x_BTD[:, first:]
+            q = q_proj(asking_BTD, of_last(is_noisy, asking_BTD.shape[1]))
+            k, *v = outputs(kv_proj, x_BTD, is_noisy)
         else:
-            q, k, *v = outputs((q_proj, *of_keys), x_BTD, is_noisy)
+            q, k, *v = outputs((q_proj, *kv_proj), x_BTD, is_noisy)
         return q, k, v[0] if v else k
 
 
 def of_last(is_noisy: bool | Tensor, tokens: int) -> bool | Tensor:
-    """Which of the last `tokens` of a call are noisy."""
+    """Return the `is_noisy` argument for the last `tokens` tokens of a call."""
     return is_noisy[:, -tokens:] if isinstance(is_noisy, Tensor) else is_noisy

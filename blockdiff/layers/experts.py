@@ -1,4 +1,4 @@
-"""The router and the routed experts."""
+"""The two routers of mixture-of-experts layers, and the routed experts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.layers.linear import Linear
 from blockdiff.layers.weights import HasWeights, local_part
 
-# Of tokens, indices, weights, the number of experts and what computes those that lie here: the tokens' weighted sums.
+# (tokens [N, D], index [N, k], weight [N, k], number of experts, function that computes the local experts) -> the
+# weighted sums [N, D] over the experts of all ranks.
 Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
 
 
 class Router(nn.Module):
-    """Top-k routing of normed tokens: scale, projection in model dtype, fp32 softmax, renormalised top k."""
+    """Top-k routing of normed tokens: scale, project in the model's dtype, softmax in fp32, renormalise the top k."""
 
     def __init__(self, hidden: int, experts: int, top_k: int, kernels: Kernels = IN_TORCH):
         super().__init__()
@@ -33,36 +34,46 @@ class Router(nn.Module):
         self.root = hidden**-0.5
 
     def forward(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert index int64 [N, k] and weight [N, k] of N tokens [..., D] normed without weight, per-expert scale
-        applied."""
+        """Return expert index int64 [N, k] and weight [N, k] of N tokens [..., D], which were normed without weight.
+
+        The weights include the scale per expert.
+        """
         weight: Tensor = self.proj.weight
-        if self.proj.low_rank is not None:  # an adapter that PEFT has put there
+        if self.proj.low_rank is not None:  # from an adapter that PEFT has trained
             weight = (weight + self.proj.low_rank.scale * (self.proj.lora_B @ self.proj.lora_A)).to(weight.dtype)
         return self.kernels.routed_tokens(normed, self.scale, self.root, weight, self.per_expert_scale, self.top_k)
 
 
 class SigmoidRouter(nn.Module):
-    """Top-k routing by sigmoids: chosen by score plus a bias, weighed by the scores alone, renormalised and scaled.
+    """Top-k routing by sigmoid scores: experts are chosen by score plus bias, weighted by score, renormalised, scaled.
 
-    groups, kept: the experts are in `groups` groups of neighbours, of which each token chooses among the `kept` whose
-    two best experts have the largest sum. is_wide: whether the projection is computed in fp32 at least, whatever the
-    dtype of the model. The bias has fp32 at least (see `layers.weights.is_wide`).
+    groups, top_groups: experts form `groups` groups of neighbours, and a token chooses among the `top_groups` groups
+    whose two best experts have the largest sums. is_wide: whether the projection is computed in at least fp32. The bias
+    has at least fp32 in a model of any dtype (see `layers.weights.is_wide`).
     """
 
     bias: Tensor
 
     def __init__(
-        self, hidden: int, experts: int, top_k: int, scale: float, groups: int = 1, kept: int = 1, is_wide: bool = False
+        self,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        scale: float,
+        groups: int = 1,
+        top_groups: int = 1,
+        is_wide: bool = False,
     ):
         super().__init__()
         self.proj = Linear(hidden, experts, bias=False)
         self.register_buffer("bias", torch.zeros(experts))
-        self.top_k, self.factor, self.groups, self.kept, self.is_wide = top_k, scale, groups, kept, is_wide
+        self.top_k, self.factor, self.is_wide = top_k, scale, is_wide
+        self.groups, self.top_groups = groups, top_groups
 
     def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert index int64 [N, k] and weight [N, k] in fp32 at least; no gradient goes through the choice."""
+        """Return expert index int64 [N, k] and weight [N, k] in at least fp32; no gradient flows through the choice."""
         scores = self._logits(normed_ND).sigmoid()
-        index = self._among_groups(scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
+        index = self._mask_groups(scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
         weight = scores.gather(-1, index)
         return index, weight / weight.sum(-1, keepdim=True) * self.factor
 
@@ -71,21 +82,21 @@ class SigmoidRouter(nn.Module):
             return upcast(self.proj(normed_ND))
         with without_autocast(normed_ND):
             weight = upcast(self.proj.weight)
-            if self.proj.low_rank is not None:  # an adapter that PEFT has put there
+            if self.proj.low_rank is not None:  # from an adapter that PEFT has trained
                 weight = weight + self.proj.low_rank.scale * (self.proj.lora_B @ self.proj.lora_A)
             return F.linear(upcast(normed_ND), weight)
 
-    def _among_groups(self, choice_NE: Tensor) -> Tensor:
-        """The choice with -inf in the groups that a token leaves out."""
-        if self.kept == self.groups:
+    def _mask_groups(self, choice_NE: Tensor) -> Tensor:
+        """Set the scores of experts outside each token's best groups to -inf."""
+        if self.top_groups == self.groups:
             return choice_NE
         choice_NGe = choice_NE.unflatten(-1, (self.groups, -1))
-        best_NG = choice_NGe.topk(2, dim=-1).values.sum(-1).topk(self.kept, dim=-1).indices
+        best_NG = choice_NGe.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
         is_out_NG = torch.ones_like(choice_NGe[..., 0], dtype=torch.bool).scatter(-1, best_NG, False)
         return choice_NGe.masked_fill(is_out_NG[..., None], float("-inf")).flatten(-2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Cast and move the module; a bias of fp32 keeps its digits in a model of fewer bits."""
+        """Cast and move the module, but never cast the bias below fp32."""
         old = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype.itemsize < 4:
@@ -96,9 +107,8 @@ class SigmoidRouter(nn.Module):
 class Experts(HasWeights):
     """The weights of all experts in the Hub's layout: gate_up [E, 2F, D] with gate rows first, down [E, D, F].
 
-    Each expert has an adapter of its own on gate_up and on down, computed as grouped low-rank products. split: what
-    brings tokens to their experts if ranks have some whole experts each (`parallel/exchange.py`); their weights are
-    DTensors then.
+    Each expert has its own adapter on gate_up and on down, computed as grouped low-rank products. split: the exchange
+    of tokens between ranks if each has some of the experts (`parallel/exchange.py`); the weights are DTensors then.
     """
 
     WEIGHTS: ClassVar = {"gate_up_proj": "gate_up_", "down_proj": "down_"}
@@ -123,19 +133,18 @@ class Experts(HasWeights):
         is_noisy: bool | Tensor = False,
         as_slots: bool = False,
     ) -> Any:
-        """The weighted sum [N, D] of the experts of N tokens [..., D]; padding tokens go to none and give 0.
+        """Return the weighted sum [N, D] over each token's experts, of N tokens [..., D]; 0 for padding tokens.
 
-        is_noisy: as a linear layer takes it. as_slots: as `Kernels.layer_end` takes it, `Slots`, which may be before
-        the sum.
+        is_noisy: as in `Linear.forward`. as_slots: return `Slots`, where the sum may be left to `Kernels.layer_end`.
         """
         experts, x_ND = self.gate_up_proj.shape[0], x.flatten(0, -2)
         index_Nk = without_padding(index_Nk, padding_N, experts)
         adapts = self.adapts(is_noisy)
-        if as_slots and self.split is None and not self._tells_apart(is_noisy):
+        if as_slots and self.split is None and not self._adapts_some(is_noisy):
             gate_up, down = self.matrices()
             low_rank = self.low_rank_matrices() if adapts else ()
             return self.kernels.expert_slots(x, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
-        if self._tells_apart(is_noisy):  # each token goes to experts with adapters or without
+        if self._adapts_some(is_noisy):  # clean tokens run without adapters, noisy tokens with them
             assert isinstance(is_noisy, Tensor)
             is_noisy_N = is_noisy.flatten()
             clean_Nk, noisy_Nk = (without_padding(index_Nk, each, experts) for each in (is_noisy_N, ~is_noisy_N))
@@ -144,12 +153,12 @@ class Experts(HasWeights):
             summed_ND = self._summed(x_ND, index_Nk, weight_Nk, adapts)
         return Slots(summed_ND.unsqueeze(1), None, 0) if as_slots else summed_ND
 
-    def _tells_apart(self, is_noisy: bool | Tensor) -> bool:
-        """True if some tokens of a call may have an adapter and others none."""
+    def _adapts_some(self, is_noisy: bool | Tensor) -> bool:
+        """Whether the adapters may act on some tokens of a call and not on others."""
         return isinstance(is_noisy, Tensor) and self.low_rank is not None and self.low_rank.noisy_only
 
     def _summed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, adapts: bool) -> Tensor:
-        """The weighted sum [N, D] of the experts of all ranks, with their adapters or without."""
+        """Return the weighted sum [N, D] over the experts of all ranks."""
         compute = partial(self.computed, adapts=adapts)
         if self.split is None:
             return compute(x_ND, index_Nk, weight_Nk)
@@ -163,23 +172,25 @@ class Experts(HasWeights):
         padding_N: Tensor | None = None,
         is_noisy: bool | Tensor = False,
     ) -> Slots:
-        """The experts of tokens as `Slots`, by a call of the module, around which sharded weights are gathered."""
+        """Return `forward` as `Slots`; it calls the module, so that hooks gather sharded weights."""
         slots: Slots = self(x, index_Nk, weight_Nk, padding_N, is_noisy, True)
         return slots
 
     def computed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, adapts: bool) -> Tensor:
-        """The weighted sum over those of each token's experts that lie here; indices count from the first of them."""
+        """Return the weighted sum [N, D] over this rank's experts; index 0 is the first of them."""
         gate_up, down = self.matrices()
         low_rank = self.low_rank_matrices() if adapts else ()
         return self.kernels.expert_mlp(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
 
     def matrices(self) -> tuple[Tensor | StoredMatrix, Tensor | StoredMatrix]:
-        """gate_up and down of the experts that lie here, as the expert op takes them."""
+        """Return gate_up and down of this rank's experts."""
         return self.held_here("gate_up_proj"), self.held_here("down_proj")
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
-        """A and B of gate_up, A and B of down, of the experts that lie here, as the expert op takes them: scaled, and
-        in the dtype of the weights (over stored weights the op casts them). Nothing without an adapter."""
+        """Return A and B of gate_up and A and B of down of this rank's experts, the B scaled; () without an adapter.
+
+        They are in the dtype of the weights; if those are stored, the expert op casts them.
+        """
         if self.low_rank is None:
             return ()
         scale, dtype = self.low_rank.scale, self.down_lora_B.dtype if self.stored else self.down_proj.dtype
@@ -192,5 +203,5 @@ class Experts(HasWeights):
 
 
 def without_padding(index_Nk: Tensor, padding_N: Tensor | None, experts: int) -> Tensor:
-    """The experts of each token, none for padding."""
+    """Replace the experts of padding tokens by `experts`, which means no expert."""
     return index_Nk if padding_N is None else index_Nk.masked_fill(padding_N[:, None], experts)

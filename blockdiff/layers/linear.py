@@ -1,4 +1,4 @@
-"""Linear layers: one module with three optional parts, and the gated half of an MLP, which is two of them."""
+"""Linear layers: one module with optional parts (stored weight, adapter, split), and the gated half of an MLP."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from blockdiff.layers.weights import HasWeights
 
 
 class Split(Protocol):
-    """The part of a linear layer that one of several ranks has, and what they exchange around it."""
+    """A linear layer's part on one of several ranks, and the communication before and after it."""
 
     def weight(self, held: Any) -> Tensor | StoredMatrix:
-        """The part of the weight that this rank multiplies with, of the weight as it is held."""
+        """Return the part of the weight that this rank multiplies by. held: the module's weight (`HasWeights.held`)."""
 
     def bias(self, bias: Tensor) -> Tensor:
-        """The bias that this rank adds."""
+        """Return the bias that this rank adds."""
 
     def low_rank(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrices of an adapter that this rank multiplies with."""
+        """Return the adapter matrices that this rank multiplies by."""
 
     def entering(self, x: Tensor) -> Tensor:
-        """x, which all ranks have, as each goes on alone with it: its gradient is the sum of theirs."""
+        """Return the input x, equal on all ranks; in the backward its gradient is summed over ranks if needed."""
 
     def leaving(self, out: Tensor) -> Tensor:
-        """The layer's output, of this rank's product."""
+        """Return the layer's output, made of this rank's product and those of others."""
 
 
 class Linear(HasWeights, nn.Linear):
-    """`W x + bias + scale B A dropout(x)`, where W may be stored in fewer bits, and split over ranks.
+    """`W x + bias + scale B A dropout(x)`; W may be stored in fewer bits and split over ranks.
 
-    Calls take `is_noisy` as `BlockDiffusionModel.forward` does: an adapter may be one of noisy tokens only. kernels:
-    the ops that multiply with a stored weight.
+    is_noisy: booleans [B, T] of noisy tokens, or one for all; an adapter may act on noisy tokens only. kernels: the ops
+    for products with a stored weight.
     """
 
     WEIGHTS: ClassVar = {"weight": ""}
@@ -50,23 +50,23 @@ class Linear(HasWeights, nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Linear:
-        """A linear layer of torch as one of these, with the same parameters."""
-        made = cls(layer.in_features, layer.out_features, bias=False, device="meta")
-        made.weight, made.bias = layer.weight, layer.bias
-        return made.train(layer.training)
+        """Convert torch's linear layer; the parameters are shared."""
+        converted = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        converted.weight, converted.bias = layer.weight, layer.bias
+        return converted.train(layer.training)
 
     def matrix(self) -> Tensor | StoredMatrix:
-        """The weight that this rank multiplies with, as kernels take it."""
+        """Return the weight that this rank multiplies by."""
         held: Any = self._parameters["weight"] if self.stored is None else self.held("weight")
-        made: Tensor | StoredMatrix = held if self.split is None else self.split.weight(held)
-        return made
+        matrix: Tensor | StoredMatrix = held if self.split is None else self.split.weight(held)
+        return matrix
 
     def is_product(self, is_noisy: bool | Tensor) -> bool:
-        """True if the layer multiplies these tokens with its matrix and does no more."""
+        """Whether the layer is a bare matrix product for these tokens: no bias and no adapter."""
         return self._parameters["bias"] is None and not self.adapts(is_noisy)
 
     def entering(self, x: Tensor) -> Tensor:
-        """x as this layer takes it; who calls several layers with one x does this once for all of them."""
+        """Prepare x for a split layer. Call it once for all layers that read the same x, before calling them."""
         return x if self.split is None else self.split.entering(x)
 
     def forward(self, x: Tensor, is_noisy: bool | Tensor = False) -> Tensor:
@@ -82,7 +82,7 @@ class Linear(HasWeights, nn.Linear):
         return out if split is None else split.leaving(out)
 
     def terms(self, x: Tensor) -> Adapted:
-        """The tensors of the layer and its adapter for tokens x."""
+        """Return the tensors of the layer and its adapter that `lora.products` multiplies tokens x by."""
         matrix, split, low_rank = self.matrix(), self.split, self.low_rank
         A: Tensor = self.lora_A
         B: Tensor = self.lora_B
@@ -97,14 +97,14 @@ class Linear(HasWeights, nn.Linear):
         return Adapted(None, matrix.product(self.kernels, x), bias, A, B, low_rank.scale)
 
     def shares(self, is_noisy: bool | Tensor) -> bool:
-        """True if the adapter's product can be made together with those of other layers."""
+        """Whether `outputs` may fuse this layer's adapter with those of other layers: no hooks and no dropout."""
         is_called = self._forward_hooks or self._forward_pre_hooks
         has_own_input = self.training and self.low_rank is not None and self.low_rank.dropout
         return self.adapts(is_noisy) and not is_called and not has_own_input
 
 
 def outputs(layers: Sequence[Linear], x: Tensor, is_noisy: bool | Tensor = False) -> Sequence[Tensor]:
-    """The outputs of layers that read the same x; adapters of all of them are one autograd function if they can be."""
+    """Call layers that read the same x; if all can be fused, their adapters run as one autograd function."""
     if all(layer.shares(is_noisy) for layer in layers) and len({_is_noisy_only(layer) for layer in layers}) == 1:
         return _adapted(tuple(layers), x, is_noisy)
     return [layer(x, is_noisy) for layer in layers]
@@ -115,7 +115,10 @@ def _is_noisy_only(layer: Linear) -> bool:
 
 
 def _adapted(layers: tuple[Linear, ...], x: Tensor, is_noisy: bool | Tensor) -> Sequence[Tensor]:
-    """The outputs of adapted layers that read the same x, and are alike; one with dropout is alone."""
+    """Call adapted layers that read the same x as one autograd function.
+
+    All must agree in `noisy_only`. A layer with dropout must be the only one, since its adapter has its own input.
+    """
     first, dropped, is_clean = layers[0], None, None
     (x,) = in_autocast(x)
     if first.training and first.low_rank is not None and first.low_rank.dropout:
@@ -123,12 +126,12 @@ def _adapted(layers: tuple[Linear, ...], x: Tensor, is_noisy: bool | Tensor) -> 
     if isinstance(is_noisy, Tensor) and _is_noisy_only(first):
         is_clean = ~is_noisy
     terms = [layer.terms(x) for layer in layers]
-    key, kept = (x.dtype, layers), None if is_compiling() or terms[0].A.dtype is x.dtype else first.kept_casts
-    casts = None if kept is None else kept.get(key)
+    key, cache = (x.dtype, layers), None if is_compiling() or terms[0].A.dtype is x.dtype else first.cast_cache
+    casts = None if cache is None else cache.get(key)
     if casts is None:
         casts = Casts.of(terms, x.dtype)
-        if kept is not None:
-            kept[key] = casts
+        if cache is not None:
+            cache[key] = casts
     outs = products(x, terms, casts, dropped, is_clean)
     return [out if layer.split is None else layer.split.leaving(out) for layer, out in zip(layers, outs, strict=True)]
 
@@ -136,8 +139,8 @@ def _adapted(layers: tuple[Linear, ...], x: Tensor, is_noisy: bool | Tensor) -> 
 def gated_product(
     gate: Linear, up: Linear, x: Tensor, activation: str, kernels: Kernels, is_noisy: bool | Tensor = False
 ) -> Tensor:
-    """`f(gate x) * g(up x)` of two linear layers."""
+    """Compute `f(gate x) * g(up x)` of two linear layers, f and g by the activation's name."""
     if gate.is_product(is_noisy) and up.is_product(is_noisy):
         return kernels.gated_linear(x, gate.matrix(), up.matrix(), activation)
-    of_gate, of_up = outputs((gate, up), x, is_noisy)
-    return kernels.gated(of_gate, of_up, activation)
+    gate_out, up_out = outputs((gate, up), x, is_noisy)
+    return kernels.gated(gate_out, up_out, activation)

@@ -1,9 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): what trains in place of a weight W is scale * B A, which is added to it.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): W is frozen, and the trained scale * B A is added to it.
 
-An adapter is a part of the module that has the weight (`HasWeights`), so that checkpoints, freezing and sharding see
-the same model with a few parameters more. B A is never formed but when adapters are merged. The model runs its weights
-in both passes, so each weight has one adapter, and merging it once is exact; but an adapter may leave clean tokens as
-they are (`LowRank.noisy_only`).
+An adapter is part of the module that has the weight (`HasWeights`), so checkpoints, freezing and sharding see the same
+model with a few more parameters. B A is formed only when adapters are merged. Encoding and denoising use the same
+weights, so each weight has one adapter; it may act on noisy tokens only (`LowRank.noisy_only`).
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ LOW_RANK = ("lora_A", "lora_B", "gate_up_lora_A", "gate_up_lora_B", "down_lora_A
 
 @dataclass(frozen=True)
 class LowRank:
-    """The adaptation of a weight: B A of rank `rank`, times alpha / rank, or alpha / sqrt(rank) with `rslora`.
+    """The settings of an adapter: B A of rank `rank`, times alpha / rank, or alpha / sqrt(rank) with `rslora`.
 
-    dropout: share of the inputs of A that are zeroed in training (experts have none). noisy_only: True for an adapter
-    of noisy tokens: clean ones are computed by W alone, to the bit, so it cannot be merged into W.
+    dropout: share of the inputs of A that are zeroed in training (experts have none). noisy_only: whether it acts on
+    noisy tokens only. Clean tokens are then bit-equal to the base model's, and it cannot be merged into W.
     """
 
     rank: int
@@ -38,18 +37,18 @@ class LowRank:
 
     @property
     def scale(self) -> float:
-        """The factor of B A (rank-stabilised: arXiv 2312.03732)."""
+        """The factor of B A. Source of `rslora`: arXiv 2312.03732."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 def is_low_rank(name: str) -> bool:
-    """True where a parameter of this name belongs to an adapter."""
+    """Whether a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2] in LOW_RANK
 
 
 @torch.no_grad()
 def draw_low_rank(A: Tensor, generator: torch.Generator) -> None:
-    """Uniform in +-1 / sqrt(inputs): Kaiming's bound for a slope of sqrt(5), which PEFT draws A with."""
+    """Fill A uniformly from +-1 / sqrt(inputs), as PEFT does: Kaiming's bound for a slope of sqrt(5)."""
     A.uniform_(-(A.shape[-1] ** -0.5), A.shape[-1] ** -0.5, generator=generator)
 
 
@@ -57,9 +56,9 @@ def draw_low_rank(A: Tensor, generator: torch.Generator) -> None:
 def merged(
     weight: Tensor | StoredMatrix, A: Tensor, B: Tensor, scale: float, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """weight + scale B A, expert by expert where there are: in fp32 at least, and rounded once to a dtype.
+    """Return weight + scale B A, one expert at a time if there are any: summed in at least fp32, rounded once to dtype.
 
-    dtype: None is the weight's, which is a tensor then.
+    dtype: None for the weight's own; required for a stored weight.
     """
     if dtype is None:
         assert isinstance(weight, Tensor)
@@ -68,15 +67,15 @@ def merged(
     out = torch.empty(weight.shape, dtype=dtype, device=A.device)
     for n in range(len(out)) if out.dim() == 3 else [...]:
         if isinstance(weight, Tensor):
-            own = weight[n].to(wide)
+            base = weight[n].to(wide)
         else:
-            own = (weight if n is ... else weight.part(n)).decoded(wide)
-        out[n].copy_(torch.addmm(own, B[n].to(wide), A[n].to(wide), alpha=scale))
+            base = (weight if n is ... else weight.part(n)).decoded(wide)
+        out[n].copy_(torch.addmm(base, B[n].to(wide), A[n].to(wide), alpha=scale))
     return out
 
 
 class Adapted(NamedTuple):
-    """A linear layer with its adapter: the weight, or `base`, which is the product with a stored weight."""
+    """The tensors of a linear layer and its adapter. base: x W^T if the weight is stored; `weight` is None then."""
 
     weight: Tensor | None
     base: Tensor | None
@@ -87,9 +86,9 @@ class Adapted(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """The adapters of layers that read the same tokens, in one dtype: A of all layers as one matrix, and each B.
+    """The adapters of layers that read the same tokens, cast to one dtype: all A stacked to one matrix, and each B.
 
-    None: the matrix of the one layer itself, and B itself.
+    None stands for a matrix that needs neither cast nor stacking: the layer's own is used.
     """
 
     A_RD: Tensor | None
@@ -98,11 +97,11 @@ class Casts(NamedTuple):
     @classmethod
     @torch.no_grad()
     def of(cls, layers: Sequence[Adapted], dtype: torch.dtype) -> Casts:
-        """Cast the adapters of layers."""
+        """Cast and stack the adapters of layers, which share their dtype."""
         is_cast, A = layers[0].A.dtype is not dtype, layers[0].A
-        together = torch.cat([layer.A for layer in layers]) if len(layers) > 1 else A if is_cast else None
-        together = None if together is None else together.to(dtype)
-        return cls(together, tuple([layer.B.to(dtype) if is_cast else None for layer in layers]))
+        stacked = torch.cat([layer.A for layer in layers]) if len(layers) > 1 else A if is_cast else None
+        stacked = None if stacked is None else stacked.to(dtype)
+        return cls(stacked, tuple([layer.B.to(dtype) if is_cast else None for layer in layers]))
 
 
 def products(
@@ -112,10 +111,10 @@ def products(
     dropped: Tensor | None = None,
     is_clean: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """`W x + bias + scale B A dropped` of layers that read the same x [..., D].
+    """Compute `W x + bias + scale B A dropped` of each layer; all read the same x [..., D].
 
-    casts: in x's dtype. dropped: x after the adapters' dropout; None: x itself. is_clean: booleans [...] of tokens that
-    the adapters leave as they are (None: none).
+    casts: the adapters in x's dtype. dropped: x after the adapters' dropout (None: x itself). is_clean: booleans [...]
+    of tokens that the adapters do not change (None: they change all).
     """
     is_clean_N1 = None if is_clean is None else is_clean.reshape(-1, 1)
     scales = tuple([layer.scale for layer in layers])
@@ -125,7 +124,7 @@ def products(
 
 
 class _Products(torch.autograd.Function):
-    """All products of adapted layers in one function: torch's own records of them cost the host several times more."""
+    """All products of adapted layers as one autograd function, several times cheaper on the host than one for each."""
 
     @staticmethod
     def forward(
@@ -160,8 +159,8 @@ class _Products(torch.autograd.Function):
         weights, casts, flat = rest[: len(grads)], rest[len(grads) :], [_rows(grad) for grad in grads]
         _, needs_x, needs_dropped, _, _, *needs = ctx.needs_input_grad
         grad_narrowed_NR = torch.empty_like(narrowed_NR)
-        for grad, B, scale, made in zip(flat, casts, ctx.scales, _columns(grad_narrowed_NR, casts), strict=True):
-            made.addmm_(grad, B, beta=0, alpha=scale)
+        for grad, B, scale, out in zip(flat, casts, ctx.scales, _columns(grad_narrowed_NR, casts), strict=True):
+            out.addmm_(grad, B, beta=0, alpha=scale)
         if is_clean_N1 is not None:
             grad_narrowed_NR.masked_fill_(is_clean_N1, 0)
         of_parts: list[Tensor | None] = [None] * len(needs)
@@ -178,8 +177,8 @@ class _Products(torch.autograd.Function):
             torch.mm(grad_narrowed_NR.t(), read_ND, out=together[: A_RD.numel()].view(A_RD.shape))
             of_B = together.split(sizes)[len(casts) :]
             terms = zip(flat, _columns(narrowed_NR, casts), ctx.scales, of_B, casts, strict=True)
-            for grad, narrowed, scale, made, B in terms:
-                made.view(B.shape).addmm_(grad.t(), narrowed, beta=0, alpha=scale)
+            for grad, narrowed, scale, grad_B, B in terms:
+                grad_B.view(B.shape).addmm_(grad.t(), narrowed, beta=0, alpha=scale)
             cast = together.to(ctx.dtype).split(sizes)
             of_adapters = [part.view(shape) for part, shape in zip(cast, shapes, strict=True)]
             of_parts[3::6], of_parts[4::6] = of_adapters[: len(casts)], of_adapters[len(casts) :]
@@ -196,10 +195,10 @@ class _Products(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Tokens [..., D] as [N, D]."""
+    """Flatten tokens [..., D] to [N, D]."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _columns(narrowed_NR: Tensor, B: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The products with A of each layer, among those of all."""
-    return narrowed_NR.split([each.shape[1] for each in B], 1)
+    """Split the products with the stacked A into those of each layer."""
+    return narrowed_NR.split([layer_B.shape[1] for layer_B in B], 1)

@@ -11,7 +11,7 @@ from blockdiff.layers.norm import RMSNorm
 
 
 class MLP(nn.Module):
-    """`down(f(gate x) * up x)`, f by its name in `kernels.expert_mlp.activations`."""
+    """`down(f(gate x) * g(up x))`; activation: the name of f and g in `kernels.expert_mlp.activations`."""
 
     def __init__(self, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"):
         super().__init__()
@@ -29,11 +29,11 @@ class MLP(nn.Module):
 
 
 class SelfConditioning(MLP):
-    """The soft embedding of the last prediction mixed into that of the canvas.
+    """Self-conditioning: adds the soft embedding of the last prediction to the canvas's embedding.
 
-    `norm(embedding + mlp(pre_norm(soft)))`, the outer norm without weight; no signal means soft = 0.
+    `norm(embedding + mlp(pre_norm(soft)))`, the outer norm without weight; soft = 0 without a signal.
 
-    is_normed: whether there is the outer norm. Without it and with a `down_proj` of zeros nothing changes.
+    is_normed: whether there is the outer norm. Without it, a `down_proj` of zeros makes the module an identity.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""RMSNorm, and the two other ways in which families apply its weight."""
+"""RMSNorm, and its two variants, which apply the weight in other ways."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from blockdiff.kernels.autocast import upcast
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last axis in fp32 at least; the weight multiplies directly (no +1).
+    """RMSNorm over the last axis in at least fp32, multiplied by the weight (no +1).
 
-    form: how the weight counts, as kernels have it (`kernels.heads.Norm`); a subclass with a `forward` of its own has
-    a form of its own, "own", unless it says which. split: makes the weight that this rank multiplies by, if the ranks
-    norm different heads with one weight.
+    form: how kernels apply the weight (`kernels.heads.Norm`). A subclass that overrides `forward` gets the form "own",
+    which no kernel fuses, unless it sets another. split: maps the weight to the one that this rank multiplies by, if
+    ranks norm different heads with one weight.
     """
 
-    neutral = 1.0  # the weight that changes nothing
+    neutral = 1.0  # the initial weight, which changes nothing
     form = "direct"
     weight: Tensor
     split: Callable[[Tensor], Tensor] | None = None
@@ -47,18 +47,18 @@ class RMSNorm(nn.Module):
 
 
 class CastRMSNorm(RMSNorm):
-    """RMSNorm as Llama has it: normed in fp32 at least, cast to x's dtype, and then multiplied by the weight."""
+    """Llama's RMSNorm: norm in at least fp32, cast to x's dtype, then multiply by the weight."""
 
     form = "cast"
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:  # where casting changes nothing
+        if x.dtype == torch.float32:  # the cast changes nothing
             return super().forward(x)
         return self.kernels.rms_norms(x, (None,), self.eps)[0] * self.gain
 
 
 class ZeroCentredRMSNorm(RMSNorm):
-    """RMSNorm whose weight is added to 1: `x * rsqrt(mean(x^2) + eps) * (1 + w)`, all in fp32 at least."""
+    """RMSNorm with the gain 1 + w: `x * rsqrt(mean(x^2) + eps) * (1 + w)`, all in at least fp32."""
 
     neutral = 0.0
     form = "centred"

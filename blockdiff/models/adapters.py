@@ -109,12 +109,12 @@ def cast_once(model: nn.Module) -> Iterator[None]:
     """Inside, adapters are cast to the dtype of tokens once, in the first pass: nobody may change them there."""
     adapted = [module for module in model.modules() if isinstance(module, HasWeights) and module.low_rank is not None]
     for module in adapted:
-        module.kept_casts = {}
+        module.cast_cache = {}
     try:
         yield
     finally:
         for module in adapted:
-            module.kept_casts = None
+            module.cast_cache = None
 
 
 def is_adapter(name: str) -> bool:

@@ -80,7 +80,7 @@ def test_an_op_has_one_gradient_whether_torch_sees_it_or_not(monkeypatch):
     monkeypatch.setattr(norms._rms_norms, "custom", lambda *inputs: seen.append(inputs) or custom(*inputs))
     gradients = []
     for asks in (False, True):
-        monkeypatch.setattr(launching, "asks_torch", lambda asks=asks: asks)
+        monkeypatch.setattr(launching, "torch_must_see_op", lambda asks=asks: asks)
         x, w = (torch.linspace(-1, 2, n).view(-1, 8).requires_grad_() for n in (40, 8))
         first, second = norms.rms_norms(x, (w[0], None), 1e-6)
         (first.sin() + second.cos()).sum().backward()

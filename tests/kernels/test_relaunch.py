@@ -189,7 +189,7 @@ def test_what_is_launched_in_too_many_ways_and_what_is_switched_off_goes_through
 ):
     x, *rest = argument_lists()[0]
     launch = Launch(kernel, (1,), D=16, BY=2)
-    monkeypatch.setattr(relaunch, "MOST_KINDS", 2)
+    monkeypatch.setattr(relaunch, "MOST_SIGNATURES", 2)
     for _ in range(2):
         for n in (48, 48, 80, 96):
             launch(x, *rest[:3], n, *rest[4:])
@@ -214,7 +214,7 @@ def test_a_kernel_that_somebody_watches_goes_through_triton(gpu, kernel, through
 
 @pytest.fixture
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaunch, "_is_said", False)
+    monkeypatch.setattr(relaunch, "_has_warned", False)
 
 
 @pytest.mark.quick

@@ -225,7 +225,7 @@ def test_a_launch_that_is_too_large_leaves_the_call_to_the_single_ops_with_one_w
     launch.forget_sizes()
     inputs = draw(5, 16), draw(16), 0.25, draw(6, 16, seed=1), torch.ones(6, device=DEVICE), 2
     sets = resolve("triton"), Kernels("shapes")
-    with pytest.warns(UserWarning, match="router_scores asks for 274,432 of shared memory, and.* 232,448$") as said:
+    with pytest.warns(UserWarning, match="router_scores needs 274,432 of shared memory, and.* 232,448$") as said:
         outs = [kernels.routed_tokens(*inputs) for kernels in sets for _ in range(3)]
     launch.forget_sizes()
     assert len(said) == 2  # of each set of ops

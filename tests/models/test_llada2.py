@@ -204,12 +204,12 @@ def test_the_bias_by_which_experts_are_chosen_keeps_fp32_in_a_model_of_fewer_bit
 
 
 def test_a_router_of_few_bits_computes_its_scores_in_fp32():
-    router = SigmoidRouter(16, 8, 2, 2.5, groups=4, kept=2, is_wide=True)
+    router = SigmoidRouter(16, 8, 2, 2.5, groups=4, top_groups=2, is_wide=True)
     torch.nn.init.normal_(router.proj.weight)
     router.to(torch.bfloat16)
     x = torch.randn(9, 16).bfloat16()
     index, weight = SigmoidRouter.forward(router, x)
-    wide = SigmoidRouter(16, 8, 2, 2.5, groups=4, kept=2)
+    wide = SigmoidRouter(16, 8, 2, 2.5, groups=4, top_groups=2)
     wide.proj.weight.data = router.proj.weight.float()
     for found, expected in zip((index, weight), wide(x.float()), strict=True):
         assert torch.equal(found, expected)

@@ -44,7 +44,7 @@ class NothingFromTheHost(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def _past_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ops do what they do, and not only say what shapes they give."""
-    monkeypatch.setattr(launching, "asks_torch", lambda: False)
+    monkeypatch.setattr(launching, "torch_must_see_op", lambda: False)
     with torch.no_grad():
         yield
 

@@ -51,7 +51,7 @@ class Copies(TorchDispatchMode):
 @pytest.fixture
 def on_meta(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], BlockDiffusionModel]:
     """Makes a model whose tensors have no values, so that whatever reads one raises, and whose ops are not torch's."""
-    monkeypatch.setattr(launching, "asks_torch", lambda: False)
+    monkeypatch.setattr(launching, "torch_must_see_op", lambda: False)
 
     def make(name: str) -> BlockDiffusionModel:
         config = our_config(CONFIGS[name]())

@@ -125,7 +125,7 @@ def counted(
 ) -> tuple[Counter[str], Counter[str]]:
     """Launches, and torch's operations, that one layer more makes in a step."""
     counts = []
-    with launches_left_out() as launched, patch.object(launching, "asks_torch", lambda: False):
+    with launches_left_out() as launched, patch.object(launching, "torch_must_see_op", lambda: False):
         for layers in (1, 2):
             step = work(kind, layers, quantize=quantize, composed=composed)
             step()
@@ -141,7 +141,7 @@ def counted(
 def copied_bytes(kind: str) -> int:
     """Bytes that torch reads and writes to copy tensors in a commit, for one layer more of the released model."""
     bytes_of = []
-    with patch.object(launching, "asks_torch", lambda: False):
+    with patch.object(launching, "torch_must_see_op", lambda: False):
         for layers in (1, 2):
             commit = Commit(kind, layers, "diffusiongemma-26b-a4b")
             commit()
@@ -172,7 +172,7 @@ def beside_seconds(kind: str, rounds: int = 300, repeats: int = 20) -> tuple[flo
 
     Both are called alone with what a step gives them. Of what stands in for a product its result's allocation is left
     out, which a product makes, too. They are lower bounds: called again and again, all of it stays in the processor's
-    cache. What is looked up (`relaunch.launch_kind`) takes no part in the host's time without a GPU.
+    cache. What is looked up (`relaunch.launch_signature`) takes no part in the host's time without a GPU.
     """
     stand_ins: list[Callable[[], Any]] = []
     look_ups: list[Callable[[], Any]] = []
@@ -183,7 +183,7 @@ def beside_seconds(kind: str, rounds: int = 300, repeats: int = 20) -> tuple[flo
 
         def started(*arguments: Any) -> None:
             stand_ins.append(lambda: start(*arguments))
-            look_ups.append(lambda: relaunch.launch_kind(arguments))
+            look_ups.append(lambda: relaunch.launch_signature(arguments))
 
         return started
 

@@ -23,11 +23,11 @@ def divergence(
     given_head: Head | None = None,
     top: int | None = None,
 ) -> Tensor:
-    """KL(p || q) in nats, [N] in fp32 at least: p is predicted from `given_ND`, q from `hidden_ND`.
+    """Return KL(p || q) in nats, [N] in at least fp32: p is predicted from given_ND, q from hidden_ND.
 
-    given_head: the table and the cap of p's logits (None: those of q), of as many tokens and maybe of another width;
-    top: the number of tokens that p has, its likeliest ones, renormalised (None: all). Gradients flow to `hidden_ND`
-    and to q's table, where that trains; p is a constant.
+    given_head: the table and cap of p's logits (None: q's); it has as many tokens and may have another width. top: keep
+    only p's likeliest tokens, renormalised (None: all). Gradients flow to hidden_ND and to q's table if that trains; p is
+    constant.
     """
     table, cap = (table_VD, softcap) if given_head is None else given_head
     given_ND, table = in_autocast(given_ND.detach(), table.detach())
@@ -36,7 +36,7 @@ def divergence(
 
 
 def _chunk_of(given_table: Tensor, given_softcap: float | None, top: int | None) -> Callable[..., Any]:
-    """The function that computes a chunk for `CrossEntropy`."""
+    """Return the function that computes a chunk for `CrossEntropy`."""
 
     def of_chunk(
         hidden: Tensor, table: Tensor, given: Tensor, softcap: float | None, *_: object

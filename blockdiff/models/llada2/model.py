@@ -71,7 +71,7 @@ class Layer(nn.Module):
                 config.experts_per_token,
                 config.routed_scaling_factor,
                 groups=config.n_group,
-                kept=config.topk_group,
+                top_groups=config.topk_group,
                 is_wide=True,
             )
             self.experts = Experts(config.experts, hidden, width, kernels, ACTIVATION)
