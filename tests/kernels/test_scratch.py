@@ -50,7 +50,7 @@ def test_equal_sizes_share_memory_within_a_call_and_nothing_else_does():
     assert found[0] is not first and scratch(make, x, 4, 3) is not first
     with pytest.raises(ZeroDivisionError), shared_scratch():
         1 / 0  # noqa: B018
-    assert shared._SCRATCH.held is None
+    assert shared._SCRATCH.buffers is None
 
 
 def output_of(step: DenoisingStep) -> Tensor:

@@ -166,25 +166,25 @@ def test_shards_of_the_vocabulary_combine_to_the_same_bits(small_tiles):
     tile, x = launch.tile_for(V), hidden @ table.T
     shards = [(x[:, :cut].contiguous(), 0), (x[:, cut:].contiguous(), cut)]
 
-    def rows() -> launch.Rows:
+    def rows() -> launch.RowStats:
         numbers, tokens = torch.empty(6, N, device=DEVICE), torch.empty(2, N, dtype=torch.int64, device=DEVICE)
         peak, total, loss, entropy, rest, best = numbers
-        return launch.Rows(peak, total, loss, tokens[0], entropy, tokens[1], rest, best)
+        return launch.RowStats(peak, total, loss, tokens[0], entropy, tokens[1], rest, best)
 
-    def tiles_of(x: Tensor, first: int) -> launch.Tiles:
+    def tiles_of(x: Tensor, first: int) -> launch.TileStats:
         """As a rank makes them that holds the tokens from `first` on."""
         tiles = launch.new_tiles(x, -(-x.shape[1] // tile.columns), rows())
         launch.fill(tiles, x, how, tile, tokens, first)
         return tiles
 
-    how = launch.Logits(30.0, temperature)
+    how = launch.LogitTransform(30.0, temperature)
     whole, of_shards = tiles_of(x, 0), [tiles_of(*shard) for shard in shards]
-    first, second = (shard.of_target for shard in of_shards)
+    first, second = (shard.target_z for shard in of_shards)
     assert torch.equal(first.isnan(), tokens >= cut) and torch.equal(second.isnan(), tokens < cut)
     *joined, own = (torch.cat(pair, 1) for pair in zip(*(s[:4] + s[5:] for s in of_shards), strict=True))
     merged, truth = rows(), rows()
     target = first.where(tokens < cut, second)
-    launch.merge(launch.Tiles(*joined, target, own), merged, uniform, temperature)
+    launch.merge(launch.TileStats(*joined, target, own), merged, uniform, temperature)
     launch.merge(whole, truth, uniform, temperature)
     assert all(torch.equal(x, y) for x, y in zip(merged, truth, strict=True))
 

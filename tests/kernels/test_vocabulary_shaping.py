@@ -175,7 +175,7 @@ def test_triton_reads_a_row_four_times_or_bit_by_bit_where_its_logits_are_nearly
     monkeypatch.setattr(launch, "WINDOW", 2048)  # an eighth of the released vocabulary, of the window, too
     V = 32_768
     z = (torch.randn(1, V, generator=torch.Generator().manual_seed(3)) * spread).bfloat16().float().to(DEVICE)
-    left = launch.filtered(z, launch.Logits(None), *filters).allowed
+    left = launch.filtered(z, launch.LogitTransform(None), *filters).allowed
     expected = reference.is_left(z.cpu(), *filters)
     assert 0 < expected.sum() <= V - (spread > 0.1) and torch.equal(left, pack_allowed(expected).to(DEVICE))
     if DEVICE == "cpu":
@@ -188,7 +188,7 @@ def test_triton_leaves_the_same_tokens(filters, tile, monkeypatch):
     z = logits_case(5, 77).to(DEVICE)
     is_allowed = z > -torch.inf
     z = z.masked_fill(~is_allowed, 0.0)
-    how = launch.Logits(None, torch.ones(5, device=DEVICE), allowed=pack_allowed(is_allowed), words=3)
+    how = launch.LogitTransform(None, torch.ones(5, device=DEVICE), allowed=pack_allowed(is_allowed), words=3)
     expected = pack_allowed(reference.is_left(z.masked_fill(~is_allowed, -torch.inf), *filters))
     for window in (16384, 16):  # 16: rows of nearly equal logits are searched whole
         monkeypatch.setattr(launch, "WINDOW", window)

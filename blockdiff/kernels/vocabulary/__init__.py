@@ -1,4 +1,4 @@
-"""The vocabulary ops: everything that touches [tokens, V], computed in chunks from hidden states and the table."""
+"""The vocabulary ops: everything over [tokens, V], computed from hidden states and the table in chunks of logits."""
 
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty
 from blockdiff.kernels.vocabulary.shaping import Shaping

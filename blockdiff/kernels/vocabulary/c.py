@@ -1,4 +1,4 @@
-"""The vocabulary ops whose walks over logits are the C functions of vocabulary.c, for fp32 on a CPU."""
+"""Vocabulary ops with the C functions of vocabulary.c between their matrix products, for fp32 on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _cross_entropy_chunk(
     with_gradient: bool,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As in cross_entropy.py: the logits become their gradient in place, where there is room in `into`."""
+    """As in cross_entropy.py. The logits become their gradient in place, in `into` if that is given."""
     z = torch.mm(hidden, table.t(), out=into)
     loss, total = z.new_empty(2, z.shape[0]).unbind(0)
     observed, bonus = (None, None) if favoured is None else (x.contiguous() for x in favoured)
@@ -44,8 +44,8 @@ def linear_cross_entropy(
     is_served = target_N is not None and serves_products(hidden_ND, table_VD, bonus_N)
     if not is_served:
         raise Unserved("linear_cross_entropy in C takes fp32 tensors of a CPU and targets")
-    given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N
-    loss_N: Tensor = CrossEntropy.apply(*given, _cross_entropy_chunk)
+    arguments = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N
+    loss_N: Tensor = CrossEntropy.apply(*arguments, _cross_entropy_chunk)
     return loss_N
 
 
@@ -63,10 +63,9 @@ def soft_embedding(
     embedding_VD: Tensor | None = None,
 ) -> Tensor:
     """As in torch.py."""
-    given = hidden_ND, table_VD, softcap, temperature, embedding_VD
     if not serves_products(hidden_ND, table_VD):
         raise Unserved("soft_embedding in C takes fp32 tensors of a CPU")
-    return in_torch.soft_embedding_by(_probabilities, *given)
+    return in_torch.soft_embedding_by(_probabilities, hidden_ND, table_VD, softcap, temperature, embedding_VD)
 
 
 def token_stats(
@@ -96,10 +95,10 @@ def token_stats(
     with torch.no_grad():
         for rows in chunks(hidden_ND, table_VD.shape[0]):
             z = torch.mm(hidden_ND[rows], table_VD.t())
-            own = factor[rows] if step else factor
+            factors = factor[rows] if step else factor
             allowed = allowed_NW if line == 0 or allowed_NW is None else allowed_NW[rows]
-            asked = (own, step, uniform_N[rows], allowed, line)
+            inputs = (factors, step, uniform_N[rows], allowed, line)
             outs = (entropy[rows], argmax[rows], sample[rows], log_probability[rows], best_log_probability[rows])
-            call("token_stats", z, *z.shape, float(softcap or 0), *asked, *outs)
+            call("token_stats", z, *z.shape, float(softcap or 0), *inputs, *outs)
             torch.mm(z, embedding, out=soft[rows])
     return Stats(entropy, argmax, sample, soft, log_probability, argmax, best_log_probability)

@@ -15,11 +15,11 @@ from blockdiff.kernels.vocabulary.logits import chunks, fits, logits
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Loss per token, by a function that computes as `cross_entropy_chunk` does.
+    """Loss per token. `of_chunk` computes a chunk like `cross_entropy_chunk`.
 
-    The gradient of the raw products is G / total, the rows' factors waiting for the products. A frozen table needs only
-    the hidden gradients, which the forward makes chunk by chunk. A trained one keeps G where all of it is no larger
-    than a chunk, and recomputes it otherwise.
+    The gradient of the logits is G / total; the division is applied after the matrix products. If the table is frozen,
+    the forward computes the hidden states' gradient chunk by chunk. If it trains, G is stored if it fits in one chunk,
+    and recomputed in the backward otherwise.
     """
 
     @staticmethod
@@ -37,19 +37,19 @@ class CrossEntropy(torch.autograd.Function):
         N, V = hidden.shape[0], table.shape[0]
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden and not wants_table else None
-        kept = hidden.new_empty(N, V) if wants_table and fits(N, V, hidden.dtype) else None
+        all_G = hidden.new_empty(N, V) if wants_table and fits(N, V, hidden.dtype) else None
         loss_N = hidden.new_empty(N, dtype=torch.promote_types(hidden.dtype, torch.float32))
         total_N = torch.empty_like(loss_N)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in chunks(hidden, V):
-                into = None if kept is None else kept[rows]
+                into = None if all_G is None else all_G[rows]
                 loss_N[rows], total_N[rows], grad = of_chunk(
                     hidden[rows],
                     table,
                     None if target_N is None else target_N[rows],
                     softcap,
                     _rows_of(observed_N, bonus_N, rows),
-                    grad_hidden is not None or kept is not None,
+                    grad_hidden is not None or all_G is not None,
                     into,
                 )
                 if grad_hidden is not None:
@@ -60,7 +60,7 @@ class CrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             ctx.save_for_backward(grad_hidden)
         elif wants_table:
-            ctx.save_for_backward(hidden, table, target_N, total_N, kept, observed_N, bonus_N)
+            ctx.save_for_backward(hidden, table, target_N, total_N, all_G, observed_N, bonus_N)
         return loss_N
 
     @staticmethod
@@ -70,20 +70,20 @@ class CrossEntropy(torch.autograd.Function):
         if not wants_table:
             (grad_hidden,) = ctx.saved_tensors
             return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), *[None] * 6
-        hidden, table, target_N, total_N, kept, observed_N, bonus_N = ctx.saved_tensors
+        hidden, table, target_N, total_N, all_G, observed_N, bonus_N = ctx.saved_tensors
         factor_N1 = (grad_loss_N / total_N)[:, None]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_table = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
         weighted = (hidden * factor_N1).to(hidden.dtype)
-        whole = [slice(0, hidden.shape[0])]
-        for rows in chunks(hidden, table.shape[0]) if kept is None else whole:
-            if kept is None:
+        all_rows = [slice(0, hidden.shape[0])]
+        for rows in chunks(hidden, table.shape[0]) if all_G is None else all_rows:
+            if all_G is None:
                 favoured = _rows_of(observed_N, bonus_N, rows)
                 target = None if target_N is None else target_N[rows]
                 *_, grad = ctx.of_chunk(hidden[rows], table, target, ctx.softcap, favoured, True)
                 grad = grad.to(table.dtype)
             else:
-                grad = kept
+                grad = all_G
             if grad_hidden is not None:
                 torch.mm(grad, table, out=grad_hidden[rows]).mul_(factor_N1[rows])
             if grad_table.dtype == grad.dtype:
@@ -107,13 +107,13 @@ def cross_entropy_chunk(
     with_gradient: bool,
     _: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, normaliser and (with gradient) G = total * dloss/dz of a chunk, in two buffers of logits.
+    """Return the loss, the normaliser `total` and, with gradient, G = total * dloss/dz of a chunk.
 
-    Without a target the loss is the log-sum-exp. The last argument is where G may be put; a function that does returns
-    that very tensor.
+    Without a target the loss is the log-sum-exp. Two buffers of the logits' size are used. The last argument is a
+    buffer for G, which other implementations may fill and return; this one ignores it.
 
-    Capped logits lie in [-cap, cap], so for caps up to 40 exp needs no maximum taken off (e^40 * V < 1e24). A bonus b
-    multiplies the exponential of the observed token by e^b: two numbers per row change, and no sweep is added.
+    Capped logits are within [-cap, cap], so for caps up to 40 exp needs no shift by the maximum (e^40 * V < 1e24). A
+    bonus b multiplies the exponential of the observed token by e^b, which changes two numbers per row.
     """
     z, target = upcast(F.linear(hidden, table)), None if target is None else target[:, None]
     t = None if softcap is None else z.div_(softcap).tanh_()
@@ -155,14 +155,13 @@ def linear_cross_entropy(
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token, [N] in fp32 at least, by one chunk of logits after the other; the log-sum-exp where
-    there are no targets.
+    """Return the cross-entropy of every token in nats, [N] in at least fp32; without targets the log-sum-exp.
 
     bonus_N (fp32, 0 to 40) is added to the soft-capped logit of token observed_N (int64) before the softmax; both or
-    neither.
+    neither. One chunk of logits is in memory at a time.
     """
-    given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N
-    loss_N: Tensor = CrossEntropy.apply(*given, cross_entropy_chunk)
+    arguments = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N
+    loss_N: Tensor = CrossEntropy.apply(*arguments, cross_entropy_chunk)
     return loss_N
 
 
@@ -175,7 +174,7 @@ def token_scores(
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy [N], fp32 at least, and argmax int64 [N] of the same logits (bonus included); without gradients."""
+    """Return the cross-entropy [N] in at least fp32 and the argmax int64 [N] of the same logits; without gradients."""
     hidden, table = in_autocast(hidden_ND, table_VD)
     loss_N = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
     argmax_N = torch.empty_like(target_N)

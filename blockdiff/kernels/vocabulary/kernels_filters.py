@@ -7,20 +7,20 @@ import triton.language as tl
 
 from blockdiff.kernels.vocabulary.kernels import _finite, _logits
 
-BINS, PER_POWER = tl.constexpr(1024), tl.constexpr(64)  # of tokens with like logits, and how many a power of two has
-ROUNDING = tl.constexpr(1e-4)  # more than the sums of a row are off by
+BINS, PER_POWER = tl.constexpr(1024), tl.constexpr(64)  # bins of similar logits, and bins per power of two
+ROUNDING = tl.constexpr(1e-4)  # bound of the relative rounding error of a row's sums
 
 
 @triton.jit
 def _order(z):
-    """An int32 number for every z in base 2, in the same order."""
+    """Map z to int32 keys in the same order."""
     bits = z.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _weight(z, peak, counts: tl.constexpr):
-    """1 for every token, or else 2^(z - peak)."""
+    """Return 1 per token if `counts`, else 2^(z - peak)."""
     if counts:
         weight = tl.where(z == float("-inf"), 0.0, 1.0)
     else:
@@ -29,68 +29,70 @@ def _weight(z, peak, counts: tl.constexpr):
 
 
 @triton.jit
-def _held(x, how, row, width, peak, window, above, least, counts: tl.constexpr, COLUMNS: tl.constexpr):
-    """The number of tokens of a row (or else the sum of 2^(z - peak)) from the number `least` on, in `_order`.
+def _amount(x, transform, row, width, peak, window, above, least, counts: tl.constexpr, COLUMNS: tl.constexpr):
+    """Count a row's tokens (or sum 2^(z - peak)) whose key in `_order` is at least `least`.
 
-    window: the z of those among which the least is looked for, None for all of the row; above: what more likely ones
-    hold.
+    window: the z of the tokens to examine (None: the whole row). above: the count or sum of the tokens that are
+    likelier than all of the window.
     """
-    held, least = above, least.to(tl.int32)
+    amount, least = above, least.to(tl.int32)
     if window is None:
         for start in range(0, width, COLUMNS):
-            z, _ = _logits(x, how, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
-            held += tl.sum(tl.where(_order(z) >= least[:, None], _weight(z, peak, counts), 0.0), 1)
+            z, _ = _logits(x, transform, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
+            amount += tl.sum(tl.where(_order(z) >= least[:, None], _weight(z, peak, counts), 0.0), 1)
     else:
-        held += tl.sum(tl.where(_order(window) >= least[:, None], _weight(window, peak, counts), 0.0), 1)
-    return held
+        amount += tl.sum(tl.where(_order(window) >= least[:, None], _weight(window, peak, counts), 0.0), 1)
+    return amount
 
 
 @triton.jit
-def _last_needed(x, how, row, width, peak, window, above, wanted, least, counts: tl.constexpr, COLUMNS: tl.constexpr):
-    """The largest number, at least `least`, from which on a row holds what is wanted: bit by bit from the highest."""
-    found = tl.full([1], -(2**31), tl.int64)
+def _last_needed(
+    x, transform, row, width, peak, window, above, needed, least, counts: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Return the largest key, at least `least`, above which a row holds `needed`, key bit by bit from the highest."""
+    key = tl.full([1], -(2**31), tl.int64)
     step = tl.full([1], 2**31, tl.int64)
     for _ in range(32):
-        higher = found + step
-        held = _held(x, how, row, width, peak, window, above, tl.maximum(higher, least), counts, COLUMNS)
-        found = tl.where(held >= wanted, higher, found)
+        higher = key + step
+        amount = _amount(x, transform, row, width, peak, window, above, tl.maximum(higher, least), counts, COLUMNS)
+        key = tl.where(amount >= needed, higher, key)
         step = step // 2
-    if window is not None:  # rounding may leave nothing of it to be needed: then its first token is
-        found = tl.minimum(found, tl.max(_order(window), 1).to(tl.int64))
-    return tl.maximum(found, least)
+    if window is not None:  # if rounding leaves no token of the window to be needed, its likeliest is
+        key = tl.minimum(key, tl.max(_order(window), 1).to(tl.int64))
+    return tl.maximum(key, least)
 
 
 @triton.jit
 def _least_left(
-    x, how, row, width, peak, total, window, counted, summed, top_k, top_p, has_k: tl.constexpr, has_p: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, transform, row, width, peak, total, window, counted, summed, top_k, top_p, has_k: tl.constexpr,
+    has_p: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The number, in `_order`, of the least likely token that top_k, and of these top_p, leave of a row.
+    """Return the key, in `_order`, of the least likely token of a row that passes top_k and, among those, top_p.
 
-    counted, summed: how many tokens more likely than the window's there are, and the sum of their 2^(z - peak).
+    counted, summed: the number of tokens likelier than the window's, and the sum of their 2^(z - peak).
     """
     least, nothing = tl.full([1], -(2**31), tl.int64), tl.zeros([1], tl.float32)
     if has_k:
-        least = _last_needed(x, how, row, width, peak, window, counted, nothing + top_k, least, True, COLUMNS)
+        least = _last_needed(x, transform, row, width, peak, window, counted, nothing + top_k, least, True, COLUMNS)
     if has_p:
         if has_k:
-            total = _held(x, how, row, width, peak, window, summed, least, False, COLUMNS)
-        least = _last_needed(x, how, row, width, peak, window, summed, total * top_p, least, False, COLUMNS)
+            total = _amount(x, transform, row, width, peak, window, summed, least, False, COLUMNS)
+        least = _last_needed(x, transform, row, width, peak, window, summed, total * top_p, least, False, COLUMNS)
     return least
 
 
 @triton.jit
 def _bins(z, peak):
-    """The bin of each token: 0 for the likeliest ones, the last for all that are 2^16 times less likely."""
+    """Return each token's bin: 0 for the likeliest, the last for all at least 2^16 times less likely."""
     below = (peak[:, None] - z) * PER_POWER
     return tl.where(below < BINS - 1, below, BINS - 1).to(tl.int32)
 
 
 @triton.jit
 def _window_bins(count, total, top_k, top_p, has_k: tl.constexpr, has_p: tl.constexpr):
-    """The first and the last bin that the least likely token may be in which the filters leave, by the bins' counts.
+    """Return the first and last bin that can contain the least likely token that passes the filters.
 
-    The sum of 2^(z - peak) in a bin lies between its count at the bin's lower end and at its upper one.
+    A bin's sum of 2^(z - peak) is bounded by its count times the values at its two ends.
     """
     each = tl.arange(0, BINS)
     upper_of = tl.exp2(each.to(tl.float32) * (-1.0 / PER_POWER))
@@ -111,55 +113,55 @@ def _window_bins(count, total, top_k, top_p, has_k: tl.constexpr, has_p: tl.cons
 
 @triton.jit
 def vocabulary_filters(
-    x, how, top_k, top_p, log_min_p, packed, candidates, width, words, has_k: tl.constexpr, has_p: tl.constexpr,
+    x, transform, top_k, top_p, log_min_p, packed, candidates, width, words, has_k: tl.constexpr, has_p: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of a row that the filters leave, as bits of `packed` [N, words]: top_k, of these top_p, of these min_p.
+    """Write the tokens of a row that pass top_k, then top_p, then min_p as bits of `packed` [N, words].
 
-    A program takes one row and reads it four times: for its peak, for how many tokens each bin of like ones has, for
-    those of the bins that decide, which it writes to `candidates` [N, WINDOW] and searches there, and for the bits.
-    Where the bins that decide have more tokens (a row of nearly equal logits), the search goes over the row.
+    A program handles one row and reads it four times: for the peak; to count the tokens in bins of similar logits; to
+    copy the tokens of the deciding bins to `candidates` [N, WINDOW], where it searches for the threshold; and to write
+    the bits. If these bins hold more than WINDOW tokens (nearly equal logits), it searches the whole row.
     """
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, ROWS)
     peak = tl.full([1], float("-inf"), tl.float32)
     for start in range(0, width, COLUMNS):
-        z, _ = _logits(x, how, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
+        z, _ = _logits(x, transform, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
         peak = tl.maximum(peak, tl.max(z, 1))
     peak, nothing = _finite(peak), tl.zeros([1], tl.float32)
     least = tl.full([1], -(2**31), tl.int64)
     if has_k or has_p:
         count, total = tl.zeros([BINS], tl.int32), nothing
         for start in range(0, width, COLUMNS):
-            z, _ = _logits(x, how, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
+            z, _ = _logits(x, transform, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
             bins, is_there = _bins(z, peak), z > float("-inf")
             count += tl.histogram(tl.reshape(bins, [COLUMNS]), BINS, mask=tl.reshape(is_there, [COLUMNS]))
             total += tl.sum(_weight(z, peak, False), 1)
         first, last = _window_bins(count.to(tl.float32), tl.sum(total, 0), top_k, top_p, has_k, has_p)
-        each = tl.arange(0, BINS)
-        of_window = tl.sum(tl.where((each >= first) & (each <= last), count, 0), 0)
+        bin_index = tl.arange(0, BINS)
+        of_window = tl.sum(tl.where((bin_index >= first) & (bin_index <= last), count, 0), 0)
         if of_window <= WINDOW:
-            counted, summed, place = nothing, nothing, tl.sum(row, 0) * WINDOW
+            counted, summed, next_candidate = nothing, nothing, tl.sum(row, 0) * WINDOW
             for start in range(0, width, COLUMNS):
-                z, _ = _logits(x, how, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
+                z, _ = _logits(x, transform, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
                 bins, is_there = _bins(z, peak), z > float("-inf")
                 counted += tl.sum(tl.where(bins < first, _weight(z, peak, True), 0.0), 1)
                 summed += tl.sum(tl.where(bins < first, _weight(z, peak, False), 0.0), 1)
                 is_candidate = ((bins >= first) & (bins <= last) & is_there).to(tl.int32)
-                tl.store(candidates + place + tl.cumsum(is_candidate, 1) - 1, z, mask=is_candidate != 0)
-                place += tl.sum(is_candidate)
-            tl.debug_barrier()  # each thread reads what others have written
+                tl.store(candidates + next_candidate + tl.cumsum(is_candidate, 1) - 1, z, mask=is_candidate != 0)
+                next_candidate += tl.sum(is_candidate)
+            tl.debug_barrier()  # threads read values that others wrote
             at = tl.arange(0, WINDOW)[None, :]
             window = tl.load(candidates + row[:, None] * WINDOW + at, mask=at < of_window, other=float("-inf"))
             least = _least_left(
-                x, how, row, width, peak, total, window, counted, summed, top_k, top_p, has_k, has_p, COLUMNS
+                x, transform, row, width, peak, total, window, counted, summed, top_k, top_p, has_k, has_p, COLUMNS
             )
         else:
             least = _least_left(
-                x, how, row, width, peak, total, None, nothing, nothing, top_k, top_p, has_k, has_p, COLUMNS
+                x, transform, row, width, peak, total, None, nothing, nothing, top_k, top_p, has_k, has_p, COLUMNS
             )
     least = least.to(tl.int32)
     for start in range(0, width, COLUMNS):
-        z, _ = _logits(x, how, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
+        z, _ = _logits(x, transform, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)
         is_left = (_order(z) >= least[:, None]) & (z >= peak[:, None] + log_min_p) & (z > float("-inf"))
         bits = tl.reshape(is_left.to(tl.int32), [COLUMNS // 32, 32]) << tl.arange(0, 32)[None, :]
         word = start // 32 + tl.arange(0, COLUMNS // 32)

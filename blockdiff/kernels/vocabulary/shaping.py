@@ -1,7 +1,4 @@
-"""Filters of the distribution of a position before it is drawn from.
-
-Plain torch on chunks of whole logit rows; there is a Triton form, too.
-"""
+"""The sampling filters top_k, top_p and min_p in plain torch, on chunks of whole logit rows."""
 
 from __future__ import annotations
 
@@ -11,17 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HEAD = 1024  # so many likeliest tokens are sorted first: most often they hold all that top_p leaves
-FLAT_ROWS = 8  # rows at a time for which they do not: the sums take several numbers of 64 bits for every logit
-COARSE = 16  # bits of a float that say its place among 65,536 bins
+HEAD = 1024  # likeliest tokens that are sorted first: most often they are all that top_p keeps
+FLAT_ROWS = 8  # rows at a time for which they are not: their sums need several 64-bit numbers per logit
+COARSE = 16  # upper bits of a float, its index among 65,536 bins
 
 
 class Shaping(NamedTuple):
-    """The filters of the tempered distribution that is drawn from; the soft embedding is made without them.
+    """Filters of the tempered distribution that samples are drawn from; the soft embedding ignores them.
 
-    Left are the top_k likeliest tokens, of these the fewest likeliest ones that hold top_p of their probability, and of
-    these the ones at least min_p times as likely as the likeliest. Tokens as likely as the last one that is left are
-    left, too.
+    They keep the top_k likeliest tokens; of these the smallest set of likeliest tokens that holds top_p of the
+    probability; and of these the tokens at least min_p times as likely as the likeliest. Tokens that tie with the last
+    kept one are kept, too.
     """
 
     top_k: int | None = None
@@ -30,12 +27,12 @@ class Shaping(NamedTuple):
 
     @property
     def has_filters(self) -> bool:
-        """True where any tokens may be left out."""
+        """Whether the filters may remove any token."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
 def is_left(z: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:
-    """The tokens of tempered logits [N, V] that the filters leave, bool; those with z = -inf never."""
+    """Return which tokens of tempered logits z [N, V] pass the filters, bool; tokens with z = -inf never do."""
     peak = z.amax(-1, keepdim=True)
     floor = torch.full_like(peak, -torch.inf)
     if top_k is not None and top_k < z.shape[-1]:
@@ -48,41 +45,44 @@ def is_left(z: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:
 
 
 def _nucleus(z: Tensor, peak: Tensor, top_p: float) -> Tensor:
-    """The logit [N, 1] of the last token that is needed, from the likeliest on, to hold top_p of the probability."""
+    """Return the logit [N, 1] of the least likely token in the smallest set that holds top_p of the probability."""
     e = (z - peak).exp()
-    wanted = e.sum(-1, keepdim=True, dtype=torch.float64) * top_p
+    threshold = e.sum(-1, keepdim=True, dtype=torch.float64) * top_p
     head = z.topk(min(HEAD, z.shape[-1])).values
-    floor, is_reached = _reached(head, peak, wanted)
+    floor, is_reached = _reached(head, peak, threshold)
     for rows in (~is_reached).nonzero().squeeze(-1).split(FLAT_ROWS):
         if len(rows):
-            floor[rows] = _nucleus_of_many(z[rows], peak[rows], e[rows].double(), wanted[rows])
+            floor[rows] = _nucleus_of_many(z[rows], peak[rows], e[rows].double(), threshold[rows])
     return floor
 
 
-def _reached(values: Tensor, peak: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of some descending logits at which their sum is reached, [N, 1], and whether one is, [N]."""
-    is_enough = (values - peak).exp().cumsum(-1, dtype=torch.float64) >= wanted
+def _reached(values: Tensor, peak: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first of descending logits at which the sum of exp(z - peak) reaches a threshold, [N, 1].
+
+    Second, whether it is reached at all, bool [N].
+    """
+    is_enough = (values - peak).exp().cumsum(-1, dtype=torch.float64) >= threshold
     first = is_enough.int().argmax(-1, keepdim=True)
     return values.gather(-1, first), is_enough[:, -1]
 
 
-def _nucleus_of_many(z: Tensor, peak: Tensor, e: Tensor, wanted: Tensor) -> Tensor:
-    """As `_nucleus`, for flat distributions: a sum over bins of alike logits, then only the bin that decides is sorted.
+def _nucleus_of_many(z: Tensor, peak: Tensor, e: Tensor, threshold: Tensor) -> Tensor:
+    """`_nucleus` for flat distributions: sum over bins of similar logits, then sort only the deciding bin.
 
-    The bins are the upper half of the bits, in an order that is that of the numbers.
+    A logit's bin is the upper half of its bits, mapped so that bins are ordered like the numbers.
     """
     N, bins = len(z), 1 << COARSE
     bits = z.view(torch.int32)
     bin_NV = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - COARSE)).long() + bins // 2
-    place = (bin_NV + torch.arange(N, device=z.device)[:, None] * bins).flatten()
-    mass = torch.bincount(place, weights=e.flatten(), minlength=N * bins).view(N, bins)
+    bin_index = (bin_NV + torch.arange(N, device=z.device)[:, None] * bins).flatten()
+    mass = torch.bincount(bin_index, weights=e.flatten(), minlength=N * bins).view(N, bins)
     from_top = mass.flip(-1).cumsum(-1)
-    passed = (from_top < wanted).sum(-1, keepdim=True).clamp_(max=bins - 1)  # bins that are needed whole
+    passed = (from_top < threshold).sum(-1, keepdim=True).clamp_(max=bins - 1)  # bins that are kept entirely
     before = torch.where(passed > 0, from_top.gather(-1, (passed - 1).clamp(min=0)), 0.0)
     is_deciding = bin_NV == bins - 1 - passed
-    most = max(1, int(is_deciding.sum(-1).max()))  # none where the logits are no numbers
+    most = max(1, int(is_deciding.sum(-1).max()))  # 0 if the logits are NaN
     values = z.masked_fill(~is_deciding, -torch.inf).topk(most).values
-    floor, is_enough = _reached(values, peak, wanted - before)
-    # Sums in another order may miss the last digits of what is wanted: then the whole bin is needed.
+    floor, is_enough = _reached(values, peak, threshold - before)
+    # Summed in another order, the bin may fall short by a rounding: then all of it is kept.
     lowest = z.masked_fill(~is_deciding, torch.inf).amin(-1, keepdim=True)
     return torch.where(is_enough[:, None], floor, lowest)

@@ -1,4 +1,4 @@
-"""The vocabulary ops in plain torch, in chunks of whole logit rows: one chunk of logits lives at once."""
+"""The vocabulary ops in plain torch, in chunks of whole logit rows, of which one is in memory at a time."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = [
 
 
 class Stats(NamedTuple):
-    """Statistics for one denoising step of the logits z / T of every position; tokens not allowed have z = -inf."""
+    """Statistics of the logits z / T at every position, for one denoising step; forbidden tokens have z = -inf."""
 
     entropy: Tensor  # fp32 [...], nats
     argmax: Tensor  # int64 [...], ties to the lower id
     sample: Tensor  # int64 [...], by inverse CDF
     soft_embedding: Tensor  # [..., D], in the table's dtype
     log_probability: Tensor  # fp32 [...], nats: of the sample
-    best: Tensor  # int64 [...]: the likeliest token, which `argmax` is, too, until other tokens stand for good
-    best_log_probability: Tensor  # fp32 [...], nats: of that, by the model's own logits z, which no filter has cut
+    best: Tensor  # int64 [...]: the likeliest token; equals `argmax` until a strategy fixes another token there
+    best_log_probability: Tensor  # fp32 [...], nats: of `best`, under the logits z before temperature and filters
 
 
 class _SoftEmbedding(torch.autograd.Function):
-    """The logits are given, the table is not: its gradient is p^T grad, with p kept where it fits in a chunk."""
+    """Soft embeddings with a gradient for the embeddings alone, p^T grad; p is stored if it fits in one chunk."""
 
     @staticmethod
     def forward(
@@ -57,14 +57,14 @@ class _SoftEmbedding(torch.autograd.Function):
         embedding = table_VD if embedding_VD is None else embedding_VD
         is_trained = ctx.needs_input_grad[1 if embedding_VD is None else 4]
         keeps = is_trained and fits(N, V, table_VD.dtype)
-        kept = table_VD.new_empty(N, V) if keeps else None
+        all_p = table_VD.new_empty(N, V) if keeps else None
         out = torch.empty_like(hidden_ND, dtype=table_VD.dtype)
         for rows in chunks(hidden_ND, V):
             p = probabilities(hidden_ND[rows], table_VD, softcap, temperature)
             torch.mm(p, embedding, out=out[rows])
-            if kept is not None:
-                kept[rows] = p
-        ctx.save_for_backward(*((kept,) if kept is not None else (hidden_ND, table_VD)))
+            if all_p is not None:
+                all_p[rows] = p
+        ctx.save_for_backward(*((all_p,) if all_p is not None else (hidden_ND, table_VD)))
         ctx.arguments, ctx.probabilities = (softcap, temperature), probabilities
         ctx.is_tied = embedding_VD is None
         return out
@@ -98,9 +98,9 @@ def soft_embedding(
     temperature: float,
     embedding_VD: Tensor | None = None,
 ) -> Tensor:
-    """`softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z.
+    """Return `softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z.
 
-    embedding_VD: E where it is not the table that makes the logits z.
+    embedding_VD: E, if it is not the table that computes the logits z.
     """
     return soft_embedding_by(_probabilities, hidden_ND, table_VD, softcap, temperature, embedding_VD)
 
@@ -113,17 +113,17 @@ def soft_embedding_by(
     temperature: float,
     embedding_VD: Tensor | None,
 ) -> Tensor:
-    """`soft_embedding` by a function that computes as `_probabilities` does."""
+    """`soft_embedding` with a backend's replacement for `_probabilities`."""
     is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(hidden_ND.device.type))
     if is_plain and hidden_ND.shape[0] <= chunk_rows(hidden_ND, table_VD.shape[0]):
-        # where tokens are few, the calls around these two lines cost as much as they do
+        # for few tokens the autograd function would cost as much as these two lines
         embedding = table_VD if embedding_VD is None else embedding_VD
         return torch.mm(probabilities(hidden_ND, table_VD, softcap, temperature), embedding)
     return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, embedding_VD, probabilities)
 
 
 def pack_allowed(is_allowed_NV: Tensor) -> Tensor:
-    """A mask as token_stats takes it, int32 [N, ceil(V / 32)]: token v is bit v % 32 of word v // 32."""
+    """Pack a mask of allowed tokens for token_stats, int32 [N, ceil(V / 32)]: token v is bit v % 32 of word v // 32."""
     N, V = is_allowed_NV.shape
     bits = F.pad(is_allowed_NV.long(), (0, -V % 32)).view(N, -1, 32)
     words = (bits << torch.arange(32, device=bits.device)).sum(-1)
@@ -131,9 +131,9 @@ def pack_allowed(is_allowed_NV: Tensor) -> Tensor:
 
 
 def is_forbidden_by(allowed_NW: Tensor, vocabulary: int) -> Tensor:
-    """The tokens that a mask of `pack_allowed` leaves out, bool [N, vocabulary]."""
-    places = torch.arange(32, dtype=torch.int32, device=allowed_NW.device)
-    return ((allowed_NW[..., None] >> places) & 1 == 0).flatten(-2)[:, :vocabulary]
+    """Unpack a mask of `pack_allowed` and negate it: the forbidden tokens, bool [N, vocabulary]."""
+    bits = torch.arange(32, dtype=torch.int32, device=allowed_NW.device)
+    return ((allowed_NW[..., None] >> bits) & 1 == 0).flatten(-2)[:, :vocabulary]
 
 
 def token_stats(
@@ -146,20 +146,20 @@ def token_stats(
     shaping: Shaping | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Stats:
-    """The columns of `Stats` of z / T, with a sample at the given uniform number, in one sweep.
+    """Return the columns of `Stats` of z / T; samples are drawn with uniform_N, numbers in [0, 1).
 
-    allowed_NW: the tokens allowed at every position, packed by `pack_allowed`, at least one each. Tokens not allowed
-    are never sampled. shaping: the filters of the distribution that all of these but the soft embedding are of.
-    embedding_VD: what soft embeddings are made of where it is not the table that makes the logits.
+    allowed_NW: the tokens allowed at every position, packed by `pack_allowed`, at least one each; others are never
+    sampled. shaping: filters of the distribution, which apply to everything except the soft embedding. embedding_VD:
+    the embeddings, if they are not the table that computes the logits.
     """
     parts, embedding = [], table_VD if embedding_VD is None else embedding_VD
     with torch.no_grad():
         for rows in chunks(hidden_ND, table_VD.shape[0]):
-            z = logits(hidden_ND[rows], table_VD, softcap).float()  # draws are decided in fp32 whatever the dtype
+            z = logits(hidden_ND[rows], table_VD, softcap).float()  # samples are drawn in fp32 whatever the dtype
             is_forbidden = soft = None
             if allowed_NW is not None:
-                own = slice(0, 1) if allowed_NW.stride(0) == 0 else rows  # one mask for all is unpacked once
-                is_forbidden = is_forbidden_by(allowed_NW[own], z.shape[-1]).expand(z.shape)
+                masks = slice(0, 1) if allowed_NW.stride(0) == 0 else rows  # unpack a mask shared by all rows once
+                is_forbidden = is_forbidden_by(allowed_NW[masks], z.shape[-1]).expand(z.shape)
                 z.masked_fill_(is_forbidden, -torch.inf)
             best_log_probability = z.amax(-1) - z.logsumexp(-1)
             temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
@@ -175,7 +175,7 @@ def token_stats(
             threshold = uniform_N[rows, None].to(cdf.dtype) * cdf[:, -1:]
             sample = torch.searchsorted(cdf, threshold, right=True).clamp_(max=z.shape[-1] - 1)
             argmax = z.argmax(-1)
-            if is_forbidden is not None:  # a parallel cumsum can step back by a rounding, onto a forbidden token
+            if is_forbidden is not None:  # a parallel cumsum can decrease by a rounding, at a forbidden token
                 sample = torch.where(is_forbidden.gather(-1, sample), argmax[:, None], sample)
             log_probability = log_p.gather(-1, sample).squeeze(-1)
             if soft is None:
@@ -193,9 +193,9 @@ def log_sums(
     temperature_N: Tensor | float = 1.0,
     allowed_NW: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and maximum of z / T over the tokens allowed, [N] each in fp32 at least, -inf where none is.
+    """Return the log-sum-exp and the maximum of z / T over the allowed tokens, [N] each in at least fp32.
 
-    What ranks that hold parts of a table merge; the other arguments are those of `token_stats`.
+    Both are -inf if no token is allowed. Ranks that hold parts of a table merge them. Arguments as in `token_stats`.
     """
     parts = []
     for rows in chunks(hidden_ND, table_VD.shape[0]):
@@ -219,9 +219,10 @@ def class_stats(
     excluded: int | None = None,
     embedding_VD: Tensor | None = None,
 ) -> ClassStats:
-    """Statistics for a constraint of every position and class of tokens, and the soft embedding, in one sweep.
+    """Return the columns of `ClassStats` for every position and class of tokens.
 
-    `excluded` is a token that no distribution has, the soft embedding's included: the mask of a model of mask noise.
+    excluded: a token of probability 0 everywhere, also in the soft embedding, such as the mask token of mask noise.
+    Other arguments as in `token_stats`.
     """
     parts, rows_of_sums = [], max(1, chunk_rows(hidden_ND, table_VD.shape[0]) // 4)  # the sums are in fp64
     with torch.no_grad():
@@ -230,15 +231,15 @@ def class_stats(
             if excluded is not None:
                 z[:, excluded].fill_(-torch.inf)
             temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
-            own = (z if penalty is None else z.clone()).div_(temperature)
+            tempered = (z if penalty is None else z.clone()).div_(temperature)
             embedding = table_VD if embedding_VD is None else embedding_VD
-            soft = torch.mm(own.log_softmax(-1).exp_().to(table_VD.dtype), embedding)
+            soft = torch.mm(tempered.log_softmax(-1).exp_().to(table_VD.dtype), embedding)
             if penalty is not None:
-                own = penalised(z, penalty, rows).div_(temperature)
+                tempered = penalised(z, penalty, rows).div_(temperature)
             uniform = uniform_N[rows]
             columns = [
-                of_logits(own[lo : lo + rows_of_sums], uniform[lo : lo + rows_of_sums], classes)
-                for lo in range(0, len(own), rows_of_sums)
+                of_logits(tempered[lo : lo + rows_of_sums], uniform[lo : lo + rows_of_sums], classes)
+                for lo in range(0, len(tempered), rows_of_sums)
             ]
             parts.append((*(torch.cat(column) for column in zip(*columns, strict=True)), soft))
     return ClassStats(*(column[0] if len(parts) == 1 else torch.cat(column) for column in zip(*parts, strict=True)))

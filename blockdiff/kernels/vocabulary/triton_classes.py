@@ -1,4 +1,4 @@
-"""Statistics of classes of tokens in Triton: the op for torch, and the public function."""
+"""Statistics of classes of tokens in Triton: the registered op and the public function."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from blockdiff.kernels.tiles import Tile
 from blockdiff.kernels.vocabulary import kernels
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty
 from blockdiff.kernels.vocabulary.triton_launch import (
-    Logits,
-    Rows,
+    LogitTransform,
+    RowStats,
     chunks_of,
     soft_rows,
     sweep,
@@ -23,11 +23,11 @@ from blockdiff.kernels.vocabulary.triton_launch import (
     to_probabilities,
 )
 
-TILE = Tile(2, 512, warps=4)  # rows, and tokens of a class that a program takes at a time
+TILE = Tile(2, 512, warps=4)  # rows, and tokens of a class, that a program reads at a time
 
 
 class Columns(NamedTuple):
-    """The columns of `ClassStats` for each class of some rows, [n, C]."""
+    """The columns of `ClassStats` that the kernel writes, [n, C] for n rows."""
 
     log_sum: Tensor
     maximum: Tensor
@@ -37,8 +37,8 @@ class Columns(NamedTuple):
     log_probability: Tensor
 
 
-class OfRows(NamedTuple):
-    """A `Penalty` as the kernel takes it, for some of the rows."""
+class PenaltyRows(NamedTuple):
+    """A `Penalty` as the kernel reads it, for some of the positions."""
 
     seen: Tensor
     factor: Tensor
@@ -51,30 +51,33 @@ def _class_stats(
     end: Tensor, seen: Tensor | None, factor: Tensor | None, row: Tensor | None, excluded: int | None,
     embedding: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """The columns of `ClassStats`."""
+    """Return the columns of `ClassStats`."""
     N, C = len(hidden), len(end)
     dtypes = torch.float64, torch.float64, torch.int64, torch.int64, torch.float64, torch.float64
     out, soft = Columns(*(empty(hidden, N, C, dtype=dtype) for dtype in dtypes)), soft_rows(hidden, embedding)
     yield *out, soft
-    how, chunks = Logits(softcap, temperature), chunks_of(hidden, table)
+    transform, chunks = LogitTransform(softcap, temperature), chunks_of(hidden, table)
     if excluded is not None:
-        how = how._replace(allowed=_all_but(excluded, table).expand(N, -1))
+        transform = transform._replace(allowed=_all_but(excluded, table).expand(N, -1))
     for rows in chunks.of_rows(hidden):
-        own, merged = how.of(rows), Rows(*hidden.new_empty(2, len(hidden[rows]), dtype=torch.float32))
-        x = sweep(hidden[rows], table, own, chunks, merged)
+        row_transform, merged = (
+            transform.of(rows),
+            RowStats(*hidden.new_empty(2, len(hidden[rows]), dtype=torch.float32)),
+        )
+        x = sweep(hidden[rows], table, row_transform, chunks, merged)
         penalty = None
         if seen is not None and factor is not None and row is not None:
-            penalty = OfRows(seen, factor, row[rows])
+            penalty = PenaltyRows(seen, factor, row[rows])
         columns = Columns(*(column[rows] for column in out))
-        arguments = x, own, penalty, token, end, uniform[rows], columns, *x.shape, C
+        arguments = x, row_transform, penalty, token, end, uniform[rows], columns, *x.shape, C
         launch(kernels.vocabulary_classes, (TILE.grid(len(x))[0], C), *arguments, **TILE.options)
         if soft.shape[1]:
-            to_probabilities(x, own, merged, chunks.tile)
+            to_probabilities(x, row_transform, merged, chunks.tile)
             torch.mm(x, table if embedding is None else embedding, out=soft[rows])
 
 
 def _all_but(token: int, table: Tensor) -> Tensor:
-    """A mask of one row, as `pack_allowed` gives it, that leaves one token out."""
+    """Return the packed mask (`pack_allowed`) of one row that allows all tokens except one."""
     words = torch.full((-(-len(table) // 32),), -1, dtype=torch.int32, device=table.device)
     bits = ~(1 << token % 32)
     words[token // 32].fill_(bits if token % 32 < 31 else 2**31 - 1)
@@ -92,7 +95,7 @@ def class_stats(
     excluded: int | None = None,
     embedding_VD: Tensor | None = None,
 ) -> ClassStats:
-    """As in torch.py, with logarithms in fp32; samples are the same but where rounding moves an edge of the CDF."""
+    """As in torch.py, with logarithms in fp32; samples are equal unless rounding moves a step of the CDF past them."""
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
     embedding = None if embedding_VD is None else embedding_VD.detach().to(table.dtype)
     token, end = classes.token_M.contiguous(), classes.end_C.contiguous()
