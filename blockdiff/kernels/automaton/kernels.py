@@ -1,6 +1,7 @@
-"""The Triton kernels of a constraint's walks: a program has one canvas, and goes from place to place.
+"""The Triton kernels of a constraint's passes over canvases: a program handles one canvas, position by position.
 
-What a place leaves for the next one stands in memory, between barriers. Sums are added in one order, whatever runs.
+Results of a position are written to memory, and a barrier separates them from the next position's reads. The order of
+sums is fixed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["L", "B", "S", "K"])
 def automaton_look_ahead(successor, ways, ahead, choice, L, B, S, K, STATES: tl.constexpr, WAYS: tl.constexpr):
-    """ahead [2, L + 1, B, S + 1] from its last place on, choice [L, B, S], and the sums of ways [2, L, B, S, K]."""
+    """Fill ahead [2, L + 1, B, S + 1], backward from its last position, and choice [L, B, S].
+
+    The sums in ways [2, L, B, S, K] are changed in place (see torch.py).
+    """
     b = tl.program_id(0).to(tl.int64)
     impossible: tl.constexpr = float("-inf")
     for step in range(L):
@@ -47,14 +51,14 @@ def automaton_look_ahead(successor, ways, ahead, choice, L, B, S, K, STATES: tl.
             tl.store(here + state, tl.log(total) + shift, mask=state < S)
             tl.store(here + (L + 1) * B * (S + 1) + state, top, mask=state < S)
             tl.store(choice + (at * B + b) * S + state, chosen, mask=state < S)
-        tl.debug_barrier()  # each thread reads what others have written
+        tl.debug_barrier()  # threads read values that others wrote
 
 
 @triton.jit(do_not_specialize=["L", "B", "S", "K"])
 def automaton_reach(order, end, share, reached, L, B, S, K, STATES: tl.constexpr, WAYS: tl.constexpr):
-    """share [L, B, S, K] times `reached` [L + 1, B, S + 1], which is filled from its first place on.
+    """Fill `reached` [L + 1, B, S + 1] forward from its first position, and multiply share [L, B, S, K] by it.
 
-    order: the pairs of a state and a successor by their successor; end [S]: where those of each successor end there.
+    order: pairs (state, successor) sorted by successor; end [S]: the end of each successor's pairs in `order`.
     """
     b = tl.program_id(0).to(tl.int64)
     for at in range(L):
@@ -69,16 +73,16 @@ def automaton_reach(order, end, share, reached, L, B, S, K, STATES: tl.constexpr
                 pair = state[:, None] * K + k[None, :]
                 product = tl.load(shares + pair, mask=is_there, other=0.0) * probability[:, None]
                 tl.store(shares + pair, product, mask=is_there)
-        tl.debug_barrier()  # each thread reads what others have written
+        tl.debug_barrier()  # threads read values that others wrote
         for first in range(0, S, STATES):
             state = first + tl.arange(0, STATES)
             lo = tl.load(end + state - 1, mask=(state > 0) & (state < S), other=0)
             hi = tl.load(end + state, mask=state < S, other=0)
             total = tl.zeros([STATES], tl.float64)
             for start in range(0, tl.max(hi - lo, 0), WAYS):
-                place = lo[:, None] + start + tl.arange(0, WAYS)[None, :]
-                is_there = place < hi[:, None]
-                pair = tl.load(order + place, mask=is_there, other=0)
+                index = lo[:, None] + start + tl.arange(0, WAYS)[None, :]
+                is_there = index < hi[:, None]
+                pair = tl.load(order + index, mask=is_there, other=0)
                 total += tl.sum(tl.load(shares + pair, mask=is_there, other=0.0), 1)
             tl.store(following + state, total, mask=state < S)
         tl.debug_barrier()

@@ -1,7 +1,7 @@
-"""The walks of a constraint over the places of canvases, backward and forward, in torch's own operations.
+"""A constraint's backward and forward passes over the positions of canvases, in plain torch.
 
-An automaton with S states, whose state s has K successors (S where there are fewer: a dead end), is given by
-successor_SK. Numbers are fp64; nothing is read on the host.
+successor_SK lists up to K successors of each of S states of an automaton; unused entries are S, a dead end. Numbers are
+fp64; nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from torch import Tensor
 
 
 def look_ahead(successor_SK: Tensor, ways_2LBSK: Tensor, ahead_2BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The best successor of each state, int64 [L, B, S], and what can follow it before the first place, [2, B, S + 1].
+    """Pass backward over the positions: return the best successors and the log-weights of all continuations.
 
-    ways_2LBSK: logarithms of what leads at a place from a state to its successor, as a sum over tokens and as the best
-    of them; to those of the sum is added what can follow the successor. ahead_2BS: the same after the last place, of
-    states and of the dead end, -inf.
+    Returns the best successor of each state at each position, int64 [L, B, S], and the log-weights of what can follow
+    each state at the first position, [2, B, S + 1]: [0] summed over all continuations, [1] of the best one.
+
+    ways_2LBSK: log-weights of the tokens that lead from a state to a successor at a position: [0] their sum, to which
+    the sum over continuations of the successor is added in place, [1] the best token. ahead_2BS: log-weights after the
+    last position, of the states and the dead end (-inf).
     """
     _, L, B, S, _ = ways_2LBSK.shape
     choice_LBS, closed_2B1 = successor_SK.new_empty(L, B, S), ahead_2BS[..., -1:]
@@ -28,9 +31,9 @@ def look_ahead(successor_SK: Tensor, ways_2LBSK: Tensor, ahead_2BS: Tensor) -> t
 
 
 def reach(successor_SK: Tensor, share_LBSK: Tensor, at_BS: Tensor) -> None:
-    """Multiply the shares of a state's successors at every place by the probability of being in that state there.
+    """Pass forward over the positions: multiply the shares of a state's successors by the state's probability there.
 
-    at_BS: that before the first place, of states and of the dead end.
+    share_LBSK is changed in place. at_BS: probability of each state, and of the dead end, before the first position.
     """
     flat_BP = successor_SK.flatten().expand(len(at_BS), -1)
     for share_BSK in share_LBSK:

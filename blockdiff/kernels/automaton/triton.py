@@ -1,4 +1,4 @@
-"""The walks of a constraint in Triton: ops for torch without gradient, and the public functions."""
+"""A constraint's passes over canvases in Triton: registered ops without gradient, and the public functions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from blockdiff.kernels.automaton import kernels
 from blockdiff.kernels.launch import launch, registered
 
-SIZES = dict(STATES=64, WAYS=32, num_warps=8)  # pairs of a state and a successor that a program takes at a time
+SIZES = dict(STATES=64, WAYS=32, num_warps=8)  # states and successors that a program reads at a time
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
 
 @registered("automaton_look_ahead", mutates=("ways",))
 def _look_ahead(successor: Tensor, ways: Tensor, last: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The choices, and `ahead` of every place [2, L + 1, B, S + 1]."""
+    """Return the best successors, and `ahead` at every position [2, L + 1, B, S + 1]."""
     _, L, B, S, K = ways.shape
     choice, ahead = successor.new_empty(L, B, S), ways.new_empty(2, L + 1, B, S + 1)
     yield choice, ahead
@@ -28,7 +28,7 @@ def _look_ahead(successor: Tensor, ways: Tensor, last: Tensor) -> Iterator[tuple
 
 @registered("automaton_reach", mutates=("share",))
 def _reach(order: Tensor, end: Tensor, share: Tensor, at_first: Tensor) -> Iterator[Tensor]:
-    """The probability of being in each state before every place and after the last, [L + 1, B, S + 1]."""
+    """Return the probability of each state before every position and after the last, [L + 1, B, S + 1]."""
     L, B, S, K = share.shape
     reached = share.new_empty(L + 1, B, S + 1)
     yield reached
@@ -40,13 +40,13 @@ def _reach(order: Tensor, end: Tensor, share: Tensor, at_first: Tensor) -> Itera
 
 
 def look_ahead(successor_SK: Tensor, ways_2LBSK: Tensor, ahead_2BS: Tensor) -> tuple[Tensor, Tensor]:
-    """As in torch.py; ways are dense."""
+    """As in torch.py; ways_2LBSK must be contiguous."""
     choice_LBS, ahead = _look_ahead(successor_SK, ways_2LBSK, ahead_2BS)
     return choice_LBS, ahead[:, 0]
 
 
 def reach(successor_SK: Tensor, share_LBSK: Tensor, at_BS: Tensor) -> None:
-    """As in torch.py; shares are dense."""
+    """As in torch.py; share_LBSK must be contiguous."""
     to_P, order_P = successor_SK.flatten().sort(stable=True)
     states_S = torch.arange(len(successor_SK), device=to_P.device)
     _reach(order_P, torch.searchsorted(to_P, states_S, right=True), share_LBSK, at_BS)

@@ -1,9 +1,9 @@
 """The Triton kernels of fp8: a product whose weights are decoded in registers, and decoding alone.
 
-Codes are the bytes of e4m3 as int8. sm_89 and newer have an instruction that makes fp16 of them (HARDWARE); elsewhere,
-and in the interpreter, their bits are moved to where fp16 has them. That gives the number divided by 256, for the bias
-of fp16's exponent is larger by 8, and scales are multiplied by 256 instead. Both are exact, subnormal numbers too; a
-channel with a NaN has a scale that is NaN, since only the first of the two knows that code.
+Codes are the bytes of e4m3 as int8. sm_89 and newer convert them to fp16 by an instruction (HARDWARE). Elsewhere, and
+in the interpreter, their bits are shifted to fp16's, which gives the number divided by 256, because fp16's exponent
+bias is larger by 8; scales are multiplied by 256 instead. Both ways are exact, also for subnormal numbers. Only the
+instruction decodes NaN, so a channel that contains a NaN has NaN as its scale.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import triton.language as tl
 
 @triton.jit
 def decoded(codes, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """The numbers of int8 codes in a dtype, divided by `factor(HARDWARE)`."""
+    """Decode int8 codes to DTYPE, divided by `factor(HARDWARE)`."""
     if HARDWARE:
         half = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        bits = (codes.to(tl.int16) << 7) & -16385  # 0xBFFF: the copies of the sign go, but for the first
+        bits = (codes.to(tl.int16) << 7) & -16385  # 0xBFFF: clear the extended sign bit below bit 15
         half = bits.to(tl.float16, bitcast=True)
     if DTYPE == tl.float16:
         return half
@@ -28,7 +28,7 @@ def decoded(codes, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def factor(HARDWARE: tl.constexpr):
-    """The factor of scales, by which `decoded` divides."""
+    """Return the factor that `decoded` divides by, which scales must be multiplied by."""
     if HARDWARE:
         return 1.0
     else:
@@ -37,7 +37,7 @@ def factor(HARDWARE: tl.constexpr):
 
 @triton.jit
 def multiplied(a, b, total, HARDWARE: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a b; b may be int8 codes, whose scales are to be multiplied by `factor(HARDWARE)`."""
+    """Return total + a b. If b is int8 codes, the caller multiplies by their scales times `factor(HARDWARE)`."""
     if b.dtype == tl.int8:
         b = decoded(b, a.dtype, HARDWARE)
     return tl.dot(a, b, total, input_precision=PRECISION)
@@ -49,10 +49,10 @@ def fp8_product(
     K: tl.constexpr, F: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out [N, F] = x [N, K] codes^T * scale; codes [F, K], scale [F]."""
+    """Compute out [N, F] = x [N, K] codes^T * scale; codes [F, K], scale [F]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, inner = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INNER)
-    rows = tl.minimum(row, N - 1).to(tl.int64)[:, None] * K  # rows and columns too many repeat the last one
+    rows = tl.minimum(row, N - 1).to(tl.int64)[:, None] * K  # rows and columns past the end repeat the last one
     columns = tl.minimum(column, F - 1).to(tl.int64)[None, :] * K
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, K, INNER):
@@ -73,7 +73,7 @@ def fp8_product(
 def fp8_decode(
     codes, scale, out, F, K: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """out [F, K] = codes * scale."""
+    """Decode a matrix: out [F, K] = codes * scale."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_there = (row < F)[:, None] & (column < K)[None, :]

@@ -1,4 +1,4 @@
-"""Matrices in fp8 (e4m3)."""
+"""`Fp8`: a matrix of e4m3 numbers with a scale for each output channel."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class _Tensors(NamedTuple):
 
 
 class Fp8(_Tensors):
-    """A matrix [..., out, in], or one for each expert, whose numbers are those of `codes` times `scale`.
+    """A stored matrix [..., out, in] (`kernels.stored.StoredMatrix`): e4m3 numbers times the scale of their channel.
 
-    codes: the bytes of float8_e4m3fn, uint8: casting a model leaves them as they are, and every device and process
-    group can move them. scale: fp32 [..., out, 1], one for each output channel. It is a form in which a weight is
-    stored, see `kernels.stored.StoredMatrix`.
+    codes: bytes of float8_e4m3fn as uint8, a dtype that casting a model does not change and that every device and
+    process group can copy. scale: fp32 [..., out, 1], one for each output channel.
     """
 
     __slots__ = ()
@@ -33,41 +32,41 @@ class Fp8(_Tensors):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The shape of the decoded matrix."""
         return tuple(self.codes.shape)
 
     @classmethod
     def empty_like(cls, weight: Tensor) -> Fp8:
-        """Room for a matrix of a weight's shape, on its device."""
+        """Allocate a matrix of a weight's shape on its device, unfilled."""
         scale = weight.new_empty((*weight.shape[:-1], 1), dtype=torch.float32)
         return cls(weight.new_empty(weight.shape, dtype=torch.uint8), scale)
 
     @classmethod
     def nearest(cls, weight: Tensor) -> Fp8:
-        """Return the nearest matrix in fp8 whose largest number of every output channel is 448 times the scale.
+        """Round a weight [..., out, in] to fp8, one expert at a time.
 
-        weight: [..., out, in]; experts are rounded one after the other. A channel that is not finite gets a scale that
-        is not.
+        The scale of an output channel maps its largest magnitude to 448, the largest e4m3 number. If the channel is not
+        finite, its scale is not either.
         """
         if weight.dim() > 2:
-            made = cls.empty_like(weight)
+            matrix = cls.empty_like(weight)
             for n, each in enumerate(weight):
-                made.codes[n], made.scale[n] = cls.nearest(each)
-            return made
+                matrix.codes[n], matrix.scale[n] = cls.nearest(each)
+            return matrix
         wide = weight.float()
         scale = wide.abs().amax(-1, keepdim=True) / LARGEST
         scale = torch.where(scale == 0, 1.0, scale)
         return cls((wide / scale).to(E4M3).view(torch.uint8), scale)
 
     def part(self, index: int | slice) -> Fp8:
-        """The matrix of one expert, or some rows of a matrix."""
+        """Index the first axis: the matrix of one expert, or some rows of a matrix."""
         return Fp8(self.codes[index], self.scale[index])
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The matrix in another dtype: codes times scale in fp32 at least, rounded once."""
+        """Decode to a dtype: codes times scale in at least fp32, rounded once."""
         wide = torch.promote_types(dtype, torch.float32)
         return (self.codes.view(E4M3).to(wide) * self.scale).to(dtype)
 
     def product(self, ops: Ops, x: Tensor) -> Tensor:
-        """`x W^T`, with a gradient for x."""
+        """Compute `x W^T`, with a gradient for x alone."""
         return ops.fp8_linear(x, self)

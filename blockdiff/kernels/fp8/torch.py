@@ -9,5 +9,5 @@ from blockdiff.kernels.stored import decoded_linear
 
 
 def fp8_linear(x: Tensor, weight: Fp8) -> Tensor:
-    """`x weight^T` in x's dtype: x [..., in], weight [out, in]; a gradient for x alone."""
+    """Compute `x weight^T` of x [..., in] in x's dtype; weight [out, in]. A gradient flows to x alone."""
     return decoded_linear(x, weight)

@@ -1,7 +1,7 @@
-"""fp8_linear in Triton: launchers as ops for torch, the gradient, and the public function.
+"""fp8_linear in Triton: launchers as registered ops, the gradient, and the public function.
 
-Few tokens meet the weights as they are in memory, which is half the bytes of bf16; for more the weight is decoded once,
-into memory that lives as long as torch's product with it, and so it is in the backward.
+For few tokens the kernel decodes the weight in registers, which reads half the bytes of bf16. For more tokens, and in
+the backward, the weight is decoded to temporary memory and torch computes the product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blockdiff.kernels.fp8.matrix import Fp8
 from blockdiff.kernels.launch import check_dtypes, empty, launch, registered
 from blockdiff.kernels.tiles import Tile, decodes_fp8, precision_of, tile_of
 
-# For more rows, writing and reading a decoded weight costs less than what torch's product is ahead of the one here.
+# For more rows torch's product is faster even though the decoded weight has to be written and read.
 FEW_ROWS = 512
 DECODE = Tile(16, 256, warps=4)
 
@@ -33,7 +33,7 @@ def _decoded(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
 
 @registered("fp8_linear")
 def _fp8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Iterator[Tensor]:
-    """x [N, K] codes^T * scale."""
+    """Compute x [N, K] codes^T * scale."""
     (N, K), F = x.shape, codes.shape[0]
     out = empty(x, N, F)
     yield out
@@ -49,7 +49,7 @@ def _fp8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Iterator[Tensor]:
 
 @registered("fp8_linear_backward")
 def _fp8_linear_backward(grad: Tensor, codes: Tensor, scale: Tensor) -> Iterator[Tensor]:
-    """grad [N, F] times the weight [F, K]."""
+    """Compute grad [N, F] times the weight [F, K]."""
     grad_x = empty(grad, grad.shape[0], codes.shape[1])
     yield grad_x
     torch.mm(grad, _decoded(codes.contiguous(), scale.contiguous(), grad), out=grad_x)

@@ -1,4 +1,4 @@
-"""gated by the C functions of `expert_mlp/expert_mlp.c`, for fp32 on a CPU."""
+"""The op gated by the C functions in `expert_mlp/expert_mlp.c`, for fp32 on a CPU."""
 
 from __future__ import annotations
 

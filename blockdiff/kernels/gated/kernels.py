@@ -1,4 +1,4 @@
-"""The Triton kernels of gated, both ways, and of gated_linear, without gradient."""
+"""The Triton kernels of gated, forward and backward, and of gated_linear, forward only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def gated_product(
     D: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out [N, F] = f(x gate^T) * g(x up^T); the weights are [F, D], those in fp8 with scales [F]."""
+    """Compute out [N, F] = f(x gate^T) * g(x up^T); weights [F, D], with scales [F] if they are in fp8."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, inner = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INNER)
-    rows = tl.minimum(row, N - 1).to(tl.int64)[:, None] * D  # rows and columns too many repeat the last one
+    rows = tl.minimum(row, N - 1).to(tl.int64)[:, None] * D  # rows and columns past the end repeat the last one
     columns = tl.minimum(column, F - 1)[None, :] * D
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -47,7 +47,7 @@ def gated_product(
 
 @triton.jit
 def _numbers(N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The places of a program's numbers in [N, F], and which of them are there."""
+    """Return the offsets of a program's numbers in [N, F], and a mask of those in range."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     return row[:, None] * F + column[None, :], (row < N)[:, None] & (column < F)[None, :]
@@ -57,7 +57,7 @@ def _numbers(N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def gated_forward(
     gate, up, out, N, F: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """out = f(gate) * g(up), all [N, F]."""
+    """Compute out = f(gate) * g(up), all [N, F]."""
     at, is_there = _numbers(N, F, ROWS, COLUMNS)
     of_gate = tl.load(gate + at, mask=is_there, other=0.0).to(tl.float32)
     of_up = tl.load(up + at, mask=is_there, other=0.0).to(tl.float32)
@@ -70,7 +70,7 @@ def gated_backward(
     gate, up, grad, grad_gate, grad_up, N,
     F: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_gate and grad_up."""
+    """Compute grad_gate and grad_up."""
     at, is_there = _numbers(N, F, ROWS, COLUMNS)
     of_gate = tl.load(gate + at, mask=is_there, other=0.0).to(tl.float32)
     of_up = tl.load(up + at, mask=is_there, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The gated activation in torch's own operations."""
+"""The gated activation of an MLP, and the same after its two products, in plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockdiff.kernels.stored import StoredMatrix, linear
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """`f(gate) * g(up)` of two tensors of one shape; activation as in `expert_mlp`."""
+    """Compute `f(gate) * g(up)` of two tensors of one shape; activation: as in `expert_mlp`."""
     gates = activation_named(activation)
     return gates.gate(gate) * gates.linear(up)
 
@@ -18,5 +18,5 @@ def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
 def gated_linear(
     ops: Ops, x: Tensor, gate_FD: Tensor | StoredMatrix, up_FD: Tensor | StoredMatrix, activation: str
 ) -> Tensor:
-    """`gated` of the products of x [..., D] with two weights."""
+    """Compute `gated` of the products of x [..., D] with two weights [F, D], stored or not."""
     return ops.gated(linear(ops, x, gate_FD), linear(ops, x, up_FD), activation)

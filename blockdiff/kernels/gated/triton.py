@@ -1,4 +1,4 @@
-"""gated in Triton with its gradient, and gated_linear without one: launchers as ops for torch, public functions."""
+"""gated in Triton with its gradient, and gated_linear without: launchers as registered ops, public functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockdiff.kernels.launch import Launch, Unserved, cached_by_sizes, check_dt
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.kernels.tiles import decodes_fp8, elementwise, precision_of, tile_for
 
-FEW_ROWS = 1024  # for more, torch's product is faster than a product here saves launches
+FEW_ROWS = 1024  # for more rows torch's faster product outweighs the launches that fusing saves
 
 
 @registered("gated")
@@ -58,7 +58,7 @@ _gated.register_autograd(_gradients, setup_context=_save)
 def _gated_product(
     x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None, up_scale: Tensor | None, activation: str
 ) -> Iterator[Tensor]:
-    """f(x gate^T) * g(x up^T) [..., F] of tokens [..., D]."""
+    """Compute f(x gate^T) * g(x up^T) [..., F] of tokens x [..., D]."""
     D, F = x.shape[-1], gate.shape[0]
     out = x.new_empty(*x.shape[:-1], F)
     yield out
@@ -77,7 +77,7 @@ def _gated_product_of(
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """As in torch.py, rounded once; Unserved for other dtypes than fp32, bf16 and fp16."""
+    """As in torch.py, rounded once; Unserved unless the dtype is fp32, bf16 or fp16."""
     check_activation(activation)
     check_dtypes("gated", gate, up)
     out: Tensor = _gated(gate, up, activation)
@@ -85,7 +85,7 @@ def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
 
 
 def gated_linear(x: Tensor, gate_FD: Tensor | StoredMatrix, up_FD: Tensor | StoredMatrix, activation: str) -> Tensor:
-    """As in torch.py, of few tokens; Unserved where a gradient is needed."""
+    """As in torch.py, for up to FEW_ROWS tokens; Unserved for more and if a gradient is needed."""
     check_without_gradient("gated_linear", x)
     check_activation(activation)
     if x.numel() > FEW_ROWS * x.shape[-1]:
@@ -95,8 +95,8 @@ def gated_linear(x: Tensor, gate_FD: Tensor | StoredMatrix, up_FD: Tensor | Stor
         out: Tensor = _gated_product(x, gate_FD, up_FD, None, None, activation)
         return out
     if not isinstance(gate_FD, Fp8) or not isinstance(up_FD, Fp8):
-        raise Unserved("gated_linear in Triton takes weights in fp8, or as they are")
+        raise Unserved("gated_linear in Triton takes weights in fp8 or not stored in fewer bits")
     check_dtypes("gated_linear", x)
     gate, up = (weight.codes.view(torch.int8) for weight in (gate_FD, up_FD))
-    made: Tensor = _gated_product(x, gate, up, gate_FD.scale, up_FD.scale, activation)
-    return made
+    out: Tensor = _gated_product(x, gate, up, gate_FD.scale, up_FD.scale, activation)
+    return out

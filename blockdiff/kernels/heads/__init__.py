@@ -1,4 +1,4 @@
-"""The heads of attention: their norms and RoPE, and attention over them from the products of tokens on."""
+"""The op attention_heads: norms and RoPE of attention heads after the projections of tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class Norm(Protocol):
-    """A norm of heads.
+    """A norm of attention heads.
 
-    form: how its weight counts, as kernels have it: "direct" multiplies in fp32, "cast" multiplies what was rounded
-    before, "centred" is added to 1, anything else is a norm of one's own, which is called. gain: the weight as this
-    rank multiplies by it.
+    form: how kernels apply the weight. "direct": multiply in fp32. "cast": round the normed heads to their dtype, then
+    multiply. "centred": multiply by 1 + weight. Any other form is a custom norm, which is called. gain: the weight that
+    this rank multiplies by.
     """
 
     form: str
@@ -25,7 +25,7 @@ class Norm(Protocol):
 
 
 class HeadNorms(NamedTuple):
-    """Norms of heads of d numbers: of queries and of keys before RoPE (None: none), and of values, without weight."""
+    """The norms of heads of size d: of queries and of keys before RoPE (None: none), and of values, without weight."""
 
     d: int
     q_norm: Norm | None

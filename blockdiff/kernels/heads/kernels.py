@@ -1,4 +1,4 @@
-"""The Triton kernel of attention_heads, without gradient: fp32 inside, rounded once."""
+"""The Triton kernel of attention_heads, forward only; fp32 inside, rounded once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _normed_part(
     x, rstd, weight, first: tl.constexpr, size: tl.constexpr, is_value, dtype: tl.constexpr, COLUMNS: tl.constexpr,
     NORM: tl.constexpr, NORMS_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """A part of heads after their norm: `size` of the numbers of each, from its number `first` on."""
+    """Load `size` numbers of each head, from number `first` on, and apply the norm."""
     of_value = x * rstd if NORMS_VALUES else x
     if NORM == "none":
         normed = x
@@ -34,14 +34,13 @@ def attention_heads(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
     NORMS_VALUES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Queries and keys normed and turned, values as they are or normed; a program takes ROWS tokens of one head.
+    """Norm and rotate queries and keys, and copy or norm values; a program handles ROWS tokens of one head.
 
-    tensors, outs: queries [N, QUERIES, D], keys and, if there are any, values [N, KEYS, D]; strides: from token to
-    token and from head to head of each of `tensors`, whose numbers of a head are neighbours; outs are dense. places
-    [N]: which of their rows the keys and values of each token become, where these are pages (None: as tokens stand).
-    cos, sin: [N, TURNED], for the first numbers of a head; the others pass. COLUMNS: at least TURNED / 2; REST: at
-    least D - TURNED (0: all turn). NORM: "none"; "direct" multiplies by the weight, "centred" by 1 + the weight, "cast"
-    multiplies what was rounded before.
+    tensors, outs: queries [N, QUERIES, D], keys and optionally values [N, KEYS, D]. strides: over tokens and heads of
+    each of `tensors`, whose heads are contiguous; outs are contiguous. places [N]: the slot in `outs` of each token's
+    keys and values, if these are pages (None: token i goes to i). cos, sin: [N, TURNED], for the first TURNED numbers
+    of a head; the others are not rotated. COLUMNS: at least TURNED / 2. REST: at least D - TURNED (0: all are rotated).
+    NORM: "none", or a form of `kernels.heads.Norm`.
     """
     HALF: tl.constexpr = TURNED // 2
     head = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""The heads of attention, composed of norms and RoPE."""
+"""attention_heads, composed of the ops for norms and RoPE."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def attention_heads(
     ops: Ops, q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: Rope,
     into: tuple[PagedTensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Queries and keys after their norms and RoPE, values as they are or normed.
+    """Return queries and keys after their norms and RoPE, and values, normed or unchanged.
 
-    k, v: [B, T, K, d] (v None: there are none), of whose tokens the queries' are the last ones or all; rope: cos and
-    sin [B, T, r] of `layers.rope.angles`, which turn the first r numbers of every head; into: pages that keys and
-    values are written to; then none are returned, [B, 0, K, d].
+    k, v: [B, T, K, d] (v None: no values); the queries belong to the last of these tokens, or all. rope: cos and sin
+    [B, T, r] of `layers.rope.angles`, which rotate the first r numbers of every head. into: pages that keys and values
+    are written to; the returned keys and values are then empty, [B, 0, K, d].
     """
     first = k.shape[1] - q_BThd.shape[1]
     if norms.norms_values and v is not None:
@@ -34,7 +34,7 @@ def attention_heads(
 
 
 def _normed_and_turned(ops: Ops, x_BThd: Tensor, norm: Norm | None, rope: Rope) -> Tensor:
-    # in fp32 there is nothing to cast between the norm and its weight; norm_rope turns all of a head
+    # fp32 needs no cast between the norm and its weight; norm_rope rotates whole heads only
     is_direct = norm is not None and (norm.form == "direct" or (norm.form == "cast" and x_BThd.dtype is torch.float32))
     if norm is not None and is_direct and rope[0].shape[-1] == x_BThd.shape[-1]:
         return ops.norm_rope(x_BThd, norm.gain, *rope, norm.eps)

@@ -1,4 +1,4 @@
-"""attention_heads in Triton, as ops for torch without gradient."""
+"""attention_heads in Triton, as registered ops without gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockdiff.kernels.launch import (
 from blockdiff.kernels.span_attention.paged import PagedTensor
 from blockdiff.kernels.tiles import elementwise, power_of_2
 
-FORMS = ("direct", "cast", "centred")  # of norms that the kernel has
+FORMS = ("direct", "cast", "centred")  # of norms that the kernel implements
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def _attention_heads(
     q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
     eps: float, norm: str, norms_values: bool,
 ) -> Iterator[list[Tensor]]:  # fmt: skip
-    """Queries [B, T, h, d], keys and values [B, T, K, d], dense; norm: its form or "none"."""
+    """Return queries [B, T, h, d], keys and values [B, T, K, d], contiguous; norm: its form or "none"."""
     heads = [x for x in (q, k, v) if x is not None]
     outs = [empty(x) for x in heads]
     yield outs
@@ -42,7 +42,7 @@ def _attention_heads_into(
     q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
     eps: float, norm: str, norms_values: bool, k_pages: Tensor, v_pages: Tensor | None, places: Tensor,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Queries alone; keys and values go into pools [pages, P, K, d], to `places` int64 [B * T], counted in tokens."""
+    """Return the queries; write keys and values to pools [pages, P, K, d], at token slots `places`, int64 [B * T]."""
     heads, pages = ([x for x in both if x is not None] for both in ((q, k, v), (k_pages, v_pages)))
     out = empty(q)
     yield out
@@ -53,9 +53,9 @@ def _launch_heads(
     heads: Sequence[Tensor], outs: Sequence[Tensor], places: Tensor | None, q_weight: Tensor | None,
     k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, norm: str, norms_values: bool,
 ) -> None:  # fmt: skip
-    """Fill what queries, keys and values are written to; the heads of a token may stand in one axis."""
+    """Launch the kernel that fills `outs`; the heads of a token may share one axis."""
     (B, T, h, d), K, turned = outs[0].shape, outs[1].shape[2], cos.shape[-1]
-    # a token's heads are neighbours in what a product gives, whole or sliced: rows and tokens are then one axis
+    # a projection's output, whole or sliced, has a token's heads side by side: rows and tokens can be one axis
     tensors, strides = zip(*[_of_tokens(x, d) for x in heads], strict=True)
     arguments = tensors, strides, tuple(outs), places, q_weight, k_weight, cos.contiguous(), sin.contiguous()
     _attention_heads_of(B * T, h, K * (len(heads) - 1), K, d, turned, norm, norms_values)(*arguments, B * T, eps)
@@ -72,8 +72,10 @@ def _attention_heads_of(
 
 
 def _of_tokens(x: Tensor, d: int) -> tuple[Tensor, tuple[int, int]]:
-    """Heads [B, T, heads, d] or [B, T, heads * d] with rows and tokens as one axis, a copy if they are not, and strides
-    over tokens and over heads."""
+    """Merge rows and tokens of [B, T, heads, d] or [B, T, heads * d] to one axis, copying if necessary.
+
+    Also returns the strides over tokens and over heads.
+    """
     of_row, of_token, *of_heads, of_number = x.stride()
     if of_number == 1 and of_row == x.shape[1] * of_token:
         return x, (of_token, of_heads[0] if of_heads else d)
@@ -84,12 +86,12 @@ def _of_tokens(x: Tensor, d: int) -> tuple[Tensor, tuple[int, int]]:
 
 
 def _weights_and_form(norms: HeadNorms) -> tuple[Tensor | None, Tensor | None, str]:
-    """The weights of the norms of queries and of keys, and the form of both, "none" where there are none."""
+    """Return the weights of the norms of queries and keys, and the form of both ("none": no norms)."""
     of_q, of_k = norms.q_norm, norms.k_norm
     if of_q is None and of_k is None:
         return None, None, "none"
     if of_q is None or of_k is None or of_q.form != of_k.form or of_q.form not in FORMS:
-        raise Unserved("attention_heads in Triton takes norms of queries and keys of one form that it knows")
+        raise Unserved(f"attention_heads in Triton takes norms of queries and keys of one form of {', '.join(FORMS)}")
     return of_q.gain, of_k.gain, of_q.form
 
 
@@ -97,7 +99,7 @@ def attention_heads(
     q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: tuple[Tensor, ...],
     into: tuple[PagedTensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """As in torch.py; Unserved where a gradient is needed, for norms of one's own and for fewer queries than keys."""
+    """As in torch.py; Unserved if a gradient is needed, for custom norms and for fewer queries than keys."""
     check_without_gradient("attention_heads", q_BThd)
     if q_BThd.shape[1] != k.shape[1]:
         raise Unserved("attention_heads in Triton takes queries of all tokens")

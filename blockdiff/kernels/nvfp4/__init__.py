@@ -1,4 +1,4 @@
-"""Matrices in NVFP4: `Nvfp4`, and nvfp4_linear, the product with one."""
+"""Weights in NVFP4: the matrix `Nvfp4`, and the op nvfp4_linear, a product with one."""
 
 from blockdiff.kernels.nvfp4.matrix import Nvfp4
 

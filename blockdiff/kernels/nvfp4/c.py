@@ -1,6 +1,6 @@
-"""Products with weights in NVFP4 by the C function of `expert_mlp/products.c`, for fp32 on a CPU.
+"""Products with weights in NVFP4 by the C function in `expert_mlp/products.c`, for fp32 on a CPU.
 
-It decodes a panel of a matrix at a time, and no decoded matrix is in memory.
+It decodes one panel of a matrix at a time, never the whole matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _tables = functools.cache(functools.partial(tables, torch.float32))
 
 
 def product(x_MK: Tensor, ends_E: Tensor, weight: Any, is_transposed: bool) -> Tensor:
-    """Rows of x, grouped by expert up to `ends_E`, times their own expert's matrix, transposed or as it is stored."""
+    """Multiply rows of x, sorted by expert, by their expert's matrix, as stored or transposed.
+
+    ends_E: the end of each expert's rows.
+    """
     *_, F, K = weight.shape
     depth, wide = (K, F) if is_transposed else (F, K)
     out = x_MK.new_empty(x_MK.shape[0], wide)
@@ -43,7 +46,7 @@ class _Linear(torch.autograd.Function):
 
 
 def nvfp4_linear(x: Tensor, weight: Nvfp4) -> Tensor:
-    """As in torch.py, for a multiple of 16 outputs."""
+    """As in torch.py; Unserved unless x is fp32 on a CPU and the number of outputs is a multiple of 16."""
     if weight.shape[0] % BLOCK or not serves_products(x):
         raise Unserved("nvfp4_linear in C takes fp32 tensors of a CPU, and a multiple of 16 outputs")
     out: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), *weight)

@@ -1,8 +1,8 @@
-"""Decoding of NVFP4 in the tile of a Triton kernel.
+"""Decode tiles of NVFP4 inside Triton kernels.
 
-The bits of e2m1 are moved to where bf16 has sign, exponent and mantissa, both numbers of a byte at once in a register.
-That is the number times 2^-126, for the bias of bf16's exponent is larger by 126, and block scales are multiplied by
-2^112 before they meet it. All of it is exact: a tile holds numbers times block scales / `UNIT`.
+The bits of e2m1 are shifted to the sign, exponent and mantissa bits of bf16, two numbers of a byte at once. The result
+is the number times 2^-126, because bf16's exponent bias is larger by 126; block scales are multiplied by 2^112 first.
+All steps are exact: a tile holds numbers times block scales / `UNIT`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from blockdiff.kernels.fp8.kernels import factor
 
 UNIT = tl.constexpr(2.0**14)
 RAISED = tl.constexpr(2.0**112)
-# Both halves of a register at once, where Triton's own product of bf16 takes them apart; minus 0 is added.
+# Multiply both halves of a register at once (as an fma with -0); Triton's own bf16 product would split them.
 MULTIPLY = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
 
 
 @triton.jit
 def pairs(codes):
-    """The two numbers of int8 codes times 2^-126 as bf16, in the lower and the upper half of an int32."""
+    """Decode int8 codes to their two numbers times 2^-126, as bf16 in the lower and upper half of an int32."""
     spread = codes.to(tl.uint8, bitcast=True).to(tl.int32) * 0x01001000  # each number in the upper bits of its half
     return (spread & -0x7FFF8000) | ((spread >> 6) & 0x01C001C0)
 
 
 @triton.jit
 def decoded(codes, scale, DTYPE: tl.constexpr):
-    """The numbers [L, 2 C] of int8 codes [L, C] times 2^-126 and the scales of their blocks, fp32 [L, C / 8].
+    """Decode int8 codes [L, C] to numbers [L, 2 C] times 2^-126, times the scales of their blocks, fp32 [L, C / 8].
 
-    bf16 rounds the scales first, fp32 does not.
+    If DTYPE is bf16 the scales are rounded to it first.
     """
     L: tl.constexpr = codes.shape[0]
     C: tl.constexpr = codes.shape[1]
@@ -51,10 +51,10 @@ def tile_of(
     codes, blocks, channels, k, n, K: tl.constexpr, N: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """The numbers [INNER, COLUMNS] from (k, n) on of a matrix [K, N], over UNIT.
+    """Decode the tile [INNER, COLUMNS] at (k, n) of a matrix [K, N], divided by UNIT.
 
-    IS_TRANSPOSED: it is stored as [N, K]. What is behind the end of a stored row is 0, behind the last row anything.
-    channels: the scales of stored rows, which enter those of blocks; None: the numbers are to be multiplied by them.
+    IS_TRANSPOSED: the matrix is stored as [N, K]. Numbers past the end of a stored row are 0, those past the last row
+    undefined. channels: the scales of stored rows, multiplied in here; None: the caller multiplies by them.
     """
     if IS_TRANSPOSED:
         row = tl.minimum(n + tl.arange(0, COLUMNS), N - 1)
@@ -69,7 +69,7 @@ def _of_rows(
     codes, blocks, channels, row, first,
     LENGTH: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """COUNT numbers from `first` on of stored rows with LENGTH numbers."""
+    """Decode COUNT numbers from number `first` on, of stored rows with LENGTH numbers."""
     pair, block = first // 2 + tl.arange(0, COUNT // 2), first // 16 + tl.arange(0, COUNT // 16)
     codes += row[:, None] * (LENGTH // 2) + pair[None, :]
     blocks += row[:, None] * (LENGTH // 16) + block[None, :]

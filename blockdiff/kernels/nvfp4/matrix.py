@@ -1,4 +1,4 @@
-"""Matrices in NVFP4: e2m1 numbers, an e4m3 scale for each 16 of them along the input, and a scale of the tensor."""
+"""`Nvfp4`: a matrix of e2m1 numbers with an e4m3 scale per 16 numbers along the input and a scale of the tensor."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ class _Tensors(NamedTuple):
 
 
 class Nvfp4(_Tensors):
-    """A matrix [..., out, in], or one for each expert: e2m1 numbers times the scale of their block, times `scale`.
+    """A stored matrix [..., out, in] (`kernels.stored.StoredMatrix`): e2m1 numbers times block scale times `scale`.
 
-    codes: uint8 [..., out, in / 2]. A byte holds two numbers, the first in its low half; bit 3 of a half is the sign,
-    and 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6. block_scale: the bytes of e4m3, uint8 [..., out, in / 16], 0 to 126.
-    scale: fp32 [..., out, 1], the tensor's, repeated for each output channel: so a gate and an up projection of one
-    matrix may differ, and kernels take it as they take the scales of fp8. Numbers times block scales are exact in bf16
-    and fp16. It is a form in which a weight is stored, see `kernels.stored.StoredMatrix`.
+    codes: uint8 [..., out, in / 2]. A byte has two numbers, the first in its low half; bit 3 of a half is the sign, and
+    the codes 0 to 7 mean 0, 0.5, 1, 1.5, 2, 3, 4, 6. block_scale: bytes of e4m3, uint8 [..., out, in / 16], 0 to 126.
+    scale: fp32 [..., out, 1], the tensor's scale repeated for each output channel, so that the gate and up projections
+    in one matrix may differ and kernels can use it like fp8's. Numbers times block scales are exact in bf16 and fp16.
     """
 
     __slots__ = ()
@@ -41,12 +40,12 @@ class Nvfp4(_Tensors):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The shape of the decoded matrix."""
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     @classmethod
     def empty_like(cls, weight: Tensor) -> Nvfp4:
-        """Room for a matrix of a weight's shape, on its device."""
+        """Allocate a matrix of a weight's shape on its device, unfilled."""
         *rows, columns = weight.shape
         assert columns % BLOCK == 0
         codes = weight.new_empty((*rows, columns // 2), dtype=torch.uint8)
@@ -55,17 +54,17 @@ class Nvfp4(_Tensors):
 
     @classmethod
     def nearest(cls, weight: Tensor) -> Nvfp4:
-        """Return the matrix in NVFP4 whose block scales give the least squared error.
+        """Round a weight [..., out, in] to NVFP4 with the block scales of least squared error, one expert at a time.
 
-        weight: [..., out, in]; experts are rounded one after the other. The scale of a matrix is a power of two, so
-        that the result is exact in bf16. A matrix that is not finite gets a scale that is not.
+        The scale of a matrix is a power of two, so that the result is exact in bf16. If the matrix is not finite, its
+        scale is not either.
         """
         if weight.dim() > 2:
-            made = cls.empty_like(weight)
+            matrix = cls.empty_like(weight)
             for n, each in enumerate(weight):
-                for tensor, values in zip(made, cls.nearest(each), strict=True):
+                for tensor, values in zip(matrix, cls.nearest(each), strict=True):
                     tensor[n] = values
-            return made
+            return matrix
         wide = weight.float()
         amax = wide.abs().max() if wide.numel() else wide.new_zeros(())
         _, exponent = torch.frexp(amax / (LARGEST_CODE * LARGEST))
@@ -78,30 +77,30 @@ class Nvfp4(_Tensors):
         return cls(pairs[..., 0] | pairs[..., 1] << 4, block_scale, scale.expand(len(weight), 1).clone())
 
     def part(self, index: int | slice) -> Nvfp4:
-        """The matrix of one expert, or some rows of a matrix."""
+        """Index the first axis: the matrix of one expert, or some rows of a matrix."""
         return Nvfp4(*(tensor[index] for tensor in self))
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The matrix in another dtype: its numbers times block scales times scale in fp32 at least, rounded once."""
+        """Decode to a dtype: numbers times block scales times scale in at least fp32, rounded once."""
         wide = torch.promote_types(dtype, torch.float32)
         numbers = F.embedding(self.codes.int(), _pairs(self.codes.device, wide)).flatten(-2)
         numbers.unflatten(-1, (-1, BLOCK)).mul_(_numbers(self.block_scale)[..., None])
         return numbers.mul_(self.scale).to(dtype)
 
     def product(self, ops: Ops, x: Tensor) -> Tensor:
-        """`x W^T`, with a gradient for x."""
+        """Compute `x W^T`, with a gradient for x alone."""
         return ops.nvfp4_linear(x, self)
 
 
 def tables(dtype: torch.dtype) -> Tensor:
-    """The two numbers of every byte of codes, then the number of every byte of e4m3."""
+    """Return the lookup tables of decoding: the two numbers of each byte of codes, the number of each scale byte."""
     return torch.cat([_pairs(torch.device("cpu"), dtype).flatten(), _numbers(torch.arange(256).to(torch.uint8))])
 
 
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The two numbers of every byte, [256, 2].
+    """Return the two numbers of every byte of codes, [256, 2].
 
-    The bits of e2m1 are moved to where fp16 has exponent and mantissa, which gives the number times 2^-14 exactly.
+    The bits of e2m1 are shifted to fp16's exponent and mantissa, which gives the number times 2^-14 exactly.
     """
     byte = torch.arange(256, device=device, dtype=torch.int16)
     halves = torch.stack([byte, byte >> 4], -1)
@@ -109,25 +108,25 @@ def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(block_scale: Tensor) -> Tensor:
-    """The numbers that bytes of e4m3 stand for, in fp32."""
+    """Decode bytes of e4m3 to fp32."""
     return block_scale.view(E4M3).float()
 
 
 def _rounded(magnitudes: Tensor) -> Tensor:
-    """The nearest magnitudes of e2m1, of two equally near ones the one with an even code."""
+    """Round magnitudes to e2m1, ties to the even code."""
     step = torch.where(magnitudes < 2, 0.5, torch.where(magnitudes < 4, 1.0, 2.0))
     return (magnitudes / step).round_().mul_(step).clamp_(max=LARGEST_CODE)
 
 
 def _codes(numbers: Tensor) -> Tensor:
-    """The e2m1 codes of numbers, uint8."""
+    """Round numbers to e2m1 and return their codes, uint8."""
     values = _rounded(numbers.abs())
     codes = torch.where(values <= 2, 2 * values, torch.where(values <= 4, values + 2, 7))
     return codes.to(torch.uint8) | numbers.signbit().to(torch.uint8) << 3
 
 
 def _block_scales(blocks: Tensor) -> Tensor:
-    """The bytes of the e4m3 scales with the least squared error for blocks [..., 16]."""
+    """Return the e4m3 scales, as bytes, with the least squared error for blocks [..., 16]."""
     magnitudes = blocks.abs()
     amax = magnitudes.amax(-1)
     first = (amax / LEAST_SCALE).to(E4M3).view(torch.uint8).clamp_(min=1)

@@ -1,6 +1,6 @@
-"""nvfp4_linear in Triton: one op for torch in both directions, and the public function.
+"""nvfp4_linear in Triton: one registered op for both directions, and the public function.
 
-The weight is decoded in the tile that meets tokens or gradients, however many there are.
+Whatever the number of tokens, the weight is decoded tile by tile inside the product's kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blockdiff.kernels.tiles import decodes_fp8, precision_of, tile_of
 
 @registered("nvfp4_linear")
 def _nvfp4_linear(x: Tensor, codes: Tensor, scale: Tensor, block_scale: Tensor, back: bool) -> Iterator[Tensor]:
-    """x [N, K] W^T of a matrix [F, K]; back: x [N, F] W."""
+    """Compute x [N, K] W^T of a matrix W [F, K]; back: x [N, F] W."""
     N, (F, K) = x.shape[0], (codes.shape[0], 2 * codes.shape[1])
     written, read = (K, F) if back else (F, K)
     out = empty(x, N, written)
@@ -44,9 +44,9 @@ _nvfp4_linear.register_autograd(_gradients, setup_context=_save)
 
 
 def check_nvfp4(op: str, x: Tensor) -> None:
-    """Raise Unserved for dtypes of x that kernels do not decode NVFP4 to."""
+    """Raise Unserved unless x is fp32 or bf16, the dtypes that kernels decode NVFP4 to."""
     if x.dtype not in (torch.float32, torch.bfloat16):
-        raise Unserved(f"{op} in Triton takes float32 or bfloat16 beside weights in NVFP4, not {x.dtype}")
+        raise Unserved(f"{op} in Triton takes float32 or bfloat16 with weights in NVFP4, not {x.dtype}")
 
 
 def nvfp4_linear(x: Tensor, weight: Nvfp4) -> Tensor:

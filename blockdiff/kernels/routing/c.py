@@ -1,4 +1,4 @@
-"""route by the C functions of `expert_mlp/expert_mlp.c`, for fp32 on a CPU."""
+"""The op route by the C functions in `expert_mlp/expert_mlp.c`, for fp32 on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Route(torch.autograd.Function):
 
 
 def _route_backward(grad_Nk: Tensor, index_Nk: Tensor, share_Nk: Tensor, scale_E: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of scores and of the scale per expert."""
+    """Return the gradients of the scores and of the scale per expert."""
     (N, k), E = index_Nk.shape, scale_E.shape[0]
     of_scores, of_scale = share_Nk.new_empty(N, E), torch.empty_like(scale_E)
     partial = share_Nk.new_empty(BLOCKS, E)

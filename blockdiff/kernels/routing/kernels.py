@@ -1,4 +1,4 @@
-"""The Triton kernels of routed_tokens: scores of experts in parts of their sums, the choice, and its gradient."""
+"""The Triton kernels of routed_tokens: partial sums of the experts' scores, the choice, and its gradient."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def router_scores(
     E: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """scores [PARTS, N, COLUMNS], fp32: x times scale times root, rounded to x's dtype after each factor, times weight
-    [E, D], summed over a part of D each. COLUMNS: E rounded up to a power of two.
+    """Compute scores [PARTS, N, COLUMNS], fp32, each summed over one of PARTS parts of D.
 
-    The tokens of a canvas fill few programs, each of which would go through all of D alone.
+    A score is x times scale times root, rounded to x's dtype after each factor, times weight [E, D]. COLUMNS: E rounded
+    up to a power of two. D is split because the tokens of a canvas alone would fill few programs.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part, expert, inner = tl.program_id(1), tl.arange(0, COLUMNS), tl.arange(0, INNER)
@@ -41,11 +41,11 @@ def routed_tokens(
     E: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """index [N, TOP_K]: the experts of the largest scores, the largest first; of_expert: their softmax times
-    expert_scale; shares: their softmax alone, if a backward is to come (else None).
+    """Choose the TOP_K experts of each token.
 
-    Scores [PARTS, N, COLUMNS] are added up in their order and rounded to the dtype of x. CHOICES: TOP_K rounded up to a
-    power of two. Of equal scores the expert with the lower number comes first.
+    index [N, TOP_K]: the experts of the largest scores, largest first, ties to the lower expert. of_expert: their
+    softmax times expert_scale. shares: their softmax, needed for a backward (else None). The parts of scores [PARTS, N,
+    COLUMNS] are added in order and rounded to x's dtype. CHOICES: TOP_K rounded up to a power of two.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert, choice = tl.arange(0, COLUMNS), tl.arange(0, CHOICES)
@@ -53,16 +53,16 @@ def routed_tokens(
     for part in tl.static_range(PARTS):
         at = scores + (row + part * N)[:, None] * COLUMNS + expert[None, :]
         total += tl.load(at, mask=(row < N)[:, None], other=0.0)
-    left = tl.where((expert < E)[None, :], total.to(x.dtype.element_ty).to(tl.float32), float("-inf"))
+    remaining = tl.where((expert < E)[None, :], total.to(x.dtype.element_ty).to(tl.float32), float("-inf"))
     best = tl.full([ROWS, CHOICES], 0, tl.int32)
     score = tl.full([ROWS, CHOICES], float("-inf"), tl.float32)
     for i in tl.static_range(TOP_K):
-        peak, found = tl.max(left, 1, return_indices=True)
-        left = tl.where(expert[None, :] == found[:, None], float("-inf"), left)
+        peak, top = tl.max(remaining, 1, return_indices=True)
+        remaining = tl.where(expert[None, :] == top[:, None], float("-inf"), remaining)
         is_choice = (choice == i)[None, :]
-        best = tl.where(is_choice, found[:, None], best)
+        best = tl.where(is_choice, top[:, None], best)
         score = tl.where(is_choice, peak[:, None], score)
-    best = tl.minimum(best, E - 1)  # where nothing is left but -inf
+    best = tl.minimum(best, E - 1)  # if only -inf remains
     factor = tl.load(expert_scale + best).to(tl.float32)
     share = tl.exp(score - tl.max(score, 1)[:, None])
     share = share / tl.sum(share, 1)[:, None]
@@ -78,7 +78,7 @@ def routed_tokens_backward(
     index, shares, expert_scale, grad, out, N,
     E: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out [N, E]: the gradient of the scores, from that of the weights of each token's TOP_K experts."""
+    """Compute out [N, E], the gradient of the scores, from that of the weights of each token's TOP_K experts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert, is_row = tl.arange(0, COLUMNS), row < N
     mean = tl.zeros([ROWS], tl.float32)

@@ -1,4 +1,4 @@
-"""The choice of experts in torch's own operations."""
+"""The choice of experts in plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockdiff.kernels.op import Ops
 
 
 def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Each token's k best experts, int64 [N, k], and the softmax over these k, in fp32 at least, times `scale_E`."""
+    """Return each token's k best experts, int64 [N, k], and their softmax times scale_E, in at least fp32."""
     weight, index = upcast(scores_NE).softmax(-1).topk(k, dim=-1)
     weight = weight / weight.sum(-1, keepdim=True)
     return index, weight * scale_E[index]
@@ -20,7 +20,7 @@ def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def routed_tokens(
     ops: Ops, x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """The result of `route` for the scores `(x * scale * root) weight^T` of tokens [..., D]."""
+    """Return `route` of the scores `(x * scale * root) weight^T` of tokens x [..., D]."""
     x_ND = x.flatten(0, -2)
     if x_ND.dtype == torch.bfloat16:  # the released model rounds after each factor
         scores = F.linear(x_ND * scale_D * root, weight_ED)

@@ -1,4 +1,4 @@
-"""routed_tokens in Triton: launchers as ops for torch, the gradient of tokens, and the public function."""
+"""routed_tokens in Triton: launchers as registered ops, the gradient of tokens, and the public function."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from blockdiff.kernels.launch import Launch, Unserved, cached_by_sizes, check_dt
 from blockdiff.kernels.routing import kernels
 from blockdiff.kernels.tiles import elementwise, power_of_2, precision_of, tile_for, tile_of
 
-PARTS = 8  # of every score's sum: the same for any number of tokens, whose bits do not depend on others
+PARTS = 8  # of every score's sum; constant, so that a token's bits do not depend on the number of tokens
 
 
 @registered("routed_tokens")
 def _routed_tokens(
     x: Tensor, scale: Tensor, root: float, weight: Tensor, expert_scale: Tensor, k: int, keeps_shares: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Experts int64 [N, k] and their fp32 weights of N tokens [..., D]; these without the experts' scales, if kept."""
+    """Return experts int64 [N, k], their fp32 weights, and with `keeps_shares` the weights without experts' scales."""
     E, D = weight.shape
     N = x.numel() // D
     index, of_expert = x.new_empty(N, k, dtype=torch.int64), x.new_empty(N, k, dtype=torch.float32)
@@ -37,7 +37,7 @@ def _routed_tokens(
 def _routed_tokens_of(
     N: int, E: int, D: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Launch, Launch, int]:
-    """The launches that score the experts and choose them, and the columns of the scores."""
+    """Return the launches that score and choose experts, and the number of columns of the scores."""
     tile = tile_for("routed_tokens", dtype, device, E).fitted(columns=E, inner=D)
     constants = dict(E=E, D=D, PARTS=PARTS, PRECISION=precision_of(dtype), **tile.options)
     score = Launch(kernels.router_scores, (tile.grid(N)[0], PARTS), **constants)
@@ -50,7 +50,7 @@ def _routed_tokens_of(
 def _routed_tokens_backward(
     index: Tensor, shares: Tensor, weight: Tensor, expert_scale: Tensor, grad: Tensor
 ) -> Iterator[Tensor]:
-    """The gradient of the scores [N, E], from that of the experts' weights [N, k]."""
+    """Return the gradient of the scores [N, E], from the gradient of the experts' weights [N, k]."""
     (N, k), E = index.shape, weight.shape[0]
     of_scores = weight.new_empty(N, E)
     yield of_scores
@@ -86,8 +86,10 @@ _routed_tokens.register_autograd(_gradients, setup_context=_save)
 def routed_tokens(
     x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """As in torch.py, with a gradient for tokens alone; Unserved for a router that trains, under autocast, and for more
-    experts than the table of tiles has."""
+    """As in torch.py, with a gradient for tokens alone.
+
+    Unserved if the router trains, under autocast, and for more experts than the table of tiles lists.
+    """
     needs_gradient = torch.is_grad_enabled()
     if is_on(x) or (needs_gradient and any(each.requires_grad for each in (scale_D, weight_ED, expert_scale_E))):
         raise Unserved("routed_tokens in Triton has a gradient for tokens alone, and no autocast")
