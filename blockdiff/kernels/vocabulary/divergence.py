@@ -26,8 +26,8 @@ def divergence(
     """Return KL(p || q) in nats, [N] in at least fp32: p is predicted from given_ND, q from hidden_ND.
 
     given_head: the table and cap of p's logits (None: q's); it has as many tokens and may have another width. top: keep
-    only p's likeliest tokens, renormalised (None: all). Gradients flow to hidden_ND and to q's table if that trains; p is
-    constant.
+    only p's likeliest tokens, renormalised (None: all). Gradients flow to hidden_ND, and to q's table if that
+    trains; p is constant.
     """
     table, cap = (table_VD, softcap) if given_head is None else given_head
     given_ND, table = in_autocast(given_ND.detach(), table.detach())
@@ -39,10 +39,10 @@ def _chunk_of(given_table: Tensor, given_softcap: float | None, top: int | None)
     """Return the function that computes a chunk for `CrossEntropy`."""
 
     def of_chunk(
-        hidden: Tensor, table: Tensor, given: Tensor, softcap: float | None, *_: object
+        hidden: Tensor, table: Tensor, target: Tensor, softcap: float | None, *_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the divergences, the normaliser 1, and the gradients q - p of the logits."""
-        z, given_z = logits(hidden, table, softcap), logits(given, given_table, given_softcap)
+        z, given_z = logits(hidden, table, softcap), logits(target, given_table, given_softcap)
         if top is not None and top < given_z.shape[-1]:
             likeliest = given_z.topk(top)
             given_z = given_z.fill_(-float("inf")).scatter_(-1, likeliest.indices, likeliest.values)
