@@ -98,5 +98,5 @@ def gated_linear(x: Tensor, gate_FD: Tensor | StoredMatrix, up_FD: Tensor | Stor
         raise Unserved("gated_linear in Triton takes weights in fp8 or not stored in fewer bits")
     check_dtypes("gated_linear", x)
     gate, up = (weight.codes.view(torch.int8) for weight in (gate_FD, up_FD))
-    out: Tensor = _gated_product(x, gate, up, gate_FD.scale, up_FD.scale, activation)
-    return out
+    product: Tensor = _gated_product(x, gate, up, gate_FD.scale, up_FD.scale, activation)
+    return product
