@@ -171,6 +171,7 @@ TRAINED: dict[str, tuple[str, ...] | None] = {
     "minimax_m3": ("FSDP2",),
     "minimax_m3 denoising": ("experts", "tensor"),
     "llada2": ("FSDP2", "experts"),
+    "sdar_moe": ("FSDP2", "experts"),
     "qwen3 sliding, denoising": ("FSDP2",),
 }
 SCENARIOS = {

@@ -27,6 +27,9 @@ from tests.support.recipes import largest_batch, start, without_weights
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "recipes" / "README.md").read_text()
 PLANS = re.findall(r"```\n\$ blockdiff (plan recipes/(?:diffusiongemma_26b|drafter)_\S+ .*)\n((?:.*\n)*?)```\n", README)
+ADAPTED = re.findall(  # the table of docs/families.md: recipe, GB of the GPU, GiB of the weights and in all
+    r"\| `(\w+_lora\.yaml)` \| (\d+) GB \| ([\d.]+) GiB \| ([\d.]+) GiB \|", (ROOT / "docs/families.md").read_text()
+)
 PART = re.compile(r"^  (\w[\w ]*?) +([\d.,]+) (GiB|MiB)")
 
 
@@ -71,6 +74,21 @@ def test_the_recipes_are_planned_as_their_page_says_without_the_network(monkeypa
             assert now[name] == pytest.approx(then[name], abs=0.06)
         first, *_, last = done.stdout.splitlines()
         assert printed.startswith(f"{first}\n") and f"{last}\n" in printed  # the rows; how many numbers train
+
+
+@pytest.mark.parametrize(("name", "gpu", "weights", "in_all"), ADAPTED)
+def test_the_recipes_of_other_families_are_planned_as_their_page_says_and_fit_their_gpu(
+    name: str, gpu: str, weights: str, in_all: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(ADAPTED) == 3
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    command = ["plan", str(ROOT / "recipes" / name), "--gpus", "1", "--gpu-memory", gpu]
+    with pytest.warns(UserWarning, match="not to be had here; it is planned by its shape"):
+        done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and "fits" in done.stdout, done.output
+    parts = parts_of(done.stdout)
+    assert parts["weights"] == pytest.approx(float(weights), abs=0.06)
+    assert parts["in all"] == pytest.approx(float(in_all), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "sudoku4_causal", "word_problems"])
