@@ -160,7 +160,7 @@ def metric(key: str) -> Metric:
     return METRICS.get(key) or Metric(kind, key.replace("_", " "), in_line=True)
 
 
-def own_keys(records: Iterable[Mapping[str, Any]]) -> list[str]:
+def unlisted_keys(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """The keys of numbers in records that the table does not have: of a kind of run, or a trainer, of one's own."""
     numbers = (key for record in records for key, value in record.items() if type(value) in (int, float))
     return [key for key in dict.fromkeys(numbers) if key not in METRICS and key != "step"]

@@ -1,4 +1,4 @@
-"""From rows to tokens, and where the responses lie in them. `collate` chooses canvases and noise."""
+"""`Encoder`, which turns rows into tokens with the spans of their responses. `collate` chooses canvases and noise."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from blockdiff.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK = 128  # rows given to the tokenizer in one call; their offsets are many small objects
-CHARACTERS = 1 << 20  # of them
+CHUNK_ROWS = 128  # the largest number of rows in one call of the tokenizer; their offsets are many small objects
+CHUNK_CHARACTERS = 1 << 20  # the same of characters, unless one row has more
 
 
 class Encoding(NamedTuple):
-    """A row as tokens, whole: its responses, those of them that are learnt, and what the row excludes from learning."""
+    """The tokens of a whole row, with the spans of the responses to learn and the spans that the row excludes."""
 
     row: Row
     tokens: list[int]
@@ -61,36 +61,39 @@ class Encoding(NamedTuple):
 def truncated(
     tokens: list[int], responses: Sequence[Span], max_length: int, canvas_length: int, aligned: bool = False
 ) -> tuple[list[int], list[Span]] | None:
-    """Tokens and responses cut to `max_length`, a response only between its canvases; None if no canvas fits.
+    """Cut tokens and responses to `max_length`, a response only between canvases; None if no canvas fits.
 
-    Nothing is kept after the last response: what follows a cut is no longer what the conversation says. aligned: as
-    `canvas.cut` has it.
+    Tokens after the last response are dropped, too: without the cut part they would continue another conversation.
+    aligned: as in `canvas.cut`.
     """
     if len(tokens) <= max_length:
         return tokens, list(responses)
-    kept = []
+    fitting = []
     for start, end in responses:
         if end > max_length:
-            whole = [its_end for _, its_end in cut((start, end), canvas_length, aligned) if its_end <= max_length]
-            kept += [(start, whole[-1])] if whole else []
+            ends = [canvas_end for _, canvas_end in cut((start, end), canvas_length, aligned)]
+            whole = [canvas_end for canvas_end in ends if canvas_end <= max_length]
+            fitting += [(start, whole[-1])] if whole else []
             break
-        kept.append((start, end))
-    return (tokens[: kept[-1][1]], kept) if kept else None
+        fitting.append((start, end))
+    return (tokens[: fitting[-1][1]], fitting) if fitting else None
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns rows into examples for one tokenizer, canvas length and largest row.
+    """Turns rows into examples.
 
-    `eos_id` is the first configured eos id: it ends prompt/response rows (chat turns end by their template)
-    and fills last canvases. `turns`: every assistant turn is a response, or the last one only. `system` is put
-    before conversations without a system message. `too_long`: rows of more than `max_length` tokens are cut at a
-    canvas boundary, left out, or refused by name. `chat`: prompt and response are a conversation of two turns.
-    `verbatim`: conversations are written by a template of ours that alters no message, not by the tokenizer's.
-    `control_tokens`: what rows have of control tokens is "text" like any other, or "allow"ed to be these tokens.
-    `skips_bad_rows`: those who read rows for it leave out and count the rows that cannot be used. `reader`: reads the
-    images of rows; without one, rows that have any are refused. `day`: the date that chat templates write. `aligned`:
-    canvases begin at multiples of their length.
+    eos_id: the token that ends prompt/response rows (the template ends chat turns) and fills last canvases.
+    turns: every assistant turn is a response, or only the last one.
+    system: the system message of conversations that have none.
+    too_long: cut rows of more than `max_length` tokens at a canvas boundary, leave them out, or raise DataError.
+    chat: prompt and response are a conversation of two turns.
+    verbatim: use blockdiff's own template, which changes no message, instead of the tokenizer's.
+    control_tokens: control tokens that rows spell out stay "text", or are "allow"ed to become control tokens.
+    skips_bad_rows: leave out and count rows that cannot be used.
+    reader: reads the images of rows; without it, rows with images raise DataError.
+    day: the date that chat templates write.
+    aligned: canvases begin at multiples of their length.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -111,22 +114,22 @@ class Encoder:
 
     @cached_property
     def template(self) -> str:
-        """The chat template that marks assistant turns; looked up when the first messages row comes."""
+        """The chat template with marks around assistant turns."""
         return training_template(self.tokenizer, verbatim=self.verbatim)
 
     @cached_property
     def tool_template(self) -> str:
-        """The chat template of rows with tools, for which a tokenizer may keep one of its own, called tool_use."""
+        """The chat template of rows with tools, which is another one if the tokenizer has a template tool_use."""
         return training_template(self.tokenizer, ({},), verbatim=self.verbatim)
 
     @cached_property
     def guard(self) -> Guard:
-        """The guard that keeps the texts of rows from becoming control tokens."""
+        """The guard that keeps texts of rows from becoming control tokens."""
         return make_guard(self.tokenizer, str(self.tokenizer.chat_template or ""), self.control_tokens)
 
     @property
-    def kept_template(self) -> str | dict[str, str]:
-        """The chat template for the tokenizer of a trained model: if it has several, all of them."""
+    def exported_template(self) -> str | dict[str, str]:
+        """The chat template of the trained model's tokenizer; all templates by name if it has several."""
         several = self.tokenizer.chat_template
         if isinstance(several, dict) and "default" not in several and not self.verbatim:
             return several
@@ -137,7 +140,7 @@ class Encoder:
 
     @cached_property
     def _alterations(self) -> dict[str, Alterations]:
-        """The changes that chat templates make to messages beside writing them, as far as they were looked up."""
+        """The changes that chat templates make to messages, by template."""
         return {}
 
     def _alterations_of(self, template: str) -> Alterations:
@@ -153,13 +156,13 @@ class Encoder:
 
     @cached_property
     def _unknown_tool_token(self) -> str | None:
-        """The first token that the chat template writes around tools, but that the tokenizer does not have."""
+        """The first token that the chat template writes around tools and the tokenizer lacks; None if there is none."""
         template, vocabulary = self.tool_template, self.tokenizer.get_vocab()
         return next((token for token in TOOL_TOKENS if token in template and token not in vocabulary), None)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides which tokens a row becomes."""
+        """A hash of everything that decides the tokens of a row."""
         if not self.tokenizer.is_fast:
             raise _slow()
         backend = rust_tokenizer(self.tokenizer)
@@ -178,15 +181,15 @@ class Encoder:
 
     @property
     def tokenizer_fingerprint(self) -> str:
-        """A hash of the tokenizer, but not of its chat template."""
+        """A hash of the tokenizer without its chat template."""
         text = json.dumps(self.tokenizer.special_tokens_map, sort_keys=True, default=str)
         text += rust_tokenizer(self.tokenizer).to_str()
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Example], Statistics]:
-        """The examples of `rows` in order, and what became of the rows.
+        """Return the examples of rows in order, and statistics about the rows.
 
-        Raises DataError naming file and line where a row cannot be tokenised, and when no row is left.
+        Raises DataError with file and line of a row that cannot be tokenised, and if no row is left.
         """
         statistics = Statistics(self.canvas_length, self.aligned)
         examples = list(self.examples(rows, statistics))
@@ -195,10 +198,10 @@ class Encoder:
         return examples, statistics
 
     def examples(self, rows: Iterable[Row], statistics: Statistics, counts_bad: bool = False) -> Iterator[Example]:
-        """The examples of `rows` one after the other, counted in `statistics`; `sample_id` counts rows from 0.
+        """Yield the examples of rows, and count them in `statistics`. `sample_id` counts rows from 0.
 
-        Raises DataError naming file and line where a row cannot be tokenised or is longer than it may be; with
-        `counts_bad` or `skips_bad_rows` such rows are left out and counted.
+        Raises DataError with file and line of a row that cannot be tokenised or is too long. With `counts_bad` or
+        `skips_bad_rows` such rows are left out and counted instead.
         """
         bad = statistics if counts_bad or self.skips_bad_rows else None
         for sample_id, (row, tokens, responses, excluded, images, context_turns, changes, slots) in enumerate(
@@ -216,13 +219,14 @@ class Encoder:
                 statistics.count_dropped(row.where)
                 continue
             cut_tokens = len(tokens) - len(fitted[0])
-            kept = tuple(image for image in images if image.column < len(fitted[0]))  # a cut is in no image
-            statistics.count_example(fitted[0], fitted[1], [image.tokens for image in kept], cut_tokens=cut_tokens)
-            whole = tuple((start, min(end, len(fitted[0]))) for start, end in excluded if start < len(fitted[0]))
-            yield Example(sample_id, fitted[0], fitted[1], cut_tokens > 0, row.where, kept, whole, slots)
+            images_left = tuple(image for image in images if image.column < len(fitted[0]))  # no cut is in an image
+            lengths = [image.tokens for image in images_left]
+            statistics.count_example(fitted[0], fitted[1], lengths, cut_tokens=cut_tokens)
+            clipped = tuple((start, min(end, len(fitted[0]))) for start, end in excluded if start < len(fitted[0]))
+            yield Example(sample_id, fitted[0], fitted[1], cut_tokens > 0, row.where, images_left, clipped, slots)
 
     def nothing_left(self, rows: int, where: str = "") -> DataError:
-        """The error for data of which no row is left."""
+        """The error for data without a usable row."""
         room = "is short enough" if self.too_long == "drop" else f"has room for a canvas of {self.canvas_length} tokens"
         return DataError(
             f"{where and where + ': '}none of {rows} rows {room} within max_length {self.max_length}; "
@@ -242,7 +246,7 @@ class Encoder:
         return truncated(tokens, responses, self.max_length, self.canvas_length, self.aligned)
 
     def _encoded(self, rows: Iterable[Row], counts: Statistics | None) -> Iterator[Encoding]:
-        """Every row as tokens; with `counts` rows that cannot be encoded are counted there and left out."""
+        """Yield the encoding of every row. With `counts`, bad rows are counted there and left out."""
         if not self.tokenizer.is_fast:
             raise _slow()
         for chunk in _chunks(rows):
@@ -265,42 +269,46 @@ class Encoder:
                     yield from encoded
 
     def _together(self, rows: Sequence[Row]) -> Iterator[Encoding]:
-        """The encodings of some rows, which are tokenised in few calls."""
+        """Yield the encodings of rows that are tokenised together."""
         encoded_pairs = iter(self._pairs([row for row in rows if row.messages is None]))
         encoded_chats = iter(self._chats([row for row in rows if row.messages]))
         images = self._images(rows)
         for row in rows:
             ids, spans, excluded, changes = next(encoded_pairs if row.messages is None else encoded_chats)
-            found = [] if row.decision is None else [spans.pop() for _ in row.decision.questions][::-1]
-            known = [*spans, *excluded, *found]
+            answers = [] if row.decision is None else [spans.pop() for _ in row.decision.questions][::-1]
+            known = [*spans, *excluded, *answers]
             tokens, moved, placed = self._placed(row, ids, known, [next(images) for _ in row.sources])
-            responses, others = moved[: len(spans)], tuple(moved[len(spans) : len(known) - len(found)])
-            chosen = responses if self.turns == "all" and not found else responses[-1:]
-            slots = slots_of(row, tokens, moved[len(known) - len(found) :], chosen, self.canvas_length, self.tokenizer)
+            first_answer = len(known) - len(answers)
+            responses, others = moved[: len(spans)], tuple(moved[len(spans) : first_answer])
+            chosen = responses if self.turns == "all" and not answers else responses[-1:]
+            slots = slots_of(row, tokens, moved[first_answer:], chosen, self.canvas_length, self.tokenizer)
             yield Encoding(row, tokens, chosen, others, placed, len(moved) - len(chosen) - len(slots), changes, slots)
 
     def _images(self, rows: Sequence[Row]) -> Iterator[ExampleImage]:
-        """The images of some rows, one after the other, read together; where they stand is not known yet."""
+        """Yield the images of rows in order, still without their columns. All are read together."""
         sources = [(row, source) for row in rows for source in row.sources]
         if not sources:
             return
         if self.reader is None:
             raise DataError(
-                f"{sources[0][0].where}: has an image, and nothing reads it; set model.images to frozen or "
+                f"{sources[0][0].where}: has an image, but the run reads none; set model.images to frozen or "
                 "trained, or remove it"
             )
         paths = [self.reader.located(source, row.where) for row, source in sources]
-        for (row, source), found in zip(sources, self.reader.facts(paths), strict=True):
-            if isinstance(found, DataError):
-                raise DataError(f"{row.where}: {found}")
+        for (row, source), facts in zip(sources, self.reader.facts(paths), strict=True):
+            if isinstance(facts, DataError):
+                raise DataError(f"{row.where}: {facts}")
             if not isinstance(source, str | bytes):
-                raise DataError(f"{row.where}: an image is given as tensors; training reads files and their bytes")
-            yield ExampleImage(source, 0, *found)
+                raise DataError(f"{row.where}: an image is a tensor; training needs the file or its bytes")
+            yield ExampleImage(source, 0, *facts)
 
     def _placed(
         self, row: Row, tokens: list[int], responses: list[Span], images: Sequence[ExampleImage]
     ) -> tuple[list[int], list[Span], list[ExampleImage]]:
-        """The tokens with all placeholders of the row's images, of each of which they have one, and what moves so."""
+        """Repeat the single placeholder of each image as often as the image has tokens.
+
+        Returns the tokens, the moved spans of the responses, and the images with their columns.
+        """
         if self.reader is None or not (images or self.reader.tokens[1] in tokens):
             return tokens, responses, []
         try:
@@ -311,11 +319,14 @@ class Encoder:
         return whole.ids, moved, [replace(image, column=at) for image, at in zip(images, whole.columns, strict=True)]
 
     def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], list[Span], Counter[str]]]:
-        """Raw text: bos and prompt, then response and eos, tokenised apart so that no token joins them."""
+        """Encode raw rows: bos and prompt, then response and eos. No token spans prompt and response.
+
+        Yields the tokens, the span of the response, no excluded spans, and changes.
+        """
         text = next((row for row in rows if row.is_text), None)
         if text is not None and self.canvas_length > 1:
             raise DataError(
-                f"{text.where}: the row is one text, and canvases learn responses; write prompt (it may be empty) and "
+                f"{text.where}: the row is one text, but canvases learn responses; write prompt (it may be empty) and "
                 "response, or train next tokens of a causal model"
             )
         bos = self.tokenizer.bos_token_id
@@ -327,7 +338,7 @@ class Encoder:
             yield tokens, [(len(start), len(tokens))], [], Counter(spelt=is_cut or bool(response.cuts))
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], bool]]:
-        """The tokens of raw prompts, with a placeholder for each image, and whether they spell a control token."""
+        """Yield the tokens of raw prompts, with image placeholders, and whether they spell a control token."""
         parts = [
             text_with_images(row.prompt or "", row.images)
             if row.images
@@ -362,7 +373,7 @@ class Encoder:
             yield encoding.ids, responses, excluded, changes
 
     def _rendered(self, row: Row) -> tuple[Rendered, Counter[str]]:
-        """A conversation as its chat template writes it, and what the template alters."""
+        """Render a conversation with its chat template. Returns it and the template's changes to messages."""
         messages = row.messages or ()
         if row.decision is not None:
             messages = (*messages, {"role": "assistant", "content": answered(row, self.tokenizer)[0]})
@@ -371,13 +382,13 @@ class Encoder:
         if has_tools and self._unknown_tool_token:
             raise DataError(
                 f"{row.where}: the chat template writes tools with {self._unknown_tool_token}, which the tokenizer "
-                "does not have; take one that has it, or remove the row"
+                "does not have; use a tokenizer that has it, or remove the row"
             )
         turns = [message for message in messages if message["role"] == "assistant"]
         if self.turns == "last" and turns and not turns[-1].get("is_learnt", True):
             raise DataError(
-                f"{row.where}: the last message of the assistant is marked as one not to learn, and data.turns: last "
-                "learns no other; remove the row, or write data.turns: all"
+                f"{row.where}: the last assistant message is marked as not to be learnt, but data.turns: last learns "
+                "no other; remove the row, or set data.turns: all"
             )
         if self.system is not None and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system}, *messages)
@@ -385,7 +396,7 @@ class Encoder:
         try:
             is_last = self.turns == "last"
             each = marked(self.tokenizer, template, apart, self._variables, row.tools, self.guard, is_last)
-        except EndlessTemplate as error:  # it would be so with other rows, too
+        except EndlessTemplate as error:  # other rows would not end either
             raise DataError(f"{error} for the row at {row.where}; name another one as data.template") from None
         except RefusedByTemplate as error:
             raise DataError(f"{row.where}: the chat template refuses it ({error}); change the row") from None
@@ -398,9 +409,10 @@ class Encoder:
     def _tokenise(
         self, texts: Sequence[str], rows: Sequence[Row], cuts: Sequence[tuple[int, ...]] | None = None
     ) -> list[Encoded]:
-        """The tokens of every text, without transformers' dictionaries of lists.
+        """Tokenise texts without transformers' dictionaries of lists. Raises DataError with the row that fails.
 
-        A rendered text brings its `cuts` and gets offsets; any other is cut at the control tokens that it spells.
+        cuts: for rendered texts, the columns at which control tokens are spelt; their tokens have offsets. None: other
+        texts, which are cut at the control tokens that they spell.
         """
         try:
             return self._encode(texts, cuts)
@@ -420,11 +432,11 @@ class Encoder:
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """The rows, some at a time: at most CHUNK, and no more than CHARACTERS unless one row has more."""
+    """Yield rows in chunks of at most CHUNK_ROWS rows and CHUNK_CHARACTERS characters, or of one row."""
     chunk, size = list[Row](), 0
     for row in rows:
         length = row.characters
-        if chunk and (len(chunk) == CHUNK or size + length > CHARACTERS):
+        if chunk and (len(chunk) == CHUNK_ROWS or size + length > CHUNK_CHARACTERS):
             yield chunk
             chunk, size = [], 0
         chunk.append(row)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blockdiff.errors import RunError
-from blockdiff.metrics import FILE_NAME, Record, measured, metric, own_keys, read
+from blockdiff.metrics import FILE_NAME, Record, measured, metric, read, unlisted_keys
 
 Points = tuple[list[float], list[float]]
 
@@ -181,7 +181,7 @@ def make_panels(runs: Sequence[NamedRun]) -> list[Panel]:
     panels = []
     counts = [tokens_at(run.records) for run in runs] if len(runs) > 1 else [None]
     is_by_tokens = None not in counts
-    own = _over_steps(*own_keys(record for run in runs for record in run.records))
+    own = _over_steps(*unlisted_keys(record for run in runs for record in run.records))
     for panel in (*(ALONE if len(runs) == 1 else COMPARED), *own):
         lines = []
         for line in panel.lines:

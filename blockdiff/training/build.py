@@ -1,4 +1,4 @@
-"""`build`: from a recipe to everything that trains, one function to be read from top to bottom."""
+"""`build`: from a recipe to the parts of its run, in one function to read from top to bottom."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from blockdiff.training.data import first_day
 from blockdiff.training.freeze import count_parts
 from blockdiff.training.kinds.kind import kind_of
 from blockdiff.training.optimiser import Ema
-from blockdiff.training.plan.fitting import require_kept, require_step
+from blockdiff.training.plan.fitting import require_resident, require_step
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recomputation import checkpoint_activations
@@ -39,21 +39,21 @@ from blockdiff.training.starting_model import adapter_to_train, computed_in, str
 
 
 def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = None) -> Built:
-    """Make everything that a recipe names, and restore the checkpoint `saved`; `show` prints a line for each part.
+    """Build the parts of a recipe's run and restore the checkpoint `saved` (None: start at step 0).
 
-    A recipe that can be refused without weights is refused before they are read. Optimiser and average are made of
-    the parameters as they are spread over the ranks. Raises RecipeError, DataError, CheckpointError or RunError, in one
-    line each.
+    Every check that needs no weights is made before they are read. Optimiser and average are built from the parameters
+    that the mesh has distributed. `show` prints a line for each part. Raises RecipeError, DataError, CheckpointError or
+    RunError, in one line each.
     """
     kind = kind_of(recipe)
     base = kind.start(recipe)
     objective = kind.without_weights(recipe, base)
     model = objective.model
     mesh, adapter = make_mesh(recipe, ranks), adapter_to_train(recipe, model)
-    require_kept(objective, recipe, base, ranks)
+    require_resident(objective, recipe, base, ranks)
 
-    began = partial(first_day, None if saved is None else saved.absolute().parents[1])
-    day = date.fromisoformat(ranks.from_main("reading the date of the run", lambda: str(began())))
+    run = None if saved is None else saved.absolute().parents[1]
+    day = date.fromisoformat(ranks.from_main("reading the date of the run", lambda: str(first_day(run))))
     data = kind.read_data(recipe, base, ranks, show.reading, day)
     for line in data.lines():
         show.line(line)
@@ -85,19 +85,19 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     else:
         dtype = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
         checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
-    show.line(f"model     {recipe.model.path or f'preset {recipe.model.preset}'}, {_kept(model)}")
+    show.line(f"model     {recipe.model.path or f'preset {recipe.model.preset}'}, {_dtypes(model)}")
     if adapter is not None:
         show.line(f"adapter   {recipe.lora.path}, trains on")
     for word, name, other in kind.load_others(recipe, objective, mesh):
-        show.line(f"{word:<9} {name}, {_kept(other)}")
+        show.line(f"{word:<9} {name}, {_dtypes(other)}")
     if mesh.is_split:
         show.line(f"mesh      {mesh}")
     show.parts(count_parts(model))
     if mesh.offload:
-        move_own(objective, ranks.device)
+        move_except_model(objective, ranks.device)
     else:
-        objective.to(ranks.device)  # the objective's own tensors; the model's are there already
-    objective.train()  # loaded weights are in eval mode, in which nothing is dropped out
+        objective.to(ranks.device)  # moves the objective's own tensors; the model's are on the device already
+    objective.train()  # loaded models are in eval mode, without dropout
     module = replicate(objective, mesh)
 
     optimiser = optimisers.build(
@@ -124,7 +124,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         if step > data.steps:
             key = "steps" if recipe.train.epochs is None else "epochs"
             length = f"{getattr(recipe.train, key):g}"
-            raise RunError(f"{saved}: already at step {step}, past train.{key} = {length}; raise train.{key} to go on")
+            raise RunError(f"{saved}: already at step {step}, past train.{key} = {length}; raise train.{key}")
     built = Built(
         base=base,
         data=data,
@@ -145,26 +145,26 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     )
     source = kind.source(recipe, built, ranks, show)
     if saved is not None and source.counts(ranks) is not None:
-        source.count_on(read_counts(saved), ranks)
+        source.restore_counts(read_counts(saved), ranks)
     return replace(built, source=source)
 
 
-def _kept(model: BlockDiffusionModel) -> str:
-    """The dtype in which a model's weights are kept, in words, and the one in which they are gathered if it differs."""
-    kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.kept_dtype, model.dtype))
-    dtypes = kept if kept == gathered else f"{kept}, gathered in {gathered}"
+def _dtypes(model: BlockDiffusionModel) -> str:
+    """Describe the dtype in which a model's weights are stored, and that in which they are gathered if it differs."""
+    stored, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.kept_dtype, model.dtype))
+    dtypes = stored if stored == gathered else f"{stored}, gathered in {gathered}"
     forms = " and ".join(forms_of(model))
     return f"{dtypes}, linear layers and experts in {forms}" if forms else dtypes
 
 
 def make_mesh(recipe: Recipe, ranks: Ranks) -> Mesh:
-    """The mesh that a recipe asks for; RunError for what does not divide."""
-    asked = recipe.parallel
-    return Mesh.of(ranks, asked.shard, asked.experts, asked.offload, asked.tensor)
+    """The mesh of a recipe. Raises RunError if the processes do not divide into it."""
+    p = recipe.parallel
+    return Mesh.of(ranks, p.shard, p.experts, p.offload, p.tensor)
 
 
-def move_own(objective: nn.Module, device: torch.device) -> None:
-    """Move an objective's own tensors to a device; those of its model, which is offloaded, stay where they are."""
+def move_except_model(objective: nn.Module, device: torch.device) -> None:
+    """Move an objective to a device, except its model, which is offloaded."""
     for name, part in objective.named_children():
         if name != "model":
             part.to(device)
@@ -173,5 +173,5 @@ def move_own(objective: nn.Module, device: torch.device) -> None:
 
 
 def warmup_steps(recipe: Recipe, steps: int) -> int:
-    """The number of steps of a run of `steps` that warm up, as the recipe says or by default."""
+    """The number of warm-up steps in a run of `steps` steps: the recipe's, or the default."""
     return schedule.default_warmup(steps) if recipe.optim.warmup_steps is None else recipe.optim.warmup_steps

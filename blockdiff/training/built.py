@@ -1,4 +1,4 @@
-"""`Built`: the parts of a run, as `build` makes them; `Source`: where the batches of its optimiser steps come from."""
+"""`Built`, the parts of a run, and `Source`, the batches of its optimiser steps."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from blockdiff.training.step import Loss
 
 
 class Source:
-    """The batches of every optimiser step, asked for one step after the other: `source(step)`, counted from 1."""
+    """The batches of a run: `source(step)` for each optimiser step in order, counted from 1."""
 
     def __call__(self, step: int) -> Sequence[Batch]:
-        """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none.
+        """Return this rank's micro-batches of an optimiser step, on the CPU; with several ranks at least one.
 
-        Raises DataError for rows that cannot be used, and Interrupted when a rank is to stop meanwhile.
+        Raises DataError for rows that cannot be used, and Interrupted if a rank should stop meanwhile.
         """
         raise NotImplementedError
 
     def may_stop(self, step: int) -> bool:
-        """True if a run can be resumed after this optimiser step."""
+        """Whether a run can be resumed after this optimiser step."""
         return True
 
     def read(self, ranks: Ranks, seconds: float) -> Record:
-        """The metrics of how batches came about since the last call, `seconds` ago, over all ranks."""
+        """Return metrics of making batches since the last call, `seconds` ago, over all ranks."""
         return {}
 
     def counts(self, ranks: Ranks) -> dict[str, float] | None:
-        """The sums behind `read`, over all ranks, for a checkpoint; None if there are none."""
+        """The running sums behind `read`, over all ranks, for a checkpoint; None if there are none."""
         return None
 
-    def count_on(self, counts: Mapping[str, float], ranks: Ranks) -> None:
-        """Go on from the `counts` of a checkpoint."""
+    def restore_counts(self, counts: Mapping[str, float], ranks: Ranks) -> None:
+        """Restore the `counts` of a checkpoint."""
 
 
 class Rows(Source):
-    """The batches of a run's rows, made in a thread while the step before them runs."""
+    """The batches of a run's rows, prepared in a thread during the step before."""
 
     def __init__(self, data: Data, ranks: Ranks, micro_batch_size: int | None) -> None:
         def make(step: int) -> list[Batch]:
@@ -57,31 +57,31 @@ class Rows(Source):
         self.ahead = Ahead(make, data.steps, is_pinned=ranks.device.type == "cuda")
 
     def __call__(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of an optimiser step."""
+        """Return this rank's micro-batches of an optimiser step."""
         return self.ahead(step)
 
 
 @dataclass(frozen=True)
 class Built:
-    """Everything a trainer needs: model, objective, optimiser, data, and the step it begins at."""
+    """The parts of a run: model, objective, optimiser, data, and the step it begins at."""
 
     base: StartingModel
     data: Data
     model: Any
     objective: Any
-    losses: dict[str, Loss]  # by name, as the objective returns their sums
+    losses: dict[str, Loss]  # by the names of the objective's sums
     mesh: Mesh
-    module: nn.Module  # what is called: the objective, wrapped if there are several ranks
-    precision: str | None  # what autocast computes in; None if the weights are gathered in that already
+    module: nn.Module  # the objective, wrapped if there are several ranks
+    precision: str | None  # the dtype of autocast; None if there is none, or if weights are gathered in it already
     optimiser: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     average: Ema | None
     source: Source
     diffusion: DiffusionSettings
-    facts: dict[str, Any]  # what must be the same for the run to be resumed
+    facts: dict[str, Any]  # the values that a resumed run must share
     steps: int  # the length of the run
-    step: int  # the optimiser step of the checkpoint that was restored, 0 = none was
+    step: int  # the optimiser step of the restored checkpoint, 0 = none
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that are evaluated and exported: their average if there is one."""
+        """Give the model the weights to evaluate and export, their average if there is one, around a block."""
         return nullcontext() if self.average is None else self.average.applied()

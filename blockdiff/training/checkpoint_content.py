@@ -1,10 +1,9 @@
-"""The content of a checkpoint of a run, `checkpoints/step-N`: its files, and the tensors and values in them by name.
+"""The content of a run's checkpoint, `checkpoints/step-N`: its files, and the tensors and values in them by name.
 
-It holds weights, optimiser state, averaged weights, step, facts and what the next record of the log has counted so far,
-and no random state: every draw is addressed. Its tensors are safetensors files and the rest is JSON, so no file is a
-pickle. Where nothing was sharded, a file has whole tensors: `model.safetensors`. Otherwise each rank wrote the pieces
-that it owns, `model-RANK.safetensors`, and `pieces.json` says where they lie. `checkpoint_writer` writes it,
-`checkpoint_reader` reads it.
+It has weights, optimiser state, averaged weights, step, facts and the counts of the log's next record. It has no random
+state, because every draw has an address. Tensors are in safetensors files and the rest is JSON, so no file is a pickle.
+An unsharded run writes whole tensors, `model.safetensors`. In a sharded run each rank writes the pieces that it owns,
+`model-RANK.safetensors`, and `pieces.json` lists them. `checkpoint_writer` writes them, `checkpoint_reader` reads them.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import Block, is_spread
 
 FOLDER, TRAINER, PIECES = CHECKPOINTS, "trainer.json", "pieces.json"
-MODEL, OPTIMISER, AVERAGE = KINDS = ("model", "optimiser", "ema")  # the tensors, and how their files begin
-FORMAT = 8  # of trainer.json and what it lists; a checkpoint of another one is refused
-STREAMED = "data.train: content"  # a fact: of a stream, whose rows may be corrected before a run goes on
+MODEL, OPTIMISER, AVERAGE = KINDS = ("model", "optimiser", "ema")  # kinds of tensors, and the beginnings of file names
+FORMAT = 8  # of trainer.json and the files that it lists; other formats are refused
+STREAMED = "data.train: content"  # the fact about a stream's rows, which may change before a run resumes
 ALONE = Ranks(torch.device("cpu"))
-SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes keeps once for all parameters
-# Of parameter groups: the rate is set before every step, the others say how this machine computes.
+SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes has once for all parameters
+# Keys of parameter groups: the rate is set before every step, the others depend on the machine.
 NOT_RESTORED = ("lr", "fused", "foreach", "capturable")
 _COMPLETE = re.compile(r"step-(\d+)")
 
@@ -43,28 +42,28 @@ JsonValue = str | bool | int | float | None
 
 
 def steps_saved(run: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run directory by step, oldest first. A directory so named is complete."""
-    found = [(_COMPLETE.fullmatch(path.name), path) for path in (run / FOLDER).glob("step-*")]
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    """The complete checkpoints of a run directory by step, oldest first."""
+    matches = [(_COMPLETE.fullmatch(path.name), path) for path in (run / FOLDER).glob("step-*")]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
-def require_own_names(objective: nn.Module) -> None:
-    """Raises RunError where what an objective has beside its model has a name of the model's: one would be lost."""
+def require_distinct_names(objective: nn.Module) -> None:
+    """Raise RunError if a tensor of the objective has the name of one of its model, since one would be lost."""
     names = list(objective.state_dict())
     shared = {short_name(name) for name in names if short_name(name) != name} & {*names}
     if shared:
-        raise RunError(f"objective: its tensor {min(shared)} has the name of one of the model; rename it")
+        raise RunError(f"objective: its tensor {min(shared)} has the name of a tensor of the model; rename it")
 
 
 def short_name(name: str) -> str:
-    """The name of a tensor of the objective: those of its model without the prefix."""
+    """The name of an objective's tensor in checkpoints: without the prefix of the objective's model."""
     return name.removeprefix("model.")
 
 
 def saved_weights(objective: nn.Module) -> dict[str, Tensor]:
-    """The weights in a checkpoint: all tensors of the objective, or of a model with adapters these alone.
+    """The weights of a checkpoint: all tensors of the objective, but of a model with adapters only these.
 
-    The weights that they adapt do not change; the recipe of the run names the checkpoint that has them.
+    The adapted weights do not change; the run's recipe names the checkpoint that has them.
     """
     state = objective.state_dict()
     if any(is_adapter(short_name(name)) for name in state):
@@ -75,8 +74,8 @@ def saved_weights(objective: nn.Module) -> dict[str, Tensor]:
 def optimiser_state(objective: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Optimiser state by `parameter name/key`: the tensors, and the JSON values of parameters and groups.
 
-    Raises RunError for state that could not be given back: what is no tensor or JSON value, and what is spread over
-    the ranks in another way than its parameter.
+    Raises RunError for state that could not be restored: values that are neither tensors nor JSON, and tensors that are
+    not sharded like their parameter.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, JsonValue] = {}
@@ -84,7 +83,7 @@ def optimiser_state(objective: nn.Module, optimiser: torch.optim.Optimizer) -> t
         for key, value in optimiser.state.get(parameter, {}).items():
             full_name = f"{short_name(name)}/{key}"
             if isinstance(value, Tensor):
-                require_like(full_name, parameter, tuple(value.shape))
+                require_shardable(full_name, parameter, tuple(value.shape))
                 tensors[full_name] = value.detach().clone() if key in SHARED else value.detach()
             elif isinstance(value, JsonValue):
                 values[full_name] = value
@@ -98,18 +97,18 @@ def optimiser_state(objective: nn.Module, optimiser: torch.optim.Optimizer) -> t
     return tensors, {"state": values, "groups": groups}
 
 
-def require_like(full_name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise RunError for state of a parameter that is spread over ranks in another way than this shape can be."""
+def require_shardable(full_name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise RunError if the parameter is sharded and state of this shape cannot be sharded like it."""
     if is_spread(parameter) and shape and shape != tuple(parameter.shape):
         raise RunError(
-            f"optimiser: its state {full_name} has the shape {list(shape)}, so it cannot be spread over ranks as its "
-            "parameter is; leave parallel.shard and parallel.experts out, or choose optim.name: adamw"
+            f"optimiser: its state {full_name} has the shape {list(shape)}, so it cannot be sharded like its "
+            "parameter; leave parallel.shard and parallel.experts out, or set optim.name: adamw"
         )
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint: what it is, and in which files its pieces lie."""
+    """A tensor of a checkpoint, with the file and the block of each of its pieces."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -117,10 +116,10 @@ class SavedTensor:
 
 
 class SavedTensors:
-    """The tensors of a checkpoint, to be read in pieces.
+    """The tensors of a checkpoint, which can be read in blocks.
 
-    digests: of all its files but trainer.json. Raises OSError, ValueError, KeyError, TypeError, SafetensorError or
-    CheckpointError for files that are not as they were written.
+    digests: of all its files except trainer.json. Methods raise OSError, ValueError, KeyError, TypeError,
+    SafetensorError or CheckpointError for files that have changed.
     """
 
     def __init__(self, checkpoint: Path, digests: Mapping[str, str]) -> None:
@@ -131,29 +130,26 @@ class SavedTensors:
 
     @property
     def is_sharded(self) -> bool:
-        """True where several ranks wrote pieces."""
+        """Whether several ranks wrote pieces."""
         return PIECES in self.digests
 
     def has(self, kind: str) -> bool:
-        """True where there are tensors of a kind."""
+        """Whether there are tensors of a kind."""
         return any(_holds(name, kind) for name in self.digests)
 
     def files(self, kinds: Iterable[str]) -> list[str]:
-        """The names of the files with tensors of these kinds; KeyError where there are none of one."""
-        found = {kind: [name for name in self.digests if _holds(name, kind)] for kind in kinds}
-        for kind, names in found.items():
+        """The names of the files with tensors of these kinds. Raises KeyError for a kind without files."""
+        names_by_kind = {kind: [name for name in self.digests if _holds(name, kind)] for kind in kinds}
+        for kind, names in names_by_kind.items():
             if not names:
                 raise KeyError(f"{kind}.safetensors")
-        return sorted(name for names in found.values() for name in names) + [PIECES] * self.is_sharded
+        return sorted(name for names in names_by_kind.values() for name in names) + [PIECES] * self.is_sharded
 
     def verify(self, kinds: Iterable[str], ranks: Ranks) -> str | None:
-        """Compare the digests of this rank's share of the files of some kinds; says which one is not as it was.
-
-        The largest files go first, each to the rank with the fewest bytes so far.
-        """
+        """Compare the digests of this rank's share of the files of some kinds. Returns what is wrong, or None."""
         try:
             names = self.files(kinds)
-            for name in _dealt({name: self._path(name).stat().st_size for name in names}, ranks.world)[ranks.rank]:
+            for name in _shares({name: self._path(name).stat().st_size for name in names}, ranks.world)[ranks.rank]:
                 if piecewise_digest(self._path(name)) != self.digests[name]:
                     return f"{name} has changed since it was written"
         except OSError as error:
@@ -169,24 +165,24 @@ class SavedTensors:
         return self._kinds[kind]
 
     def read(self, kind: str, name: str, block: Block | None = None) -> Tensor:
-        """A block of a tensor (None: all of it) in memory of its own, put together of the pieces that were saved."""
-        found = self.tensors(kind)[name]
-        read = torch.empty((block or Block.whole(found.shape)).sizes, dtype=found.dtype)
-        self.copy(kind, name, block, read)
-        return read
+        """Read a block of a tensor (None: the whole tensor), assembled from the saved pieces."""
+        saved = self.tensors(kind)[name]
+        target = torch.empty((block or Block.whole(saved.shape)).sizes, dtype=saved.dtype)
+        self.copy(kind, name, block, target)
+        return target
 
     def copy(self, kind: str, name: str, block: Block | None, target: Tensor) -> None:
-        """The same into a tensor of the block's shape."""
-        found = self.tensors(kind)[name]
-        target_block = block or Block.whole(found.shape)
-        left = target_block.numel
-        for file, piece in found.pieces:
+        """Read a block of a tensor (None: the whole tensor) into `target`, which has the block's shape."""
+        saved = self.tensors(kind)[name]
+        target_block = block or Block.whole(saved.shape)
+        missing = target_block.numel
+        for file, piece in saved.pieces:
             if (common := target_block.within(piece)) is not None:
-                # Of a tensor in a file, which is mapped into memory, nothing is read but what is copied.
+                # Files are mapped into memory, so only what is copied is read.
                 content = self._handle(file).get_tensor(name)[common.seen_from(piece.offsets).slices]
                 target[common.seen_from(target_block.offsets).slices].copy_(content)
-                left -= common.numel
-        if left:
+                missing -= common.numel
+        if missing:
             raise ValueError(f"{name} is not whole")
 
     def _whole(self, file: str) -> dict[str, SavedTensor]:
@@ -197,7 +193,7 @@ class SavedTensors:
 
     def _pieces(self) -> dict[str, dict[str, SavedTensor]]:
         if self._index is None:
-            said = json.loads(self._path(PIECES).read_text(encoding="utf-8"))
+            index = json.loads(self._path(PIECES).read_text(encoding="utf-8"))
             self._index = {
                 kind: {
                     name: SavedTensor(
@@ -207,7 +203,7 @@ class SavedTensors:
                     )
                     for name, entry in tensors.items()
                 }
-                for kind, tensors in said.items()
+                for kind, tensors in index.items()
             }
         return self._index
 
@@ -225,8 +221,8 @@ def _holds(file: str, kind: str) -> bool:
     return suffix == "safetensors" and (name == kind or name.rpartition("-")[0] == kind)
 
 
-def _dealt(sizes: Mapping[str, int], world: int) -> list[list[str]]:
-    """Files for each rank, so that all have about as many bytes."""
+def _shares(sizes: Mapping[str, int], world: int) -> list[list[str]]:
+    """Divide files among `world` ranks by bytes: the largest first, each to the rank with the fewest bytes."""
     shares: list[list[str]] = [[] for _ in range(world)]
     bytes_of = [0] * world
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

@@ -1,6 +1,6 @@
-"""The reader of a run's checkpoints: what goes on from one has its tensors, whichever ranks wrote them.
+"""The reader of a run's checkpoints. Any ranks can read what any other ranks wrote.
 
-Every rank verifies some of the files and reads its own pieces.
+Every rank verifies a share of the files and reads the pieces that it needs.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from blockdiff.training.checkpoint_content import (
     TRAINER,
     Facts,
     SavedTensors,
-    require_like,
+    require_shardable,
     saved_weights,
     short_name,
 )
 from blockdiff.training.optimiser import Ema
 
-# Facts that may differ when a run goes on: they say in which parts sums are made.
+# Facts that may differ when a run is resumed: they only change the order of sums.
 ROUNDING = ("train.micro_batch_size", "objective.sweep")
-# Facts that are compared by a hash, which says nothing to a reader.
+# Facts that are compared by a hash, with words for the message.
 HASHED = {
     "model": "a model of another shape (model)",
     "model.path": "other weights below its adapters (model.path)",
@@ -61,18 +61,17 @@ def restore(
     average: Ema | None = None,
     ranks: Ranks | None = None,
 ) -> int:
-    """Load a checkpoint into what trains, its optimiser and its average, bit for bit, and return its step.
+    """Load a checkpoint into an objective, its optimiser and its average, bit for bit, and return its step.
 
-    All ranks call it, each verifies some of the files and reads its own pieces. Raises RunError naming every fact, or
-    the first tensor, in which the run to resume differs from this one, and for files that are not as they were
-    written. Another number of processes, another mesh or another `train.micro_batch_size` is one warning: the draws
-    stay the same, sums are rounded differently. So is a log that was changed since.
+    All ranks must call it. Raises RunError with every fact, or the first tensor, in which the saved run differs from
+    this one, and for files that have changed. It warns about another number of processes, another mesh or another
+    `train.micro_batch_size`, with which draws are the same but sums are rounded differently, and about changed logs.
     """
     ranks = ranks or ALONE
     kinds = (MODEL, OPTIMISER, *((AVERAGE,) if average is not None else ()))
     with _readable(checkpoint):
         trainer = _read_trainer(checkpoint)
-        # Before any tensors: with other options there may be other files.
+        # Compare facts before tensors: with other options there may be other files.
         was, now = trainer["facts"], json.loads(json.dumps(dict(facts)))
         _refuse_other_facts(checkpoint, was, now)
         saved = _verified(checkpoint, trainer, kinds, ranks)
@@ -80,14 +79,14 @@ def restore(
         for name, log in trainer["logs"].items() if ranks.is_main else ():
             written = checkpoint.parents[1] / name
             if not written.is_file() or digest(written, log["bytes"]) != log["digest"]:
-                rest = "; which step was the best is read off what is left" if name == FILE_NAME else ""
+                effect = "; the best step is chosen from its remaining records" if name == FILE_NAME else ""
                 warnings.warn(
-                    f"{written}: was removed or edited since step {trainer['step']} was saved{rest}", stacklevel=2
+                    f"{written}: was removed or edited since step {trainer['step']} was saved{effect}", stacklevel=2
                 )
     if was.get(STREAMED) != now.get(STREAMED) and ranks.is_main:
         warnings.warn(
-            f"{checkpoint}: the rows of data.train, which are streamed, have changed since the run began; it goes on "
-            "after as many rows as it had",
+            f"{checkpoint}: the streamed rows of data.train have changed since the run began; it continues at the same "
+            "number of rows",
             stacklevel=2,
         )
     changed = [
@@ -102,7 +101,7 @@ def restore(
         changed.append(f"saved {_words(saved.is_sharded)}, resumed {_words(is_sharded)}")
     if changed and ranks.is_main:
         warnings.warn(
-            f"{checkpoint}: {'; '.join(changed)}: the same batches and draws, but sums are rounded differently",
+            f"{checkpoint}: {'; '.join(changed)}: batches and draws are the same, but sums are rounded differently",
             stacklevel=2,
         )
     with _readable(checkpoint):
@@ -114,7 +113,7 @@ def restore(
 
 
 def read_counts(checkpoint: Path) -> dict[str, float]:
-    """The counts that were saved with a checkpoint, which the next record of the log goes on from."""
+    """The counts of the log's next record up to a checkpoint."""
     with _readable(checkpoint):
         counts: dict[str, float] = _read_trainer(checkpoint)["counts"]
         return counts
@@ -123,7 +122,7 @@ def read_counts(checkpoint: Path) -> dict[str, float]:
 def restore_weights(
     checkpoint: Path, objective: nn.Module, average: Ema | None = None, ranks: Ranks | None = None
 ) -> None:
-    """Load only the weights of a checkpoint, and their average: the best ones, to export. All ranks call it."""
+    """Load only the weights of a checkpoint and their average, for export. All ranks must call it."""
     with _readable(checkpoint):
         kinds = (MODEL, *((AVERAGE,) if average is not None else ()))
         saved = _verified(checkpoint, _read_trainer(checkpoint), kinds, ranks or ALONE)
@@ -133,7 +132,7 @@ def restore_weights(
 
 
 def open_checkpoint(checkpoint: Path) -> SavedTensors:
-    """The weights of a checkpoint and, if there is one, their average, verified and to be read tensor by tensor."""
+    """Open the weights of a checkpoint and their average if there is one, and verify their files."""
     with _readable(checkpoint):
         trainer = _read_trainer(checkpoint)
         saved = SavedTensors(checkpoint, trainer["digests"])
@@ -141,7 +140,7 @@ def open_checkpoint(checkpoint: Path) -> SavedTensors:
 
 
 def _read_trainer(checkpoint: Path) -> dict[str, Any]:
-    """The content of trainer.json; ValueError where it was changed, RunError for one of another format."""
+    """The content of trainer.json. Raises ValueError if it has changed, RunError if it has another format."""
     trainer: dict[str, Any] = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
     if not isinstance(trainer, dict) or "facts" not in trainer:
         raise ValueError(f"{TRAINER} has changed since it was written")
@@ -149,7 +148,7 @@ def _read_trainer(checkpoint: Path) -> dict[str, Any]:
         writer = f"blockdiff {trainer['version']}" if "version" in trainer else "an unreleased blockdiff"
         raise RunError(
             f"{checkpoint}: was written by {writer} in format {trainer.get('format')}, and this is blockdiff "
-            f"{__version__}, which reads format {FORMAT}; go on with that version, or start another run from its "
+            f"{__version__}, which reads format {FORMAT}; resume with that version, or start another run from its "
             "weights with model.path"
         )
     if trainer.pop("seal") != seal(trainer):
@@ -160,25 +159,25 @@ def _read_trainer(checkpoint: Path) -> dict[str, Any]:
 
 
 def _verified(checkpoint: Path, trainer: Mapping[str, Any], kinds: Iterable[str], ranks: Ranks) -> SavedTensors:
-    """The tensors of a checkpoint, whose digests are compared; ValueError on all ranks where one differs."""
+    """Open the tensors of a checkpoint and compare digests. Raises ValueError on all ranks if one differs."""
     saved = SavedTensors(checkpoint, trainer["digests"])
     with ranks.guarded(f"reading {checkpoint.name}"), ranks.at_own_pace(f"reading {checkpoint.name}"):
         problem = saved.verify(kinds, ranks)
-    if (said := next((each for each in ranks.gather(problem) if each is not None), None)) is not None:
-        raise ValueError(said)
+    if problems := [each for each in ranks.gather(problem) if each is not None]:
+        raise ValueError(problems[0])
     return saved
 
 
 @contextmanager
 def _readable(checkpoint: Path) -> Iterator[None]:
-    """Makes one RunError of what is wrong with the files of a checkpoint."""
+    """Turn errors about a checkpoint's files in a block into a RunError of one line."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, CheckpointError) as error:
         reason = f"{error} is missing in {TRAINER}" if isinstance(error, KeyError) else first_line(error)
         if isinstance(error, OSError) and error.filename:
             reason = f"{Path(error.filename).name}: {error.strerror}"
-        raise RunError(f"{checkpoint}: cannot be read ({reason}); remove it to go on from an earlier one") from None
+        raise RunError(f"{checkpoint}: cannot be read ({reason}); remove it to resume from an earlier one") from None
 
 
 def _words(is_sharded: bool) -> str:
@@ -187,25 +186,25 @@ def _words(is_sharded: bool) -> str:
 
 def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
     names = [name for name in sorted({*was, *now} - {*ROUNDING, STREAMED}) if was.get(name) != now.get(name)]
-    if "model.tokenizer" in names:  # which makes other tokens of the same rows
+    if "model.tokenizer" in names:  # the digests of rows differ because of it
         names = [name for name in names if name not in ("data.train", "data.heldout")]
     differing = [
         HASHED.get(name) or f"{name} {json.dumps(was.get(name))}, not {json.dumps(now.get(name))}" for name in names
     ]
     if differing:
         raise RunError(
-            f"{checkpoint}: the run was started with {'; '.join(differing)}; "
-            "keep what it was started with (what was given from Python too), or start another run in another directory"
+            f"{checkpoint}: the run was started with {'; '.join(differing)}; set it back (also what Python passed), or "
+            "start another run in another directory"
         )
 
 
 def _fill(checkpoint: Path, kind: str, tensors: Mapping[str, Tensor], saved: SavedTensors) -> None:
-    """Give tensors the values that a checkpoint has for them, each rank its own pieces.
+    """Copy a checkpoint's values into tensors, of which each rank has its own pieces.
 
-    Raises RunError naming the first that is missing or of another shape or dtype, before any is changed.
+    Raises RunError with the first tensor that is missing or has another shape or dtype, before any is changed.
     """
     ours = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
-    theirs = {name: f"{found.dtype} {list(found.shape)}" for name, found in saved.tensors(kind).items()}
+    theirs = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in saved.tensors(kind).items()}
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             saved_form, model_form = theirs.get(name, "missing"), ours.get(name, "missing")
@@ -225,13 +224,13 @@ def _fill_optimiser(
     saved: SavedTensors,
     values: dict[str, Any],
 ) -> None:
-    """Give an optimiser the state that was saved, each rank its own pieces.
+    """Load a checkpoint's state into an optimiser.
 
-    Raises RunError for the state of a parameter that does not train now. State in the shape of its parameter is spread
-    as that is now; other state is the same on all ranks.
+    State in the shape of its parameter is sharded like it; other state is the same on all ranks. Raises RunError for
+    the state of a parameter that does not train now.
     """
     named = {short_name(name): parameter for name, parameter in objective.named_parameters()}
-    place = {
+    index_of = {
         parameter: index
         for index, parameter in enumerate(p for group in optimiser.param_groups for p in group["params"])
     }
@@ -239,21 +238,21 @@ def _fill_optimiser(
     for full_name in (*saved.tensors(OPTIMISER), *values["state"]):
         name, _, key = full_name.rpartition("/")
         parameter = named.get(name)
-        if parameter is None or parameter not in place:
+        if parameter is None or parameter not in index_of:
             raise RunError(
                 f"{checkpoint / OPTIMISER}.safetensors: {name} was trained in the run to resume and is not trained now"
             )
         value: Any = values["state"].get(full_name)
-        if (found := saved.tensors(OPTIMISER).get(full_name)) is not None:
-            require_like(full_name, parameter, found.shape)
-            has_its_shape = found.shape == tuple(parameter.shape)
-            block = piece_of(parameter).block if has_its_shape else None
+        if (tensor := saved.tensors(OPTIMISER).get(full_name)) is not None:
+            require_shardable(full_name, parameter, tensor.shape)
+            is_sharded = tensor.shape == tuple(parameter.shape)
+            block = piece_of(parameter).block if is_sharded else None
             value = saved.read(OPTIMISER, full_name, block)
-            # One at a time goes where it stays, so that the host does not hold the state of all parameters.
-            value = like(parameter, value.to(parameter.device)) if has_its_shape else value
-        state.setdefault(place[parameter], {})[key] = value
+            # Each is moved to its device at once, so that the host never has the state of all parameters.
+            value = like(parameter, value.to(parameter.device)) if is_sharded else value
+        state.setdefault(index_of[parameter], {})[key] = value
     groups = optimiser.state_dict()["param_groups"]
-    for group, kept in zip(groups, values["groups"], strict=False):
-        group |= kept
-    # load_state_dict puts every tensor where this optimiser wants it (the step counter of a fused one, say).
+    for group, saved_group in zip(groups, values["groups"], strict=False):
+        group |= saved_group
+    # load_state_dict moves every tensor to the device that the optimiser needs (a fused one's step counter, say).
     optimiser.load_state_dict({"state": state, "param_groups": groups})

@@ -1,6 +1,6 @@
-"""The files of a run beside its checkpoints: recipe and logs, at its end the model, the curves and the report.
+"""The files of a run other than checkpoints: recipe and logs, and at its end the model, the curves and the report.
 
-`consolidate` makes a model of any checkpoint, too.
+`consolidate` exports a model from any checkpoint of a run.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 
 def open_logs(directory: Path, recipe: Recipe, built: Built, checkpoint: Path | None) -> list[Record]:
-    """Write what the run is, and cut its logs back to the checkpoint; returns the records that are left.
+    """Write the recipe and the data's counts, truncate the logs to a checkpoint, and return the remaining records.
 
-    Without a checkpoint what another run has left there is removed.
+    checkpoint: None for a new run, which removes the files of an earlier run in the directory.
     """
     write_text(directory / RECIPE, recipe.resolved())
     if checkpoint is None:
@@ -62,44 +62,44 @@ def open_logs(directory: Path, recipe: Recipe, built: Built, checkpoint: Path | 
 
 
 def write_model(trainer: Trainer) -> str:
-    """Write model/ in the Hub's layout, with the best weights if a metric decides; returns which these are.
+    """Write the best weights, or the last without `evaluation.best`, and return in words which ones.
 
-    Of a model with adapters these alone are written, as adapter/ in PEFT's format. Of a model that is split over ranks
-    all of them call this, and rank 0 writes.
+    They are written to model/ in the Hub's layout; adapters alone to adapter/ in PEFT's format. If the model is split
+    over ranks, all of them must call it, and rank 0 writes.
     """
     built, directory = trainer.built, trainer.directory
-    found, which = best_saved(directory, trainer.records, trainer.recipe.evaluation.best), "the last weights"
+    best, which = best_saved(directory, trainer.records, trainer.recipe.evaluation.best), "the last weights"
     if built.mesh.is_split:
-        found = trainer.ranks.agree(found)
-    if found is not None:
-        step, value = found
+        best = trainer.ranks.agree(best)
+    if best is not None:
+        step, value = best
         saved, ranks = steps_saved(directory)[step], trainer.ranks if built.mesh.is_split else None
         restore_weights(saved, built.objective, built.average, ranks)
         which = f"the weights of step {step}, best {trainer.recipe.evaluation.best} {value:.4g}"
     if built.average is not None:
         which += " (averaged)"
-    base, beside = built.base, {"tokenizer": built.base.tokenizer, "diffusion": built.diffusion, "overwrite": True}
+    base, parts = built.base, {"tokenizer": built.base.tokenizer, "diffusion": built.diffusion, "overwrite": True}
     name = _exported(trainer.recipe)
     with built.averaged(), _refused(trainer):
         if name == ADAPTER:
             checkpoint.save_adapter(
-                built.model, directory / name, trainer.recipe.model.path, generation=base.generation, **beside
+                built.model, directory / name, trainer.recipe.model.path, generation=base.generation, **parts
             )
         else:
-            checkpoint.save(built.model, directory / name, generation=base.generation, **beside)
+            checkpoint.save(built.model, directory / name, generation=base.generation, **parts)
     if trainer.ranks.is_main:
         remove_leftovers(directory, name)  # of an export that was killed
     return f"{directory / name}: {which}"
 
 
 def _exported(recipe: Recipe) -> str:
-    """The directory of a run that has what it trained."""
+    """The name of the directory in a run that has the trained weights."""
     return ADAPTER if recipe.lora.trains else MODEL
 
 
 @contextmanager
 def _refused(trainer: Trainer) -> Iterator[None]:
-    """Turns a CheckpointError inside into a RunError that says which step is saved."""
+    """Turn a CheckpointError of a block into a RunError that names the step that is saved."""
     try:
         yield
     except CheckpointError as error:
@@ -107,9 +107,9 @@ def _refused(trainer: Trainer) -> Iterator[None]:
 
 
 def write_results(trainer: Trainer, which: str) -> None:
-    """Write the curves and the report, read back the model, and say in one line what the run was.
+    """Write the curves and the report, verify the model's files, and print the report in one line.
 
-    which: what `write_model` wrote. Raises RunError where it is not what is there.
+    which: the result of `write_model`. Raises RunError if the model's files cannot be read back.
     """
     directory, recipe, data = trainer.directory, trainer.recipe, trainer.built.data
     draw_curves(directory / FILE_NAME, directory / CURVES, title=directory.name)
@@ -132,13 +132,13 @@ def write_results(trainer: Trainer, which: str) -> None:
 
 
 def write_sampled(saved: Path, directory: Path) -> None:
-    """Write what sampling reads of a checkpoint of a run: its adapter alone if it has one, or else the whole model."""
+    """Export a checkpoint of a run for sampling: its adapter alone if it has one, else the whole model."""
     recipe = read_recipe(saved.absolute().parents[1] / RECIPE, needs_data=False)
     consolidate(saved, directory, peft=recipe.lora.trains)
 
 
 def _prompt_form(run: Path, recipe: Recipe) -> Literal["raw", "chat"] | None:
-    """The form of the prompts that a run was trained on, which it has written beside its counts of rows."""
+    """The form of the prompts that a run was trained on, from its data.json; None if unknown."""
     if recipe.data.chat:
         return "chat"
     form = read_json(run / DATA).get("prompts") if (run / DATA).is_file() else None
@@ -155,27 +155,31 @@ def consolidate(
     quantize: str | None = None,
     merge_into: str | None = None,
 ) -> Path:
-    """Make a checkpoint of a run, `RUN/checkpoints/step-N`, one in Hub layout, tensor by tensor; returns `directory`.
+    """Export a run's checkpoint, `RUN/checkpoints/step-N`, in Hub layout to `directory`, and return that.
 
-    Whichever ranks wrote it, one process is enough, and the host holds one tensor. Averaged weights go before the
-    others. Adapters are added to the weights of `model.path`, or with `peft` written alone, for the checkpoint `base`
-    (None: `model.path`). dtype: of what is written ("auto": as it is). quantize, merge_into: as in `checkpoint.export`.
+    One process exports a checkpoint of any number of ranks, with one tensor in memory at a time. Averaged weights are
+    preferred. Adapters are merged into the weights of `model.path`.
+
+    peft: write only the adapters, for the checkpoint `base` (None: `model.path`).
+    dtype: the dtype of the files ("auto": the checkpoint's).
+    quantize, merge_into: as in `checkpoint.export`.
+
     Raises CheckpointError, RecipeError or RunError.
     """
     run = saved.absolute().parents[1]
     if not (run / RECIPE).is_file():
-        raise RunError(f"{saved}: {run} has no {RECIPE}, which says what the weights belong to; keep them together")
-    tensors = open_checkpoint(saved)  # before the recipe, whose keys another version may have called otherwise
+        raise RunError(f"{saved}: {run} has no {RECIPE}, which describes the model; keep them together")
+    tensors = open_checkpoint(saved)  # before the recipe, whose keys may have other names in another version
     recipe = read_recipe(run / RECIPE, needs_data=False)
     kind = kind_of(recipe)
-    found = kind.start(recipe)
+    start = kind.start(recipe)
     weights = tensors.tensors(WEIGHTS)
-    typical = found.config.model_class.typical
-    kept = weights[typical if typical in weights else next(iter(weights))].dtype
-    objective = kind.without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
+    typical = start.config.model_class.typical
+    saved_dtype = weights[typical if typical in weights else next(iter(weights))].dtype
+    objective = kind.without_weights(recipe, start, dtype=None if recipe.lora.trains else saved_dtype)
     model, prompts = objective.model, _prompt_form(run, recipe)
     diffusion = replace(kind.diffusion(objective), prompts=prompts, strategy=strategy_of(recipe))
-    beside = {"tokenizer": found.tokenizer, "generation": found.generation, "diffusion": diffusion}
+    parts = {"tokenizer": start.tokenizer, "generation": start.generation, "diffusion": diffusion}
 
     def read(name: str, target: torch.dtype | None = None) -> Tensor:
         is_averaged = tensors.has(AVERAGE) and f"model.{name}" in tensors.tensors(AVERAGE)
@@ -188,9 +192,9 @@ def consolidate(
         for name in adapter_tensors(model):
             fill(model, name, read(name))
         if peft:
-            return read_back(checkpoint.save_adapter(model, directory, base or path, **beside))
+            return read_back(checkpoint.save_adapter(model, directory, base or path, **parts))
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint.save_adapter(model, folder, path, **beside)
+            checkpoint.save_adapter(model, folder, path, **parts)
             return checkpoint.export(path, directory, folder, dtype=dtype, quantize=quantize, merge_into=merge_into)
     if peft:
         raise CheckpointError(f"{saved}: has no adapters to write in PEFT's format")
@@ -199,7 +203,7 @@ def consolidate(
     if quantize is not None:
         raise CheckpointError(f"{saved}: export it as it is first, and then the checkpoint with quantize={quantize!r}")
     cast = None if dtype == "auto" else resolve_dtype(dtype)
-    targets = {name: dtype_of(name, cast or kept) for name in model.state_dict()}
+    targets = {name: dtype_of(name, cast or saved_dtype) for name in model.state_dict()}
     sources = {
         name: TensorSource(weights[name].shape, target, partial(read, name, target)) for name, target in targets.items()
     }
@@ -207,6 +211,6 @@ def consolidate(
         compare([find(recipe.model.path)])
         model.carried = carried_by(find(recipe.model.path), model)
     else:
-        images = {} if model.image_side is not None else drawn_images(model.config, recipe.seed, kept)
+        images = {} if model.image_side is not None else drawn_images(model.config, recipe.seed, saved_dtype)
         model.carried = Carried(tensors=images)
-    return read_back(checkpoint.save(model, directory, dtype=cast, weights=sources, **beside))
+    return read_back(checkpoint.save(model, directory, dtype=cast, weights=sources, **parts))

@@ -18,7 +18,7 @@ _LAYER = re.compile(r"(?<![^.])layers\.\d+\.")
 
 
 class PartCounts(NamedTuple):
-    """One row of the table: a part of the model, its tensors, and how many parameters train and stand still."""
+    """A row of the table: a part of the model, its number of tensors, and its trained and frozen parameters."""
 
     part: str
     tensors: int
@@ -27,11 +27,11 @@ class PartCounts(NamedTuple):
 
 
 def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: bool = True) -> dict[str, int]:
-    """Take the parameters whose names match (`*`, `?`, `[ab]`) out of training; returns parameters by pattern.
+    """Freeze the parameters whose names match a pattern (`*`, `?`, `[ab]`). Returns their number by pattern.
 
-    Without `trains_routers` those of the routers too, and in any case those that no loss reaches. Raises RunError for
-    a pattern that matches nothing, naming close ones, for one that matches no adapter of a model that has some, and
-    when nothing would be left to train.
+    It also freezes parameters that no loss reaches and, unless `trains_routers`, the routers. Raises RunError for a
+    pattern that matches nothing, with similar names; for one that matches no adapter of a model with adapters; and if
+    nothing would train.
     """
     named = dict(model.named_parameters())
     for part in model.config.selecting_parts:
@@ -47,8 +47,8 @@ def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: 
             raise RunError(f"optim.freeze: {pattern!r} matches no parameter{_close(pattern, list(named))}")
         if is_adapted and not any(map(is_adapter, matching)):
             raise RunError(
-                f"optim.freeze: {pattern!r} matches no adapter, and adapters alone train; leave it out, "
-                "or name some (`*lora_*`)"
+                f"optim.freeze: {pattern!r} matches no adapter, but only adapters train; leave it out, "
+                "or match some (*lora_*)"
             )
         counts[pattern] = sum(named[name].numel() for name in matching)
     frozen = {name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
@@ -60,18 +60,18 @@ def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: 
 
 
 def count_parts(model: BlockDiffusionModel) -> list[PartCounts]:
-    """The parameters of a model, by the parts of its family, in the order of the model; stored weights last."""
+    """Count the parameters of each part of a model's family, in the model's order; weights in fewer bits come last."""
     sums = dict[str, list[int]]()
     frozen = {name: module.held(weight) for name, (module, weight) in frozen_weights(model).items()}
-    for name, held in (dict(model.named_parameters()) | frozen).items():
+    for name, weight in (dict(model.named_parameters()) | frozen).items():
         row = sums.setdefault(model.config.part_of(name), [0, 0, 0])
         row[0] += 1
-        row[2 if name in frozen or not held.requires_grad else 1] += math.prod(held.shape)
+        row[2 if name in frozen or not weight.requires_grad else 1] += math.prod(weight.shape)
     return [PartCounts(part, *row) for part, row in sums.items()]
 
 
 def _close(pattern: str, names: list[str]) -> str:
-    """Names that may have been meant: those of one kind look alike, so layers are written as `*` and shown once."""
+    """Suggest similar names. Layers look alike, so their numbers are written as `*`."""
     kinds = list(dict.fromkeys(_LAYER.sub("layers.*.", name) for name in names))
     close = get_close_matches(pattern, kinds, n=3, cutoff=0.4)
     return f"; close are {', '.join(close)}" if close else f"; names look like {', '.join(kinds[:3])}"

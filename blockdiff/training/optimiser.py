@@ -1,4 +1,4 @@
-"""The optimiser with its parameter groups, the gradient norm and clipping, and the average of the weights.
+"""The optimiser with its parameter groups, the gradient norm and clipping, and the moving average of the weights.
 
 Learning rates are in `schedule`.
 """
@@ -30,19 +30,20 @@ TRAINED_ROWS = "vocabulary.token_rows"
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that receive gradients, by name, in the module's order."""
+    """The parameters that require gradients, by name, in the module's order."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """True of parameters with weight decay: matrices, but no norms, scales or the embedding table."""
+    """Whether a parameter has weight decay: matrices have, but not norms, scales and the embedding table."""
     return parameter.dim() > 1 and not name.endswith(EMBEDDING_TABLE)
 
 
 def matrix_count(name: str, parameter: Tensor) -> int:
-    """The number of matrices that lie above one another in a parameter's last two dimensions; 0 = it is no matrix.
+    """The number of matrices stacked along the second-to-last dimension of a parameter; 0 = it is no matrix.
 
-    The projections to gate and up of routed experts are two in one. Rows of the embedding table are vectors.
+    The gate and up projections of routed experts are one parameter of two matrices. Rows of the embedding table are
+    vectors.
     """
     if not decays(name, parameter) or name.endswith(TRAINED_ROWS):
         return 0
@@ -50,9 +51,9 @@ def matrix_count(name: str, parameter: Tensor) -> int:
 
 
 def parameter_groups(module: nn.Module, weight_decay: float, by_matrices: bool = False) -> list[dict[str, Any]]:
-    """Return an optimiser's groups of trainable parameters: decayed ones, and those without decay.
+    """Return an optimiser's groups of trainable parameters: those with weight decay, and those without.
 
-    by_matrices: one group for each `matrix_count`, too, which the groups then hold. Empty groups are left out.
+    by_matrices: split groups by `matrix_count`, too, and store it as `matrices`. Empty groups are left out.
     """
     groups: dict[tuple[bool, int], dict[str, Any]] = {}
     for name, parameter in trainable(module).items():
@@ -74,13 +75,15 @@ def build(
     momentum: float = 0.95,
     weight_decay: float = 1e-4,
 ) -> torch.optim.Optimizer:
-    """The optimiser over what trains in `module`: "adamw", "muon", or "adamw_8bit" from bitsandbytes.
+    """Construct the optimiser of a module's trainable parameters: "adamw", "muon", or "adamw_8bit" of bitsandbytes.
 
-    AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Muon, with its `momentum`,
-    moves matrices, and AdamW the rest. Decay leaves norms, scales and the embedding table alone. In place of a name
-    there may be a function that makes another optimiser from the parameters, with its own settings; the rates of its
-    groups are the peaks of the schedule. Raises RunError if nothing trains, or if
-    the 8-bit one is not installed.
+    AdamW (arXiv 1711.05101) runs in one fused kernel on CPU and CUDA. Muon, with its `momentum`, steps matrices, and
+    AdamW the rest. Norms, scales and the embedding table have no weight decay.
+
+    name: or a function that constructs an optimiser from the parameters, with its own settings. The learning rates of
+        its groups become the peaks of the schedule.
+
+    Raises RunError if nothing trains, or bitsandbytes is not installed.
     """
     groups = parameter_groups(module, weight_decay, by_matrices=name == "muon")
     if not groups:
@@ -88,11 +91,13 @@ def build(
     if not isinstance(name, str):
         optimiser = name([parameter for group in groups for parameter in group["params"]])
         if not isinstance(optimiser, torch.optim.Optimizer):
-            raise RunError(f"optimiser: what makes it gave a {type(optimiser).__name__}; it has to return an optimiser")
+            raise RunError(
+                f"optimiser: its function returned a {type(optimiser).__name__}; it should return an optimiser"
+            )
         if signature(optimiser.step).parameters["closure"].default is Parameter.empty:
             raise RunError(
-                f"optimiser: {type(optimiser).__name__} computes the loss several times in a step, which a run does "
-                "once; take one whose step() needs no closure"
+                f"optimiser: {type(optimiser).__name__} computes the loss several times in a step, but a run computes "
+                "it once; choose one whose step() needs no closure"
             )
         for group in optimiser.param_groups:
             group["lr_scale"] = float(group["lr"]) / lr
@@ -113,37 +118,37 @@ def build(
 def adamw_8bit(
     groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW, whose moments of 4,096 numbers or more are 8-bit in blocks (arXiv 2110.02861)."""
+    """Construct bitsandbytes' AdamW, whose moments of at least 4,096 numbers have 8 bits (arXiv 2110.02861)."""
     if find_spec("bitsandbytes") is None:
         raise RunError(
             "optim.name: adamw_8bit needs bitsandbytes, which is not installed; "
             "`pip install bitsandbytes` or choose adamw"
         )
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it misses kernels that no optimiser needs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns of kernels that no optimiser needs
     try:
         kind = import_module("bitsandbytes.optim").AdamW8bit
     except Exception as error:  # a library built for another torch fails in its own ways
         raise RunError(
-            f"optim.name: adamw_8bit: bitsandbytes cannot be imported ({first_line(error)}); mend it or choose adamw"
+            f"optim.name: adamw_8bit: bitsandbytes cannot be imported ({first_line(error)}); repair it or choose adamw"
         ) from error
     optimiser: torch.optim.Optimizer = kind(groups, lr=lr, betas=betas, eps=eps)
     return optimiser
 
 
 def set_lr(optimiser: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group of the optimiser this learning rate times its `lr_scale` (1 where it has none)."""
+    """Set the learning rate of every group to `lr` times its `lr_scale` (1 if it has none)."""
     for group in optimiser.param_groups:
         rate = lr * group.get("lr_scale", 1.0)
-        if isinstance(group["lr"], Tensor):  # a compiled step reads it without being compiled again
+        if isinstance(group["lr"], Tensor):  # a compiled step would compile again for another number
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
 
 
 def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give a zero gradient to parameters that no micro-batch reached, as DDP does.
+    """Set the gradient of parameters that no micro-batch reached to zero, like DDP.
 
-    An optimiser passes over a missing gradient, so momentum and decay would depend on the number of ranks.
+    An optimiser skips a missing gradient, so momentum and decay would depend on the number of ranks otherwise.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -151,10 +156,9 @@ def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks | None = None) -> float:
-    """The 2-norm of all gradients together, at least in fp32; waits for the device.
+    """The 2-norm of all gradients together, the same on all ranks, at least in fp32. Waits for the device.
 
-    Under DDP every rank holds the whole gradient, so every rank gets the norm of the global gradient. Of tensors that
-    are split over the ranks each rank holds pieces, whose squares are added up over `ranks`.
+    With DDP every rank has whole gradients. Of sharded gradients, the squares of the pieces are summed over `ranks`.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -167,17 +171,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks | None = None
 
 
 def _norm_of_pieces(gradients: list[Tensor], ranks: Ranks) -> float:
-    """The norm of gradients of which some are split, each over some or all ranks, and the others the same on all."""
+    """The norm of gradients of which some are sharded, over some or all ranks, and others are equal on all ranks."""
     pieces = [local_of(gradient) for gradient in gradients]
     dtype = torch.promote_types(pieces[0].dtype, torch.float32)
     norms = torch.stack(list(torch._foreach_norm(pieces, 2, dtype=dtype))).double()
-    copies = [ranks.world // _holders(gradient) for gradient in gradients]  # ranks that hold the same piece
+    copies = [ranks.world // _piece_count(gradient) for gradient in gradients]  # the ranks that have the same piece
     squares = norms.square() / torch.tensor(copies, dtype=norms.dtype, device=norms.device)
     return float(ranks.sum(squares.sum()).sqrt())
 
 
-def _holders(tensor: Tensor) -> int:
-    """The number of ranks that hold a piece of their own of a tensor."""
+def _piece_count(tensor: Tensor) -> int:
+    """The number of pieces that a tensor is sharded into."""
     if not is_spread(tensor):
         return 1
     spread: Any = tensor
@@ -186,17 +190,17 @@ def _holders(tensor: Tensor) -> int:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
-    """Scale all gradients, whose common norm is `norm`, down to a norm of at most `limit`; 0 = leave them."""
+    """Scale all gradients so that their common norm, now `norm`, is at most `limit`; 0 = no limit."""
     if limit > 0 and norm > limit:
         gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, limit / norm)
 
 
 class Ema:
-    """A moving average, in fp32, of what trains in `module`: average <- d average + (1 - d) weight, after every step.
+    """A moving average, in fp32, of a module's trainable weights: average <- d average + (1 - d) weight, every step.
 
-    d = min(`decay`, (1 + step) / (10 + step)), so that the random start does not linger (the warm-up of
-    TensorFlow's ExponentialMovingAverage). Every rank keeps the average of what it holds of the weights.
+    d = min(`decay`, (1 + step) / (10 + step)) forgets the random start early (the warm-up of TensorFlow's
+    ExponentialMovingAverage). Every rank averages its own pieces of the weights.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -209,7 +213,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimiser step `step`, counted from 1."""
+        """Average in the weights after optimiser step `step`, counted from 1."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
         averages, weights = list[Tensor](), list[Tensor]()
         for name, parameter in self._parameters.items():
@@ -217,14 +221,14 @@ class Ema:
             if trained.dtype == average.dtype:
                 averages.append(average)
                 weights.append(trained)
-            else:  # one after the other, so that no second copy of all weights is made
+            else:  # one at a time, so that there is never a second copy of all weights
                 average.lerp_(trained.to(average.dtype), weight)
         if averages:
             torch._foreach_lerp_(averages, weights, weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the module has the averaged weights; after it the trained ones, bit for bit."""
+        """Give the module its averaged weights around a block, and its trained ones, bit for bit, afterwards."""
         with torch.no_grad():
             trained = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
             self._write(self._average)
@@ -234,12 +238,12 @@ class Ema:
             self._write(trained)
 
     def state(self) -> dict[str, Tensor]:
-        """The averages by parameter name: not copies, so save them before the next update."""
+        """The averages by parameter name. They are not copies: save them before the next update."""
         return dict(self._average)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from averages that `state` gave. Raises RunError naming the first tensor that differs in kind."""
+        """Restore averages that `state` returned. Raises RunError with the first tensor of another shape or dtype."""
         for name in sorted({*self._average, *state}):
             ours, saved = _kind(self._average.get(name)), _kind(state.get(name))
             if ours != saved:

@@ -1,4 +1,4 @@
-"""The display of a training: a live bar in a terminal or a notebook, plain lines elsewhere, nothing on other ranks."""
+"""The display of a run: a live bar in a terminal or notebook, plain lines elsewhere, and nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from blockdiff import terminal
-from blockdiff.metrics import METRICS, Record, own_keys, texts
+from blockdiff.metrics import METRICS, Record, texts, unlisted_keys
 from blockdiff.terminal import console, counted, printable, say, shown
 from blockdiff.training.freeze import PartCounts
 
 T = TypeVar("T")
 BESIDE_BAR = ("tokens_per_second", "memory_gib")
-REDRAW_SECONDS = 0.5  # between two pictures of the bar in a notebook
-LINE_SECONDS = 60.0  # between two lines on rollouts where there is no bar
+REDRAW_SECONDS = 0.5  # between two updates of the bar in a notebook
+LINE_SECONDS = 60.0  # between two lines about rollouts if there is no bar
 
 
 class Progress:
-    """Lines and, while `running`, a bar with the loss, tokens per second, memory and the time left."""
+    """Prints lines and, while `running`, a bar with the loss, tokens per second, memory and the remaining time."""
 
     def __init__(self, steps: int, is_shown: bool):
         self.steps, self.is_shown = steps, is_shown
         self.console = console()
         self._bar: Any = None
-        self._in_notebook: Any = None  # IPython's handle on the bar's place in the output
-        self._drawn = self._began = self._said = time.perf_counter()
+        self._in_notebook: Any = None  # IPython's handle of the bar in the output
+        self._drawn = self._began = self._last_line = time.perf_counter()
         self._first = 0
 
     def line(self, text: str) -> None:
         """Print one line, above the bar in a terminal and below it in a notebook."""
         if self.is_shown and self.console.is_jupyter:
-            say(printable(text), sys.stdout)  # rich would make an output of every line
+            say(printable(text), sys.stdout)  # rich would make a separate output of every line
         elif self.is_shown:
             self.console.print(shown(text, self.console.file))
 
     def reading(self, rows: Iterator[T]) -> Iterator[T]:
-        """The rows as they are; a line says how many were read after a second, after two, four and so on."""
+        """Yield rows unchanged, and print how many were read after 1, 2, 4, ... seconds."""
         began, wait = time.perf_counter(), terminal.FIRST_SECONDS
         for count, row in enumerate(rows):
             if (seconds := time.perf_counter() - began) >= wait:
@@ -48,13 +48,13 @@ class Progress:
             yield row
 
     def waiting(self, text: str) -> AbstractContextManager[None]:
-        """Surrounds what may take long; a line says for how many seconds after one, after two, four and so on."""
+        """Print `text` and the elapsed seconds after 1, 2, 4, ... seconds of a block."""
         if not self.is_shown:
             return nullcontext()
         return terminal.saying(lambda seconds: f"{text}, {seconds:.0f} s so far", self.line)
 
     def parts(self, rows: Sequence[PartCounts]) -> None:
-        """Print what trains and what stands still, by part of the model (`training.freeze.count_parts`)."""
+        """Print a table of the trained and frozen parameters of each part of the model (`freeze.count_parts`)."""
         if not self.is_shown:
             return
         from rich.table import Table
@@ -70,7 +70,7 @@ class Progress:
 
     @contextmanager
     def running(self, start: int) -> Iterator[None]:
-        """Surrounds the training; `start` optimiser steps are done already."""
+        """Show the bar around a block. start: the optimiser steps that are done already."""
         from rich import progress
 
         self._first, self._began = start, time.perf_counter()
@@ -79,9 +79,9 @@ class Progress:
             yield
             return
         columns = ("{task.description}", "{task.fields[rates]}", "left {task.fields[left]}")
-        loss, rates, left = map(progress.TextColumn, columns)
+        loss, rates, remaining = map(progress.TextColumn, columns)
         bar = (progress.BarColumn(24), progress.MofNCompleteColumn())
-        self._bar = progress.Progress(loss, *bar, rates, left, console=self.console)
+        self._bar = progress.Progress(loss, *bar, rates, remaining, console=self.console)
         self._bar.add_task("training", total=self.steps, completed=start, rates="", left="-")
         if is_notebook:  # rich would need ipywidgets
             from IPython.display import display
@@ -98,21 +98,21 @@ class Progress:
 
     def step(self, step: int) -> None:
         """Move the bar to an optimiser step."""
-        self._update(completed=step, left=self._left(step))
+        self._update(completed=step, left=self._remaining(step))
 
     def rollouts(self, done: int, total: int, tokens_per_second: float) -> None:
-        """Show how many answers of a round are there, beside the bar; without one in a line, every minute or so."""
+        """Show how many answers of a round are sampled: next to the bar, or without one in a line once a minute."""
         text = f"rollouts {done}/{total}  {tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
             self._update(rates=text)
-        elif time.perf_counter() - self._said > LINE_SECONDS:
-            self._said = time.perf_counter()
+        elif time.perf_counter() - self._last_line > LINE_SECONDS:
+            self._last_line = time.perf_counter()
             self.line(text)
 
     def record(self, record: Record) -> None:
-        """Show a metrics record as one line, and its loss, speed and memory beside the bar."""
+        """Print a metrics record as one line, and show its loss, speed and memory next to the bar."""
         step = record["step"]
-        keys = [*(key for key, metric in METRICS.items() if metric.in_line), *own_keys([record])]
+        keys = [*(key for key, metric in METRICS.items() if metric.in_line), *unlisted_keys([record])]
         if sum(key.endswith("_loss") for key in record) < 2:  # the only one is the loss
             keys.remove("loss")
         shown = list(texts(record, keys).values())
@@ -123,10 +123,10 @@ class Progress:
         if record["kind"] == "train":
             self._update(description=shown[0] if shown else "", rates="  ".join(texts(record, BESIDE_BAR).values()))
             if self._bar is None:
-                words.append(f"left {self._left(step)}")
+                words.append(f"left {self._remaining(step)}")
         self.line("  ".join(words))
 
-    def _left(self, step: int) -> timedelta:
+    def _remaining(self, step: int) -> timedelta:
         seconds = (time.perf_counter() - self._began) / max(1, step - self._first) * (self.steps - step)
         return timedelta(seconds=int(seconds))
 

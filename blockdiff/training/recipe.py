@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from blockdiff.data.collate import CanvasChoice, RandomCanvases
+from blockdiff.data.canvas_choice import CanvasChoice, RandomCanvases
 from blockdiff.data.sources import Source
 from blockdiff.errors import RecipeError, RequestError
 from blockdiff.evals import TASKS

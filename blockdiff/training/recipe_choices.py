@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, PlainSerializer, WrapValidator
 from pydantic_core import CoreSchema, core_schema
 
-from blockdiff.data.collate import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
+from blockdiff.data.canvas_choice import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
 from blockdiff.data.rows import CONTENT_KEYS
 from blockdiff.data.sources import Source
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption

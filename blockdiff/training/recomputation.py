@@ -1,8 +1,8 @@
-"""Activation checkpointing: layers that keep their inputs alone for the backward, which computes the rest again.
+"""Activation checkpointing: layers keep only their inputs for the backward, which recomputes the rest.
 
-What torch.utils.checkpoint does without reentering autograd, in fewer steps of the host: what a layer's backward reads
-is counted in the forward and made in one go when the first of it is asked for. Autograd sees the same graph as without,
-so hooks of DDP and FSDP2 run as ever, and gathers, exchanges of tokens and random draws of the forward are repeated.
+It works like the non-reentrant torch.utils.checkpoint, with less work for the host: the forward counts the tensors that
+a layer's backward reads, and the first read recomputes them all. Autograd has the same graph as without checkpointing,
+so hooks of DDP and FSDP2 run as usual. Gathers, token exchanges and random draws of the forward are repeated.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from blockdiff.errors import RunError
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keep only the inputs of each of `model.layers` for the backward, which computes the rest again.
+    """Make each of `model.layers` keep only its inputs for the backward, which recomputes the rest.
 
-    Losses and gradients stay the same to the bit; parameter names too. A pass without gradients pays nothing. Keys and
-    values that a layer returns may be used by later passes.
+    Losses and gradients stay the same to the bit, and so do parameter names. A pass without gradients costs nothing
+    more. Later passes may use the keys and values that a layer returns.
     """
     for layer in model.layers:  # type: ignore[union-attr]
         if not isinstance(layer.forward, partial):
@@ -35,68 +35,68 @@ def _recomputed(forward: Callable[..., Any], *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args)
     call = _Call(forward, args)
-    with saved_tensors_hooks(call.keep_place, call.tensor_of):
+    with saved_tensors_hooks(call.pack, call.unpack):
         return forward(*args)
 
 
-class _Place:
-    """The place of a tensor that a backward reads; it lives as long as its node of the graph."""
+class _Slot:
+    """A slot for a tensor that the backward reads; it lives as long as its node of the graph."""
 
     __slots__ = ("__weakref__", "tensor")
     tensor: Tensor | None
 
 
-class _AllMade(Exception):
-    """The end of a recomputation: all tensors that the backward reads are there."""
+class _AllRecomputed(Exception):
+    """Ends a recomputation as soon as all tensors that the backward reads are computed."""
 
 
 class _Call:
-    """A call of a layer, which can be made again: the same inputs, random numbers and autocast."""
+    """A call of a layer that can be repeated with the same inputs, random numbers and autocast."""
 
     def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...]):
         self.forward, self.args = forward, args
-        self.places: list[weakref.ref[_Place]] = []
+        self.slots: list[weakref.ref[_Slot]] = []
         self.devices = {"cuda"} if any(isinstance(x, Tensor) and x.is_cuda for x in args) else set[str]()
         self.generators, self.autocasts = _generators(self.devices), _autocasts(self.devices)
 
-    def keep_place(self, tensor: Tensor) -> _Place:
-        """In the forward: a place instead of the tensor."""
-        place = _Place()
-        place.tensor = None
-        self.places.append(weakref.ref(place))
-        return place
+    def pack(self, tensor: Tensor) -> _Slot:
+        """Save an empty slot instead of the tensor, in the forward."""
+        slot = _Slot()
+        slot.tensor = None
+        self.slots.append(weakref.ref(slot))
+        return slot
 
-    def tensor_of(self, place: _Place) -> Tensor:
-        """In the backward: the tensor of a place."""
-        if place.tensor is None:
-            self._make()
-        if place.tensor is None:
+    def unpack(self, slot: _Slot) -> Tensor:
+        """Return the tensor of a slot, in the backward."""
+        if slot.tensor is None:
+            self._recompute()
+        if slot.tensor is None:
             raise RunError("a layer that was run again kept other tensors for its backward than the first time")
-        return place.tensor
+        return slot.tensor
 
-    def _make(self) -> None:
-        """Run the layer again until every place has its tensor."""
-        places = iter(self.places)
-        left = len(self.places)
+    def _recompute(self) -> None:
+        """Run the layer again until every slot has its tensor."""
+        slots = iter(self.slots)
+        missing = len(self.slots)
 
         def fill(tensor: Tensor) -> None:
-            nonlocal left
-            place = next(places)()
-            if place is not None:
-                place.tensor = tensor.detach()
-            left -= 1
-            if not left:
-                raise _AllMade
+            nonlocal missing
+            slot = next(slots)()
+            if slot is not None:
+                slot.tensor = tensor.detach()
+            missing -= 1
+            if not missing:
+                raise _AllRecomputed
 
-        with ExitStack() as surrounding:
-            surrounding.enter_context(torch.enable_grad())
-            surrounding.enter_context(_drawing_from(self.generators))
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_drawing_from(self.generators))
             for (kind, state), (_, now) in zip(self.autocasts, _autocasts(self.devices), strict=True):
                 if state != now:
                     enabled, dtype = state
-                    surrounding.enter_context(torch.autocast(kind, dtype, enabled))
-            surrounding.enter_context(saved_tensors_hooks(fill, _unread))
-            with suppress(_AllMade):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            stack.enter_context(saved_tensors_hooks(fill, _unread))
+            with suppress(_AllRecomputed):
                 self.forward(*self.args)
 
 
@@ -105,18 +105,18 @@ def _unread(_: Any) -> Tensor:
 
 
 def _autocasts(devices: set[str]) -> list[tuple[str, tuple[bool, torch.dtype]]]:
-    """The state of autocast, on or off and its dtype, on the CPU and these kinds of devices."""
+    """The state of autocast (enabled, dtype) of the CPU and these device types."""
     return [(kind, (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))) for kind in ("cpu", *devices)]
 
 
 def _generators(devices: set[str]) -> tuple[Tensor, Tensor | None]:
-    """The states of torch's generators, of the CPU and of the current GPU."""
+    """The states of torch's generators: the CPU's, and with `devices` the current GPU's."""
     return torch.get_rng_state(), torch.cuda.get_rng_state() if devices else None
 
 
 @contextmanager
 def _drawing_from(states: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Surrounds draws from these states of torch's generators, which afterwards are as they were."""
+    """Set the states of torch's generators around a block, and restore them afterwards."""
     before = _generators({"cuda"} if states[1] is not None else set())
     _set_generators(states)
     try:

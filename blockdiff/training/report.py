@@ -1,4 +1,4 @@
-"""The figures of a run: the clock behind its speeds, report.json, and the same in one line."""
+"""The figures of a run: the clock behind its speeds, report.json, and the report in one line."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from blockdiff import __version__, memory
-from blockdiff.metrics import METRICS, Record, of_kind, own_keys, texts
+from blockdiff.metrics import METRICS, Record, of_kind, texts, unlisted_keys
 from blockdiff.terminal import counted
 
 PACKAGES = ("torch", "transformers", "accelerate")
 
 
-SOME = 5  # records whose mean loss is compared
-WORSE = 1.5  # times the first loss that a diverging one has
+DIVERGENCE_RECORDS = 5  # records in each of the two mean losses that `diverging` compares
+DIVERGENCE_RATIO = 1.5  # the last mean loss of a diverging run, relative to its first
 
 
 class Clock:
-    """Seconds spent on optimiser steps and the tokens they processed; evaluation and saving stand apart.
+    """Measures the seconds of optimiser steps and the tokens that they processed, without evaluation and saving.
 
     since_reading: the seconds between the last two readings.
     """
@@ -40,7 +40,7 @@ class Clock:
         self._since = time.perf_counter()
         self._seconds_at_reading = seconds
         self.since_reading = 0.0
-        # Stays on the device, so that counting never waits for it.
+        # It stays on the device, so that counting never waits for the device.
         self._tokens = torch.zeros(2, dtype=torch.float64, device=device)
 
     def count(self, tokens: Tensor) -> None:
@@ -48,7 +48,7 @@ class Clock:
         self._tokens += tokens
 
     def read(self) -> dict[str, float]:
-        """Processed and scored tokens per second since the last reading, `seconds` so far; waits for the device."""
+        """Return tokens per second since the last reading, and the `seconds` of the run. Waits for the device."""
         processed, scored = self._tokens.tolist()
         seconds = self._seconds + time.perf_counter() - self._since
         self.since_reading = since = max(seconds - self._seconds_at_reading, 1e-9)
@@ -62,7 +62,7 @@ class Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Time spent inside does not count."""
+        """Stop the clock around a block."""
         self._seconds += time.perf_counter() - self._since
         try:
             yield
@@ -71,7 +71,7 @@ class Clock:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most memory used so far in GiB: by tensors on a CUDA device, elsewhere by the whole process."""
+    """The peak memory so far in GiB: of tensors on a CUDA device, of the whole process on other devices."""
     if device.type == "cuda":
         return round(memory.most_allocated(device) / 2**30, 3)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -79,25 +79,26 @@ def memory_gib(device: torch.device) -> float:
 
 
 def epochs_in_words(epochs: float) -> str:
-    """A number of passes over the examples, such as "2.5 epochs" or "0.04 epochs"."""
+    """Format a number of passes over the examples, such as "2.5 epochs" or "0.04 epochs"."""
     return f"{epochs:,.1f} epochs" if epochs >= 0.1 else f"{epochs:.1g} epochs"
 
 
 def diverging(records: Sequence[Record]) -> str | None:
-    """A line for the user if a training loss is much larger now than at the start of the run; None if none is.
+    """Return a line for the user if a training loss is much larger now than at the start of the run, else None.
 
-    Both are means of `SOME` records, so that one batch decides nothing.
+    It compares means of `DIVERGENCE_RECORDS` records, so that one batch cannot decide.
     """
     trained = of_kind(records, "train")
     for key in ("canvas_loss", "ar_loss"):
         losses = [record[key] for record in trained if record.get(key)]
-        if len(losses) < 2 * SOME:
+        count = DIVERGENCE_RECORDS
+        if len(losses) < 2 * count:
             continue
-        first, last = sum(losses[:SOME]) / SOME, sum(losses[-SOME:]) / SOME
-        if last > WORSE * first:
+        first, last = sum(losses[:count]) / count, sum(losses[-count:]) / count
+        if last > DIVERGENCE_RATIO * first:
             return (
-                f"{METRICS[key].label} is {last:.3g} over the last {SOME} records and was {first:.3g} over the first: "
-                "the run diverges; lower optim.lr, and go on from an earlier checkpoint"
+                f"{METRICS[key].label} is {last:.3g} over the last {count} records and was {first:.3g} over the first: "
+                "the run diverges; lower optim.lr, and resume from an earlier checkpoint"
             )
     return None
 
@@ -113,12 +114,15 @@ def run_report(
     best: str | None = None,
     wall_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """A run in JSON values, from its metrics records and what they do not say.
+    """Return the contents of report.json.
 
-    run: its name; examples: of the training data, None where they are streamed or answers; best: the metric that chose
-    the exported weights; wall_seconds: of this process from start to end, beside `seconds` of training over all
-    resumes. Training losses are of the last logged step; held-out and sampled figures both the last and, as `best_...`
-    with its step, the best.
+    run: the name of the run.
+    examples: the number of training examples; None if they are streamed or are rollouts.
+    best: the metric that chose the exported weights.
+    wall_seconds: the seconds of this process from start to end; `seconds` is the training time over all resumes.
+
+    Training losses are those of the last logged step. Held-out and sampled figures are the last and, as `best_...` with
+    its step, the best.
     """
     trained = of_kind(records, "train")
     last = trained[-1] if trained else {}
@@ -134,10 +138,10 @@ def run_report(
     for key, metric in METRICS.items():
         if metric.in_report.startswith("best"):
             report |= _last_and_best(records, key)
-        elif metric.in_report and not key.endswith("_loss") and (found := [r[key] for r in records if key in r]):
-            report[key] = found[-1]
-    own = {key: value for record in records for key, value in record.items() if key in own_keys([record])}
-    return {**own, **report} | {
+        elif metric.in_report and not key.endswith("_loss") and (values := [r[key] for r in records if key in r]):
+            report[key] = values[-1]
+    unlisted = {key: value for record in records for key, value in record.items() if key in unlisted_keys([record])}
+    return {**unlisted, **report} | {
         "best_metric": best,
         "tokens_per_second": _mean_speed(trained, "tokens_per_second"),
         "scored_tokens_per_second": _mean_speed(trained, "scored_tokens_per_second"),
@@ -152,7 +156,7 @@ def run_report(
 
 
 def report_line(report: Mapping[str, Any]) -> str:
-    """A report as one line; what was not measured is left out."""
+    """Format a report as one line, without figures that were not measured."""
     seen = counted(report["examples_seen"], "answer" if "reward" in report else "example")
     words = [report["run"], counted(report["steps"], "optimiser step"), seen]
     if report["epochs"] is not None:
@@ -172,17 +176,17 @@ def report_line(report: Mapping[str, Any]) -> str:
 
 
 def _last_and_best(records: Sequence[Record], key: str) -> dict[str, Any]:
-    """The last value of a metric, and the best one with the first step that had it."""
-    found = [(record[key], record["step"]) for record in records if record.get(key) is not None]
-    if not found:
+    """The last value of a metric, and its best value with the first step that had it."""
+    values = [(record[key], record["step"]) for record in records if record.get(key) is not None]
+    if not values:
         return {}
     choose = max if METRICS[key].better == "higher" else min
-    best, step = choose(found, key=lambda pair: pair[0])
-    return {key: found[-1][0], f"best_{key}": best, f"best_{key}_step": step}
+    best, step = choose(values, key=lambda pair: pair[0])
+    return {key: values[-1][0], f"best_{key}": best, f"best_{key}_step": step}
 
 
 def _mean_speed(trained: Sequence[Record], key: str) -> float | None:
-    """Over the run: each record's speed counts for the seconds since the record before it."""
+    """The mean of a speed over the run, weighted by the seconds between records."""
     ends = [(record["seconds"], record[key]) for record in trained if key in record and "seconds" in record]
     starts = [0.0, *(seconds for seconds, _ in ends)]
     tokens = sum(speed * (end - start) for start, (end, speed) in zip(starts, ends, strict=False))
@@ -193,14 +197,14 @@ def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
-    processor = found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8"), re.M) if info.is_file() else None
+    processor = match[1].strip() if match else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
     return f"{processor} ({threads} thread{'s' * (threads != 1)})"
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this code runs from, marked when files differ from it; None for an installed copy."""
+    """The commit of the checkout that this code runs from, with a mark if files differ; None for an installed copy."""
     folder = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:
@@ -208,7 +212,7 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie inside another repository
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may be inside another repository
         return git("rev-parse", "--short=10", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,4 @@
-"""Sampled prompts during training: accuracy, denoising and steps per canvas as the weights are now."""
+"""Evaluation by sampled prompts during training: accuracy and denoising steps of the current weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Sampler
 from blockdiff.training.step import autocast
 
-SPARE = 1.25  # times the memory that a training step takes for a while, since free memory is in pieces
+SPARE = 1.25  # free memory that a training step needs, relative to its peak, since free memory is fragmented
 TEXTS = 8  # answers of an evaluation whose texts are kept
 
 
 class Sampled(NamedTuple):
-    """`record` for the metrics; `texts`, the records of the answers, for RUN/samples.jsonl."""
+    """The metrics `record` of an evaluation, and `texts`, the records of its answers for RUN/samples.jsonl."""
 
     record: Record
     texts: list[dict[str, Any]]
@@ -30,20 +30,20 @@ class Sampled(NamedTuple):
 
 @contextmanager
 def room_after(sampler: Sampler, device: torch.device) -> Iterator[None]:
-    """Surrounds sampling, after which the memory of a training step has to be free on a GPU, as it was before."""
-    if device.type != "cuda":  # elsewhere a sampler keeps the memory of its largest call
+    """Release a sampler's memory after a block, if a training step would not fit on the GPU otherwise."""
+    if device.type != "cuda":  # on other devices a sampler keeps the memory of its largest call
         yield
         return
-    passing = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    step_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     yield
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    if free < SPARE * passing:
+    if free < SPARE * step_bytes:
         sampler.release()
 
 
 def keep_texts(path: Path, step: int, texts: Sequence[dict[str, Any]]) -> None:
-    """Write the first answers of an evaluation after a step to a log, in place of what a killed run has written."""
+    """Append the first answers of the evaluation after `step` to a log, and drop later ones of a killed run."""
     log = MetricsLog(path)
     log.cut(step - 1)
     for text in texts[:TEXTS]:
@@ -61,25 +61,24 @@ def sample_prompts(
     precision: str | None = None,
     **choices: Any,
 ) -> Sampled:
-    """Answer the rows' prompts, dealt out to the ranks, as `blockdiff eval` does; every rank gets the same result.
+    """Answer the prompts of rows, divided among the ranks, like `blockdiff eval`. All ranks return the same result.
 
-    choices: more for `evaluate`, such as an encoder.
+    choices: further arguments of `evaluate`, such as an encoder.
 
     The record has `sample_accuracy, sample_steps_per_canvas, sample_max_steps, sample_tokens_per_forward, sample_count,
     sample_errors` and `sample_seconds` (until the last rank is done). Weights, modes, gradients and torch's generators
-    stay as they are, and what the sampler keeps for its next call is given back where a training step would not fit
-    beside it. Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank
-    is to stop.
+    do not change. The sampler's memory is released if a training step would not fit otherwise. Raises DataError for
+    rows that are not of the task, and Interrupted between canvases if a rank should stop.
     """
     with room_after(sampler, ranks.device), autocast(ranks.device, precision):
-        found = evaluate(sampler, rows, task, ranks=ranks, batch_size=batch_size, seed=seed, **choices)
+        results = evaluate(sampler, rows, task, ranks=ranks, batch_size=batch_size, seed=seed, **choices)
     record = {
-        "sample_accuracy": found["solved_share"],
-        "sample_steps_per_canvas": found["steps_per_canvas"],
+        "sample_accuracy": results["solved_share"],
+        "sample_steps_per_canvas": results["steps_per_canvas"],
         "sample_max_steps": sampler.generation.max_steps,
-        "sample_tokens_per_forward": found["tokens_per_forward"],
-        "sample_count": found["count"],
-        "sample_errors": found["errors"],
-        "sample_seconds": round(found["seconds"], 3),
+        "sample_tokens_per_forward": results["tokens_per_forward"],
+        "sample_count": results["count"],
+        "sample_errors": results["errors"],
+        "sample_seconds": round(results["seconds"], 3),
     }
-    return Sampled(record, found["records"])
+    return Sampled(record, results["records"])

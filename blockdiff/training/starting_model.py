@@ -1,4 +1,4 @@
-"""The model that a run starts from, before weights are read: config, tokenizer, and the objective without memory."""
+"""The model that a run starts from, before its weights are read: config, tokenizer, and a model without memory."""
 
 from __future__ import annotations
 
@@ -38,74 +38,74 @@ from blockdiff.training.recipe_errors import one_line
 
 @dataclass(frozen=True)
 class StartingModel:
-    """The model that a run starts from, as far as it is known without weights."""
+    """The model that a run starts from, without weights."""
 
     config: Family
     tokenizer: Any
-    generation: Generation  # what generation_config.json of the trained model will say
+    generation: Generation  # the generation_config.json of the trained model
     eos_id: int
     pad_id: int
-    target_config: Family | None = None  # of the model that a drafter drafts for
+    target_config: Family | None = None  # the config of a drafter's target
 
     @property
     def canvas_length(self) -> int:
-        """The length L of the model's canvases."""
+        """The canvas length L of the model."""
         return self.config.canvas_length
 
     @property
     def aligned(self) -> bool:
-        """True if canvases begin at multiples of their length, as the blocks of the prefix do."""
+        """Whether canvases begin at multiples of their length, like the blocks of the prefix."""
         return self.config.block is not None
 
     @property
     def denoises(self) -> bool:
-        """True where the model denoises canvases, False where it is causal alone."""
+        """Whether the model denoises canvases; otherwise it is causal only."""
         return self.config.denoises
 
     @property
     def mask_id(self) -> int | None:
-        """The mask token of a drafter's blocks, or of a denoiser's canvases by its config; None if it names none."""
+        """The id of the config's mask token, for a drafter's blocks or a denoiser's canvases; None if it has none."""
         return self.config.mask
 
     @property
     def vocab_size(self) -> int:
-        """The size V of the model's vocabulary."""
+        """The vocabulary size V of the model."""
         return self.config.vocab_size
 
 
 def decided(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe with its kind of run, and with the keys of `objective` that it leaves out and its model has.
+    """Return the recipe with the kind of run and keys of `objective` that follow from its model, and a line about them.
 
-    Without `objective.kind` the kind follows from the model's config. Keys of `inherited` that the recipe leaves out
-    are those with which `model.path` was trained, or its family is if nothing says it, as that of a preset is. The text
-    says what was taken that is no default, and what the recipe has otherwise; empty: nothing. A model that cannot be
-    read decides nothing. Raises RecipeError for a key that the kind does not have.
+    A recipe without `objective.kind` has the kind of the model's config. A recipe without a key of `inherited` has the
+    value with which `model.path` was trained, or, if that is unknown, the value of its family, like a preset. The line
+    names such values that are no defaults, and values of the recipe that differ from the model's; it may be empty. A
+    model that cannot be read decides nothing. Raises RecipeError for a key that the kind does not have.
     """
     recipe = _with_kind(recipe)
-    base, objective = _trained_with(recipe), recipe.objective
-    own = objective.model_dump(mode="json", include=set(objective.inherited))
-    said = {key: getattr(objective, key) for key in objective.model_fields_set}
-    base, taken = dict(base), dict[str, Any]()
-    for key in base.keys() & own.keys():
-        with suppress(ValidationError):  # of a part that was given from Python
-            theirs = type(objective).model_validate({**said, key: base[key]})
-            base |= theirs.model_dump(mode="json", include={key})
+    base, objective = dict(_trained_with(recipe)), recipe.objective
+    values = objective.model_dump(mode="json", include=set(objective.inherited))
+    was_set = {key: getattr(objective, key) for key in objective.model_fields_set}
+    inherited = dict[str, Any]()
+    for key in base.keys() & values.keys():
+        with suppress(ValidationError):  # of a part that Python passed
+            section = type(objective).model_validate({**was_set, key: base[key]})
+            base |= section.model_dump(mode="json", include={key})
             if key not in objective.model_fields_set:
-                taken[key] = getattr(theirs, key)
-    unlike = [key for key in own if key in base and own[key] != base[key]]
-    as_base = [f"{key} {base[key]} (default {own[key]})" for key in unlike if key in taken]
-    otherwise = [f"{key} {own[key]} (there {base[key]})" for key in unlike if key not in taken]
-    of = "model.path" if recipe.model.path is not None else recipe.model.preset
-    lines = [f"as {of} was trained: {', '.join(as_base)}"] * bool(as_base)
-    lines += [f"not as {of} was trained: {', '.join(otherwise)}"] * bool(otherwise)
-    return recipe.model_copy(update={"objective": objective.model_copy(update=taken)}), "; ".join(lines)
+                inherited[key] = getattr(section, key)
+    unlike = [key for key in values if key in base and values[key] != base[key]]
+    as_base = [f"{key} {base[key]} (default {values[key]})" for key in unlike if key in inherited]
+    otherwise = [f"{key} {values[key]} (there {base[key]})" for key in unlike if key not in inherited]
+    name = "model.path" if recipe.model.path is not None else recipe.model.preset
+    lines = [f"as {name} was trained: {', '.join(as_base)}"] * bool(as_base)
+    lines += [f"not as {name} was trained: {', '.join(otherwise)}"] * bool(otherwise)
+    return recipe.model_copy(update={"objective": objective.model_copy(update=inherited)}), "; ".join(lines)
 
 
 def _trained_with(recipe: Recipe) -> Mapping[str, Any]:
-    """The keys of `objective` with which the starting model was trained, or is by its family; empty if not known."""
+    """The keys of `objective` with which the model, or else its family, was trained; empty if they are unknown."""
     try:
         config = starting_config(recipe)
-    except CheckpointError:  # `read_starting_model` says what is wrong with it
+    except CheckpointError:  # `read_starting_model` reports it
         shape = shape_of(recipe)
         return {} if shape is None else shape.trained_with
     if recipe.model.path is None:
@@ -114,19 +114,19 @@ def _trained_with(recipe: Recipe) -> Mapping[str, Any]:
 
 
 def strategy_of(recipe: Recipe) -> str | None:
-    """The text of the strategy that `model.path` names for its sampling, which trained weights keep; None if none."""
+    """The sampling strategy that `model.path` names and the trained model keeps; None if it names none."""
     path = recipe.model.path
     return None if path is None else DiffusionSettings.from_pretrained(find(path, with_weights=False)).strategy
 
 
 def shape_of(recipe: Recipe) -> Family | None:
-    """The config of the preset that has the shape of `model.path`; None if no preset is of that released model."""
+    """The config of the preset of the released model at `model.path`; None if it has no preset."""
     preset = None if recipe.model.path is None else checkpoint.released_preset(recipe.model.path)
     return None if preset is None else checkpoint.preset_config(preset)
 
 
 def _with_kind(recipe: Recipe) -> Recipe:
-    """The recipe with the kind of run that its model has by default, where it names none."""
+    """The recipe with `objective.kind`, which is the model's default if the recipe has none."""
     objective, m = recipe.objective, recipe.model
     if "kind" in objective.model_fields_set or type(objective) not in kinds().values():
         return recipe
@@ -135,13 +135,13 @@ def _with_kind(recipe: Recipe) -> Recipe:
     except CheckpointError:
         return recipe
     name = next((name for name, kind in kinds().items() if kind.suits(config)), objective.kind)
-    said = {key: getattr(objective, key) for key in objective.model_fields_set}
+    was_set = {key: getattr(objective, key) for key in objective.model_fields_set}
     try:
-        found = kinds()[name].model_validate({"kind": name, **said})
+        section = kinds()[name].model_validate({"kind": name, **was_set})
     except ValidationError as error:
         what = f"{m.path or m.preset}, for which objective.kind is {name}"
         raise RecipeError(one_line(error, keys(), kinds_with(), {}, what, ("objective",))) from None
-    return recipe.model_copy(update={"objective": found})
+    return recipe.model_copy(update={"objective": section})
 
 
 def starting_config(recipe: Recipe) -> Any:
@@ -151,9 +151,9 @@ def starting_config(recipe: Recipe) -> Any:
 
 
 def read_starting_model(recipe: Recipe, config: Family, settings_from: str | None = None) -> StartingModel:
-    """Read the tokenizer and the settings of a model with this config, and no weights.
+    """Read the tokenizer and the settings of a model, but no weights.
 
-    settings_from: the model whose tokenizer and settings it has (None: its own).
+    config: the model's. settings_from: the model to read tokenizer and settings from (None: the recipe's model).
     """
     m, generation = recipe.model, None
     if settings_from is not None:
@@ -167,20 +167,18 @@ def read_starting_model(recipe: Recipe, config: Family, settings_from: str | Non
         tokenizer = load_tokenizer(m.tokenizer)
         config = checkpoint.fitted(config, tokenizer)
     else:
-        raise RecipeError(
-            f"model.tokenizer: missing; the preset {m.preset} has random weights and no tokenizer, name one"
-        )
+        raise RecipeError(f"model.tokenizer: missing; the preset {m.preset} has no tokenizer, so set model.tokenizer")
     return _with_tokens(recipe, config, generation, tokenizer)
 
 
 def _with_tokens(
     recipe: Recipe, config: Family, generation: Generation | None, tokenizer: Any, target: Family | None = None
 ) -> StartingModel:
-    """The starting model with the special tokens and the settings that its tokenizer and generation bring."""
+    """The starting model, with special tokens and settings from its tokenizer, generation and config."""
     give_template(tokenizer, recipe.data.template)
     special = checkpoint.special_tokens(target or config, generation, tokenizer)
     if not special.eos_ids:
-        raise RecipeError("model: neither generation_config.json nor the tokenizer names an eos token; set one")
+        raise RecipeError("model: neither generation_config.json nor the tokenizer has an eos token; add one there")
     ends = tuple(dict.fromkeys((*special.eos_ids, *turn_ends(tokenizer))))
     settings = {key: value for key, value in recipe.generation.model_dump().items() if value is not None}
     try:
@@ -191,7 +189,7 @@ def _with_tokens(
     if (count := rows_needed(tokenizer)) > base.vocab_size:
         raise RecipeError(
             f"model.tokenizer: {count} tokens, but the model has {base.vocab_size}; "
-            "use the tokenizer the weights were trained with"
+            "use the tokenizer that the weights were trained with"
         )
     if (doubt := mismatch(tokenizer, base.vocab_size)) is not None:
         warnings.warn(f"model.tokenizer: {doubt}", stacklevel=2)
@@ -199,16 +197,16 @@ def _with_tokens(
 
 
 def released_shape(recipe: Recipe, settings_from: str | None = None) -> StartingModel | None:
-    """The starting model for a plan by presets of its shape, without a tokenizer; None if a model has no preset.
+    """The starting model of a plan, from the presets of released models that are not available here.
 
-    One warning says so.
+    It has no tokenizer. A warning names the presets. Returns None if a model has no preset.
     """
     named = [name for name in (recipe.model.path, settings_from) if name is not None]
     presets = {name: checkpoint.released_preset(name) for name in named}
     if None in presets.values():
         return None
     for name, preset in presets.items():
-        warnings.warn(f"{name} is not to be had here; it is planned by its shape, the preset {preset}", stacklevel=2)
+        warnings.warn(f"{name} is not available here; the plan uses the preset {preset} of its shape", stacklevel=2)
     shapes = {name: checkpoint.preset_config(str(preset)) for name, preset in presets.items()}
     config = shapes.get(str(recipe.model.path)) or checkpoint.preset_config(str(recipe.model.preset))
     target = shapes.get(str(settings_from))
@@ -220,10 +218,10 @@ def released_shape(recipe: Recipe, settings_from: str | None = None) -> Starting
 def empty_model(
     recipe: Recipe, base: StartingModel, kernels: str | Kernels | None = None, dtype: torch.dtype | None = None
 ) -> BlockDiffusionModel:
-    """The model that trains, without memory: with its image side if the recipe has images, in fewer bits below adapters
-    if recipe or checkpoint say so.
+    """The model that trains, without memory.
 
-    kernels: replace the recipe's; dtype: of the weights (None: they get it when they are filled).
+    It has an image side if the recipe has images, and weights in fewer bits below adapters if the recipe or the
+    checkpoint has. kernels: replace the recipe's. dtype: of the weights (None: decided when they are filled).
     """
     for mesh in recipe.parallel.names:
         base.config.require(meshes=mesh)
@@ -232,26 +230,26 @@ def empty_model(
         model.image_side = checkpoint.empty_image_side(base.config)
         if not takes_images(base.config.image_tokens(), base.tokenizer):
             raise RecipeError(
-                "model.images: the model takes no images, because its vocabulary has no token for them; leave it "
-                "out, or give a model or preset whose image tokens the tokenizer has"
+                "model.images: the tokenizer has no image tokens of this model; leave model.images out, or choose a "
+                "model or preset whose image tokens the tokenizer has"
             )
     if not getattr(recipe.objective, "trains_whole", False):
         forms = stored_below(model, recipe.model.path, recipe)
         if forms and not recipe.lora.trains:
             words = [word for word, form in FORMS.items() if form in forms.values()]
             raise RecipeError(
-                f"model.path: {recipe.model.path} stores weights in {' and '.join(words)}, which do not train; train "
-                "adapters over them (`lora: {rank: 16}`), or make them weights like others (`model.quantize: none`)"
+                f"model.path: {recipe.model.path} stores weights in {' and '.join(words)}, which cannot train; train "
+                "adapters over them (lora: {rank: 16}), or convert them to ordinary weights (model.quantize: none)"
             )
         store(model, forms)
     return model if dtype is None else model.to(dtype)
 
 
 def stored_below(model: BlockDiffusionModel, path_or_hub_id: str | None, recipe: Recipe) -> dict[str, Form]:
-    """The layers of a frozen model that are stored in fewer bits, as the recipe says or the checkpoint has them.
+    """The form of each layer of a frozen model that is stored in fewer bits, by the recipe or else the checkpoint.
 
-    Of a preset, and of a model that is not to be had here, the recipe alone says it. Raises RecipeError if FSDP would
-    have to split them, or the model has no weights in the form.
+    Presets, and models that are not available here, have no checkpoint. Raises RecipeError if FSDP would have to split
+    such layers, or the model cannot be stored in the recipe's form.
     """
     directory = None
     if path_or_hub_id is not None:
@@ -273,13 +271,13 @@ def refuse_sharding(recipe: Recipe) -> None:
     """Raise RecipeError if FSDP would have to split weights in fewer bits."""
     if recipe.parallel.shard == "full":
         raise RecipeError(
-            "model.quantize: parallel.shard: full splits parameters, and weights in fewer bits are buffers, which "
-            "every process would hold whole; split them with parallel.tensor or parallel.experts alone"
+            "model.quantize: parallel.shard: full splits parameters, but weights in fewer bits are buffers; use "
+            "parallel.tensor or parallel.experts instead"
         )
 
 
 def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> None:
-    """Give a model without weights its adapters, and freeze what does not train."""
+    """Add the recipe's adapters to a model without weights, and freeze the parameters that do not train."""
     if model.image_side is not None:
         model.image_side.requires_grad_(recipe.model.images == "trained")
     if recipe.lora.trains:
@@ -288,16 +286,16 @@ def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -
 
 
 def adapter_to_train(recipe: Recipe, model: BlockDiffusionModel) -> Adapter | None:
-    """The adapter that a recipe trains on, for a model that is not split; None if its adapters are new.
+    """Read the adapter of `lora.path`, before the model is split; None if the recipe has new adapters.
 
-    Raises RecipeError for one that is not of the model as the recipe has it.
+    Raises RecipeError for an adapter that does not fit the model.
     """
     if recipe.lora.path is None:
         return None
     try:
         directory = find(recipe.lora.path)
         if adapts_images(directory, model) and model.image_side is None:
-            raise CheckpointError(f"{directory}: adapts the image side; set model.images: frozen, so that it is there")
+            raise CheckpointError(f"{directory}: adapts the image side; set model.images: frozen, which loads it")
         form = form_below(directory)
         if form is not None and form != (stored_as(model) or "none"):
             raise CheckpointError(f"{directory}: was trained over weights in the form {form!r}; set model.quantize")
@@ -307,17 +305,17 @@ def adapter_to_train(recipe: Recipe, model: BlockDiffusionModel) -> Adapter | No
 
 
 def put_adapters(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> None:
-    """Give a model without weights the adapters that a recipe asks for; RecipeError names what it lacks."""
+    """Add the recipe's adapters to a model without weights. Raises RecipeError for parts or tokens that it lacks."""
     lora = recipe.lora
-    if (given := adapter_to_train(recipe, model)) is not None:
-        modules = {name: replace(low_rank, dropout=lora.dropout) for name, low_rank in given.modules.items()}
-        _adapt(model, modules, given.tokens)
+    if (adapter := adapter_to_train(recipe, model)) is not None:
+        modules = {name: replace(low_rank, dropout=lora.dropout) for name, low_rank in adapter.modules.items()}
+        _adapt(model, modules, adapter.tokens)
         return
     tokens = []
     for token in lora.tokens:
         token_id = token if isinstance(token, int) else tokenizer.get_vocab().get(token)
         if token_id is None:
-            raise RecipeError(f"lora.tokens: {token!r} is no token of the tokenizer; name one as it is spelt, or by id")
+            raise RecipeError(f"lora.tokens: the tokenizer has no token {token!r}; write it as it is spelt, or its id")
         tokens.append(int(token_id))
     if len(set(tokens)) < len(tokens):
         raise RecipeError("lora.tokens: names a token twice")
@@ -336,15 +334,12 @@ def _adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: S
 
 
 def trains_routers(recipe: Recipe) -> bool:
-    """True where the routers train: by default only from scratch, where they have learnt nothing yet.
-
-    Adapters train alone, whatever this says.
-    """
+    """Whether routers train: by default only from scratch. If adapters train, they train alone nevertheless."""
     if recipe.model.router == "auto":
         return recipe.model.path is None
     return recipe.model.router == "trained"
 
 
 def computed_in(recipe: Recipe) -> torch.dtype | None:
-    """The dtype in which sharded weights are gathered; None for the one in which they are kept."""
+    """The dtype in which sharded weights are gathered; None for the one in which they are stored."""
     return None if recipe.train.autocast is None else getattr(torch, recipe.train.autocast)

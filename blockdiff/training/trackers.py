@@ -1,4 +1,4 @@
-"""The trackers that get the metrics of a run beside metrics.jsonl: TensorBoard, W&B and what else Accelerate knows."""
+"""Trackers of a run's metrics, in addition to metrics.jsonl: TensorBoard, W&B and others that Accelerate supports."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ PROJECT = "blockdiff"
 
 
 class Trackers:
-    """The trackers of a run: opened before training, fed records, closed at the end. For the main process only.
+    """The open trackers of a run, on the main process only.
 
-    names: as Accelerate calls them; config: what the run's page shows (nested mappings become `section.key`);
-    start: the step that a resumed run goes on from. TensorBoard drops the curves of a killed run after it; W&B and
-    trackio go on with the same run and ignore steps they have, whose values are equal. Raises RunError for a name
-    that is unknown, not installed, or fails to start.
+    names: Accelerate's names.
+    config: shown on the run's page; nested mappings become `section.key`.
+    start: the step from which a resumed run continues. TensorBoard drops later points of a killed run. W&B and trackio
+        continue the same run and ignore steps that they have, whose values are equal.
+
+    Raises RunError for a tracker that is unknown, not installed, or fails to start.
     """
 
     def __init__(self, names: Sequence[str], run_dir: Path, config: Mapping[str, Any], start: int = 0) -> None:
@@ -41,11 +43,11 @@ class Trackers:
             except Exception as error:  # every library raises its own when nobody is logged in or a disk is full
                 self.close()
                 raise RunError(
-                    f"train.trackers: {name} does not start ({first_line(error)}); see to it or leave it out"
+                    f"train.trackers: {name} does not start ({first_line(error)}); set it up or leave it out"
                 ) from error
 
     def log(self, record: Record) -> None:
-        """Hand over the numbers of a metrics record. A tracker that fails is left out from then on, with a warning."""
+        """Pass the numbers of a metrics record to all trackers. One that fails is dropped, with a warning."""
         values = numbers(record)
         for name, tracker in list(self._open.items()):
             try:
@@ -56,17 +58,17 @@ class Trackers:
                 del self._open[name]
 
     def close(self) -> None:
-        """Write out what is still on its way, and close each tracker once, however often this is called."""
+        """Flush and close the trackers. Further calls do nothing."""
         while self._open:
             name, tracker = self._open.popitem()
             try:
                 tracker.finish()
-            except Exception as error:  # the run is complete without it
+            except Exception as error:  # the run does not need it
                 warnings.warn(f"{name} did not finish ({first_line(error)})", stacklevel=2)
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises RunError for a tracker that is unknown or not installed, before anything is loaded."""
+    """Raise RunError for a tracker that is unknown or not installed."""
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -75,18 +77,18 @@ def check(names: Sequence[str]) -> None:
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             near = difflib.get_close_matches(name, LOGGER_TYPE_TO_CLASS, 1)
-            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
-            raise RunError(f"train.trackers: no tracker is called {name!r}; {meant}")
+            choices = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
+            raise RunError(f"train.trackers: no tracker is called {name!r}; {choices}")
         if name not in installed:
             package = name.replace("_", "-")
-            raise RunError(f"train.trackers: {name} is not installed; `pip install {package}` or leave it out")
+            raise RunError(f"train.trackers: {name} is not installed; pip install {package}, or leave it out")
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """The finite numbers of a metrics record by name, its step left out.
+    """The finite numbers of a metrics record by name, without its step.
 
-    The figures of each noise level become a curve named by the middle of the level, "heldout_kept_loss/0.1", those of
-    each place of a drafter's blocks one named by the place, "heldout_place/1", and each reward one, "reward/sudoku".
+    The figures of each noise level are named by the middle of the level, "heldout_kept_loss/0.1", those of each token
+    of a drafter's blocks by its number, "heldout_place/1", and rewards by their names, "reward/sudoku".
     """
     values = {key: value for key, value in record.items() if key != "step"}
     for level in record.get("heldout_levels", ()):
@@ -95,7 +97,8 @@ def numbers(record: Record) -> dict[str, float]:
             f"heldout_{key}/{middle:.3g}": value for key, value in level.items() if key not in ("t_from", "t_to")
         }
     values |= {f"reward/{name}": value for name, value in record.get("rewards", {}).items()}
-    values |= {f"heldout_place/{place}": share for place, share in enumerate(record.get("heldout_places", ()), start=1)}
+    shares = record.get("heldout_places", ())
+    values |= {f"heldout_place/{number}": share for number, share in enumerate(shares, start=1)}
     return {
         key: value
         for key, value in values.items()
@@ -104,7 +107,7 @@ def numbers(record: Record) -> dict[str, float]:
 
 
 def _tracker(name: str, run_dir: Path, start: int) -> Any:
-    """Accelerate's tracker of that name; a resumed run goes on where the tracker can."""
+    """Construct Accelerate's tracker of a name, so that it continues a resumed run if it can."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     tracker: Any = LOGGER_TYPE_TO_CLASS[name]
@@ -116,12 +119,12 @@ def _tracker(name: str, run_dir: Path, start: int) -> Any:
     elif name == "trackio":
         settings = {"name": f"{run_dir.name}-{_identity(run_dir)}", "resume": "allow"}
     if tracker.requires_logging_directory:
-        return tracker(name, run_dir, **settings)  # its files lie in RUN/NAME
+        return tracker(name, run_dir, **settings)  # its files are in RUN/NAME
     return tracker(PROJECT, **settings)
 
 
 def _identity(run_dir: Path) -> str:
-    """The name by which a server knows the run: drawn once, so that a resumed run goes on in the same place."""
+    """The run's id on a tracker's server: random, and stored in the run so that a resumed run keeps it."""
     file = run_dir / IDENTITY
     if not file.exists():
         write_text(file, uuid.uuid4().hex[:12] + "\n")
@@ -129,7 +132,7 @@ def _identity(run_dir: Path) -> str:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | str | int | float]:
-    """{"optim": {"lr": 0.1}} becomes {"optim.lr": 0.1}; lists become text and None is left out."""
+    """Flatten {"optim": {"lr": 0.1}} to {"optim.lr": 0.1}. Lists become text and None is left out."""
     flat: dict[str, bool | str | int | float] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

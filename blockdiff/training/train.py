@@ -1,4 +1,4 @@
-"""`train`: a run in one call; `Trainer` is the class that it makes and runs."""
+"""`train`: a run in one call, which constructs a `Trainer` and runs it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ def train(
     kind: Kind | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Train what a recipe says and return the run: `Trainer(...).fit()`, with every guarantee of the command.
+    """Train a model as a recipe describes and return the run, like the command `blockdiff train`.
 
-    recipe: the path of a YAML recipe, a mapping with the same keys (rows may stand in it, in memory), or a Recipe.
-    overrides: `key.path=value` texts. output: the run directory. resume: go on from its last checkpoint. overwrite:
-    replace the run that is there, once the new one can begin. The others are parts of one's own, as `Trainer` takes
-    them. Raises what `Trainer.fit` raises.
+    recipe: the path of a YAML recipe, a mapping with the same keys (rows in memory may replace sources), or a Recipe.
+    overrides: `key.path=value` texts.
+    output: the run directory.
+    resume: continue from its last checkpoint.
+    overwrite: replace the run in the directory, once the new one can begin.
+    The other arguments are the user's own parts, as in `Trainer`. Raises what `Trainer.fit` raises.
     """
     return Trainer(
         recipe,

@@ -1,7 +1,7 @@
-"""`Trainer`: a run from its first optimiser step, or its last checkpoint, to its export. `fit()` is the way through it.
+"""`Trainer`: a run from its first optimiser step, or its last checkpoint, to its export. Begin reading at `fit()`.
 
-`build` makes what a run needs, `step` computes the gradient of an optimiser step, `checkpoint_writer` writes
-checkpoints, and `export` the model, the curves and the report.
+`build` makes the parts of a run, `step` computes the gradient of an optimiser step, `checkpoint_writer` writes
+checkpoints, and `export` writes the model, the curves and the report.
 """
 
 from __future__ import annotations
@@ -51,32 +51,35 @@ from blockdiff.training.trackers import Trackers
 
 
 class Trainer:
-    """One training run. Subclass it and override a method to change what happens there; the rest stays as it is.
+    """One training run. Override a method in a subclass to change a part of it.
 
-    schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
-    `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
-    such as a class of torch.optim or a `functools.partial` of one. reward: of a policy, called with a row, as its file
-    has it, and the `Result`, or several such functions with their weights; they are added to those that the recipe
-    names. kind: a kind of run of one's own, in place of
-    the recipe's `objective`. All of these, and a subclass of `Trainer`, are recorded by name and values, and resuming
-    asks for the same. callbacks: called while the run goes on. The other arguments are those of `blockdiff.train`.
+    schedule, corruption, weight: objects that replace the recipe's.
+    objective: called with the arguments of `blockdiff.objective.Objective`; a subclass of it, for example.
+    optimiser: called with the parameters that train; a class of torch.optim or a `functools.partial` of one.
+    reward: for policies, a function of a row (as in its file) and the `Result`, or such functions with their weights.
+        They are added to the rewards that the recipe names.
+    kind: a user's own kind of run, in place of the recipe's `objective`.
+    callbacks: called during the run.
+    The other arguments are those of `blockdiff.train`.
+
+    All of these, and a subclass of `Trainer`, are recorded by name and values. A resumed run must have the same.
     """
 
-    # While `fit()` runs, a trainer has:
+    # Attributes during `fit()`:
     step: int  # the number of the last optimiser step, counted from 1
-    steps: int  # the number of the one that the run ends with
-    saved: int  # the number of the one of the newest checkpoint
+    steps: int  # the number of the run's last optimiser step
+    saved: int  # the optimiser step of the newest checkpoint
     ranks: Ranks
     built: Built  # model, objective, optimiser, data, ...
-    records: list[Record]  # all of metrics.jsonl, on the main process
-    show: Progress  # what is printed
-    place: os.stat_result  # of the run's directory
+    records: list[Record]  # the records of metrics.jsonl, on the main process
+    show: Progress  # prints lines and the progress bar
+    directory_stat: os.stat_result  # identifies the run's directory
     clock: Clock
     skipped: SkippedSteps
-    was_diverging: bool  # whether a line has said so
+    was_diverging: bool  # whether a line has reported a diverging loss
     trackers: Trackers
     saver: CheckpointWriter
-    sampler: Sampler | None  # the one of all evaluations, made by the first
+    sampler: Sampler | None  # shared by all evaluations; the first one constructs it
 
     def __init__(
         self,
@@ -111,13 +114,13 @@ class Trainer:
         self.directory = Path(str(self.recipe.output))
         self.resume, self.overwrite, self.callbacks = resume, overwrite, checked(callbacks)
         self.began = time.perf_counter()
-        self.doing = "the start of the run"  # for the message when another rank is lost meanwhile
+        self.doing = "the start of the run"  # named in the message if another rank is lost
 
     def fit(self) -> Run:
         """Train to the end of the recipe, from step 0 or the last checkpoint, and export the model.
 
-        Raises Stopped when a signal asked for an end and the step is saved; RunError, DataError or RecipeError, in one
-        line, for what cannot go on.
+        Raises Stopped after a signal, once the step is saved, and RunError, DataError or RecipeError, in one line, if
+        the run cannot continue.
         """
         with self._running():
             self._take_steps()
@@ -125,8 +128,8 @@ class Trainer:
         return Run(self.directory)
 
     def _take_steps(self) -> None:
-        """Take optimiser steps until training is over, and save and measure what is due before and between them."""
-        is_over = self._between_steps(made=self._kinds_logged())
+        """Take optimiser steps until training is over. Save and measure before and between them when it is due."""
+        is_over = self._between_steps(logged=self._kinds_logged())
         while not is_over:
             batches, counts = self._next_batches()
             self.step += 1
@@ -144,37 +147,37 @@ class Trainer:
     # -- the optimiser step ----------------------------------------------------------------------------------------
 
     def fetch(self, step: int) -> Sequence[Batch]:
-        """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none."""
+        """Return this rank's micro-batches of an optimiser step, on the CPU; with several ranks at least one."""
         return self.built.source(step)
 
     def _next_batches(self) -> tuple[Sequence[Batch], Counts]:
-        """The micro-batches of the next optimiser step, and the counts over those of all ranks.
+        """Return this rank's micro-batches of the next optimiser step, and the counts over all ranks.
 
-        Saves and raises, on all ranks together, Stopped when a signal asks for it and DataError when any rank cannot
-        read its micro-batches. Says so where nothing is scored in them, and raises RunError where that goes on.
+        After a signal, all ranks save and raise Stopped; if any rank cannot read its micro-batches, all save and raise
+        DataError. A step without scored positions is reported; too many in a row raise RunError.
         """
         self.doing = f"step {self.step + 1}"
         batches: Sequence[Batch] = []
-        refusal = None
+        data_error = None
         try:
             batches = self.fetch(self.step + 1)
         except DataError as error:
-            refusal = str(error)
-        except Interrupted:  # in the middle of rollouts, on all ranks
+            data_error = str(error)
+        except Interrupted:  # during rollouts, on all ranks
             self._stop()
         may_stop = self.built.source.may_stop(self.step)
-        is_stopping, is_refused = self.ranks.any(may_stop and self.ranks.is_stopping() > 0, refusal is not None)
+        is_stopping, has_error = self.ranks.any(may_stop and self.ranks.is_stopping() > 0, data_error is not None)
         if is_stopping:
             self._stop()
-        if is_refused:
-            self._refuse_data(refusal)
+        if has_error:
+            self._stop_for_data(data_error)
         counts = Counts.over_ranks(batches, self.built.losses, self.ranks)
         if line := self.unscored.note(self.step + 1, kind_of(self.recipe).why_unscored(counts)):
             self.show.line(f"note      {line}")
         return batches, counts
 
     def backpropagate(self, batches: Sequence[Batch], counts: Counts) -> Gradient:
-        """Fill the gradients of the parameters that train with those of the global batch."""
+        """Compute the gradient of the global batch in the `grad` of the parameters that train."""
         self.built.optimiser.zero_grad(set_to_none=True)
         b = self.built
         with seeded(self.recipe.seed, self.step, self.ranks):
@@ -195,7 +198,7 @@ class Trainer:
             self.built.average.update(self.step)
 
     def log(self, gradient: Gradient) -> None:
-        """Record the losses of this step where a record is due."""
+        """Record the losses of this step if a record is due."""
         if not self._is_due(self.recipe.train.log_every):
             return
         rates = {**self.clock.read(), "memory_gib": memory_gib(self.ranks.device)}
@@ -210,19 +213,20 @@ class Trainer:
             self.show.line(f"note      {line}")
 
     def skip(self, gradient: Gradient, batches: Sequence[Batch]) -> None:
-        """Record a step whose losses or gradient are not finite; RunError where that is to end the run."""
+        """Record a step whose losses or gradient are not finite. Raises RunError if that should end the run."""
         self.record(self.skipped.note(self.step, batches, gradient, self.ranks))
 
     # -- between optimiser steps -----------------------------------------------------------------------------------
 
     def _is_due(self, every: int) -> bool:
-        """True where work of every `every` optimiser steps (0 = at the end only) is due after this one."""
+        """Whether something that happens every `every` optimiser steps (0 = at the end only) is due after this one."""
         return self.step == self.steps or (every > 0 and self.step % every == 0)
 
-    def _between_steps(self, made: Sequence[str] = ()) -> bool:
-        """Save and measure what is due after this step; True when training is over.
+    def _between_steps(self, logged: Sequence[str] = ()) -> bool:
+        """Save and measure if that is due after this step. Returns whether training is over.
 
-        made: the kinds of records that this step has already. A checkpoint comes before the evaluation, which may fail.
+        logged: the kinds of records that this step has already. The checkpoint is written before the evaluation, which
+        may fail.
         """
         with self.clock.stopped():
             self._completed(self.saver.poll())
@@ -230,7 +234,7 @@ class Trainer:
                 self._ensure_saved()
             measured = self._measurements()
             due = [kind for kind, every in measured.items() if self._is_due(every)]
-            self._measure([kind for kind in due if kind not in made])
+            self._measure([kind for kind in due if kind not in logged])
             if self.step == self.steps:
                 return True
             if not due:
@@ -239,21 +243,21 @@ class Trainer:
             if is_best or is_over:
                 self._ensure_saved()
             if is_over:
-                self._measure([kind for kind in measured if kind not in due and kind not in made])
+                self._measure([kind for kind in measured if kind not in due and kind not in logged])
             return bool(is_over)
 
     def _measurements(self) -> dict[str, int]:
-        """The kinds of records beside those of training losses, and every how many steps each is made."""
+        """The kinds of records in addition to those of training losses, and the interval of each in optimiser steps."""
         measured = {"heldout": self.recipe.train.eval_every} if self.built.data.heldout is not None else {}
         return measured | ({"sample": self.recipe.evaluation.prompts_every} if self.built.data.prompts else {})
 
     def _kinds_logged(self) -> list[str]:
-        """The kinds of the records of this step, which a resumed run does not make again."""
+        """The kinds of records that this step has in the log, so that a resumed run does not repeat them."""
         kinds: list[str] = self.ranks.agree([record["kind"] for record in self.records if record["step"] == self.step])
         return kinds
 
     def _measure(self, kinds: Sequence[str]) -> None:
-        """Evaluate, sample, or both. A signal before or within saves and ends the run; the resumed run measures."""
+        """Evaluate, sample, or both. A signal meanwhile saves and ends the run; the resumed run measures instead."""
         for kind in kinds:
             self.doing = f"the evaluation after step {self.step}"
             try:
@@ -263,45 +267,45 @@ class Trainer:
             except Interrupted:
                 self._stop()
             self.record({"step": self.step, "kind": kind, **record})
-            decisive = self.recipe.evaluation.best
-            if decisive is not None and METRICS[decisive].kind == kind and decisive not in record:
-                self.show.line(f"note      evaluation.best: {decisive} is not in this record, so it decides nothing")
+            best = self.recipe.evaluation.best
+            if best is not None and METRICS[best].kind == kind and best not in record:
+                self.show.line(f"note      evaluation.best: this evaluation has no {best}, so it cannot be the best")
 
     def evaluate(self, step: int) -> Record:
-        """The held-out losses and accuracies."""
+        """Return the held-out losses and accuracies."""
         batches = self.built.data.heldout_batches(self.ranks.row_rank, self.ranks.row_world)
         with self.built.averaged():
             return kind_of(self.recipe).evaluate(self.built.objective, batches, self.ranks, self.built.precision)
 
     def sample(self, step: int) -> Record:
-        """The figures of the sampled prompts; some of their texts go to samples.jsonl."""
+        """Return the figures of the sampled prompts, and write some of the answers to samples.jsonl."""
         base = self.built.base
-        if self.sampler is None:  # one for all evaluations: it keeps what it captured, and weights change in place
+        if self.sampler is None:  # one for all evaluations: it keeps captured graphs, and weights change in place
             strategy = self.recipe.evaluation.strategy
             self.sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.diffusion, strategy)
             self.sampler.settings = replace(self.sampler.settings, image_reader=self.built.data.encoder.reader)
         with self.built.averaged():
             sampled = kind_of(self.recipe).sample(self.recipe, self.built, self.sampler, self.ranks, self.show)
-        if self.step == self.built.step:  # no optimiser step has run here, so nobody knows what memory one takes
+        if self.step == self.built.step:  # no optimiser step has run yet, so the memory that one needs is unknown
             self.sampler.release()
         if self.ranks.is_main:
             keep_texts(self.directory / SAMPLES, step, sampled.texts)
         return sampled.record
 
     def _is_best(self) -> bool:
-        """True where the metric that decides is at its best after this step; the main process knows."""
-        found = best_step(self.records, self.recipe.evaluation.best)
-        return found is not None and found[0] == self.step
+        """Whether `evaluation.best` has its best value after this step. Only valid on the main process."""
+        best = best_step(self.records, self.recipe.evaluation.best)
+        return best is not None and best[0] == self.step
 
     def _should_stop(self) -> bool:
-        """True where the metric that decides has not improved for too long; the main process knows."""
+        """Whether `evaluation.best` has not improved for `patience` evaluations. Only valid on the main process."""
         e = self.recipe.evaluation
         return e.patience is not None and evaluations_since_best(self.records, e.best) >= e.patience
 
     # -- records and checkpoints -----------------------------------------------------------------------------------
 
     def record(self, record: Record) -> None:
-        """Write a record to metrics.jsonl, show it and hand it to trackers and callbacks, on the main process."""
+        """Write a record to metrics.jsonl, print it and pass it to trackers and callbacks, on the main process."""
         if self.ranks.is_main:
             self._require_same_directory()
             log = MetricsLog(self.directory / FILE_NAME)
@@ -315,11 +319,9 @@ class Trainer:
             self._notify("on_record", record)
 
     def _require_same_directory(self) -> None:
-        """Raise RunError if the run's directory is no longer the one that the run began in."""
-        if not self.directory.is_dir() or not os.path.samestat(self.directory.stat(), self.place):
-            raise RunError(
-                f"{self.directory}: was removed or replaced while the run went on; put it back, then {RESUME}"
-            )
+        """Raise RunError if the run's directory was removed or replaced since the run began."""
+        if not self.directory.is_dir() or not os.path.samestat(self.directory.stat(), self.directory_stat):
+            raise RunError(f"{self.directory}: was removed or replaced during the run; put it back, then {RESUME}")
 
     def _notify(self, event: str, *values: Any) -> None:
         """Call a method of every callback."""
@@ -327,7 +329,7 @@ class Trainer:
             getattr(callback, event)(self, *values)
 
     def _ensure_saved(self, is_waiting: bool = False) -> None:
-        """Begin the checkpoint of this step unless it was begun before; with `is_waiting` wait until it is complete."""
+        """Begin the checkpoint of this step unless it was begun before. If `is_waiting`, wait until it is complete."""
         if self.step > self.saved:
             self._completed(self.saver.wait())
             self.save(self.step)
@@ -338,7 +340,7 @@ class Trainer:
             self._completed(self.saver.wait())
 
     def save(self, step: int) -> None:
-        """Write a checkpoint; with `train.save_async` only begin to write it."""
+        """Write a checkpoint, or with `train.save_async` begin to write it."""
         if self.ranks.is_main:
             self._require_same_directory()
         b = self.built
@@ -346,40 +348,40 @@ class Trainer:
         self.saver.start(step, b.objective, b.optimiser, b.facts, b.average, counts)
 
     def _completed(self, step: int) -> None:
-        """The checkpoint of a step (0 = none) is complete: remove old ones, and tell the callbacks."""
+        """After the checkpoint of a step (0 = none) is complete, remove old checkpoints and call the callbacks."""
         if step:
             self._prune()
             self._notify("on_save")
 
     def _prune(self) -> None:
-        """Remove checkpoints, on the main process, but the newest, the best and those at multiples of `keep_every`."""
+        """Remove old checkpoints on the main process: all but the newest, the best and multiples of `keep_every`."""
         if self.ranks.is_main:
-            t, found = self.recipe.train, best_saved(self.directory, self.records, self.recipe.evaluation.best)
-            prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if found is None else (found[0],))
+            t, best = self.recipe.train, best_saved(self.directory, self.records, self.recipe.evaluation.best)
+            prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if best is None else (best[0],))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def _stop(self) -> NoReturn:
-        """Save and leave because a signal asked for it, all ranks together."""
+        """Save and raise Stopped, on all ranks together."""
         self._ensure_saved(is_waiting=True)
         raise Stopped(self.step, max(self.ranks.gather(self.ranks.is_stopping())))
 
-    def _refuse_data(self, refusal: str | None) -> NoReturn:
-        """Save and leave because of data, all ranks together; the first rank that has a refusal says what is wrong."""
-        reason = next(line for line in self.ranks.gather(refusal) if line is not None)
+    def _stop_for_data(self, data_error: str | None) -> NoReturn:
+        """Save and raise DataError, on all ranks together, with the message of the first rank that has one."""
+        reason = next(line for line in self.ranks.gather(data_error) if line is not None)
         self._ensure_saved(is_waiting=True)
         saved = f"; the run is saved at step {self.step}, {RESUME}" if self.step > 0 else ""
         raise DataError(reason + saved)
 
     def _finish(self) -> None:
-        """Export the model, draw the curves, write the report, and say in one line what the run was."""
+        """Export the model, draw the curves, write the report, and print it in one line."""
         self.doing = "the end of the run"
         self._completed(self.saver.wait())
-        # A model that is split is written by all ranks together.
+        # All ranks together write a model that is split.
         which = export.write_model(self) if self.built.mesh.is_split else None
         with self.ranks.main_first("exporting the model"):
             if self.ranks.is_main:
-                self._prune()  # a kill in the last save may have left what it was about to remove
+                self._prune()  # a kill during the last save may have left old checkpoints
                 export.write_results(self, which or export.write_model(self))
         self._notify("on_end")
 
@@ -387,7 +389,7 @@ class Trainer:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Surrounds the run: the ranks join, everything is built and restored, signals wait for the end of a step."""
+        """Join the ranks, build and restore the run, and defer signals to the end of a step, around a block."""
         r = self.recipe
         refuse_settings(os.environ, autocast=r.train.autocast, compiles=r.model.compile, clip=r.optim.clip)
         ranks = from_accelerate(timeout=r.train.timeout)
@@ -396,9 +398,9 @@ class Trainer:
             with unread(), ranks.guarded(lambda: self.doing), catching as signals:
                 self.ranks = replace(ranks, is_stopping=signals.is_stopping, ranks_per_row=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
-                self.recipe, said = decided(self.recipe)
-                if said:
-                    self.show.line(f"objective {said}")
+                self.recipe, decision = decided(self.recipe)
+                if decision:
+                    self.show.line(f"objective {decision}")
                 refuse(self.recipe, ranks.world)
                 self._keep_base()
                 with hold_run(self.directory, self.resume, self.ranks, self.overwrite) as checkpoint:
@@ -416,19 +418,19 @@ class Trainer:
                 f"{file}: {error.strerror}; {room_remedy(error)}, then {RESUME}; the run is saved at step {step}"
             ) from error
         except BaseException:
-            ranks.close()  # the others notice at once
+            ranks.close()  # so that the other ranks notice at once
             raise
 
     def _keep_base(self) -> None:
-        """Raise RunError where `overwrite` would remove what the run starts from."""
+        """Raise RunError if `overwrite` would remove the model or tokenizer that the run starts from."""
         for key in ("path", "tokenizer"):
             name = getattr(self.recipe.model, key)
             if self.overwrite and name is not None and Path(name).resolve().is_relative_to(self.directory.resolve()):
-                raise RunError(f"model.{key}: {name} lies in the run that --overwrite replaces; choose another output")
+                raise RunError(f"model.{key}: {name} is in the run that --overwrite replaces; choose another output")
 
     def _start(self, checkpoint: Path | None) -> None:
-        """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""
-        self.place = self.directory.stat()
+        """Build the parts of the run, restore a checkpoint (None: start at step 0), and truncate the logs to it."""
+        self.directory_stat = self.directory.stat()
         built = build(self.recipe, self.ranks, self.show, checkpoint)
         records = export.open_logs(self.directory, self.recipe, built, checkpoint) if self.ranks.is_main else []
         self._begin(built, records)
@@ -443,7 +445,7 @@ class Trainer:
             self.show.line(f"resumed   nothing: {self.directory} has no checkpoint, so this starts at step 0")
 
     def _begin(self, built: Built, records: list[Record]) -> None:
-        """Take over what was built; skipped steps and seconds are counted on from the records of the log."""
+        """Set the attributes of the run. Skipped steps and seconds continue from the records of the log."""
         self.built, self.records = built, records
         self.sampler = None
         self.step = self.saved = built.step
@@ -458,7 +460,7 @@ class Trainer:
         self.clock = Clock(self.ranks.device, seconds)
 
     def _in_words(self) -> str:
-        """The run that is about to begin, in words."""
+        """Describe the run that is about to begin: its length, its batches and when it saves."""
         t, epochs = self.recipe.train, self._steps_per_epoch()
         length = "" if epochs is None else f", {epochs_in_words(self.steps / epochs)}"
         saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
@@ -466,6 +468,6 @@ class Trainer:
         return f"{steps} of {each}{length}, {saved}"
 
     def _steps_per_epoch(self) -> float | None:
-        """Optimiser steps that see every example once; None where the data are a stream."""
+        """The optimiser steps that see every example once; None if the data are a stream."""
         train = self.built.data.train
         return len(train) / self.recipe.train.batch_size if isinstance(train, Dataset) else None

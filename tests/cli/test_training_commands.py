@@ -283,7 +283,7 @@ def test_checkpoints_of_a_run_are_sampled_and_a_run_without_a_model_names_them(w
     works("export", run, "--checkpoint", "2", "--output", tmp_path / "two")
     assert works("sample", run, *asked, "--checkpoint", "2") == works("sample", tmp_path / "two", *asked)
     assert "no checkpoint 7; name last, best or a step of 2, 3" in refusal("sample", run, *asked, "--checkpoint", "7")
-    assert "no metric says which step was the best" in refusal("sample", run, *asked, "--checkpoint", "best")
+    assert "evaluation.best" in refusal("sample", run, *asked, "--checkpoint", "best")
     assert Run(run).checkpoint("last") == run / "checkpoints" / "step-3"
 
 

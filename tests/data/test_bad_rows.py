@@ -198,6 +198,6 @@ def test_a_row_has_as_many_characters_as_can_be_tokenised_and_long_rows_go_toget
     monkeypatch.setattr(
         Encoder, "_tokenise", lambda self, texts, *_: together.append(len(texts)) or tokenise(self, texts, *_)
     )
-    monkeypatch.setattr(chat, "CHARACTERS", 12)
+    monkeypatch.setattr(chat, "CHUNK_CHARACTERS", 12)
     assert ENCODER.encode(rows)[0] == whole
     assert together[::2] == [3, 1, 1, 1, 1, 1]

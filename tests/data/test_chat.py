@@ -173,7 +173,7 @@ def test_of_several_templates_one_has_to_be_the_default():
         chat_prompt([USER], None, tokenizer)
     tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
     assert "look" in chat_prompt([USER], tools, tokenizer).text
-    assert encoder.kept_template == tokenizer.chat_template
+    assert encoder.exported_template == tokenizer.chat_template
 
 
 def test_prompt_and_response_are_tokenised_apart():

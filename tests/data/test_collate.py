@@ -8,18 +8,11 @@ from itertools import chain
 import pytest
 import torch
 
-from blockdiff.data.collate import (
-    AllCanvases,
-    Collator,
-    FirstCanvases,
-    LastCanvases,
-    RandomCanvases,
-    heldout_batches,
-    micro_batches,
-    rank_slots,
-)
+from blockdiff.data.canvas_choice import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.example import Example
 from blockdiff.data.order import Order
+from blockdiff.data.step_batches import heldout_batches, micro_batches, rank_slots
 from blockdiff.diffusion.schedule import StratifiedTime, UniformTime
 from blockdiff.errors import DataError, RecipeError
 
@@ -223,10 +216,10 @@ def test_an_ar_scope_of_responses_scores_the_pairs_whose_target_is_in_one():
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda n: torch.full((n,), 1.5), r"drew t = 1\.5; return times from 0 to 1"),
-        (lambda n: torch.full((n,), float("nan")), "drew t = nan"),
-        (lambda n: torch.zeros(n + 1), r"drew shape \[5\] for 4 canvases"),
-        (lambda n: [0.5] * n, "drew a list for 4 canvases"),
+        (lambda n: torch.full((n,), 1.5), r"returned t = 1\.5; .*times from 0 to 1"),
+        (lambda n: torch.full((n,), float("nan")), "returned t = nan"),
+        (lambda n: torch.zeros(n + 1), r"returned shape \[5\] for 4 canvases"),
+        (lambda n: [0.5] * n, "returned a list for 4 canvases"),
     ],
     ids=["beyond 1", "no number", "too many", "a list"],
 )
@@ -235,7 +228,7 @@ def test_times_of_ones_own_are_those_of_the_canvases_and_from_0_to_1(made, said)
         def draw(self, seed, step, slot_N, canvas_N, total):
             return made(len(slot_N))
 
-    with pytest.raises(RecipeError, match=r"^objective\.time: Own " + said):
+    with pytest.raises(RecipeError, match=r"^objective\.time: Own\.draw\(\) " + said):
         collator(time=Own())(EXAMPLES[:4], epoch=0, step=1, slots=range(4), total_slots=4)
 
 
@@ -269,7 +262,7 @@ def test_slots_are_dealt_out_evenly_and_completely():
 
 
 def test_fewer_rows_than_ranks_are_refused():
-    with pytest.raises(DataError, match=r"batch_size 2 .*3 processes.*train\.batch_size"):
+    with pytest.raises(DataError, match=r"train.batch_size: 2 .*3 processes"):
         micro_batches(EXAMPLES, Order(20, 2, 0), collator(), 1, rank=0, world=3)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from blockdiff.data.canvas_choice import AllCanvases
 from blockdiff.data.chat import Encoder
-from blockdiff.data.collate import AllCanvases, Collator
+from blockdiff.data.collate import Collator
 from blockdiff.data.example import Example
 from blockdiff.data.examples import Examples, read_table, write_examples
 from blockdiff.data.sources import Source, read_rows

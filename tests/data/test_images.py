@@ -25,12 +25,13 @@ from blockdiff.canvas import Batch
 from blockdiff.data import image_file
 from blockdiff.data import images as images_file
 from blockdiff.data.chat import Encoder
-from blockdiff.data.collate import Collator, begin_images, heldout_batches, micro_batches
+from blockdiff.data.collate import Collator
 from blockdiff.data.dataset import Dataset, load_dataset
 from blockdiff.data.example import Example
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import Order, StreamOrder
 from blockdiff.data.sources import Source, read_rows
+from blockdiff.data.step_batches import begin_images, heldout_batches, micro_batches
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenise import chat_prompt, raw_prompt

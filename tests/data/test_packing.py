@@ -14,10 +14,12 @@ from torch import Tensor
 
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint import init
-from blockdiff.data.collate import AllCanvases, Collator, RandomCanvases, micro_batches
+from blockdiff.data.canvas_choice import AllCanvases, RandomCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.example import Example
 from blockdiff.data.order import Order
 from blockdiff.data.packing import best_fit, deal
+from blockdiff.data.step_batches import micro_batches
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.diffusion.weight import ElboWeight

@@ -262,7 +262,7 @@ def test_rows_with_tools_are_written_by_the_template_called_tool_use():
     with_tools, without = encoder.encode(rows)[0]
     assert tokenizer.decode(with_tools.tokens).startswith("<|im_start|>system\n[{")
     assert tokenizer.decode(without.tokens) == "<|user|>\nRain?<|end|>\n<|assistant|>\nNo.<|end|>\n<|endoftext|>"
-    tokenizer.chat_template = encoder.kept_template  # as training leaves it beside the model
+    tokenizer.chat_template = encoder.exported_template  # as training leaves it beside the model
     for messages, tools, example in ((CONVERSATIONS["a call"], TOOLS, with_tools), (rows[1].messages, None, without)):
         prompt = chat_prompt(messages[:1], tools, tokenizer)
         assert prompt.tokens == example.tokens[: example.responses[0][0]]

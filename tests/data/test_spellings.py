@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from blockdiff.data.canvas_choice import AllCanvases
 from blockdiff.data.chat import Encoder
-from blockdiff.data.collate import AllCanvases, Collator
+from blockdiff.data.collate import Collator
 from blockdiff.data.dataset import load_dataset
 from blockdiff.data.rows import Row, check_row
 from blockdiff.data.sources import Source

@@ -10,8 +10,9 @@ import torch
 
 from blockdiff.canvas import cut, joined
 from blockdiff.canvas_inputs import corrupt_canvases
+from blockdiff.data.canvas_choice import AllCanvases
 from blockdiff.data.chat import truncated
-from blockdiff.data.collate import AllCanvases, Collator
+from blockdiff.data.collate import Collator
 from blockdiff.data.example import Example
 from blockdiff.data.statistics import Statistics
 from blockdiff.diffusion.corruption import MaskCorruption

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.canvas import Batch, joined
-from blockdiff.data.collate import Collator, RandomCanvases
+from blockdiff.data.canvas_choice import RandomCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.example import Example
 from blockdiff.diffusion.schedule import StratifiedTime
 from blockdiff.draft_objective import DraftObjective

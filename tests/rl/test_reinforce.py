@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 import blockdiff
 from blockdiff import checkpoint
-from blockdiff.data.collate import AllCanvases, Collator
+from blockdiff.data.canvas_choice import AllCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.sources import Source
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.schedule import StratifiedTime

@@ -7,9 +7,11 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from blockdiff.canvas import Batch
-from blockdiff.data.collate import AllCanvases, Collator, micro_batches
+from blockdiff.data.canvas_choice import AllCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.example import Example
 from blockdiff.data.order import Order
+from blockdiff.data.step_batches import micro_batches
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.objective import Objective

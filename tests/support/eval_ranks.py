@@ -11,9 +11,11 @@ import torch
 
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint import draw_weights, empty
-from blockdiff.data.collate import Collator, RandomCanvases, heldout_batches
+from blockdiff.data.canvas_choice import RandomCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.example import Example
 from blockdiff.data.rows import Row
+from blockdiff.data.step_batches import heldout_batches
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
-from blockdiff.data.collate import rank_slots
+from blockdiff.data.step_batches import rank_slots
 from blockdiff.objective import Losses
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.seeding import Stream, integers, uniform

@@ -162,7 +162,7 @@ class ToyTrainer(Trainer):
 
     def _start(self, checkpoint: Path | None) -> None:
         """Begin in the run's directory with what was given, which is at the step that it says."""
-        self.place = self.directory.stat()
+        self.directory_stat = self.directory.stat()
         self.show = Progress(self.built.steps, is_shown=False)
         records = list(self.logged or ())
         if self.logged is None and self.ranks.is_main:

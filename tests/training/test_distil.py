@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import blockdiff
 from blockdiff import checkpoint
 from blockdiff.canvas import Batch, joined
-from blockdiff.data.collate import FirstCanvases
+from blockdiff.data.canvas_choice import FirstCanvases
 from blockdiff.data.example import Example
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -182,7 +182,7 @@ def test_a_run_whose_teacher_settles_on_nothing_says_so_at_once_and_ends(inputs,
     settings = json.loads((teacher / "generation_config.json").read_text())
     (teacher / "generation_config.json").write_text(json.dumps(settings | {"confidence_threshold": 1e-9}))
     asked = inputs | {"objective": {"kind": "distil", "teacher": str(teacher)}}
-    monkeypatch.setattr(step, "MOST_UNSCORED", 2)
+    monkeypatch.setattr(step, "MAX_UNSCORED", 2)
     with pytest.raises(RunError, match=r"step 2: no canvas .*2 steps.*max_denoising_steps"):
         blockdiff.train(asked, ["train.steps=4"], tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if "learns nothing" in line]

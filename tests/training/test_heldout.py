@@ -14,8 +14,10 @@ from torch import nn
 
 from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
-from blockdiff.data.collate import AllCanvases, Collator, heldout_batches
+from blockdiff.data.canvas_choice import AllCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.example import Example
+from blockdiff.data.step_batches import heldout_batches
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.diffusion.weight import ElboWeight

@@ -189,7 +189,7 @@ def test_a_kind_from_python_trains_by_its_losses_and_is_recorded_and_compared(in
         blockdiff.train(inputs, further, run.directory, resume=True)
     with pytest.raises(RunError, match=r"objective\.share"):
         blockdiff.train(inputs, further, run.directory, resume=True, kind=Twice(ar_loss=0.5, share=0.25))
-    with pytest.raises(RecipeError, match="given from Python"):
+    with pytest.raises(RecipeError, match="from Python"):
         blockdiff.train(run.directory / "recipe.yaml", further, tmp_path / "again")
     whole = blockdiff.train(inputs, further, tmp_path / "whole", kind=Twice(ar_loss=0.5))
     again = blockdiff.train(inputs, further, run.directory, resume=True, kind=Twice(ar_loss=0.5))

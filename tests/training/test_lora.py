@@ -75,8 +75,8 @@ def test_the_base_and_streamed_rows_are_read_with_a_line_where_that_takes_long(i
     recipe = inputs | {"data": {"train": inputs["data"]["train"], "streaming": True}}
     blockdiff.train(recipe, ["train.steps=1", "train.eval_every=0", "train.save_every=0"], tmp_path / "run")
     said = capsys.readouterr().out
-    assert f"model     reading {inputs['model']['path']}, to know it again on resuming, 0 s so far" in said
-    assert "data      reading the streamed rows, to know them again on resuming, 0 s so far" in said
+    assert f"model     reading {inputs['model']['path']}, to recognise it when the run is resumed, 0 s so far" in said
+    assert "data      reading the streamed rows, to recognise them when the run is resumed, 0 s so far" in said
 
 
 def hidden(model) -> Tensor:
@@ -264,9 +264,9 @@ def test_an_adapter_trains_on_from_where_it_is(inputs, trained, tmp_path, capsys
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        ({"rank": 4, "path": "ADAPTER"}, "brings its own rank"),
-        ({"alpha": 4, "path": "ADAPTER"}, "brings its own alpha"),
-        ({"tokens": ["1"], "path": "ADAPTER"}, "brings its own tokens"),
+        ({"rank": 4, "path": "ADAPTER"}, r"lora\.rank"),
+        ({"alpha": 4, "path": "ADAPTER"}, r"lora\.alpha"),
+        ({"tokens": ["1"], "path": "ADAPTER"}, r"lora\.tokens"),
         ({"path": "BASE"}, "lora.path: .*holds no adapter"),
         ({"path": "no/adapter"}, "lora.path: no/adapter"),
     ],
@@ -355,7 +355,7 @@ def test_a_base_that_is_stored_in_four_bits_is_trained_over_as_it_is_and_resumed
     one, two = (load_file(run.directory / "adapter" / "adapter_model.safetensors") for run in (whole, parts))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
     for change in ({"lora": "none"}, {"lora": "none", "optim": {**inputs["optim"], "ema": 0.9}}):
-        with pytest.raises(RecipeError, match=r"^model\.path: .*stored stores weights in fp8 and nvfp4, which do not"):
+        with pytest.raises(RecipeError, match=r"^model\.path: .*stored stores weights in fp8 and nvfp4"):
             blockdiff.train({**recipe, **change}, output=tmp_path / "no")
     with pytest.raises(RecipeError, match=r"parallel\.shard: full"):
         stored_below(

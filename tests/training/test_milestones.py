@@ -13,7 +13,7 @@ from blockdiff.metrics import of_kind, reproducible
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Stopped
 from blockdiff.training.optimiser import build
-from blockdiff.training.step import MOST_SKIPS, sample_ids
+from blockdiff.training.step import MAX_SKIPS, sample_ids
 from tests.support.toy_objective import ToyObjective, slots, toy_batch, toy_batches
 from tests.support.toy_trainer import Options, train
 
@@ -273,13 +273,13 @@ def test_more_than_twenty_skipped_steps_in_a_row_end_the_run():
     def loop(**settings):
         return Loop(Spoilt(range(24)), non_finite="skip", evaluate=None, sample=None, **settings)
 
-    half = loop(steps=MOST_SKIPS)
-    assert half.run() == MOST_SKIPS
-    last = rf"step {MOST_SKIPS + 1}: the canvas loss is not finite .* in the {MOST_SKIPS} steps before"
+    half = loop(steps=MAX_SKIPS)
+    assert half.run() == MAX_SKIPS
+    last = rf"step {MAX_SKIPS + 1}: the canvas loss is not finite .* {MAX_SKIPS} steps before"
     with pytest.raises(RunError, match=last):
         loop(steps=50).run()
     with pytest.raises(RunError, match=last):
-        loop(steps=50, start=MOST_SKIPS, logged=half.records).run()
+        loop(steps=50, start=MAX_SKIPS, logged=half.records).run()
 
 
 def test_skipped_steps_with_others_between_do_not_end_the_run():

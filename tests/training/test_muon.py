@@ -115,7 +115,7 @@ def test_experts_that_are_kept_on_the_host_are_orthogonalised_on_the_devices_of_
     experts: Any = nn.Parameter(torch.randn(3, 8, 12))
     experts.placements, experts.device_mesh = (Shard(0),), SimpleNamespace(device_type="meta")
     move = _Move(experts, torch.randn(3, 8, 12), {"matrices": 2})
-    assert move.is_apart and move.matrices().device.type == "meta" and move.matrices().shape == (6, 4, 12)
+    assert move.is_local and move.matrices().device.type == "meta" and move.matrices().shape == (6, 4, 12)
 
 
 def test_a_step_has_the_size_that_adamws_has():

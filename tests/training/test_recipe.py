@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from blockdiff import evals
-from blockdiff.data.collate import AllCanvases, RandomCanvases
+from blockdiff.data.canvas_choice import AllCanvases, RandomCanvases
 from blockdiff.errors import RecipeError
 from blockdiff.evals.questions import Task
 from blockdiff.time_limit import time_limit

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from blockdiff.data.collate import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
+from blockdiff.data.canvas_choice import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, LogitNormalTime, Polynomial, UniformTime
 from blockdiff.diffusion.weight import ElboWeight, NoWeight

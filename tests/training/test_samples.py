@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from blockdiff.checkpoint import init
-from blockdiff.data.collate import Collator, heldout_batches, micro_batches
+from blockdiff.data.collate import Collator
 from blockdiff.data.example import Example
 from blockdiff.data.order import Order
 from blockdiff.data.rows import Row
+from blockdiff.data.step_batches import heldout_batches, micro_batches
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, UniformTime

@@ -224,7 +224,7 @@ def test_epochs_say_how_long_a_run_is(inputs, plain, tmp_path, capsys):
 def test_a_run_goes_on_with_smaller_micro_batches_and_says_that_sums_are_rounded_otherwise(inputs, plain, tmp_path):
     blockdiff.train(inputs, ("train.steps=2",), tmp_path / "run")
     smaller = ("train.micro_batch_size=4", "train.activation_checkpointing=true")
-    with pytest.warns(UserWarning, match="saved with train.micro_batch_size null, resumed with 4: the same batches"):
+    with pytest.warns(UserWarning, match="saved with train.micro_batch_size null, resumed with 4"):
         run = blockdiff.train(inputs, smaller, tmp_path / "run", resume=True)
     torch.testing.assert_close(weights_of(run), weights_of(plain), atol=1e-5, rtol=1e-4)
 
@@ -232,7 +232,7 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_says_that_sums_are_rounded
 def test_a_run_goes_on_with_other_passes_and_says_that_sums_are_rounded_otherwise(inputs, plain, tmp_path):
     sweep = ("objective.sweep=true",)
     blockdiff.train(inputs, (*sweep, "train.steps=2"), tmp_path / "run")
-    with pytest.warns(UserWarning, match="saved with objective.sweep true, resumed with false: the same batches"):
+    with pytest.warns(UserWarning, match="saved with objective.sweep true, resumed with false"):
         run = blockdiff.train(inputs, (), tmp_path / "run", resume=True)
     assert not torch.equal(weights_of(run), weights_of(plain))  # rounded differently
     torch.testing.assert_close(weights_of(run), weights_of(plain), atol=1e-5, rtol=1e-4)
@@ -258,7 +258,7 @@ def test_a_streamed_run_goes_on_with_rows_that_have_changed_and_says_so(inputs, 
         warnings.simplefilter("error")
         go_on(2)
     file.write_text(file.read_text().replace("1", "2", 1))
-    with pytest.warns(UserWarning, match=r"the rows of data\.train, which are streamed, have changed"):
+    with pytest.warns(UserWarning, match=r"rows of data\.train have changed"):
         go_on(3)
 
 
@@ -463,10 +463,10 @@ def test_two_trainings_of_one_program_on_two_ranks(inputs, tmp_path):
 
 
 WRONG_PARTS = {
-    "no optimiser": ({"optimiser": lambda parameters: None}, "optimiser: what makes it gave a NoneType"),
+    "no optimiser": ({"optimiser": lambda parameters: None}, "optimiser: .*NoneType"),
     "a closure": ({"optimiser": torch.optim.LBFGS}, "optimiser: LBFGS computes the loss several times in a step"),
-    "one callback": ({"callbacks": blockdiff.Callback()}, "callbacks: a Callback; give a list of instances"),
-    "a class of callbacks": ({"callbacks": [blockdiff.Callback]}, "callbacks: the class Callback; give a list of"),
+    "one callback": ({"callbacks": blockdiff.Callback()}, "callbacks: a Callback"),
+    "a class of callbacks": ({"callbacks": [blockdiff.Callback]}, "callbacks: the class Callback"),
     "a rising schedule": ({"schedule": Rising()}, r"objective\.schedule: Rising: alpha\(t\) rises after t = 0\.5"),
     "a schedule of one number": ({"schedule": OneNumber()}, r"alpha\(t\) and noise\(t\) must be tensors of the shape"),
     "a corruption of one tensor": (
@@ -491,7 +491,7 @@ WRONG_PARTS = {
     ),
     "one loss": ({"objective": OneLoss}, "objective: its forward gave a Tensor; return a dict"),
     "losses by position": ({"objective": LossesByPosition}, r"its forward gave \[2\] for the loss canvas; return"),
-    "a name of the model": ({"objective": SameName}, r"objective: its tensor vocabulary\.table has the name of one of"),
+    "a name of the model": ({"objective": SameName}, r"objective: its tensor vocabulary\.table has the name of a"),
 }
 
 
@@ -532,7 +532,7 @@ def test_a_metric_of_ones_own_decides_which_weights_are_the_best(inputs, tmp_pat
     assert run.best == (2, -1.0)
     assert "the weights of step 2, best heldout_mood -1" in capsys.readouterr().out
     blockdiff.train(inputs, (*decides, "train.steps=1"), tmp_path / "other")
-    assert "evaluation.best: heldout_mood is not in this record, so it decides nothing" in capsys.readouterr().out
+    assert "evaluation.best: this evaluation has no heldout_mood" in capsys.readouterr().out
 
 
 def test_what_an_objective_has_beside_its_model_goes_to_the_device_and_trains(inputs, tmp_path):

@@ -119,7 +119,7 @@ class Settled(Source):
         mine = torch.tensor([self._counted[name] for name in COUNTED], dtype=torch.float64)
         return dict(zip(COUNTED, ranks.sum_of_rows(mine).tolist(), strict=True))
 
-    def count_on(self, counts: Mapping[str, float], ranks: Ranks) -> None:
+    def restore_counts(self, counts: Mapping[str, float], ranks: Ranks) -> None:
         """Go on from what a checkpoint has of `counts`."""
         if ranks.row_rank == 0:
             self._counted.update(counts)
@@ -232,7 +232,7 @@ class Distil(Denoising):
 
     def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
         """A step teaches something if a canvas has settled."""
-        if counts.of_losses["canvas"]:
+        if counts.divisors["canvas"]:
             return None
         return (
             "no canvas is scored: the teacher has settled on none within its denoising steps",

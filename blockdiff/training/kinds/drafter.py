@@ -10,7 +10,8 @@ import torch
 
 from blockdiff import checkpoint
 from blockdiff.canvas import Batch
-from blockdiff.data.collate import CanvasChoice, Collator, RandomCanvases
+from blockdiff.data.canvas_choice import CanvasChoice, RandomCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.images import ImageReader
 from blockdiff.draft_objective import BlockMask, DraftObjective
 from blockdiff.errors import BlockdiffError, RecipeError

@@ -27,7 +27,8 @@ from torch import Tensor
 from blockdiff import evals
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.diffusion import DiffusionSettings
-from blockdiff.data.collate import CanvasChoice, Collator, NoCanvases
+from blockdiff.data.canvas_choice import CanvasChoice, NoCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder
 from blockdiff.diffusion.schedule import StratifiedTime
@@ -43,7 +44,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Sampler
 from blockdiff.terminal import counted
 from blockdiff.training.built import Built, Rows, Source
-from blockdiff.training.checkpoint_content import require_own_names
+from blockdiff.training.checkpoint_content import require_distinct_names
 from blockdiff.training.data import Data, Reading, encoder, image_reader, settle_template
 from blockdiff.training.kinds import kinds
 from blockdiff.training.plan.largest import worst_batch
@@ -152,7 +153,7 @@ class Kind(ObjectiveSection):
         """
         model = empty_model(recipe, base, kernels, dtype)
         objective = self.make(recipe, base, model, dtype)
-        require_own_names(objective)
+        require_distinct_names(objective)
         choose_trained(model, recipe, base.tokenizer)
         return objective
 
@@ -270,7 +271,7 @@ class Kind(ObjectiveSection):
 
     def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
         """Why an optimiser step of these counts teaches nothing, and what to do about it; None if it teaches."""
-        if any(counts.of_losses.values()):
+        if any(counts.divisors.values()):
             return None
         return "nothing is scored", "see in `blockdiff inspect RECIPE` what is scored of each row"
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from blockdiff.canvas import Batch
-from blockdiff.data.collate import CanvasChoice, Collator
+from blockdiff.data.canvas_choice import CanvasChoice
+from blockdiff.data.collate import Collator
 from blockdiff.data.images import ImageReader
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear

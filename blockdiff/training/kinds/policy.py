@@ -13,7 +13,8 @@ from pydantic import Field, FiniteFloat
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.adapters import brings_rows
 from blockdiff.checkpoint.files import find
-from blockdiff.data.collate import Collator, NoCanvases
+from blockdiff.data.canvas_choice import NoCanvases
+from blockdiff.data.collate import Collator
 from blockdiff.data.dataset import check_conversations
 from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder, Order

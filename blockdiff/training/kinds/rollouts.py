@@ -149,7 +149,7 @@ class Rollouts(Source):
             name: value for name, value in self._counted.items() if name != "seconds"
         }
 
-    def count_on(self, counts: Mapping[str, float], ranks: Ranks) -> None:
+    def restore_counts(self, counts: Mapping[str, float], ranks: Ranks) -> None:
         """Go on from what a checkpoint has of `counts`."""
         for name, value in counts.items():
             if not name.startswith("seen "):

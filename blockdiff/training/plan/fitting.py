@@ -14,7 +14,7 @@ from torch import nn
 
 from blockdiff import memory
 from blockdiff.canvas import Batch
-from blockdiff.data.collate import AllCanvases
+from blockdiff.data.canvas_choice import AllCanvases
 from blockdiff.data.dataset import Dataset
 from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.parallel.ranks import Ranks
@@ -38,7 +38,7 @@ WORTH = 0.99  # of the bytes before: a change that leaves more is not named
 LENGTHS = ("data.max_length", "data.pack")  # rows are as long as what is packed
 
 
-def require_kept(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> None:
+def require_resident(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> None:
     """Refuse an objective without memory whose weights, gradients and optimiser alone the device cannot hold.
 
     Raises BlockdiffError with the parts, and the changes of the recipe that make it fit.

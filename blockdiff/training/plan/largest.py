@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
-from blockdiff.data.collate import CanvasChoice
+from blockdiff.data.canvas_choice import CanvasChoice
 from blockdiff.images import PlacedImage
 from blockdiff.models.model import BlockDiffusionModel
 

@@ -26,7 +26,7 @@ from blockdiff.models.stored import frozen_weights
 from blockdiff.terminal import counted
 from blockdiff.training.data import image_reader
 from blockdiff.training.kinds.kind import kind_of
-from blockdiff.training.muon import AT_ONCE
+from blockdiff.training.muon import GROUP_NUMBERS
 from blockdiff.training.optimiser import matrix_count, trainable
 from blockdiff.training.plan.live_bytes import CHUNK
 from blockdiff.training.plan.rank import cut_to_rank, kept_bytes, sharding_ranks
@@ -189,7 +189,7 @@ def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
         return 0
     sizes = [x.numel() for name, x in trainable(objective).items() if matrix_count(name, x)]
     held = sum(sizes) // (ranks if recipe.parallel.shard == "full" else 1)
-    return 4 * (held + 3 * min(sum(sizes), max(AT_ONCE, *sizes)))
+    return 4 * (held + 3 * min(sum(sizes), max(GROUP_NUMBERS, *sizes)))
 
 
 def _longest(recipe: Recipe, tokens: int | None) -> int:
