@@ -144,16 +144,16 @@ def test_a_set_in_any_order_and_parts_of_it_are_denoised_as_each_row_alone(model
 def test_only_what_has_changed_is_copied_for_attention_in_torch(model, monkeypatch):
     """A row that commits a canvas costs its new tokens, and one that leaves the row that takes its place."""
     pages, found = Pages(model, 8), set[tuple[int, int, int]]()
-    places_of, window = BlockTable.places_of, model.kinds["sliding"].window
+    slots_of, window = BlockTable.slots_of, model.kinds["sliding"].window
 
     def noted(table: BlockTable, row_N: Tensor, column_N: Tensor) -> Tensor:
         for row in set(row_N.tolist()):
             if columns := [column for column in column_N[row_N == row].tolist() if column < table.lengths[row]]:
                 assert columns == list(range(columns[0], columns[-1] + 1))
                 found.add((row, columns[0], columns[-1] + 1))
-        return places_of(table, row_N, column_N)
+        return slots_of(table, row_N, column_N)
 
-    monkeypatch.setattr(BlockTable, "places_of", noted)
+    monkeypatch.setattr(BlockTable, "slots_of", noted)
     first, second, third = opened(pages, [tokens(n, seed=n) for n in (40, 48, 32)])
     steps = pages.step_buffers(3, L)
 

@@ -1,4 +1,4 @@
-"""span_attention in fp32 on a CPU by the C functions of forward.c and backward.c, which touch only what queries see."""
+"""span_attention by the C functions in forward.c and backward.c, for fp32 on a CPU; they read only visible keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.once_differentiable import once_differentiable
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, seen_of
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, visible_columns
 from blockdiff.spans import Spans, Sweep
 
-STEP, LARGEST = 16, 512  # a head has a multiple of so many numbers, and at most so many
+STEP, LARGEST = 16, 512  # the size of a head is a multiple of STEP, at most LARGEST
 LANES = 48  # rows of a block, as in products.h
-TASKS = 16  # a backward of fewer kv heads, rows times heads of a row, divides the queries of each
+TASKS = 16  # if a backward has fewer kv heads (over all rows), it splits the queries of each
 
 
 def span_attention(
@@ -27,7 +27,7 @@ def span_attention(
     spans: Spans | Sweep,
     scale: float,
 ) -> Tensor:
-    """As in torch.py; a sweep is one call."""
+    """As in torch.py; a sweep is one call of the C function."""
     if not _takes(q_BThd, own_k, own_v, *map(_stored, (prefix_k, prefix_v))):
         raise Unserved(f"span_attention in C takes fp32 tensors of a CPU, heads of {STEP} n up to {LARGEST}")
     if isinstance(spans, Sweep):
@@ -43,25 +43,25 @@ def _takes(q_BThd: Tensor, *tensors: Tensor | None) -> bool:
 
 
 def _stored(prefix: PrefixTensor | None) -> Tensor | None:
-    """The tensor that holds a prefix."""
+    """Return the tensor that holds a prefix: itself or the pool of its pages."""
     return prefix.pool_NPKd if isinstance(prefix, PagedTensor) else prefix
 
 
 def _dense(prefix: PrefixTensor | None, spans: Spans) -> tuple[Tensor | None, Spans]:
-    """A prefix as a tensor [B, columns, K, d] (None where there is none), and the spans over it."""
+    """Return a prefix as a tensor [B, columns, K, d] (None if it is None), and the spans over its columns."""
     if not isinstance(prefix, PagedTensor):
         return prefix, spans
     if prefix.gathered is None:
         return prefix.dense(), spans
-    seen = seen_of(prefix.pages, spans)
-    return prefix.gathered.prefix(prefix, seen), seen.spans or spans
+    visible = visible_columns(prefix.pages, spans)
+    return prefix.gathered.prefix(prefix, visible), visible.spans or spans
 
 
 def _attended(
     q: Tensor, prefix: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float,
     columns: int = 0, stop_gradient: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The output [B, T, h, d]; prefix: its keys and values; columns, stop_gradient: those of a sweep."""
+    """Compute the output [B, T, h, d]. prefix: its keys and values. columns, stop_gradient: as in `Sweep`."""
     prefix_k, prefix_v = (None, None) if prefix is None else prefix
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, prefix_k, prefix_v, k, v)):
         out: Tensor = _Attention.apply(q, prefix_k, prefix_v, k, v, bounds, scale, columns, stop_gradient)
@@ -70,9 +70,9 @@ def _attended(
 
 
 class _Call:
-    """One call of the C functions: tensors as these read them, and the array that says where what lies.
+    """One call of the C functions: the tensors in a layout that they read, and the array of their sizes and strides.
 
-    columns: how many of the own tokens are the prefix, too, in place of `prefix_k` and `prefix_v`.
+    columns: in a sweep, the number of the call's first tokens that serve as prefix, in place of prefix_k and prefix_v.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class _Call:
             self.bounds = bounds.contiguous()
         self.chunks = max(1, -(-TASKS // max(1, B * K)))
         self.shape_B = B, K, d
-        self.places = torch.tensor(
+        self.layout = torch.tensor(
             [
                 *(B, T, K, h // K, d, self.chunks),
                 *self.q.stride()[:3],
@@ -111,27 +111,27 @@ class _Call:
         self.room = torch.empty(B + 1 + 4 * B * K * self.chunks + 2 * blocks, dtype=torch.int64)
 
     def inputs(self) -> tuple[Tensor | int | float | None, ...]:
-        """The arguments with which both functions begin."""
-        return (self.places, self.q, self.prefix_k, self.prefix_v, self.k, self.v, self.bounds, self.scale)
+        """Return the leading arguments, which both functions share."""
+        return (self.layout, self.q, self.prefix_k, self.prefix_v, self.k, self.v, self.bounds, self.scale)
 
     def forward(self, lse: Tensor | None) -> Tensor:
-        """The output [B, T, h, d]; `lse` [B, T, h] gets the log-sum-exp of the scores."""
+        """Compute the output [B, T, h, d], and write the log-sum-exp of the scores to `lse` [B, T, h], if given."""
         out = self.q.new_empty(self.q.shape)
         call("span_attention", *self.inputs(), out, lse, self.room)
         return out
 
 
 class _Attention(torch.autograd.Function):
-    """Scores are not kept: the backward makes them again."""
+    """Attention without stored scores: the backward recomputes them."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, prefix_k: Tensor | None, prefix_v: Tensor | None, k: Tensor, v: Tensor,
         bounds: Tensor | None, scale: float, columns: int, stop_gradient: bool,
     ) -> Tensor:  # fmt: skip
-        made = _Call(q, prefix_k, prefix_v, k, v, bounds, scale, columns)
+        prepared = _Call(q, prefix_k, prefix_v, k, v, bounds, scale, columns)
         lse = q.new_empty(q.shape[:3])
-        out = made.forward(lse)
+        out = prepared.forward(lse)
         ctx.scale, ctx.columns, ctx.stop_gradient = scale, columns, stop_gradient
         ctx.save_for_backward(q, prefix_k, prefix_v, k, v, bounds, out, lse)
         return out
@@ -140,7 +140,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, prefix_k, prefix_v, k, v, bounds, out, lse = ctx.saved_tensors
-        made = _Call(q, prefix_k, prefix_v, k, v, bounds, ctx.scale, ctx.columns)
+        prepared = _Call(q, prefix_k, prefix_v, k, v, bounds, ctx.scale, ctx.columns)
         grad_q = torch.empty_like(out)
         grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
         of_prefix: tuple[Tensor | None, Tensor | None] = None, None
@@ -148,14 +148,23 @@ class _Attention(torch.autograd.Function):
             of_prefix = grad_k, grad_v
         elif prefix_k is not None and any(ctx.needs_input_grad[1:3]):
             of_prefix = prefix_k.new_empty(prefix_k.shape), prefix_k.new_empty(prefix_k.shape)
-        B, K, d = made.shape_B
-        partial = q.new_empty(B * K * made.chunks * 2 * sum(made.tokens) * d) if made.chunks > 1 else None
+        B, K, d = prepared.shape_B
+        partial = q.new_empty(B * K * prepared.chunks * 2 * sum(prepared.tokens) * d) if prepared.chunks > 1 else None
         grads = (grad_q, *of_prefix, grad_k, grad_v)
-        call("span_attention_backward", *made.inputs(), grad_out.contiguous(), out, lse, *grads, partial, made.room)
+        call(
+            "span_attention_backward",
+            *prepared.inputs(),
+            grad_out.contiguous(),
+            out,
+            lse,
+            *grads,
+            partial,
+            prepared.room,
+        )
         returned = of_prefix if prefix_k is not None else (None, None)
         return grad_q, *returned, grad_k, grad_v, None, None, None, None
 
 
 def _equally_strided(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values whose tokens and heads lie equally far apart, with the numbers of a head side by side."""
+    """Return keys and values with equal strides over tokens and heads, and heads contiguous; copies if necessary."""
     return (k, v) if k.stride() == v.stride() and k.stride(3) == 1 else (k.contiguous(), v.contiguous())

@@ -1,12 +1,12 @@
-"""The Triton kernels of span_attention: forward, and the combining of splits.
+"""The Triton kernels of span_attention: the forward, and the combination of its splits.
 
-Rows: the G query heads that share a key head stand together, row r of (batch, key head) is query r // G of head
-r % G. So one key tile serves a whole group, and a tile of M = ROWS rows covers only M / G queries: a tight hull.
+Rows: the G query heads that share a key head are interleaved; row r of (batch, key head) is query r // G of head r % G.
+One key tile serves the whole group, and the M = ROWS rows of a tile cover only M / G queries, so their hull is tight:
+the hull of a row tile is the range of keys, of the prefix and of the call's own, that any of its rows sees.
 
-A row tile walks the tiles of N = COLUMNS keys of its hull: first those of the prefix, then those of its own, in one
-loop. What lies outside the hull is never loaded. Scores are in units of log2. Tensors with heads come with their
-strides over batch, tokens and heads; the numbers of a head are neighbours. The gradient's kernels are in
-`kernels_backward.py`.
+A program walks over the tiles of N = COLUMNS keys of its hull, first the prefix's, then its own, in one loop. Keys
+outside the hull are never loaded. Scores are in units of log2. Tensors with heads are passed with their strides over
+batch, tokens and heads; heads are contiguous. The gradient's kernels are in `kernels_backward.py`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def _head(pointer, strides, b, head):
-    """The first number of a head in a [B, tokens, heads, D] tensor."""
+    """Return the pointer to a head in a [B, tokens, heads, D] tensor."""
     return pointer + b * strides[0] + head * strides[2]
 
 
 @triton.jit
 def _rows(tile, T, G: tl.constexpr, ROWS: tl.constexpr):
-    """Query and head within the group of every row of a tile, and whether the row is there."""
+    """Return the query, the head within the group, and whether it exists, for every row of a tile."""
     row = tile * ROWS + tl.arange(0, ROWS)
     return row // G, row % G, row < T * G
 
 
 @triton.jit
 def _load_rows(pointer, tile, T, stride_t, stride_h, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """A tile [M, D] of the rows of a [T, h, D] tensor whose first head of the group `pointer` points at."""
-    first = tile * ROWS // G  # 64-bit only where it must be: registers
+    """Load a tile [M, D] of rows of a [T, h, D] tensor; pointer: to the group's first head."""
+    first = tile * ROWS // G  # 64 bits only where needed, to save registers
     t, g, is_row = _rows(tile, T, G, ROWS)
     at = (t - first)[:, None] * stride_t + g[:, None] * stride_h + tl.arange(0, D)[None, :]
     return tl.load(pointer + tl.cast(first, tl.int64) * stride_t + at, mask=is_row[:, None], other=0.0)
@@ -43,8 +43,10 @@ def _load_rows(pointer, tile, T, stride_t, stride_h, G: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def _load_keys(pointer, start, stride, is_near, COLUMNS: tl.constexpr, D: tl.constexpr):
-    """A tile [N, D] of the keys (or values) of one head, from key `start` on."""
-    at = tl.arange(0, COLUMNS)[:, None] * stride + tl.arange(0, D)[None, :]  # 64-bit only where it must be: registers
+    """Load a tile [N, D] of the keys (or values) of one head, from key `start` on."""
+    at = (
+        tl.arange(0, COLUMNS)[:, None] * stride + tl.arange(0, D)[None, :]
+    )  # 64 bits only where needed, to save registers
     return tl.load(pointer + start.to(tl.int64) * stride + at, mask=is_near[:, None], other=0.0)
 
 
@@ -53,7 +55,7 @@ def _load_keys(pointer, start, stride, is_near, COLUMNS: tl.constexpr, D: tl.con
 
 @triton.jit
 def _bounds(bounds, t, is_row, keys):
-    """The keys [lo, hi) that every row sees of one source, whose span `bounds` points at, within those there are."""
+    """Return each row's span [lo, hi) of one source, cut to its `keys` keys. bounds: pointer to the source's spans."""
     at = bounds + t.to(tl.int64) * 4
     lo = tl.maximum(tl.load(at, mask=is_row, other=0), 0)
     return lo, tl.minimum(tl.load(at + 1, mask=is_row, other=0), keys)
@@ -61,10 +63,10 @@ def _bounds(bounds, t, is_row, keys):
 
 @triton.jit
 def _span(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
-    """The keys of one source that a row tile sees; rows that are not there see nothing.
+    """Return begin, end, tiles, full_begin, full_end of one source for a row tile.
 
-    The hull [begin, end) of the keys that any row sees and how many tiles it touches; the keys [full_begin, full_end)
-    that every row sees.
+    Some row sees a key of the hull [begin, end), which touches `tiles` tiles; every row sees the keys [full_begin,
+    full_end). Rows past the end see nothing.
     """
     lo, hi = _bounds(bounds, t, is_row, keys)
     sees = hi > lo
@@ -78,18 +80,21 @@ def _span(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _spans(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
-    """The keys of the prefix and of its own that a row tile sees, and the number of tiles of the walk."""
+    """Return `_span` of the prefix and of the own keys for a row tile, and the total number of tiles to walk over."""
     prefix = _span(bounds, t, is_row, keys[0], COLUMNS)
-    own = _span(bounds + 2, t, is_row, keys[1], COLUMNS)
-    return prefix, own, prefix[2] + own[2]
+    own_span = _span(bounds + 2, t, is_row, keys[1], COLUMNS)
+    return prefix, own_span, prefix[2] + own_span[2]
 
 
 @triton.jit
-def _step(i, prefix, own, COLUMNS: tl.constexpr):
-    """Tile i of the walk: whether it is the prefix's, its first key, which keys are in the hull, and whether all are
-    seen by all rows."""
+def _step(i, prefix, own_span, COLUMNS: tl.constexpr):
+    """Locate tile i of the walk.
+
+    Returns whether it is in the prefix, its first key, which of its keys are in the hull, and whether all its keys are
+    visible to all rows.
+    """
     p_begin, p_end, p_tiles, p_full_begin, p_full_end = prefix
-    o_begin, o_end, _, o_full_begin, o_full_end = own
+    o_begin, o_end, _, o_full_begin, o_full_end = own_span
     in_prefix = i < p_tiles
     start = tl.where(in_prefix, p_begin // COLUMNS + i, o_begin // COLUMNS + i - p_tiles) * COLUMNS
     key = start + tl.arange(0, COLUMNS)
@@ -100,39 +105,40 @@ def _step(i, prefix, own, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_step(
-    pointers, strides, in_prefix, place, is_near, COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr
-):
-    """The keys (or values) of a tile of the walk; pointers and strides: the prefix's and the own; place: `_place`."""
+def _load_step(pointers, strides, in_prefix, slot, is_near, COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Load the keys (or values) of a tile of the walk. pointers, strides: prefix's and own. slot: from `_slots`."""
     pointer = tl.where(in_prefix, pointers[0], pointers[1])
     stride = tl.where(in_prefix, strides[0][1], strides[1][1])
     if PAGE % COLUMNS == 0:
-        keys = _load_keys(pointer, place, stride, is_near, COLUMNS, D)
+        keys = _load_keys(pointer, slot, stride, is_near, COLUMNS, D)
     else:
-        at = place[:, None] * stride + tl.arange(0, D)[None, :]
+        at = slot[:, None] * stride + tl.arange(0, D)[None, :]
         keys = tl.load(pointer + at, mask=is_near[:, None], other=0.0)
     return keys
 
 
 @triton.jit
-def _place(table, in_prefix, start, is_near, COLUMNS: tl.constexpr, PAGE: tl.constexpr):
-    """The places of a tile's keys in their source: the first one's place, or every key's where pages are no multiple of
-    tiles. PAGE: tokens of a page of the prefix, whose key i stands in page table[i // PAGE] (0: it is in one piece)."""
+def _slots(table, in_prefix, start, is_near, COLUMNS: tl.constexpr, PAGE: tl.constexpr):
+    """Return the index in memory of a tile's first key, or of every key if a page is not a multiple of tiles.
+
+    PAGE: tokens of a page of the prefix, whose key i is in page table[i // PAGE] (0: the prefix is not in pages).
+    """
     if PAGE == 0:
-        place = start
+        slot = start
     elif PAGE % COLUMNS == 0:
         page = tl.load(table + tl.where(in_prefix, start // PAGE, 0)).to(tl.int64)
-        place = tl.where(in_prefix, page * PAGE + start % PAGE, start)
+        slot = tl.where(in_prefix, page * PAGE + start % PAGE, start)
     else:
         key = start + tl.arange(0, COLUMNS)
         page_N = tl.load(table + tl.where(in_prefix, key // PAGE, 0), mask=is_near, other=0).to(tl.int64)
-        place = tl.where(in_prefix, page_N * PAGE + key % PAGE, key)
-    return place
+        slot = tl.where(in_prefix, page_N * PAGE + key % PAGE, key)
+    return slot
 
 
 @triton.jit
 def _where_seen(values, otherwise, in_prefix, start, bounds, t, is_row, keys, COLUMNS: tl.constexpr):
-    """The spans are read again here, where few tiles need them: kept, they would take registers all the time."""
+    """Replace values of invisible keys by `otherwise`. It reads the spans again: few tiles need them, and keeping them
+    would occupy registers in all."""
     key = start + tl.arange(0, COLUMNS)
     source, count = tl.where(in_prefix, bounds, bounds + 2), tl.where(in_prefix, keys[0], keys[1])
     lo, hi = _bounds(source, t, is_row, count)
@@ -145,18 +151,17 @@ def span_attention_forward(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Output [splits, B, T, h, D] and log-sum-exp [splits, B, T, h] over each split's part of the hull.
+    """Compute output [splits, B, T, h, D] and log-sum-exp [splits, B, T, h] over each split's part of the hull.
 
-    k, v and their strides: pairs of the prefix's and the own; prefix_keys, own_keys: how many there are.
-    table [B, pages]: where the prefix stands in pages of PAGE tokens that all rows share, its pages (None where PAGE is
-    0).
+    k, v and their strides: pairs of the prefix's and the own. prefix_keys, own_keys: numbers of keys. table [B, pages]:
+    the pages of the prefix, of PAGE tokens each, in pools shared by all rows (PAGE 0: the prefix is not in pages).
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal row's last tiles are the longest: they go first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first: with a causal mask, the last tiles
     b, kh, split = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K, tl.program_id(2)
     splits, keys = tl.num_programs(2), (prefix_keys, own_keys)
     t, g, is_row = _rows(tile, T, G, ROWS)
     bounds += b * T * 4
-    prefix, own, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
+    prefix, own_span, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
     q_MD = _load_rows(_head(q, q_strides, b, kh * G), tile, T, q_strides[1], q_strides[2], G, ROWS, D)
     k = _head(k[0], k_strides[0], b, kh), _head(k[1], k_strides[1], b, kh)
     v = _head(v[0], v_strides[0], b, kh), _head(v[1], v_strides[1], b, kh)
@@ -169,18 +174,18 @@ def span_attention_forward(
     acc_MD = tl.zeros([ROWS, D], tl.float32)
     scale *= LOG2E
     for i in range(split * tiles // splits, (split + 1) * tiles // splits):
-        in_prefix, start, is_near, is_full = _step(i, prefix, own, COLUMNS)
-        place = _place(table, in_prefix, start, is_near, COLUMNS, PAGE)
-        k_ND = _load_step(k, k_strides, in_prefix, place, is_near, COLUMNS, D, PAGE)
+        in_prefix, start, is_near, is_full = _step(i, prefix, own_span, COLUMNS)
+        slot = _slots(table, in_prefix, start, is_near, COLUMNS, PAGE)
+        k_ND = _load_step(k, k_strides, in_prefix, slot, is_near, COLUMNS, D, PAGE)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
         if not is_full:
             s_MN = _where_seen(s_MN, -INF, in_prefix, start, bounds, t, is_row, keys, COLUMNS)
         new_peak_M = tl.maximum(peak_M, tl.max(s_MN, 1))
-        shift_M = tl.where(new_peak_M == -INF, 0.0, new_peak_M)  # rows that have seen nothing yet
+        shift_M = tl.where(new_peak_M == -INF, 0.0, new_peak_M)  # rows without a visible key so far
         p_MN = tl.exp2(s_MN - shift_M[:, None])
         shrink_M = tl.exp2(peak_M - shift_M)
         sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
-        v_ND = _load_step(v, v_strides, in_prefix, place, is_near, COLUMNS, D, PAGE)
+        v_ND = _load_step(v, v_strides, in_prefix, slot, is_near, COLUMNS, D, PAGE)
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * shrink_M[:, None], input_precision=PRECISION)
         peak_M = new_peak_M
 
@@ -195,7 +200,7 @@ def span_attention_forward(
 
 @triton.jit(do_not_specialize=["R", "splits"])
 def span_attention_combine(parts, part_lse, out, lse, R, splits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Outputs [splits, R, D = COLUMNS] of parts of the keys, each weighted with its share exp(lse) of the whole."""
+    """Sum the outputs of splits [splits, R, D = COLUMNS], weighted by their shares exp(lse) of the total."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < R
     peak_M = tl.full([ROWS], -INF, tl.float32)
@@ -207,7 +212,7 @@ def span_attention_combine(parts, part_lse, out, lse, R, splits, ROWS: tl.conste
     at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     for split in range(splits):
         share_M = tl.exp(tl.load(part_lse + split * R + row, mask=is_row, other=-INF) - shift_M)
-        is_there = is_row & (share_M > 0.0)  # what has no share may hold anything
+        is_there = is_row & (share_M > 0.0)  # parts without a share are undefined
         part_MD = tl.load(parts + at + split * R * COLUMNS, mask=is_there[:, None], other=0.0)
         sum_M += share_M
         acc_MD += share_M[:, None] * part_MD

@@ -1,7 +1,7 @@
 """The Triton kernels of span_attention's gradient: over queries, and over keys.
 
-The gradient of queries walks the hull of a row tile as the forward does. That of keys goes over the rows between the
-first and the last query that see one of a tile's keys, which are looked for before.
+The gradient of queries walks over the hull of a row tile as the forward does. The gradient of keys walks over the rows
+from the first to the last query that sees one of a tile's keys; a kernel before it finds these two.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from blockdiff.kernels.span_attention.kernels import (
     _where_seen,
 )
 
-SCAN = tl.constexpr(1024)  # queries that the search for a key tile's interval looks at together
+SCAN = tl.constexpr(1024)  # queries that the search for a key tile's interval reads at a time
 
 
 @triton.jit(do_not_specialize=["R"])
 def span_attention_backward_delta(out, grad_out, lse, grad_lse, delta, R, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """delta = sum(out * grad_out) - grad_lse of every row [R]: what the gradient of a row's scores is measured from.
+    """Compute delta = sum(out * grad_out) - grad_lse of every row [R], 0 for rows that see no key.
 
-    With p = exp(s - lse): ds = p * (grad_out v - delta). Rows that see nothing get 0, whatever their grad_lse.
+    The gradient of a score s is ds = p * (grad_out v - delta), p = exp(s - lse).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < R
@@ -44,12 +44,11 @@ def span_attention_backward_delta(out, grad_out, lse, grad_lse, delta, R, ROWS: 
 
 @triton.jit
 def _awaited(total, AWAITS: tl.constexpr):
-    """A product (or the sum of one and those before it), once it is there; what a pipelined loop needs on sm_90.
+    """Wait for an asynchronous product, or a sum of products, in a pipelined loop on sm_90.
 
-    Of a sum: Triton would leave the product running until the next one is added. With a branch in between ptxas takes
-    that for a use of registers in flight, and then waits after each single instruction of every product of the loop.
-    Of a product that is used in the branches alone: Triton 3.6 does not compile the loop, since the wait stands within
-    the branch then.
+    For a sum: Triton would leave the product running until the next one is added. If there is a branch in between,
+    ptxas sees registers used in flight and waits after every single instruction of every product of the loop.
+    For a product used only inside branches: Triton 3.6 fails to compile the loop, since it puts the wait in the branch.
     """
     if AWAITS:
         total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
@@ -58,7 +57,7 @@ def _awaited(total, AWAITS: tl.constexpr):
 
 @triton.jit
 def _load_row_numbers(lse, delta, at, is_row):
-    """log-sum-exp (units of log2; +inf, which makes p 0, for rows that see nothing) and delta."""
+    """Load log-sum-exp, in units of log2 (+inf, so that p is 0, for rows that see no key), and delta."""
     lse_M = tl.load(lse + at, mask=is_row, other=-INF)
     return tl.where(lse_M == -INF, INF, lse_M * LOG2E), tl.load(delta + at, mask=is_row, other=0.0)
 
@@ -70,13 +69,13 @@ def span_attention_backward_queries(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, AWAITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_q [B, T, h, D]: the forward's walk over the hull of a row tile."""
+    """Compute grad_q [B, T, h, D] by the forward's walk over the hull of a row tile."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     t, g, is_row = _rows(tile, T, G, ROWS)
     bounds += b * T * 4
     keys = prefix_keys, own_keys
-    prefix, own, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
+    prefix, own_span, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
     q_MD = _load_rows(_head(q, q_strides, b, kh * G), tile, T, q_strides[1], q_strides[2], G, ROWS, D)
     grad_MD = _load_rows(grad_out + (b * T * K + kh) * G * D, tile, T, K * G * D, D, G, ROWS, D)
     at = (b * T + t) * (K * G) + kh * G + g
@@ -86,13 +85,13 @@ def span_attention_backward_queries(
 
     acc_MD = tl.zeros([ROWS, D], tl.float32)
     for i in range(tiles):
-        in_prefix, start, is_near, is_full = _step(i, prefix, own, COLUMNS)
+        in_prefix, start, is_near, is_full = _step(i, prefix, own_span, COLUMNS)
         k_ND = _load_step(k, k_strides, in_prefix, start, is_near, COLUMNS, D, 0)
         v_ND = _load_step(v, v_strides, in_prefix, start, is_near, COLUMNS, D, 0)
         s_MN = _awaited(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), AWAITS) * (scale * LOG2E)
         grad_p_MN = _awaited(tl.dot(grad_MD, tl.trans(v_ND), input_precision=PRECISION), AWAITS)
-        # Used in the branches alone: a product that reaches another one directly is divided among warps by rows only,
-        # so that two warp groups would both compute the same 64 rows.
+        # Use it only inside the branches: a product that feeds another directly is divided among warps by rows only,
+        # so two warp groups would both compute the same 64 rows.
         if is_full:
             grad_s_MN = tl.exp2(s_MN - lse_M[:, None]) * (grad_p_MN - delta_M[:, None])
         else:
@@ -107,12 +106,12 @@ def span_attention_backward_queries(
 
 @triton.jit(do_not_specialize=["first", "T", "keys", "tiles"])
 def span_attention_backward_intervals(bounds, first, interval, T, keys, tiles, COLUMNS: tl.constexpr):
-    """Of every key tile the queries [begin, end) between the first and the last that see one of its keys, and those
-    that see all of them, [full_begin, full_end), if these are neighbours (else none): int32 [B, tiles, 4].
+    """Find the queries that each key tile is visible to, int32 [B, tiles, 4]: begin, end, full_begin, full_end.
 
-    first: where the source's span stands in `bounds` (0: prefix, 2: own). Queries between begin and end that see none
-    of the keys are masked later, so any order of queries is right; one in which the seeing queries are neighbours is
-    fast.
+    [begin, end) is from the first to the last query that sees one of the tile's keys; [full_begin, full_end) are the
+    queries that see all of them, if these are consecutive (else empty). first: index of the source's span in `bounds`
+    (0: prefix, 2: own). Queries in between that see no key are masked later, so every order of queries is correct; it
+    is fast if the queries that see a tile are consecutive.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, end, full_begin, full_end, full = T, 0, T, 0, 0
@@ -133,14 +132,14 @@ def span_attention_backward_intervals(bounds, first, interval, T, keys, tiles, C
     tl.store(at + 3, tl.where(full == full_end - full_begin, full_end, full_begin))
 
 
-@triton.jit(do_not_specialize=["first"])  # one compilation for both sources
+@triton.jit(do_not_specialize=["first"])  # one compilation serves both sources
 def span_attention_backward_keys(
     q, q_strides, k, k_strides, v, v_strides, bounds, first, lse, delta, grad_out, interval, grad_k, grad_v,
     T, keys, scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, AWAITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_k and grad_v (either may be None) [B, keys, K, D] of one source, summed over the group in query order."""
+    """Compute grad_k and grad_v (None: skip) [B, keys, K, D] of one source, summed over the group in query order."""
     tile = tl.program_id(0)
     b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     start = tile * COLUMNS
@@ -168,7 +167,7 @@ def span_attention_backward_keys(
         grad_p_NM = tl.zeros_like(s_NM)
         if grad_k is not None:
             grad_p_NM = _awaited(tl.dot(v_ND, tl.trans(grad_MD), input_precision=PRECISION), AWAITS)
-        # used in the branches alone, as in span_attention_backward_queries
+        # used only inside the branches, as in span_attention_backward_queries
         if (i * ROWS >= full_begin) & (i * ROWS + ROWS <= full_end):
             p_NM = tl.exp2(s_NM - lse_M[None, :])
             grad_s_NM = p_NM * (grad_p_NM - delta_M[None, :])
@@ -176,7 +175,7 @@ def span_attention_backward_keys(
             lo, hi = _bounds(bounds, t, is_row, keys)
             is_seen = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
             p_NM = tl.where(is_seen, tl.exp2(s_NM - lse_M[None, :]), 0.0)
-            # a choice, not a product with 0: keys that nobody sees may hold anything
+            # tl.where, not a product with 0: keys that no query sees may be NaN
             grad_s_NM = tl.where(p_NM > 0.0, p_NM * (grad_p_NM - delta_M[None, :]), 0.0)
         if grad_v is not None:
             acc_v_ND = tl.dot(p_NM.to(grad_MD.dtype), grad_MD, acc_v_ND, input_precision=PRECISION)

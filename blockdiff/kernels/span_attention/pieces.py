@@ -1,7 +1,7 @@
-"""Attention of calls with many scores, piece by piece of the queries: memory grows with the tokens, not their square.
+"""Attention of large calls in pieces of the queries, so that memory is linear in the tokens.
 
-A piece takes only the keys that its queries see, and its scores and mask live while it is computed. The backward
-computes them again.
+A piece reads only the keys that its queries see. Its scores and mask are in memory only while it is computed, and are
+recomputed in the backward.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from blockdiff.spans import Spans
 
 MASK = 1 << 20  # elements of [B, queries, keys] in a piece
 LEAST_QUERIES = 64
-PROBED_QUERIES = 128  # how many neighbouring queries tell how many keys a piece will have
+PROBED_QUERIES = 128  # size of the pieces from which the number of keys per piece is estimated
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]  # of q, k, v, is_seen and scale
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]  # (q, k, v, is_seen, scale) -> output
 
 
 class _Piece(NamedTuple):
-    """Some queries, and the prefix and own keys that they see."""
+    """A slice of the queries, and the slices of the prefix keys and of the call's own keys that they see."""
 
     queries: slice
     prefix: slice
-    own: slice
+    own_keys: slice
 
 
 def in_pieces(q_BThd: Tensor, sources: Sequence[Tensor], spans: Spans, scale: float, attend: Attend) -> Tensor:
-    """The output [B, T, h, d] of `attend`; sources: keys and values [B, tokens, K, d] of the prefix, and own ones."""
+    """Compute attention [B, T, h, d] by `attend`, piece by piece.
+
+    sources: prefix keys, prefix values, own keys, own values, each [B, tokens, K, d].
+    """
     if torch.is_grad_enabled():
         return _InPieces.apply(q_BThd, *sources, spans, scale, attend)
     return _forward(q_BThd, sources, spans, scale, attend)
@@ -64,32 +67,33 @@ class _InPieces(torch.autograd.Function):
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in (q[:, piece.queries], *_parts(piece, sources))]
                 out = _one(piece, leaves, *ctx.rest)
-            made = torch.autograd.grad(out, leaves, grad_out[:, piece.queries], allow_unused=True)
-            grad_q[:, piece.queries] = made[0]
-            for total, part in zip(_parts(piece, grads), made[1:], strict=True):
+            piece_grads = torch.autograd.grad(out, leaves, grad_out[:, piece.queries], allow_unused=True)
+            grad_q[:, piece.queries] = piece_grads[0]
+            for total, part in zip(_parts(piece, grads), piece_grads[1:], strict=True):
                 if part is not None:
                     total.add_(part)
         return grad_q, *(total.to(q.dtype) for total in grads), None, None, None
 
 
 def _one(piece: _Piece, parts: Sequence[Tensor], spans: Spans, scale: float, attend: Attend) -> Tensor:
-    """The output of one piece, of its queries and the keys and values that they see."""
+    """Compute one piece. parts: its queries, and prefix keys, prefix values, own keys, own values that they see."""
     q, pk, pv, ok, ov = parts
     is_seen = None
     if not spans.sees_all:
-        seen = spans.part(piece.queries, piece.prefix.start, piece.own.start)
+        seen = spans.part(piece.queries, piece.prefix.start, piece.own_keys.start)
         is_seen = seen.dense(pk.shape[1], ok.shape[1])
-    k, v = (torch.cat([prefix, own], 1) if prefix.shape[1] else own for prefix, own in ((pk, ok), (pv, ov)))
+    k, v = (torch.cat(pair, 1) if pair[0].shape[1] else pair[1] for pair in ((pk, ok), (pv, ov)))
     return attend(q, k, v, is_seen, scale)
 
 
 def _parts(piece: _Piece, sources: Sequence[Tensor]) -> list[Tensor]:
-    """The keys and values of a piece, of the prefix and of its own."""
-    return [x[:, part] for x, part in zip(sources, (piece.prefix, piece.prefix, piece.own, piece.own), strict=True)]
+    """Slice the sources to the keys and values that a piece sees."""
+    slices = piece.prefix, piece.prefix, piece.own_keys, piece.own_keys
+    return [x[:, part] for x, part in zip(sources, slices, strict=True)]
 
 
 def _pieces(q: Tensor, sources: Sequence[Tensor], spans: Spans) -> Iterator[_Piece]:
-    """Pieces of the queries, whose masks have at most MASK elements where those of LEAST_QUERIES have not more."""
+    """Cut the queries into pieces of at least LEAST_QUERIES whose masks have at most about MASK elements."""
     (B, T), tokens = q.shape[:2], (sources[0].shape[1], sources[2].shape[1])
 
     def of(queries: int) -> Iterator[_Piece]:
@@ -97,9 +101,10 @@ def _pieces(q: Tensor, sources: Sequence[Tensor], spans: Spans) -> Iterator[_Pie
             if spans.sees_all:
                 ends = [0, tokens[0], 0, tokens[1]]
             hull = zip(ends[0::2], ends[1::2], tokens, strict=True)
-            prefix, own = (slice(min(a, most), min(b, most)) for a, b, most in hull)
-            yield _Piece(slice(n * queries, min(T, (n + 1) * queries)), prefix, own)
+            prefix, own_keys = (slice(min(a, most), min(b, most)) for a, b, most in hull)
+            yield _Piece(slice(n * queries, min(T, (n + 1) * queries)), prefix, own_keys)
 
-    keys = max(p.prefix.stop - p.prefix.start + p.own.stop - p.own.start for p in of(PROBED_QUERIES))
-    # no more than the keys that a query sees, or narrow windows would become wide
+    probed = of(PROBED_QUERIES)
+    keys = max(p.prefix.stop - p.prefix.start + p.own_keys.stop - p.own_keys.start for p in probed)
+    # at most as many queries as keys: a longer piece would see far more keys than each of its queries
     yield from of(max(LEAST_QUERIES, min(T, MASK // max(1, B * keys), keys)))

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, seen_of
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, visible_columns
 from blockdiff.kernels.span_attention.pieces import in_pieces
 from blockdiff.spans import Spans, Sweep
 
 SMALL_SCORES = 1 << 22  # elements of [B, h, T, keys] up to which materialised scores beat SDPA on a CPU
-SMALL_GATHERED = 1 << 19  # the same where keys lie ready, which SDPA gains more from
+SMALL_GATHERED = 1 << 19  # the same for keys gathered in SDPA's layout
 LONG_KEYS, LONG_MASK = 1 << 10, 1 << 21  # keys, and elements of the mask [B, T, keys], above which calls are cut up
-NEVER = -1e30  # the score of a key that is not seen
+NEVER = -1e30  # the score of an invisible key
 
 
 def span_attention(
@@ -30,18 +30,18 @@ def span_attention(
 ) -> Tensor:
     """Attend over cached (`prefix`) and this call's (`own`) keys, each query to its two spans.
 
-    q_BThd: queries; prefix_k, prefix_v: [B, P, K, d], None, or what stands for them in paged.py, without gradient;
-    own_k, own_v: [B, O, K, d], K divides h; spans: of the queries, or a sweep, whose prefix stands among its own keys;
-    scale: factor on the scores. Returns [B, T, h, d]; a query whose spans are empty gets exactly 0.
+    q_BThd: queries. prefix_k, prefix_v: [B, P, K, d], None, or a `PagedTensor`, which gets no gradient. own_k, own_v:
+    [B, O, K, d]; K divides h. spans: the queries' spans, or a `Sweep`, whose prefix is among its own keys. scale:
+    factor of the scores. Returns [B, T, h, d]; a query whose spans are empty gets exactly 0.
     """
     if isinstance(spans, Sweep):
         return in_sweep(span_attention, q_BThd, own_k, own_v, spans, scale)
     if isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor):
         of_k, of_v = prefix_k.gathered, prefix_v.gathered
         if of_k is not None and of_v is not None:
-            seen = seen_of(prefix_k.pages, spans)
-            k, v = of_k.joined(prefix_k, own_k, seen), of_v.joined(prefix_v, own_v, seen)
-            return _over_gathered(q_BThd, k, v, seen.spans or spans, seen.columns, scale)
+            visible = visible_columns(prefix_k.pages, spans)
+            k, v = of_k.joined(prefix_k, own_k, visible), of_v.joined(prefix_v, own_v, visible)
+            return _over_gathered(q_BThd, k, v, visible.spans or spans, visible.columns, scale)
         prefix_k, prefix_v = prefix_k.dense(), prefix_v.dense()
     assert not isinstance(prefix_k, PagedTensor) and not isinstance(prefix_v, PagedTensor)
     B, T, h, _ = q_BThd.shape
@@ -55,18 +55,18 @@ def span_attention(
     k, v = own_k, own_v
     if prefix_k is not None and prefix_v is not None and prefix_k.shape[1]:
         k, v = torch.cat([prefix_k, own_k], 1), torch.cat([prefix_v, own_v], 1)
-    q_BThd, k, v = in_autocast(q_BThd, k, v)  # fp32 cos and sin leave fp32 q and k beside bf16 v
+    q_BThd, k, v = in_autocast(q_BThd, k, v)  # with fp32 cos and sin, q and k are fp32 and v is bf16
     is_seen = None if spans.sees_all else spans.dense(prefix_tokens, own_k.shape[1])
-    is_wide = q_BThd.dtype in (torch.float32, torch.float64)  # in half precision SDPA still sums scores in fp32
+    is_wide = q_BThd.dtype in (torch.float32, torch.float64)  # in half precision only SDPA sums scores in fp32
     if q_BThd.is_cpu and is_wide and B * h * T * k.shape[1] <= SMALL_SCORES:
         return _materialised(q_BThd, k, v, is_seen, scale)
     return _by_sdpa(q_BThd, k, v, is_seen, scale)
 
 
 def in_sweep(attend: Callable[..., Tensor], q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: float) -> Tensor:
-    """The output of `attend`, a `span_attention`, in a sweep: of the queries that are wanted, the last or all.
+    """Compute a sweep by two calls of `attend`, a backend's `span_attention`: clean tokens, then canvases over them.
 
-    Clean tokens see one another, canvases them as a prefix.
+    Returns the output of q_BThd's queries, which belong to the last of the sweep's tokens, or all.
     """
     (clean_k, noisy_k), (clean_v, noisy_v) = (
         x.split([sweep.clean_tokens, x.shape[1] - sweep.clean_tokens], 1) for x in (k, v)
@@ -81,7 +81,7 @@ def in_sweep(attend: Callable[..., Tensor], q_BThd: Tensor, k: Tensor, v: Tensor
 
 
 def _by_sdpa(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> Tensor:
-    """Attention over keys and values [B, tokens, K, d]; is_seen: the whole mask, None where everything is seen."""
+    """Attend by SDPA to keys and values [B, tokens, K, d]; is_seen: the mask (None: all keys are visible)."""
     out = F.scaled_dot_product_attention(
         q_BThd.transpose(1, 2),
         k.transpose(1, 2),
@@ -101,7 +101,7 @@ def _rows_of_queries(q_BThd: Tensor, K: int) -> Tensor:
 
 
 def _materialised(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> Tensor:
-    """The same with scores as one product [B*K, g*T, keys]: queries of a group share their key head without repeats."""
+    """`_by_sdpa` with scores as one product [B*K, g*T, keys]: query heads share their key head without copies."""
     B, T, h, _ = q_BThd.shape
     keys, K = k.shape[1], k.shape[2]
     q_rows = _rows_of_queries(q_BThd, K)
@@ -116,7 +116,7 @@ def _materialised(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, 
 
 
 def _heads_of_rows(rows: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `_rows_of_queries`: `shape` is [B, T, h, d]."""
+    """Invert `_rows_of_queries`; shape: [B, T, h, d]."""
     B, T, h, d = shape
     K = rows.shape[0] // max(B, 1)
     return rows.view(B, K, h // max(K, 1), T, d).permute(0, 3, 1, 2, 4).reshape(shape)
@@ -125,7 +125,7 @@ def _heads_of_rows(rows: Tensor, shape: torch.Size) -> Tensor:
 def _weights(
     q_rows: Tensor, k_rows: Tensor, is_seen: Tensor | None, scale: float, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """The weight of every key [B*K, group*T, keys]; is_seen: [B, T or 1, keys]; what sees nothing gets anything."""
+    """Return weights [B*K, group*T, keys], undefined for queries that see no key. is_seen: [B, T or 1, keys]."""
     scores = torch.bmm(q_rows, k_rows.transpose(1, 2))
     if scale != 1.0:
         scores.mul_(scale)
@@ -137,15 +137,15 @@ def _weights(
 
 
 def _over_gathered(q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: int, scale: float) -> Tensor:
-    """Attention over keys and values [B, K, S, d] of which the first `columns` are the prefix; every query sees some.
+    """Attend to keys and values [B, K, S, d] whose first `columns` are the prefix; every query must see a key.
 
-    Queries of a group stand together as rows, so SDPA need not repeat their key heads either.
+    The query heads of a group are merged with the queries, so SDPA need not repeat their key head.
     """
     (B, T, h, d), (K, keys) = q_BThd.shape, k.shape[1:3]
     q_BThd, k, v = in_autocast(q_BThd, k, v)
     is_seen = None if spans.sees_all else spans.dense(columns, keys - columns)
     if is_seen is not None and is_seen.stride(1) == 0:
-        is_seen = is_seen[:, :1]  # all queries of a row see the same
+        is_seen = is_seen[:, :1]  # all queries of a row see the same keys
     q_rows = _rows_of_queries(q_BThd, K)
     is_wide = q_BThd.dtype in (torch.float32, torch.float64)
     if q_BThd.is_cpu and is_wide and B * h * T * keys <= SMALL_GATHERED:

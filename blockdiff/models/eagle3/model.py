@@ -179,7 +179,7 @@ class Eagle3(Drafter):
         last_B, features = positions_BT[:, 0] - 1, prefix[2]
         row_B, column_B = torch.arange(len(last_B), device=last_B.device), last_B.clamp(min=0)
         if isinstance(features, PagedTensor):
-            found = features.pool_NPKd.flatten(0, 1)[features.pages.places_of(row_B, column_B)]
+            found = features.pool_NPKd.flatten(0, 1)[features.pages.slots_of(row_B, column_B)]
         else:
             found = features[row_B, column_B]
         return found.masked_fill((last_B < 0)[:, None, None], 0.0)
