@@ -19,9 +19,9 @@ def automaton_look_ahead(successor, ways, ahead, choice, L, B, S, K, STATES: tl.
     b = tl.program_id(0).to(tl.int64)
     impossible: tl.constexpr = float("-inf")
     for step in range(L):
-        at = L - 1 - step
-        here, following = ahead + (at * B + b) * (S + 1), ahead + ((at + 1) * B + b) * (S + 1)
-        of_sums = ways + (at * B + b) * S * K
+        position = L - 1 - step
+        here, following = ahead + (position * B + b) * (S + 1), ahead + ((position + 1) * B + b) * (S + 1)
+        of_sums = ways + (position * B + b) * S * K
         of_best, best_following = of_sums + tl.cast(L, tl.int64) * B * S * K, following + (L + 1) * B * (S + 1)
         for first in range(0, S, STATES):
             state = first + tl.arange(0, STATES)
@@ -50,7 +50,7 @@ def automaton_look_ahead(successor, ways, ahead, choice, L, B, S, K, STATES: tl.
             shift = tl.where(peak == impossible, 0.0, peak)
             tl.store(here + state, tl.log(total) + shift, mask=state < S)
             tl.store(here + (L + 1) * B * (S + 1) + state, top, mask=state < S)
-            tl.store(choice + (at * B + b) * S + state, chosen, mask=state < S)
+            tl.store(choice + (position * B + b) * S + state, chosen, mask=state < S)
         tl.debug_barrier()  # threads read values that others wrote
 
 
@@ -61,9 +61,9 @@ def automaton_reach(order, end, share, reached, L, B, S, K, STATES: tl.constexpr
     order: pairs (state, successor) sorted by successor; end [S]: the end of each successor's pairs in `order`.
     """
     b = tl.program_id(0).to(tl.int64)
-    for at in range(L):
-        here, following = reached + (at * B + b) * (S + 1), reached + ((at + 1) * B + b) * (S + 1)
-        shares = share + (at * B + b) * S * K
+    for position in range(L):
+        here, following = reached + (position * B + b) * (S + 1), reached + ((position + 1) * B + b) * (S + 1)
+        shares = share + (position * B + b) * S * K
         for first in range(0, S, STATES):
             state = first + tl.arange(0, STATES)
             probability = tl.load(here + state, mask=state < S, other=0.0)

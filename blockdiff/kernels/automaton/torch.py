@@ -22,10 +22,10 @@ def look_ahead(successor_SK: Tensor, ways_2LBSK: Tensor, ahead_2BS: Tensor) -> t
     """
     _, L, B, S, _ = ways_2LBSK.shape
     choice_LBS, closed_2B1 = successor_SK.new_empty(L, B, S), ahead_2BS[..., -1:]
-    for at in reversed(range(L)):
-        both_2BSK = ways_2LBSK[:, at] + ahead_2BS[:, :, successor_SK]
-        best_BS, choice_LBS[at] = both_2BSK[1].max(-1)
-        ways_2LBSK[0, at] = both_2BSK[0]
+    for position in reversed(range(L)):
+        both_2BSK = ways_2LBSK[:, position] + ahead_2BS[:, :, successor_SK]
+        best_BS, choice_LBS[position] = both_2BSK[1].max(-1)
+        ways_2LBSK[0, position] = both_2BSK[0]
         ahead_2BS = torch.cat((torch.stack((both_2BSK[0].logsumexp(-1), best_BS)), closed_2B1), -1)
     return choice_LBS, ahead_2BS
 

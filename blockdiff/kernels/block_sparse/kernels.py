@@ -1,9 +1,9 @@
-"""The Triton kernels of block-sparse attention: forward, and what its gradient and the selection share with it.
+"""The Triton kernels of block-sparse attention: the forward, and functions shared with its gradient and the selection.
 
-Rows: the GROUP query heads that share a key head and an index head stand together and choose the same blocks, so a
-program of one query loads a block once for all of them (PARTS such groups in a query). It walks the tiles of COLUMNS
-keys of its blocks, STEPS in each, and then those of its own keys, in one loop. What it does not see is never loaded.
-Scores are in units of log2. `kernels_selection.py` has the selection, `kernels_backward.py` the gradient.
+Rows: the GROUP query heads that share a key head and an index head choose the same blocks, so the program of a query
+loads a block once for all of them; a query has PARTS such groups. A program walks over the tiles of COLUMNS keys of its
+blocks, STEPS in each, and then over those of its own keys, in one loop. Invisible keys are never loaded. Scores are in
+units of log2. `kernels_selection.py` has the selection, `kernels_backward.py` the gradient.
 """
 
 from __future__ import annotations
@@ -13,52 +13,53 @@ import triton.language as tl
 
 from blockdiff.kernels.span_attention.kernels import INF, LN2, LOG2E, _head, _load_keys
 
-SCAN = tl.constexpr(1024)  # choices that are looked at together for where those of a block end
+SCAN = tl.constexpr(1024)  # choices that are read at a time to find the end of a block's choices
 
 
 @triton.jit
-def _place(table, page, is_paged, start, sees, PAGE: tl.constexpr, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr):
-    """Places of the keys of a tile, of which `start` is the first: that one's place if they are neighbours (IS_RUN),
-    which are all in `page`, else every key's. PAGE: tokens of a page, where key i stands in page table[i // PAGE] (0:
-    all are in one piece)."""
+def _slots(table, page, is_paged, start, sees, PAGE: tl.constexpr, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the index in memory of a tile's first key, `start`, if its keys are contiguous (IS_RUN), else of all keys.
+
+    page: the page of all keys if IS_RUN. PAGE: tokens of a page; key i is in page table[i // PAGE] (0: no pages).
+    """
     if PAGE == 0:
-        place = start
+        slot = start
     elif IS_RUN:
-        place = tl.where(is_paged, page.to(tl.int64) * PAGE + start % PAGE, start)
+        slot = tl.where(is_paged, page.to(tl.int64) * PAGE + start % PAGE, start)
     else:
         key = start + tl.arange(0, COLUMNS)
         page = tl.load(table + tl.where(is_paged, key // PAGE, 0), mask=sees, other=0).to(tl.int64)
-        place = tl.where(is_paged, page * PAGE + key % PAGE, key)
-    return place
+        slot = tl.where(is_paged, page * PAGE + key % PAGE, key)
+    return slot
 
 
 @triton.jit
-def _load_run(pointer, stride, place, sees, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
-    """The keys (or values) of a tile [COLUMNS, D] that stand where `_place` says."""
+def _load_run(pointer, stride, slot, sees, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
+    """Load the keys (or values) of a tile [COLUMNS, D] from the indices of `_slots`."""
     if IS_RUN:
-        keys = _load_keys(pointer, place, stride, sees, COLUMNS, D)
+        keys = _load_keys(pointer, slot, stride, sees, COLUMNS, D)
     else:
-        keys = tl.load(pointer + place[:, None] * stride + tl.arange(0, D)[None, :], mask=sees[:, None], other=0.0)
+        keys = tl.load(pointer + slot[:, None] * stride + tl.arange(0, D)[None, :], mask=sees[:, None], other=0.0)
     return keys
 
 
 @triton.jit
-def _query(visible, first, own, at):
-    """Of a query: how many keys it sees, the first of them, and which of the own ones [lo, hi) (none without `own`)."""
-    seen = tl.load(visible + at)
+def _query(visible, first, own_range, offset):
+    """Load a query's number of visible keys, the first of them, and the range [lo, hi) of visible own keys."""
+    seen = tl.load(visible + offset)
     start, lo, hi = seen * 0, seen * 0, seen * 0
     if first is not None:
-        start = tl.load(first + at)
-    if own is not None:
-        lo, hi = tl.maximum(tl.load(own + 2 * at), 0), tl.load(own + 2 * at + 1)
+        start = tl.load(first + offset)
+    if own_range is not None:
+        lo, hi = tl.maximum(tl.load(own_range + 2 * offset), 0), tl.load(own_range + 2 * offset + 1)
     return seen, start, lo, hi
 
 
 @triton.jit
 def _choices(ids, table, TOPK: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr):
-    """A query's choices [CHOICES], how many there are up to the last that is used, and the pages they begin in.
+    """Load a query's chosen blocks [CHOICES], the number up to the last used one, and the pages they begin in.
 
-    They are kept in registers: addresses that hang on one load alone are fetched ahead.
+    They are kept in registers, so that later loads, whose addresses depend on them alone, can be prefetched.
     """
     choice = tl.arange(0, CHOICES)
     chosen = tl.load(ids + choice, mask=choice < TOPK, other=-1).to(tl.int32)
@@ -71,8 +72,11 @@ def _choices(ids, table, TOPK: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def _step(i, choices, query, keys, CHOICES: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
           COLUMNS: tl.constexpr):  # fmt: skip
-    """Tile i of the walk: whether it is of a block, its first key there or among the own ones, which are seen, and the
-    page that its block begins in."""
+    """Locate tile i of the walk.
+
+    Returns whether it is in a block, its first key (there or among the own keys), which of its keys are visible, and
+    the page that its block begins in.
+    """
     visible, first, own_lo, own_hi = query
     chosen, used, pages = choices
     is_this = tl.arange(0, CHOICES) == i // STEPS
@@ -80,34 +84,34 @@ def _step(i, choices, query, keys, CHOICES: tl.constexpr, BLOCK: tl.constexpr, S
     page = tl.max(tl.where(is_this, pages, 0), 0)
     in_block = i < used * STEPS
     within = (i % STEPS) * COLUMNS
-    place = block * BLOCK + within
-    own = own_lo + (i - used * STEPS) * COLUMNS
-    of_block = tl.minimum(BLOCK - within, tl.minimum(visible, keys[0] - first) - place)
-    count = tl.where(in_block, tl.where(block < 0, 0, of_block), tl.minimum(own_hi, keys[1]) - own)
-    return in_block, tl.where(in_block, first + place, own), tl.arange(0, COLUMNS) < count, page
+    key = block * BLOCK + within
+    own_key = own_lo + (i - used * STEPS) * COLUMNS
+    of_block = tl.minimum(BLOCK - within, tl.minimum(visible, keys[0] - first) - key)
+    count = tl.where(in_block, tl.where(block < 0, 0, of_block), tl.minimum(own_hi, keys[1]) - own_key)
+    return in_block, tl.where(in_block, first + key, own_key), tl.arange(0, COLUMNS) < count, page
 
 
 @triton.jit
-def _load_step(pointers, strides, in_block, place, sees, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
-    """The keys (or values) of a tile of the walk; pointers and strides: those of the blocks and of the own keys."""
+def _load_step(pointers, strides, in_block, slot, sees, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
+    """Load the keys (or values) of a tile of the walk; pointers, strides: those of the blocks and of the own keys."""
     return _load_run(
-        tl.where(in_block, pointers[0], pointers[1]), tl.where(in_block, strides[0][1], strides[1][1]), place, sees,
+        tl.where(in_block, pointers[0], pointers[1]), tl.where(in_block, strides[0][1], strides[1][1]), slot, sees,
         IS_RUN, COLUMNS, D,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["B", "T", "block_keys", "own_keys", "pages"])
 def block_sparse_forward(
-    q, q_strides, k, k_strides, v, v_strides, ids, visible, first, own, table, out, lse, B, T, block_keys, own_keys,
-    pages, scale,
+    q, q_strides, k, k_strides, v, v_strides, ids, visible, first, own_range, table, out, lse, B, T, block_keys,
+    own_keys, pages, scale,
     K: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, CHOICES: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Output [splits, B, T, h, D] and log-sum-exp [splits, B, T, h] of each split's part of a query's walk.
+    """Compute output [splits, B, T, h, D] and log-sum-exp [splits, B, T, h] over each split's part of a query's walk.
 
-    k, v and their strides: pairs of the blocks' and the own; block_keys, own_keys: how many there are.
-    ids: [B, T, H, TOPK]; visible, first: [B, T]; own: [B, T, 2]; table: [B, pages].
+    k, v and their strides: pairs of the blocks' and the own. block_keys, own_keys: numbers of keys. ids: [B, T, H,
+    TOPK]; visible, first: [B, T]; own_range: [B, T, 2]; table: [B, pages].
     """
     STEPS: tl.constexpr = (BLOCK + COLUMNS - 1) // COLUMNS
     TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
@@ -116,7 +120,7 @@ def block_sparse_forward(
     part, b = tl.program_id(1) // TILES % PARTS, (tl.program_id(1) // (TILES * PARTS)).to(tl.int64)
     g = tl.program_id(1) % TILES * ROWS + tl.arange(0, ROWS)
     is_row, head = g < GROUP, part * GROUP + g
-    query = _query(visible, first, own, b * T + t)
+    query = _query(visible, first, own_range, b * T + t)
     ids += ((b * T + t) * H + part * H // PARTS) * TOPK
     if PAGE != 0:
         table += b * pages
@@ -136,25 +140,25 @@ def block_sparse_forward(
     scale *= LOG2E
     for i in range(split * tiles // splits, (split + 1) * tiles // splits):
         in_block, start, sees, page = _step(i, choices, query, (block_keys, own_keys), CHOICES, BLOCK, STEPS, COLUMNS)
-        place = _place(table, page, in_block, start, sees, PAGE, IS_RUN, COLUMNS)
-        k_ND = _load_step(k, k_strides, in_block, place, sees, IS_RUN, COLUMNS, D)
+        slot = _slots(table, page, in_block, start, sees, PAGE, IS_RUN, COLUMNS)
+        k_ND = _load_step(k, k_strides, in_block, slot, sees, IS_RUN, COLUMNS, D)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
         s_MN = tl.where(sees[None, :], s_MN, -INF)
         new_peak_M = tl.maximum(peak_M, tl.max(s_MN, 1))
-        shift_M = tl.where(new_peak_M == -INF, 0.0, new_peak_M)  # nothing was seen yet
+        shift_M = tl.where(new_peak_M == -INF, 0.0, new_peak_M)  # rows without a visible key so far
         p_MN = tl.exp2(s_MN - shift_M[:, None])
         shrink_M = tl.exp2(peak_M - shift_M)
         sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
-        v_ND = _load_step(v, v_strides, in_block, place, sees, IS_RUN, COLUMNS, D)
+        v_ND = _load_step(v, v_strides, in_block, slot, sees, IS_RUN, COLUMNS, D)
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * shrink_M[:, None], input_precision=PRECISION)
         peak_M = new_peak_M
 
     is_empty = sum_M == 0.0
     sum_M = tl.where(is_empty, 1.0, sum_M)
-    at = ((split * B + b) * T + t) * (PARTS * GROUP) + head
-    tl.store(lse + at, tl.where(is_empty, -INF, (peak_M + tl.log2(sum_M)) * LN2), mask=is_row)
+    offset = ((split * B + b) * T + t) * (PARTS * GROUP) + head
+    tl.store(lse + offset, tl.where(is_empty, -INF, (peak_M + tl.log2(sum_M)) * LN2), mask=is_row)
     out_MD = (acc_MD / sum_M[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] * D + column, out_MD, mask=is_row[:, None])
+    tl.store(out + offset[:, None] * D + column, out_MD, mask=is_row[:, None])
 
 
 @triton.jit(do_not_specialize=["begin", "queries", "keys"])
@@ -164,12 +168,13 @@ def block_sparse_forward_keys(
     K: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Output [TOPK, queries, h, D] and log-sum-exp [TOPK, queries, h], in fp32, of every choice of the queries from
-    `begin` on of one row, for `span_attention_combine`. Choices that are none keep the log-sum-exp that is there.
+    """Compute the output of every choice separately, for the queries from `begin` on of one row.
 
-    q, k, v, visible, first: of that row. starts, entries [H, queries * TOPK]: as in block_sparse_backward_keys;
-    intervals [H, tiles, 2]: the choices whose block begins in a tile of BLOCK keys. A program has those of one tile,
-    or a part of them, and loads the keys of a block once; in packed rows several blocks may begin in a tile.
+    Writes output [TOPK, queries, h, D] and log-sum-exp [TOPK, queries, h] in fp32, for `span_attention_combine`; unused
+    choices are not written. q, k, v, visible, first: of that row. starts, entries [H, queries * TOPK]: as in
+    block_sparse_backward_keys. intervals [H, tiles, 2]: the choices whose block begins in a tile of BLOCK keys. A
+    program handles those of one tile, or some of them, and loads the keys of a block once; in packed rows several
+    blocks may begin in a tile.
     """
     part, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     of_index = part * H // PARTS
@@ -183,8 +188,8 @@ def block_sparse_forward_keys(
         start = tl.load(starts + lo)
         run = lo
         for scanned in range(lo, hi, SCAN):
-            place = scanned + tl.arange(0, SCAN)
-            run += tl.sum((tl.load(starts + place, mask=place < hi, other=-1) == start).to(tl.int32), 0)
+            index = scanned + tl.arange(0, SCAN)
+            run += tl.sum((tl.load(starts + index, mask=index < hi, other=-1) == start).to(tl.int32), 0)
         is_near = (within < BLOCK) & (start + within < keys)
         k_ND = _load_keys(k + kh * k_strides[2], start, k_strides[1], is_near, COLUMNS, D)
         v_ND = _load_keys(v + kh * v_strides[2], start, v_strides[1], is_near, COLUMNS, D)
@@ -208,7 +213,7 @@ def block_sparse_forward_keys(
             is_empty = sum_M == 0.0
             out_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, input_precision=PRECISION)
             out_MD /= tl.where(is_empty, 1.0, sum_M)[:, None]
-            at = (slot * queries + t) * (PARTS * GROUP) + head
-            tl.store(lse + at, tl.where(is_empty, -INF, (peak_M + tl.log2(sum_M)) * LN2), mask=is_row)
-            tl.store(out + at[:, None] * D + column, out_MD, mask=is_row[:, None])
+            offset = (slot * queries + t) * (PARTS * GROUP) + head
+            tl.store(lse + offset, tl.where(is_empty, -INF, (peak_M + tl.log2(sum_M)) * LN2), mask=is_row)
+            tl.store(out + offset[:, None] * D + column, out_MD, mask=is_row[:, None])
         lo = run

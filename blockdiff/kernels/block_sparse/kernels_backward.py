@@ -1,7 +1,7 @@
 """The Triton kernels of block-sparse attention's gradient: over queries, and over keys.
 
-The gradient of queries walks what a query chose, as the forward does. Those of keys and values are made tile by tile of
-the keys, by the queries that chose them.
+The gradient of a query is computed over its chosen blocks, as in the forward. The gradients of keys and values are
+computed tile by tile of the keys, over the queries that chose them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from blockdiff.kernels.span_attention.kernels_backward import _awaited, _load_ro
 
 @triton.jit(do_not_specialize=["T", "block_keys", "own_keys"])
 def block_sparse_backward_queries(
-    q, q_strides, k, k_strides, v, v_strides, ids, visible, first, own, lse, delta, grad_out, grad_q, T, block_keys,
-    own_keys, scale,
+    q, q_strides, k, k_strides, v, v_strides, ids, visible, first, own_range, lse, delta, grad_out, grad_q, T,
+    block_keys, own_keys, scale,
     K: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, CHOICES: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_q [B, T, h, D]: the forward's walk. grad_out is dense."""
+    """Compute grad_q [B, T, h, D] by the forward's walk. grad_out is contiguous."""
     STEPS: tl.constexpr = (BLOCK + COLUMNS - 1) // COLUMNS
     TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     t = tl.program_id(0).to(tl.int64)
     part, b = tl.program_id(1) // TILES % PARTS, (tl.program_id(1) // (TILES * PARTS)).to(tl.int64)
     g = tl.program_id(1) % TILES * ROWS + tl.arange(0, ROWS)
     is_row, head = g < GROUP, part * GROUP + g
-    query = _query(visible, first, own, b * T + t)
+    query = _query(visible, first, own_range, b * T + t)
     ids += ((b * T + t) * H + part * H // PARTS) * TOPK
     choices = _choices(ids, None, TOPK, CHOICES, BLOCK, 0)
     tiles = choices[1] * STEPS + tl.cdiv(tl.maximum(query[3] - query[2], 0), COLUMNS)
@@ -36,9 +36,9 @@ def block_sparse_backward_queries(
     q_MD = tl.load(
         q + b * q_strides[0] + t * q_strides[1] + head[:, None] * q_strides[2] + column, mask=is_row[:, None], other=0.0
     )
-    at = (b * T + t) * (PARTS * GROUP) + head
-    grad_MD = tl.load(grad_out + at[:, None] * D + column, mask=is_row[:, None], other=0.0)
-    lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
+    offset = (b * T + t) * (PARTS * GROUP) + head
+    grad_MD = tl.load(grad_out + offset[:, None] * D + column, mask=is_row[:, None], other=0.0)
+    lse_M, delta_M = _load_row_numbers(lse, delta, offset, is_row)
     kh = part * K // PARTS
     k = _head(k[0], k_strides[0], b, kh), _head(k[1], k_strides[1], b, kh)
     v = _head(v[0], v_strides[0], b, kh), _head(v[1], v_strides[1], b, kh)
@@ -54,7 +54,7 @@ def block_sparse_backward_queries(
         grad_s_MN = (p_MN * (grad_p_MN - delta_M[:, None])).to(k_ND.dtype)
         acc_MD = tl.dot(grad_s_MN, k_ND, acc_MD, input_precision=PRECISION)
     acc_MD = (acc_MD * scale).to(grad_q.dtype.element_ty)
-    tl.store(grad_q + at[:, None] * D + column, acc_MD, mask=is_row[:, None])
+    tl.store(grad_q + offset[:, None] * D + column, acc_MD, mask=is_row[:, None])
 
 
 @triton.jit(do_not_specialize=["T", "keys"])
@@ -64,10 +64,10 @@ def block_sparse_backward_keys(
     K: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, PRECISION: tl.constexpr, AWAITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_k and grad_v [B, keys, K, D], in the order of the entries; a program has a tile of the keys.
+    """Compute grad_k and grad_v [B, keys, K, D], summed in the order of `entries`; a program handles a tile of keys.
 
-    starts, entries: [B, H, T * TOPK], the choices in the order of the first key of their block: that key, and where the
-    choice stood among the queries' (query and place). intervals: [B, H, tiles, 2], which of them a tile of keys meets.
+    starts, entries: [B, H, T * TOPK], all choices sorted by the first key of their block: that key, and the choice's
+    index, query * TOPK + choice. intervals: [B, H, tiles, 2], the range of choices whose blocks overlap a tile of keys.
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
@@ -98,14 +98,14 @@ def block_sparse_backward_keys(
             head = part * GROUP + row % GROUP
             at_q = b * q_strides[0] + t * q_strides[1] + head * q_strides[2]
             q_MD = tl.load(q + at_q[:, None] + column, mask=is_row[:, None], other=0.0)
-            at = (b * T + t) * (PARTS * GROUP) + head
-            grad_MD = tl.load(grad_out + at[:, None] * D + column, mask=is_row[:, None], other=0.0)
-            lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
+            offset = (b * T + t) * (PARTS * GROUP) + head
+            grad_MD = tl.load(grad_out + offset[:, None] * D + column, mask=is_row[:, None], other=0.0)
+            lse_M, delta_M = _load_row_numbers(lse, delta, offset, is_row)
             s_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * (scale * LOG2E)
             grad_p_NM = tl.dot(v_ND, tl.trans(grad_MD), input_precision=PRECISION)
             sees = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
             p_NM = tl.where(sees, tl.exp2(s_NM - lse_M[None, :]), 0.0)
-            # a choice, not a product with 0: keys that nobody sees may hold anything
+            # tl.where, not a product with 0: keys that no query sees may be NaN
             grad_s_NM = tl.where(sees, p_NM * (grad_p_NM - delta_M[None, :]), 0.0)
             acc_v_ND = tl.dot(p_NM.to(grad_MD.dtype), grad_MD, acc_v_ND, input_precision=PRECISION)
             acc_v_ND = _awaited(acc_v_ND, AWAITS)

@@ -1,16 +1,16 @@
-"""The Triton kernels of block selection: scores of blocks, and the choice of the highest."""
+"""The Triton kernels of block selection: the scores of blocks, and the choice of the highest."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.block_sparse.kernels import _load_run, _place
+from blockdiff.kernels.block_sparse.kernels import _load_run, _slots
 from blockdiff.kernels.span_attention.kernels import INF, _head, _load_rows, _rows
 
-NOTHING = tl.constexpr(-(1 << 63))  # the claim of a block that is not there
-FORCED = tl.constexpr(1 << 31)  # more than the order of any score
-FAR = tl.constexpr(2**31 - 1)  # after the first key of every document
+NOTHING = tl.constexpr(-(1 << 63))  # the rank key of a block that does not exist
+FORCED = tl.constexpr(1 << 31)  # above the order of any score
+FAR = tl.constexpr(2**31 - 1)  # above the first key of every document
 
 
 @triton.jit(do_not_specialize=["T", "S", "N", "pages"])
@@ -19,14 +19,15 @@ def block_sparse_scores(
     H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     USES_SUM: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The score [B, T, H, N] of every block of which a query sees a key: the maximum or log-sum-exp of the seen ones.
+    """Compute the score [B, T, H, N] of every block with a visible key: the maximum or log-sum-exp of its visible keys.
 
-    Rows: the index heads of a query stand together, and share the keys [B, S, 1, D]. Queries whose documents begin
-    elsewhere have other blocks, and take turns. The blocks are split over programs.
+    Rows: the index heads of a query are interleaved and share the keys [B, S, 1, D]. Queries of a tile whose documents
+    begin at different keys have different blocks; they are handled one document after the other. Blocks are split over
+    programs.
     """
     STEPS: tl.constexpr = (BLOCK + COLUMNS - 1) // COLUMNS
     IS_RUN: tl.constexpr = PAGE == 0 or (first is None and PAGE % COLUMNS == 0 and BLOCK % COLUMNS == 0)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal row's last tiles are the longest: they go first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first: with a causal mask, the last tiles
     b, split, splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     t, _, is_row = _rows(tile, T, H, ROWS)
     visible_M = tl.load(visible + b * T + t, mask=is_row, other=0)
@@ -48,15 +49,15 @@ def block_sparse_scores(
         sum_M = tl.zeros([ROWS], tl.float32)
         for i in range(split * blocks // splits * STEPS, (split + 1) * blocks // splits * STEPS):
             block, step = i // STEPS, i % STEPS
-            place = block * BLOCK + step * COLUMNS
-            column = place + tl.arange(0, COLUMNS)
+            key = block * BLOCK + step * COLUMNS
+            column = key + tl.arange(0, COLUMNS)
             end = tl.minimum((block + 1) * BLOCK, hull)
             is_near = column < end
             page = block
             if PAGE != 0:
-                page = tl.load(table + (start + place) // PAGE)
-            at = _place(table, page, block >= 0, start + place, is_near, PAGE, IS_RUN, COLUMNS)
-            k_ND = _load_run(k, k_strides[1], at, is_near, IS_RUN, COLUMNS, D)
+                page = tl.load(table + (start + key) // PAGE)
+            offset = _slots(table, page, block >= 0, start + key, is_near, PAGE, IS_RUN, COLUMNS)
+            k_ND = _load_run(k, k_strides[1], offset, is_near, IS_RUN, COLUMNS, D)
             s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
             s_MN = tl.where(column[None, :] < tl.minimum(visible_M, end)[:, None], s_MN, -INF)
             peak_M = tl.where(step == 0, -INF, peak_M)
@@ -77,10 +78,10 @@ def block_sparse_choose(
     scores, visible, ids, R, N, LOCAL, INIT, BLOCK: tl.constexpr, H: tl.constexpr, TOPK: tl.constexpr,
     CHOICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The TOPK highest claims of every row [R, N], as blocks, -1 where there are no more: int64 [R, TOPK].
+    """Choose the TOPK blocks of highest rank of every row [R, N], int64 [R, TOPK], -1 if there are fewer.
 
-    A claim is one integer, made of kind or score and, for equal ones, of place: no two are equal. The highest so far
-    compete with COLUMNS more at a time.
+    A block's claim is one integer that orders by forced kind, then score, then index, so no two are equal. The best so
+    far are merged with COLUMNS more at a time.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < R
@@ -88,14 +89,14 @@ def block_sparse_choose(
     blocks_M = tl.minimum(tl.cdiv(tl.load(visible + row // H, mask=is_row, other=0), BLOCK), N)
     best_MC = tl.full([ROWS, CHOICES], NOTHING, tl.int64)
     for start in range(0, tl.max(blocks_M, 0), COLUMNS):
-        place = start + tl.arange(0, COLUMNS)[None, :]
-        is_there = place < blocks_M[:, None]
-        score_MN = tl.load(scores + row[:, None] * N + place, mask=is_there, other=0.0)
+        block = start + tl.arange(0, COLUMNS)[None, :]
+        is_there = block < blocks_M[:, None]
+        score_MN = tl.load(scores + row[:, None] * N + block, mask=is_there, other=0.0)
         bits = score_MN.to(tl.int32, bitcast=True).to(tl.int64)
-        ordered = tl.where(bits < 0, -(bits + FORCED), bits)  # rises with the score; +0 and -0 are equal
-        ordered = tl.where(place >= blocks_M[:, None] - LOCAL, FORCED + 1, ordered)
-        ordered = tl.where(place < INIT, FORCED + 2, ordered)
-        claim_MN = tl.where(is_there, ordered * N + (N - 1 - place), NOTHING)
+        ordered = tl.where(bits < 0, -(bits + FORCED), bits)  # ordered like the scores; +0 and -0 are equal
+        ordered = tl.where(block >= blocks_M[:, None] - LOCAL, FORCED + 1, ordered)
+        ordered = tl.where(block < INIT, FORCED + 2, ordered)
+        claim_MN = tl.where(is_there, ordered * N + (N - 1 - block), NOTHING)
         next_MC = tl.full([ROWS, CHOICES], NOTHING, tl.int64)
         for i in range(TOPK):
             top_M = tl.maximum(tl.max(claim_MN, 1), tl.max(best_MC, 1))
@@ -104,6 +105,6 @@ def block_sparse_choose(
             best_MC = tl.where(best_MC == top_M[:, None], NOTHING, best_MC)
         best_MC = next_MC
     rest = best_MC % N
-    place = N - 1 - tl.where(rest < 0, rest + N, rest)
-    place = tl.where(best_MC == NOTHING, -1, place)
-    tl.store(ids + row[:, None] * TOPK + choice, place, mask=is_row[:, None] & (choice < TOPK))
+    block = N - 1 - tl.where(rest < 0, rest + N, rest)
+    block = tl.where(best_MC == NOTHING, -1, block)
+    tl.store(ids + row[:, None] * TOPK + choice, block, mask=is_row[:, None] & (choice < TOPK))

@@ -1,9 +1,9 @@
 """Block selection, block-sparse attention, and the attention of a layer that does both, in plain torch.
 
-A query sees the keys [first, first + visible) of its row: those of its document. Blocks of keys are counted from
-`first` on, so padding and other documents move none, and the last block may be part of one. Attention is torch's under
-a dense mask: of large calls some queries at a time, computed again in the backward, so that nothing of size [T, S] is
-kept.
+A query sees the keys [first, first + visible) of its row, those of its document. Blocks of keys are counted from
+`first`, so padding and other documents do not shift them; the last block may be incomplete. Attention is torch's with a
+dense mask. Large calls compute some queries at a time and recompute them in the backward, so that nothing of size
+[T, S] is stored.
 
 Tensors: B rows, T queries, S keys, h query heads, K key heads, H index heads, d head dimension, k blocks of a query.
 """
@@ -24,8 +24,8 @@ from blockdiff.kernels.op import Ops
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
 from blockdiff.spans import Spans, Sweep
 
-SCORE_BYTES = 64 << 20  # index scores that live at once
-MASK = 1 << 24  # elements of [B, h, T, S] that live at once
+SCORE_BYTES = 64 << 20  # most bytes of index scores in memory at a time
+MASK = 1 << 24  # most elements of the mask [B, h, T, S] in memory at a time
 UNUSED = -1
 
 KV = tuple[Tensor, Tensor, Tensor]  # keys, values, index keys
@@ -44,14 +44,14 @@ def select_blocks(
     local: int = 1,
     score: str = "max",
 ) -> Tensor:
-    """The blocks that every query and index head attends to, int64 [B, T, H, k], left-packed, -1 where there is none.
+    """Select the blocks that every query and index head attends to, int64 [B, T, H, k], unused entries -1 at the end.
 
-    visible_BT: how many keys a query sees, 0 for padding; first_BT: the first of them (None: key 0). A key's score is
-    idx_q . idx_k / sqrt(d) in fp32 (in fp64 of fp64, then rounded to fp32: those that rounding tells apart are equal),
-    a block's the maximum ("max") or log-sum-exp ("lse") of its visible keys'. Of at most `topk` blocks the first `init`
-    ones come first, then the last `local` ones, then those of the highest scores; of equal ones the lower comes first.
-    Keys may stand in pages, as those of one head. Source: transformers' MiniMaxM3VLIndexer, with vLLM's order of forced
-    blocks.
+    visible_BT: number of keys that a query sees, 0 for padding. first_BT: the first of them (None: key 0). A key's
+    score is idx_q . idx_k / sqrt(d) in fp32 (fp64 scores are rounded to fp32, so that rounding errors do not decide). A
+    block's score is the maximum ("max") or log-sum-exp ("lse") of its visible keys' scores. At most `topk` blocks are
+    chosen: the first `init` blocks, then the last `local` ones, then those of the highest scores, ties to the lower
+    index. Keys may be in pages, as those of one head. Source: transformers' MiniMaxM3VLIndexer, with vLLM's order of
+    forced blocks.
     """
     B, T, H, _ = idx_q_BTHd.shape
     idx_k_BSd = as_heads(idx_k_BSd).squeeze(2)
@@ -61,19 +61,19 @@ def select_blocks(
     for rows, queries, first in _documents(first_BT, visible_BT):
         visible = visible_BT[rows, queries]
         q, keys = idx_q_BTHd[rows, queries], idx_k_BSd[rows, first:]
-        found = _select(q, keys, visible, block, topk, init, local, score)
-        ids[rows, queries, :, : found.shape[-1]] = found
+        chosen = _select(q, keys, visible, block, topk, init, local, score)
+        ids[rows, queries, :, : chosen.shape[-1]] = chosen
     return ids
 
 
 def as_heads(keys: Tensor | PagedTensor) -> Tensor:
-    """Keys or values [B, S, K, d], whatever they stand in; keys without heads have one."""
+    """Return keys or values, dense or in pages, as a tensor [B, S, K, d]; without an axis of heads they have one."""
     dense = keys.dense() if isinstance(keys, PagedTensor) else keys
     return dense if dense.dim() == 4 else dense.unsqueeze(2)
 
 
 def _documents(first_BT: Tensor | None, visible_BT: Tensor) -> Iterator[tuple[slice, slice, int]]:
-    """Rows and queries that share their first key, as slices: all at once where every row begins with it."""
+    """Yield slices of rows and queries with the same first key, and that key; one slice of all if it is always 0."""
     B, T = visible_BT.shape
     if first_BT is None or not bool(((first_BT != 0) & (visible_BT > 0)).any()):
         yield slice(0, B), slice(0, T), 0
@@ -110,15 +110,15 @@ def _select(
 
 
 def _highest(score_BTHN: Tensor, visible_BT: Tensor, block: int, topk: int, init: int, local: int) -> Tensor:
-    """The blocks by claim: each claim is one integer, made of its kind or score and, for equal ones, of its place."""
+    """Return the blocks of highest claim: an integer that orders by forced kind, then score, then index."""
     N = score_BTHN.shape[-1]
-    place = torch.arange(N, device=score_BTHN.device)
+    index = torch.arange(N, device=score_BTHN.device)
     last = torch.div(visible_BT - 1, block, rounding_mode="floor")[..., None, None]
     bits = score_BTHN.contiguous().view(torch.int32).long()
-    ordered = torch.where(bits < 0, -(bits + (1 << 31)), bits)  # rises with the score; +0 and -0 are equal
-    ordered = torch.where(place > last - local, (1 << 31) + 1, ordered)
-    ordered = torch.where(place < init, (1 << 31) + 2, ordered)
-    claim = torch.where(place <= last, ordered * N + (N - 1 - place), torch.iinfo(torch.int64).min)
+    ordered = torch.where(bits < 0, -(bits + (1 << 31)), bits)  # ordered like the scores; +0 and -0 are equal
+    ordered = torch.where(index > last - local, (1 << 31) + 1, ordered)
+    ordered = torch.where(index < init, (1 << 31) + 2, ordered)
+    claim = torch.where(index <= last, ordered * N + (N - 1 - index), torch.iinfo(torch.int64).min)
     top = claim.topk(min(topk, N), dim=-1)
     return top.indices.masked_fill(top.values == torch.iinfo(torch.int64).min, UNUSED)
 
@@ -136,11 +136,11 @@ def block_sparse_attention(
     own_v: Tensor | None = None,
     own_BT2: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the chosen blocks of the visible keys, and to a run of own keys that stands outside them: [B, T, h, d].
+    """Attend to the chosen blocks of the visible keys and to a range of the call's own keys; return [B, T, h, d].
 
-    ids_BTHk, visible_BT, first_BT: as `select_blocks` has them; each index head chooses for h / H query heads. own_k,
-    own_v: [B, O, K, d], of which a query sees [own_lo, own_hi) (all three or none). A query that sees nothing gets 0.
-    Gradients flow to queries, keys and values, except to those that stand in pages.
+    ids_BTHk, visible_BT, first_BT: as in `select_blocks`; each index head chooses for h / H query heads. own_k, own_v:
+    [B, O, K, d], of which a query sees the range own_BT2 = [lo, hi) (all three or none). A query that sees no key gets
+    0. Gradients flow to queries, keys and values, but not to keys and values in pages.
     """
     B, T, h, _ = q_BThd.shape
     k, v, is_own = as_heads(k_BSKd), as_heads(v_BSKd), None
@@ -155,31 +155,34 @@ def block_sparse_attention(
     outs = []
     for lo in range(0, T, size):
         part = tuple(None if x is None else x[:, lo : lo + size] for x in seen)
-        given = q_BThd[:, lo : lo + size], k, v, part, block, scale
-        outs.append(checkpoint(_masked, *given, use_reentrant=False, preserve_rng_state=False))
+        arguments = q_BThd[:, lo : lo + size], k, v, part, block, scale
+        outs.append(checkpoint(_masked, *arguments, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outs, 1)
 
 
 def seen_keys(ids_BTHk: Tensor, visible_BT: Tensor, first_BT: Tensor | None, block: int, keys: int) -> Tensor:
-    """The keys that every query and index head attends to, bool [B, T, H, keys]."""
+    """Return which keys every query and index head attends to, bool [B, T, H, keys]."""
     blocks = -(-keys // block)
-    kept = torch.zeros(*ids_BTHk.shape[:3], blocks + 1, dtype=torch.bool, device=ids_BTHk.device)
-    kept.scatter_(-1, torch.where(ids_BTHk < 0, blocks, ids_BTHk), True)
-    kept[..., blocks] = False
+    is_chosen = torch.zeros(*ids_BTHk.shape[:3], blocks + 1, dtype=torch.bool, device=ids_BTHk.device)
+    is_chosen.scatter_(-1, torch.where(ids_BTHk < 0, blocks, ids_BTHk), True)
+    is_chosen[..., blocks] = False
     place_BTS = torch.arange(keys, device=ids_BTHk.device).expand(*visible_BT.shape, keys)
     if first_BT is not None:
         place_BTS = place_BTS - first_BT[..., None]
     is_there = (place_BTS >= 0) & (place_BTS < visible_BT[..., None])
     of_key = torch.where(is_there, torch.div(place_BTS, block, rounding_mode="floor"), blocks)
-    return kept.gather(-1, of_key[:, :, None].expand(-1, -1, ids_BTHk.shape[2], -1))
+    return is_chosen.gather(-1, of_key[:, :, None].expand(-1, -1, ids_BTHk.shape[2], -1))
 
 
 def _masked(q_BThd: Tensor, k: Tensor, v: Tensor, seen: tuple[Tensor | None, ...], block: int, scale: float) -> Tensor:
-    """Attention under a dense mask; seen: ids, visible and first of the queries, and which last keys are own ones."""
+    """Attend with a dense mask. seen: ids, visible and first as in `select_blocks`, and which own keys are visible.
+
+    The own keys are the last ones of k and v.
+    """
     ids_BTHk, visible_BT, first_BT, is_own_BTO = seen
     assert ids_BTHk is not None and visible_BT is not None
-    h, H, own = q_BThd.shape[2], ids_BTHk.shape[2], 0 if is_own_BTO is None else is_own_BTO.shape[-1]
-    is_seen = seen_keys(ids_BTHk, visible_BT, first_BT, block, k.shape[1] - own)
+    h, H, own_keys = q_BThd.shape[2], ids_BTHk.shape[2], 0 if is_own_BTO is None else is_own_BTO.shape[-1]
+    is_seen = seen_keys(ids_BTHk, visible_BT, first_BT, block, k.shape[1] - own_keys)
     if is_own_BTO is not None:
         is_seen = torch.cat([is_seen, is_own_BTO[:, :, None].expand(-1, -1, H, -1)], -1)
     is_seen = is_seen.transpose(1, 2).repeat_interleave(h // H, 1)  # [B, h, T, keys]
@@ -196,9 +199,9 @@ def _masked(q_BThd: Tensor, k: Tensor, v: Tensor, seen: tuple[Tensor | None, ...
 
 @dataclass(frozen=True)
 class Selection:
-    """The selection of a layer: block to score as `select_blocks` has them; scale: of attention's scores.
+    """How a layer selects blocks: block to score are arguments of `select_blocks`; scale: factor of attention's scores.
 
-    canvas_length: of canvases whose queries have one selection (None: each query has its own).
+    canvas_length: length of canvases whose queries share one selection (None: each query has its own).
     """
 
     block: int
@@ -210,7 +213,7 @@ class Selection:
     canvas_length: int | None = None
 
     def blocks(self, ops: Ops, idx_q: Tensor, idx_k: Any, visible_BT: Tensor, first_BT: Tensor | None) -> Tensor:
-        """The blocks that `select_blocks` gives by these numbers."""
+        """Call `select_blocks` with these settings."""
         return ops.select_blocks(
             idx_q, idx_k, visible_BT, first_BT,
             block=self.block, topk=self.topk, init=self.init, local=self.local, score=self.score,
@@ -221,12 +224,12 @@ def sparse_attention(
     ops: Ops, q: Tensor, idx_q: Tensor, kv: KV, spans: Spans | Sweep, past: tuple[PrefixTensor, ...] | None,
     selection: Selection, layer: Hashable,
 ) -> Tensor:  # fmt: skip
-    """The output of attention [B, T, h, d] over the blocks that index queries [B, T, H, d] select.
+    """Attend to the blocks that index queries [B, T, H, d] select; return [B, T, h, d].
 
-    kv: keys and values [B, T, K, d] and index keys [B, T, 1, d] of the call, without tokens where these were written
-    into the pages of `past`; layer: whose selection is kept, where `spans.kept` stands for several calls. Clean queries
-    select among the blocks of all keys before them; noisy ones among those of the prefix, and see all own keys of their
-    span besides.
+    kv: the call's keys and values [B, T, K, d] and index keys [B, T, 1, d]; empty if they were written to the pages of
+    `past`. layer: the key of this layer's selection in `spans.kept`, which several calls may share. Clean queries
+    select among the blocks of all keys before them. Noisy queries select among those of the prefix, and also see all
+    own keys of their span.
     """
     if not isinstance(spans, Sweep):
         return _over_spans(ops, q, idx_q, kv, spans, past, selection, layer)
@@ -246,7 +249,7 @@ def _over_spans(
     (k, v, idx_k), block, scale = kv, selection.block, selection.scale
     prefix_lo, prefix_hi, own_lo, own_hi = spans.bounds_BT4.long().unbind(-1)
     pages = written(past)
-    if pages is not None:  # pages hold all keys, and begin with a row's first token
+    if pages is not None:  # pages hold all keys, from a row's first token on
         visible_BT = spans.in_one_run.bounds_BT4[..., 1]
         ids = selection.blocks(ops, idx_q, pages[2], visible_BT, None)
         return ops.block_sparse_attention(q, pages[0], pages[1], ids, visible_BT, None, block, scale)
@@ -261,7 +264,7 @@ def _over_spans(
         return ops.block_sparse_attention(q, k, v, ids, visible_BT, first_BT, block, scale)
     assert past is not None or not bool((prefix_hi > prefix_lo).any())
     prefix_k, prefix_v, prefix_idx = past or tuple(x[:, :0] for x in kv)
-    # pages begin with a row's first token
+    # pages start with a row's first token
     first_BT = None if isinstance(prefix_k, PagedTensor) else prefix_lo
     visible_BT = (prefix_hi - prefix_lo).clamp(min=0)
 
@@ -281,25 +284,25 @@ def _over_spans(
 
 
 def mean_query(idx_q_BTHd: Tensor, is_there_BT: Tensor, canvas_length: int) -> Tensor:
-    """The mean index query of each canvas [B, T / canvas_length, H, d]; padding counts for nothing."""
+    """Return the mean index query of each canvas [B, T / canvas_length, H, d], without padding."""
     B, _, H, d = idx_q_BTHd.shape
     weight = is_there_BT.view(B, -1, canvas_length, 1, 1).to(idx_q_BTHd.dtype)
     return (idx_q_BTHd.view(B, -1, canvas_length, H, d) * weight).sum(2) / weight.sum(2).clamp(min=1)
 
 
 def _dense(x: PrefixTensor) -> Tensor:
-    """A tensor of a prefix [B, columns, K, d], whatever it lies in."""
+    """Return a tensor of a prefix, dense or in pages, as [B, columns, K, d]."""
     return x.dense() if isinstance(x, PagedTensor) else x
 
 
-def _joined(before: Tensor | None, own: Tensor, past_B: Tensor) -> Tensor:
-    """Each row's `past_b` tokens before a call and the call's own ones right behind them: [B, columns, ...]."""
+def _joined(before: Tensor | None, own_tokens: Tensor, past_B: Tensor) -> Tensor:
+    """Concatenate each row's `past_B[b]` tokens before a call and the call's own tokens, [B, columns, ...]."""
     if before is None or not before.shape[1]:
-        return own
+        return own_tokens
     if bool((past_B == before.shape[1]).all()):
-        return torch.cat([before, own], 1)
-    both, columns, T = torch.cat([before, own], 1), before.shape[1], own.shape[1]
-    place = torch.arange(columns + T, device=own.device).expand(len(past_B), -1)
+        return torch.cat([before, own_tokens], 1)
+    both, columns, T = torch.cat([before, own_tokens], 1), before.shape[1], own_tokens.shape[1]
+    column = torch.arange(columns + T, device=own_tokens.device).expand(len(past_B), -1)
     past_B1 = past_B[:, None]
-    source = torch.where(place < past_B1, place, (place - past_B1 + columns).clamp(max=columns + T - 1))
-    return both[torch.arange(len(past_B), device=own.device)[:, None], source]
+    source = torch.where(column < past_B1, column, (column - past_B1 + columns).clamp(max=columns + T - 1))
+    return both[torch.arange(len(past_B), device=own_tokens.device)[:, None], source]

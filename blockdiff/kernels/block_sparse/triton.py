@@ -1,8 +1,7 @@
-"""Block-sparse attention in Triton: launchers as ops for torch, gradient, and public function. `select_blocks`, which
-chooses the blocks, is in `triton_selection.py`.
+"""Block-sparse attention in Triton: launchers as registered ops, the gradient, and the public function.
 
-Attention's memory is linear in tokens: the output, one log-sum-exp per query and head, in the backward one more number
-and the choices in the order of their blocks.
+`select_blocks`, which chooses the blocks, is in `triton_selection.py`. Memory is linear in tokens: the output, one
+log-sum-exp per query and head, and in the backward one more number and the choices sorted by block.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from blockdiff.kernels.tiles import LEAST, elementwise, power_of_2, precision_of
 
 __all__ = ["block_sparse_attention", "select_blocks"]
 
-LARGEST_BLOCK = 128  # of keys that a program holds whole
-MOST_PARTS = 32  # of a query, to be merged
-LEAST_QUERIES = 2048  # of a row from which on the forward goes from block to block
-SHARED_BY = 256  # queries of a block, in the mean, from which on it does
-PART_BYTES = 1 << 30  # of the parts that live at once
-FAR = torch.iinfo(torch.int32).max  # the first key of a choice that is none
+LARGEST_BLOCK = 128  # keys of a block that a program can hold
+MOST_PARTS = 32  # partial results of a query that can be merged
+LEAST_QUERIES = 2048  # least queries of a row for which the forward iterates over blocks rather than queries
+SHARED_BY = 256  # least mean number of queries per block for which it does
+PART_BYTES = 1 << 30  # most bytes of partial results in memory at a time
+FAR = torch.iinfo(torch.int32).max  # the first key of an unused choice
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
@@ -56,24 +55,26 @@ FAR = torch.iinfo(torch.int32).max  # the first key of a choice that is none
 @registered("block_sparse_attention")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
-    own: Tensor | None, block: int, scale: float, splits: int,
+    own_range: Tensor | None, block: int, scale: float, splits: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Output, and log-sum-exp in fp32; splits: parts of what a query sees, 0 to choose."""
-    yield from _forward(q, (k, v, own_k, own_v), ids, (visible, first, own), block, scale, splits, k.shape[1])
+    """Return output, and log-sum-exp in fp32; splits: of the keys that a query sees (0: choose)."""
+    yield from _forward(q, (k, v, own_k, own_v), ids, (visible, first, own_range), block, scale, splits, k.shape[1])
 
 
 @registered("block_sparse_attention_paged")
 def _attention_paged(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
-    own: Tensor | None, table: Tensor, columns: int, block: int, scale: float, splits: int,
+    own_range: Tensor | None, table: Tensor, columns: int, block: int, scale: float, splits: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """The same over pages, without gradient; k, v: pools [N, P, K, d]; table: int32 [B, pages]; columns: the most that
-    a row may have."""
-    yield from _forward(q, (k, v, own_k, own_v), ids, (visible, first, own), block, scale, splits, columns, table)
+    """`_attention` over pages, without gradient.
+
+    k, v: pools [N, P, K, d]. table: int32 [B, pages]. columns: upper bound of a row's columns.
+    """
+    yield from _forward(q, (k, v, own_k, own_v), ids, (visible, first, own_range), block, scale, splits, columns, table)
 
 
 def _groups(q: Tensor, k: Tensor, ids: Tensor, block: int) -> dict[str, Any]:
-    """The constants of the attention kernels: heads that share a key head and an index head are a group."""
+    """Return the constants of the attention kernels: heads that share a key head and an index head form a group."""
     (h, d), K, (H, topk) = q.shape[2:], k.shape[2], ids.shape[2:]
     parts = max(H, K)
     sizes = dict(K=K, H=H, PARTS=parts, GROUP=h // parts, D=d, BLOCK=block, TOPK=topk)
@@ -84,7 +85,10 @@ def _forward(
     q: Tensor, sources: tuple[Tensor, ...], ids: Tensor, sees: tuple[Tensor | None, ...], block: int, scale: float,
     splits: int, columns: int, table: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Output and log-sum-exp, before they are made and after; sees: how many keys, from which on, which own ones."""
+    """Yield output and log-sum-exp unfilled, then fill them (see `launch.registered`).
+
+    sources: block keys, block values, own keys, own values. sees: number of visible keys, first of them, own range.
+    """
     (B, T, h, d), own_k = q.shape, sources[2]
     out, lse = empty(q), empty(q, B, T, h, dtype=torch.float32)
     yield out, lse
@@ -113,14 +117,14 @@ def _forward(
 
 
 def goes_by_block(q: Tensor, S: int, constants: dict[str, Any]) -> bool:
-    """True where blocks have so many queries each that loading each block once and merging parts pays."""
+    """Whether iterating over blocks, which loads each once and merges partial results, is faster than over queries."""
     T, block, topk = q.shape[1], constants["BLOCK"], constants["TOPK"]
     if T < LEAST_QUERIES or T * topk < SHARED_BY * -(-S // block):
         return False
     try:
         tile_of("block_sparse_forward_keys", q, q.shape[-1])
     except Unserved:
-        return False  # a block of such heads does not fit into a program
+        return False  # a block of such heads is too large for a program
     return topk <= MOST_PARTS and LEAST <= block <= LARGEST_BLOCK and block == power_of_2(block)
 
 
@@ -128,7 +132,7 @@ def _forward_by_block(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, sees: tuple[Tensor | None, ...], constants: dict[str, Any],
     scale: float, outputs: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Fill output and log-sum-exp from block to block: of some queries at a time every choice, then their sums."""
+    """Fill output and log-sum-exp block by block: for some queries at a time, every choice, then their sum."""
     (B, T, h, d), S, block, topk = q.shape, k.shape[1], constants["BLOCK"], constants["TOPK"]
     tile, merging, blocks = tile_of("block_sparse_forward_keys", q, d), elementwise(d), -(-S // block)
     size = max(1, min(T, PART_BYTES // (4 * topk * h * d)))
@@ -152,10 +156,10 @@ def _forward_by_block(
 @registered("block_sparse_attention_backward")
 def _attention_backward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
-    own: Tensor | None, block: int, scale: float, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor,
+    own_range: Tensor | None, block: int, scale: float, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor,
     needs: Sequence[bool],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Gradients of queries, keys, values, own keys and own values; needs: which of them to make."""
+    """Return the gradients of queries, keys, values, own keys and own values; needs: which to compute."""
     inputs = q, k, v, own_k, own_v
     grads = empty_gradients(inputs, needs)
     yield tuple(grads)  # type: ignore[misc]
@@ -168,16 +172,16 @@ def _attention_backward(
         tile = _tile("backward_queries", q, block, constants["GROUP"])
         grid = T, B * constants["PARTS"] * tile.grid(constants["GROUP"])[0]
         of_keys = (k, own_k), _strides(k, own_k), (v, own_v), _strides(v, own_v)
-        tensors = q, q.stride()[:3], *of_keys, ids, visible, first, own, lse, delta, grad_out, grads[0]
+        tensors = q, q.stride()[:3], *of_keys, ids, visible, first, own_range, lse, delta, grad_out, grads[0]
         arguments = *tensors, T, k.shape[1], own_k.shape[1], scale
         options = dict(CHOICES=power_of_2(constants["TOPK"]), **tile.options)
         launch(backward.block_sparse_backward_queries, grid, *arguments, **constants, **options)
     if needs[1] or needs[2]:
         of_k, of_v = (x if need else empty(y) for x, y, need in zip(grads[1:3], (k, v), needs[1:3], strict=True))
         _blocks_backward(q, k, v, ids, visible, first, constants, (lse, delta, grad_out), (of_k, of_v), scale)
-    if own is not None and (needs[3] or needs[4]):
+    if own_range is not None and (needs[3] or needs[4]):
         of_own = only_needed(grads, needs)[3], only_needed(grads, needs)[4]
-        bounds, tiles = F.pad(own, (2, 0)), tiles_for(q).keys
+        bounds, tiles = F.pad(own_range, (2, 0)), tiles_for(q).keys
         _backward_keys(q, own_k, own_v, bounds, 2, (lse, delta, grad_out), of_own, scale, tiles)
 
 
@@ -185,7 +189,7 @@ def _blocks_backward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, constants: dict[str, Any],
     numbers: tuple[Tensor, Tensor, Tensor], grads: tuple[Tensor, Tensor], scale: float,
 ) -> None:  # fmt: skip
-    """Fill the gradients of the blocks' keys and values."""
+    """Fill the gradients of the blocks' keys and values. numbers: lse, delta, grad_out."""
     (B, T), (S, K), block = q.shape[:2], k.shape[1:3], constants["BLOCK"]
     tile = _tile("backward_keys", q, block, T * constants["GROUP"])
     key_tiles = -(-S // tile.columns)
@@ -198,10 +202,11 @@ def _blocks_backward(
 def _by_key(
     ids: Tensor, first: Tensor | None, block: int, tiles: int, columns: int, reach: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The choices in the order of their blocks' first keys: these, where each stood, and a tile's part of them.
+    """Sort the choices by the first key of their block; return these keys, the choices' indices and tiles' intervals.
 
-    starts, entries: int32 [B, H, T * k]; intervals: int32 [B, H, tiles, 2]; reach: how many keys from the first on
-    count. Nothing is read on the host.
+    starts, entries: int32 [B, H, T * k]. intervals: int32 [B, H, tiles, 2], the choices that overlap a tile of
+    `columns` keys. reach: number of a block's keys that count for overlap, `block`, or 1 for the tile where it begins.
+    Nothing is read on the host.
     """
     starts = ids * block if first is None else ids * block + first[..., None, None]
     starts = torch.where(ids < 0, FAR, starts).to(torch.int32).transpose(1, 2).flatten(2)
@@ -247,16 +252,16 @@ def block_sparse_attention(
     own_v: Tensor | None = None,
     own_BT2: Tensor | None = None,
 ) -> Tensor:
-    """As in torch.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. Pages are read where they stand,
-    but by calls that go from block to block.
+    """As in torch.py, for fp32, bf16 or fp16 and heads of up to 256; Unserved for others.
 
-    Head sizes that are no power of two are padded. Keys that no query sees may hold anything.
+    Pages are read in place, except by calls that iterate over blocks. Head sizes that are not powers of two are padded.
+    Keys that no query sees may be NaN.
     """
     d, table, columns = q_BThd.shape[-1], None, 0
     if isinstance(k_BSKd, PagedTensor) and isinstance(v_BSKd, PagedTensor) and _reads_pages(q_BThd, k_BSKd, v_BSKd):
         k, v, table, columns = k_BSKd.pool_NPKd, v_BSKd.pool_NPKd, k_BSKd.pages.table_BM, k_BSKd.pages.columns
         if own_k is None and goes_by_block(q_BThd, columns, _groups(q_BThd, k, ids_BTHk, block)):
-            k, v, table = k_BSKd.dense(), v_BSKd.dense(), None  # so many queries are worth a copy
+            k, v, table = k_BSKd.dense(), v_BSKd.dense(), None  # for this many queries a copy pays
     else:
         k, v = as_heads(k_BSKd), as_heads(v_BSKd)
     if own_k is None or own_v is None:
@@ -265,14 +270,14 @@ def block_sparse_attention(
     tensors = in_autocast(q_BThd, k, v, own_k, own_v)
     check_dtypes("block_sparse_attention", *tensors)
     q, k, v, own_k, own_v = (_padded(x) for x in tensors)
-    visible, first, own = _int32(visible_BT), _int32(first_BT), _int32(own_BT2)
+    visible, first, own_range = _int32(visible_BT), _int32(first_BT), _int32(own_BT2)
     assert visible is not None
-    sees = ids_BTHk, visible, first, own_k, own_v, own
+    sees = ids_BTHk, visible, first, own_k, own_v, own_range
     if table is not None:
         out, _ = _attention_paged(q, k, v, *sees, table.contiguous(), columns, block, scale, 0)
     else:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for kernel in ("backward_queries", "backward_keys"):
-                _tile(kernel, q, block, 1)  # raises here what the backward would meet
+                _tile(kernel, q, block, 1)  # raises Unserved now rather than in the backward
         out, _ = _attention(q, k, v, *sees, block, scale, 0)
     return out[..., :d] if out.shape[-1] != d else out

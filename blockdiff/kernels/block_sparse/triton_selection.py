@@ -1,6 +1,6 @@
-"""Block selection in Triton: launchers as ops for torch, and the public function.
+"""Block selection in Triton: launchers as registered ops, and the public function.
 
-It stores one number per query, index head and block, and none of a key.
+It stores one score per query, index head and block, never one per key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blockdiff.kernels.span_attention.triton import _dense_heads, _multiprocesso
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, precision_of, tile_of
 
 LARGEST_HEAD = 256
-MOST_CHOSEN_FROM = 1024  # blocks that compete at a time
+MOST_CHOSEN_FROM = 1024  # blocks that are ranked at a time
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def _int32(x: Tensor | None) -> Tensor | None:
 
 
 def _tile(kernel: str, x: Tensor, block: int, rows: int) -> Tile:
-    """The table's tile for heads like x's, within a block."""
+    """Return the table's tile for heads of x's size, shrunk to a block."""
     return tile_of(f"block_sparse_{kernel}", x, x.shape[-1]).fitted(rows=rows, columns=block)
 
 
@@ -39,9 +39,9 @@ def _scores(
     q: Tensor, k: Tensor, visible: Tensor, first: Tensor | None, table: Tensor | None, columns: int, block: int,
     scale: float, uses_sum: bool, splits: int,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Scores of blocks, fp32 [B, T, H, N]; undefined where a query sees no key of a block.
+    """Return the scores of blocks, fp32 [B, T, H, N]; undefined if a query sees no key of a block.
 
-    k: [B, S, 1, d], or with a table int32 [B, pages] the pool [pages, P, 1, d]; columns: how many keys a row has.
+    k: [B, S, 1, d], or with a table int32 [B, pages] the pool [pages, P, 1, d]. columns: number of keys of a row.
     """
     (B, T, H, d), N = q.shape, -(-columns // block)
     out = empty(q, B, T, H, N, dtype=torch.float32)
@@ -58,7 +58,7 @@ def _scores(
 
 
 def _sources(B: int, table: Tensor | None, *tensors: Tensor) -> tuple[list[Tensor], int]:
-    """Keys or values [B, keys, K, d], those of all pages for every row where there is a table; and a page's tokens."""
+    """Return keys or values as [B, keys, K, d], with a table the whole pool for every row, and the tokens of a page."""
     if table is None:
         return [_dense_heads(x) for x in tensors], 0
     return [_dense_heads(x).flatten(0, 1).expand(B, -1, -1, -1) for x in tensors], tensors[0].shape[1]
@@ -66,7 +66,7 @@ def _sources(B: int, table: Tensor | None, *tensors: Tensor) -> tuple[list[Tenso
 
 @registered("block_sparse_choose")
 def _choose(scores: Tensor, visible: Tensor, block: int, topk: int, init: int, local: int) -> Iterator[Tensor]:
-    """The blocks of the highest claims, int64 [B, T, H, k]."""
+    """Return the blocks of highest rank, int64 [B, T, H, k]."""
     B, T, H, N = scores.shape
     ids = empty(scores, B, T, H, topk, dtype=torch.int64)
     yield ids
@@ -80,7 +80,7 @@ def _choose(scores: Tensor, visible: Tensor, block: int, topk: int, init: int, l
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Heads whose size is a power of two that tensor cores take."""
+    """Pad heads to a power of two that tensor cores multiply."""
     d = x.shape[-1]
     if d > LARGEST_HEAD:
         raise Unserved(f"block-sparse attention in Triton takes heads of up to {LARGEST_HEAD}, not {d}")
@@ -89,7 +89,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _reads_pages(q: Tensor, *sources: Tensor | PagedTensor) -> bool:
-    """True where all of them are pages that are read in place: neither padded nor cast, which would copy them."""
+    """Whether all sources are pages that can be read in place: neither padded nor cast, which would copy them."""
     if q.shape[-1] > LARGEST_HEAD:
         return False
     return all(isinstance(x, PagedTensor) and is_read_as_it_is(q, x.pool_NPKd) for x in sources)
@@ -108,7 +108,7 @@ def select_blocks(
     local: int = 1,
     score: str = "max",
 ) -> Tensor:
-    """As in torch.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. No score of a key is stored."""
+    """As in torch.py, for fp32, bf16 or fp16 and heads of up to 256; Unserved for others."""
     d, table = idx_q_BTHd.shape[-1], None
     if isinstance(idx_k_BSd, PagedTensor) and _reads_pages(idx_q_BTHd, idx_k_BSd):
         keys, table, columns = idx_k_BSd.pool_NPKd, idx_k_BSd.pages.table_BM.contiguous(), idx_k_BSd.pages.columns

@@ -85,8 +85,8 @@ def _matrix_of(weights, blocks, expert, rows: tl.constexpr, columns: tl.constexp
     if blocks is None:
         return weights + expert.to(tl.int64) * (rows * columns), None
     else:
-        at = expert.to(tl.int64) * rows
-        return weights + at * (columns // 2), blocks + at * (columns // 16)
+        offset = expert.to(tl.int64) * rows
+        return weights + offset * (columns // 2), blocks + offset * (columns // 16)
 
 
 @triton.jit
@@ -148,8 +148,8 @@ def _low_rank(
         r = first + tl.arange(0, PART)
         is_rank, is_column = r < R, column < N
         left = tl.load(narrow + row[:, None] * R + r[None, :], mask=is_rank[None, :], other=0.0)
-        at = matrix + r[:, None] * MATRIX_R + column[None, :] * MATRIX_N
-        right = tl.load(at, mask=is_rank[:, None] & is_column[None, :], other=0.0)
+        pointers = matrix + r[:, None] * MATRIX_R + column[None, :] * MATRIX_N
+        right = tl.load(pointers, mask=is_rank[:, None] & is_column[None, :], other=0.0)
         total = tl.dot(left, right, total, input_precision=PRECISION)
     return total
 
@@ -204,9 +204,9 @@ def expert_mlp_gate_up(
         up = _low_rank(up, narrow, mine + F * R, row, column, F, R, 1, R, PRECISION)
     is_there = is_row[:, None] & (column < F)[None, :]
     if h is not None:
-        at = h + row[:, None] * (2 * F) + column[None, :]
-        tl.store(at, gate.to(h.dtype.element_ty), mask=is_there)
-        tl.store(at + F, up.to(h.dtype.element_ty), mask=is_there)
+        pointers = h + row[:, None] * (2 * F) + column[None, :]
+        tl.store(pointers, gate.to(h.dtype.element_ty), mask=is_there)
+        tl.store(pointers + F, up.to(h.dtype.element_ty), mask=is_there)
     activated, _, linear, _ = _activation(gate, up, ACTIVATION)
     tl.store(a + row[:, None] * F + column[None, :], (activated * linear).to(a.dtype.element_ty), mask=is_there)
 

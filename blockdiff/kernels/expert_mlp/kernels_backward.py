@@ -41,9 +41,9 @@ def expert_mlp_activation_backward(
             mine = matrices + expert.to(tl.int64) * (R * F)
             grad_a = _low_rank(grad_a, narrow, mine, row, column, F, R, F, 1, PRECISION)
 
-    at = row[:, None] * (2 * F) + column[None, :]
-    gate = tl.load(h + at, mask=is_there, other=0.0).to(tl.float32)
-    up = tl.load(h + at + F, mask=is_there, other=0.0).to(tl.float32)
+    offset = row[:, None] * (2 * F) + column[None, :]
+    gate = tl.load(h + offset, mask=is_there, other=0.0).to(tl.float32)
+    up = tl.load(h + offset + F, mask=is_there, other=0.0).to(tl.float32)
     activated, gate_slope, linear, up_slope = _activation(gate, up, ACTIVATION)
     factor = tl.load(scale + slot).to(tl.float32)[:, None]
     if partial is not None:
@@ -54,8 +54,8 @@ def expert_mlp_activation_backward(
         tl.store(scaled_a + row[:, None] * F + column[None, :], a, mask=is_there)
     if grad_h is not None:
         grad_a *= factor
-        tl.store(grad_h + at, (grad_a * linear * gate_slope).to(grad_h.dtype.element_ty), mask=is_there)
-        tl.store(grad_h + at + F, (grad_a * activated * up_slope).to(grad_h.dtype.element_ty), mask=is_there)
+        tl.store(grad_h + offset, (grad_a * linear * gate_slope).to(grad_h.dtype.element_ty), mask=is_there)
+        tl.store(grad_h + offset + F, (grad_a * activated * up_slope).to(grad_h.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -83,5 +83,5 @@ def expert_mlp_outer_product(
         a = _load(lefts, row, end, m < M, 0, True, M % ROWS != 0)
         b = _load(rights, row, end, n < N, 0, True, N % COLUMNS != 0)
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
-    at = out + expert.to(tl.int64) * (M * N) + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    pointers = out + expert.to(tl.int64) * (M * N) + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

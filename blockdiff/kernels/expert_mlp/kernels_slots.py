@@ -91,7 +91,7 @@ def expert_mlp_sum_slots(
     for i in tl.static_range(TOP_K):
         slot = token.to(tl.int64) * TOP_K + i
         has_expert = _chosen(index, slot, tokens * TOP_K, E) >= 0
-        at = slot[:, None] * D + column[None, :]
-        total += tl.load(y + at, mask=is_there & has_expert[:, None], other=0.0).to(tl.float32)
-    at = token.to(tl.int64)[:, None] * D + column[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=is_there)
+        offset = slot[:, None] * D + column[None, :]
+        total += tl.load(y + offset, mask=is_there & has_expert[:, None], other=0.0).to(tl.float32)
+    offset = token.to(tl.int64)[:, None] * D + column[None, :]
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=is_there)

@@ -77,7 +77,7 @@ def fp8_decode(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_there = (row < F)[:, None] & (column < K)[None, :]
-    at = row.to(tl.int64)[:, None] * K + column[None, :]
-    wide = decoded(tl.load(codes + at, mask=is_there, other=0), tl.float32, HARDWARE)
+    offset = row.to(tl.int64)[:, None] * K + column[None, :]
+    wide = decoded(tl.load(codes + offset, mask=is_there, other=0), tl.float32, HARDWARE)
     wide *= tl.load(scale + row, mask=row < F, other=0.0)[:, None] * factor(HARDWARE)
-    tl.store(out + at, wide.to(out.dtype.element_ty), mask=is_there)
+    tl.store(out + offset, wide.to(out.dtype.element_ty), mask=is_there)

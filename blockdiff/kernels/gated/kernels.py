@@ -41,8 +41,8 @@ def gated_product(
         up *= tl.load(up_scale + tl.minimum(column, F - 1))[None, :] * factor(HARDWARE)
     activated, _, linear, _ = _activation(gate, up, ACTIVATION)
     is_there = (row < N)[:, None] & (column < F)[None, :]
-    at = row.to(tl.int64)[:, None] * F + column[None, :]
-    tl.store(out + at, (activated * linear).to(out.dtype.element_ty), mask=is_there)
+    offset = row.to(tl.int64)[:, None] * F + column[None, :]
+    tl.store(out + offset, (activated * linear).to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -58,11 +58,11 @@ def gated_forward(
     gate, up, out, N, F: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Compute out = f(gate) * g(up), all [N, F]."""
-    at, is_there = _numbers(N, F, ROWS, COLUMNS)
-    of_gate = tl.load(gate + at, mask=is_there, other=0.0).to(tl.float32)
-    of_up = tl.load(up + at, mask=is_there, other=0.0).to(tl.float32)
+    offset, is_there = _numbers(N, F, ROWS, COLUMNS)
+    of_gate = tl.load(gate + offset, mask=is_there, other=0.0).to(tl.float32)
+    of_up = tl.load(up + offset, mask=is_there, other=0.0).to(tl.float32)
     activated, _, linear, _ = _activation(of_gate, of_up, ACTIVATION)
-    tl.store(out + at, (activated * linear).to(out.dtype.element_ty), mask=is_there)
+    tl.store(out + offset, (activated * linear).to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -71,10 +71,10 @@ def gated_backward(
     F: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute grad_gate and grad_up."""
-    at, is_there = _numbers(N, F, ROWS, COLUMNS)
-    of_gate = tl.load(gate + at, mask=is_there, other=0.0).to(tl.float32)
-    of_up = tl.load(up + at, mask=is_there, other=0.0).to(tl.float32)
-    of_out = tl.load(grad + at, mask=is_there, other=0.0).to(tl.float32)
+    offset, is_there = _numbers(N, F, ROWS, COLUMNS)
+    of_gate = tl.load(gate + offset, mask=is_there, other=0.0).to(tl.float32)
+    of_up = tl.load(up + offset, mask=is_there, other=0.0).to(tl.float32)
+    of_out = tl.load(grad + offset, mask=is_there, other=0.0).to(tl.float32)
     activated, slope, linear, slope_up = _activation(of_gate, of_up, ACTIVATION)
-    tl.store(grad_gate + at, (of_out * linear * slope).to(grad_gate.dtype.element_ty), mask=is_there)
-    tl.store(grad_up + at, (of_out * activated * slope_up).to(grad_up.dtype.element_ty), mask=is_there)
+    tl.store(grad_gate + offset, (of_out * linear * slope).to(grad_gate.dtype.element_ty), mask=is_there)
+    tl.store(grad_up + offset, (of_out * activated * slope_up).to(grad_up.dtype.element_ty), mask=is_there)

@@ -61,8 +61,8 @@ def attention_heads(
         row = tl.where(tl.program_id(1) >= QUERIES, tl.load(places + token, mask=token < N, other=0), row)
     column = tl.arange(0, COLUMNS)
     is_there = (token < N)[:, None] & (column < HALF)[None, :]
-    at = token[:, None] * of_token + head * of_head + column[None, :]
-    first, second = _load(source, at, is_there), _load(source, at + HALF, is_there)
+    offset = token[:, None] * of_token + head * of_head + column[None, :]
+    first, second = _load(source, offset, is_there), _load(source, offset + HALF, is_there)
     total = tl.sum(first * first + second * second, 1)
     if REST != 0:
         other = tl.arange(0, REST)
@@ -73,15 +73,15 @@ def attention_heads(
     dtype: tl.constexpr = tensors[0].dtype.element_ty
     first = _normed_part(first, rstd, weight, 0, HALF, is_value, dtype, COLUMNS, NORM, NORMS_VALUES)
     second = _normed_part(second, rstd, weight, HALF, HALF, is_value, dtype, COLUMNS, NORM, NORMS_VALUES)
-    at = token[:, None] * TURNED + column[None, :]
-    cos1, cos2 = _load(cos, at, is_there), _load(cos, at + HALF, is_there)
-    sin1, sin2 = _load(sin, at, is_there), _load(sin, at + HALF, is_there)
+    offset = token[:, None] * TURNED + column[None, :]
+    cos1, cos2 = _load(cos, offset, is_there), _load(cos, offset + HALF, is_there)
+    sin1, sin2 = _load(sin, offset, is_there), _load(sin, offset + HALF, is_there)
     turned1 = tl.where(is_value, first, first * cos1 + second * sin1)
     turned2 = tl.where(is_value, second, second * cos2 + first * sin2)
-    at = (row[:, None] * heads + head) * D + column[None, :]
-    tl.store(out + at, turned1, mask=is_there)
-    tl.store(out + at + HALF, turned2, mask=is_there)
+    offset = (row[:, None] * heads + head) * D + column[None, :]
+    tl.store(out + offset, turned1, mask=is_there)
+    tl.store(out + offset + HALF, turned2, mask=is_there)
     if REST != 0:
         rest = _normed_part(rest, rstd, weight, TURNED, D - TURNED, is_value, dtype, REST, NORM, NORMS_VALUES)
-        at = (row[:, None] * heads + head) * D + TURNED + other[None, :]
-        tl.store(out + at, rest, mask=is_other)
+        offset = (row[:, None] * heads + head) * D + TURNED + other[None, :]
+        tl.store(out + offset, rest, mask=is_other)

@@ -20,8 +20,8 @@ def _tile(block, N, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load(pointer, at, is_there):
-    return tl.load(pointer + at, mask=is_there, other=0.0).to(tl.float32)
+def _load(pointer, offset, is_there):
+    return tl.load(pointer + offset, mask=is_there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -51,14 +51,14 @@ def _scalar_of(scalar, step, row, N):
 @triton.jit(do_not_specialize=["N"])
 def rms_norms_forward(x, weights, outs, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """One norm of x under each weight (None: no weight)."""
-    _, at, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
-    wide = _load(x, at, is_there)
+    _, offset, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
+    wide = _load(x, offset, is_there)
     normed = wide * _rstd(wide * wide, eps, D)
     for i in tl.static_range(len(outs)):
         if weights[i] is None:
-            tl.store(outs[i] + at, normed, mask=is_there)
+            tl.store(outs[i] + offset, normed, mask=is_there)
         else:
-            tl.store(outs[i] + at, normed * _weight(weights[i], D, COLUMNS), mask=is_there)
+            tl.store(outs[i] + offset, normed * _weight(weights[i], D, COLUMNS), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -71,14 +71,14 @@ def rms_norms_backward(
     for _i in tl.static_range(len(grads)):
         sums += (tl.zeros([COLUMNS], tl.float32),)
     for block in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
-        _, at, is_there = _tile(block, N, D, ROWS, COLUMNS)
-        wide = _load(x, at, is_there)
+        _, offset, is_there = _tile(block, N, D, ROWS, COLUMNS)
+        wide = _load(x, offset, is_there)
         rstd = _rstd(wide * wide, eps, D)
         normed = wide * rstd
         grad_normed = tl.zeros_like(wide)
         new_sums = ()
         for i in tl.static_range(len(grads)):
-            grad = _load(grads[i], at, is_there)
+            grad = _load(grads[i], offset, is_there)
             if weights[i] is None:
                 grad_normed += grad
             else:
@@ -89,7 +89,7 @@ def rms_norms_backward(
                 new_sums += (sums[i] + tl.sum(grad * normed, 0),)
         sums = new_sums
         along = tl.sum(grad_normed * normed, 1)[:, None] / D
-        tl.store(grad_x + at, (grad_normed - normed * along) * rstd, mask=is_there)
+        tl.store(grad_x + offset, (grad_normed - normed * along) * rstd, mask=is_there)
     for i in tl.static_range(len(grads)):
         if partials[i] is not None:
             _store_partial(partials[i], program, sums[i], D, D, COLUMNS)
@@ -100,12 +100,12 @@ def add_rms_norm_forward(
     x, y, w, scalar, step, out, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """out = (x + norm of y under w) * scalar (None: 1); step: from one row's scalar to the next, 0 or 1."""
-    row, at, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
-    wide = _load(y, at, is_there)
-    total = _load(x, at, is_there) + wide * _rstd(wide * wide, eps, D) * _weight(w, D, COLUMNS)
+    row, offset, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
+    wide = _load(y, offset, is_there)
+    total = _load(x, offset, is_there) + wide * _rstd(wide * wide, eps, D) * _weight(w, D, COLUMNS)
     if scalar is not None:
         total *= _scalar_of(scalar, step, row, N)
-    tl.store(out + at, total, mask=is_there)
+    tl.store(out + offset, total, mask=is_there)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -118,19 +118,19 @@ def add_rms_norm_backward(
     weight = _weight(w, D, COLUMNS)
     sums = tl.zeros([COLUMNS], tl.float32)
     for block in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
-        row, at, is_there = _tile(block, N, D, ROWS, COLUMNS)
-        wide = _load(y, at, is_there)
+        row, offset, is_there = _tile(block, N, D, ROWS, COLUMNS)
+        wide = _load(y, offset, is_there)
         rstd = _rstd(wide * wide, eps, D)
         normed = wide * rstd
-        grad = _load(grad_out, at, is_there)
+        grad = _load(grad_out, offset, is_there)
         if scalar is not None:
             grad *= _scalar_of(scalar, step, row, N)
-        tl.store(grad_x + at, grad, mask=is_there)
+        tl.store(grad_x + offset, grad, mask=is_there)
         if partial is not None:
             sums += tl.sum(grad * normed, 0)
         grad *= weight
         along = tl.sum(grad * normed, 1)[:, None] / D
-        tl.store(grad_y + at, (grad - normed * along) * rstd, mask=is_there)
+        tl.store(grad_y + offset, (grad - normed * along) * rstd, mask=is_there)
     if partial is not None:
         _store_partial(partial, program, sums, D, D, COLUMNS)
 
@@ -144,13 +144,13 @@ def _halves(block, N, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, 
     row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     is_there = (row < N)[:, None] & (column < D // 2)[None, :]
-    at = row.to(tl.int64)[:, None] * D + column[None, :]
-    return at, (row // HEADS).to(tl.int64)[:, None] * D + column[None, :], is_there
+    offset = row.to(tl.int64)[:, None] * D + column[None, :]
+    return offset, (row // HEADS).to(tl.int64)[:, None] * D + column[None, :], is_there
 
 
 @triton.jit
-def _load_halves(pointer, at, is_there, D: tl.constexpr):
-    return _load(pointer, at, is_there), _load(pointer, at + D // 2, is_there)
+def _load_halves(pointer, offset, is_there, D: tl.constexpr):
+    return _load(pointer, offset, is_there), _load(pointer, offset + D // 2, is_there)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -159,15 +159,15 @@ def norm_rope_forward(
 ):
     """out = n cos + roll(n, D / 2) sin, n: the norm of each head of x under w."""
     HALF: tl.constexpr = D // 2
-    at, token_at, is_there = _halves(tl.program_id(0), N, HEADS, D, ROWS, COLUMNS)
-    first, second = _load_halves(x, at, is_there, D)
+    offset, token_at, is_there = _halves(tl.program_id(0), N, HEADS, D, ROWS, COLUMNS)
+    first, second = _load_halves(x, offset, is_there, D)
     rstd = _rstd(first * first + second * second, eps, D)
     first *= rstd * _weight(w, HALF, COLUMNS)
     second *= rstd * _weight(w + HALF, HALF, COLUMNS)
     cos1, cos2 = _load_halves(cos, token_at, is_there, D)
     sin1, sin2 = _load_halves(sin, token_at, is_there, D)
-    tl.store(out + at, first * cos1 + second * sin1, mask=is_there)
-    tl.store(out + at + HALF, second * cos2 + first * sin2, mask=is_there)
+    tl.store(out + offset, first * cos1 + second * sin1, mask=is_there)
+    tl.store(out + offset + HALF, second * cos2 + first * sin2, mask=is_there)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -182,12 +182,12 @@ def norm_rope_backward(
     sum1 = tl.zeros([COLUMNS], tl.float32)
     sum2 = tl.zeros([COLUMNS], tl.float32)
     for block in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
-        at, token_at, is_there = _halves(block, N, HEADS, D, ROWS, COLUMNS)
-        first, second = _load_halves(x, at, is_there, D)
+        offset, token_at, is_there = _halves(block, N, HEADS, D, ROWS, COLUMNS)
+        first, second = _load_halves(x, offset, is_there, D)
         rstd = _rstd(first * first + second * second, eps, D)
         first *= rstd
         second *= rstd
-        turned1, turned2 = _load_halves(grad_out, at, is_there, D)
+        turned1, turned2 = _load_halves(grad_out, offset, is_there, D)
         cos1, cos2 = _load_halves(cos, token_at, is_there, D)
         sin1, sin2 = _load_halves(sin, token_at, is_there, D)
         grad1 = turned1 * cos1 + turned2 * sin2
@@ -198,8 +198,8 @@ def norm_rope_backward(
         grad1 *= weight1
         grad2 *= weight2
         along = tl.sum(grad1 * first + grad2 * second, 1)[:, None] / D
-        tl.store(grad_x + at, (grad1 - first * along) * rstd, mask=is_there)
-        tl.store(grad_x + at + HALF, (grad2 - second * along) * rstd, mask=is_there)
+        tl.store(grad_x + offset, (grad1 - first * along) * rstd, mask=is_there)
+        tl.store(grad_x + offset + HALF, (grad2 - second * along) * rstd, mask=is_there)
     if partial is not None:
         _store_partial(partial, program, sum1, D, HALF, COLUMNS)
         _store_partial(partial + HALF, program, sum2, D, HALF, COLUMNS)
@@ -210,18 +210,18 @@ def residual_norms(
     x, y, weight, weights, out, outs, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """out = x + norm of y under its weight, and the norms of out under each of `weights` (None: no weight)."""
-    _, at, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
-    branch = _load(y, at, is_there)
-    total = _load(x, at, is_there) + branch * _rstd(branch * branch, eps, D) * _weight(weight, D, COLUMNS)
+    _, offset, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
+    branch = _load(y, offset, is_there)
+    total = _load(x, offset, is_there) + branch * _rstd(branch * branch, eps, D) * _weight(weight, D, COLUMNS)
     rounded = total.to(out.dtype.element_ty)
-    tl.store(out + at, rounded, mask=is_there)
+    tl.store(out + offset, rounded, mask=is_there)
     wide = rounded.to(tl.float32)
     normed = wide * _rstd(wide * wide, eps, D)
     for i in tl.static_range(len(outs)):
         if weights[i] is None:
-            tl.store(outs[i] + at, normed, mask=is_there)
+            tl.store(outs[i] + offset, normed, mask=is_there)
         else:
-            tl.store(outs[i] + at, normed * _weight(weights[i], D, COLUMNS), mask=is_there)
+            tl.store(outs[i] + offset, normed * _weight(weights[i], D, COLUMNS), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["N", "E"])
@@ -233,7 +233,7 @@ def layer_end(
 
     index: the expert of each slot; slots whose index is none of the E count for nothing (None: every slot counts).
     """
-    row, at, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
+    row, offset, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
     column = tl.arange(0, COLUMNS)
     routed = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.static_range(TOP_K):
@@ -245,9 +245,9 @@ def layer_end(
         of_slot = slot[:, None] * D + column[None, :]
         routed += _load(slots, of_slot, counts[:, None] & (column < D)[None, :])
     both = routed * _rstd(routed * routed, eps, D) * _weight(slots_weight, D, COLUMNS)
-    mlp = _load(dense, at, is_there)
+    mlp = _load(dense, offset, is_there)
     both += mlp * _rstd(mlp * mlp, eps, D) * _weight(dense_weight, D, COLUMNS)
-    total = _load(x, at, is_there) + both * _rstd(both * both, eps, D) * _weight(weight, D, COLUMNS)
+    total = _load(x, offset, is_there) + both * _rstd(both * both, eps, D) * _weight(weight, D, COLUMNS)
     if scalar is not None:
         total *= _scalar_of(scalar, step, row, N)
-    tl.store(out + at, total, mask=is_there)
+    tl.store(out + offset, total, mask=is_there)

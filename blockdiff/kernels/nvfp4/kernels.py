@@ -30,5 +30,5 @@ def nvfp4_product(
         )
         total *= tl.load(channels + tl.minimum(column, F - 1))[None, :]
     is_there = (row < N)[:, None] & (column < WRITTEN)[None, :]
-    at = out + row.to(tl.int64)[:, None] * WRITTEN + column[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=is_there)
+    pointers = out + row.to(tl.int64)[:, None] * WRITTEN + column[None, :]
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=is_there)

@@ -28,11 +28,11 @@ def router_scores(
         factor = tl.load(scale + d, mask=d < D, other=0.0)
         a = (a.to(tl.float32) * factor.to(tl.float32)[None, :]).to(a.dtype)
         a = (a.to(tl.float32) * root).to(a.dtype)
-        at = expert[None, :] * D + d[:, None]
-        b = tl.load(weight + at, mask=(expert < E)[None, :] & (d < D)[:, None], other=0.0)
+        offset = expert[None, :] * D + d[:, None]
+        b = tl.load(weight + offset, mask=(expert < E)[None, :] & (d < D)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    at = scores + (part.to(tl.int64) * N + row[:, None]) * COLUMNS + expert[None, :]
-    tl.store(at, total, mask=(row < N)[:, None])
+    pointers = scores + (part.to(tl.int64) * N + row[:, None]) * COLUMNS + expert[None, :]
+    tl.store(pointers, total, mask=(row < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -51,8 +51,8 @@ def routed_tokens(
     expert, choice = tl.arange(0, COLUMNS), tl.arange(0, CHOICES)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for part in tl.static_range(PARTS):
-        at = scores + (row + part * N)[:, None] * COLUMNS + expert[None, :]
-        total += tl.load(at, mask=(row < N)[:, None], other=0.0)
+        pointers = scores + (row + part * N)[:, None] * COLUMNS + expert[None, :]
+        total += tl.load(pointers, mask=(row < N)[:, None], other=0.0)
     remaining = tl.where((expert < E)[None, :], total.to(x.dtype.element_ty).to(tl.float32), float("-inf"))
     best = tl.full([ROWS, CHOICES], 0, tl.int32)
     score = tl.full([ROWS, CHOICES], float("-inf"), tl.float32)
@@ -66,11 +66,11 @@ def routed_tokens(
     factor = tl.load(expert_scale + best).to(tl.float32)
     share = tl.exp(score - tl.max(score, 1)[:, None])
     share = share / tl.sum(share, 1)[:, None]
-    at, is_there = row[:, None] * TOP_K + choice[None, :], (row < N)[:, None] & (choice < TOP_K)[None, :]
-    tl.store(index + at, best.to(tl.int64), mask=is_there)
-    tl.store(of_expert + at, share * factor, mask=is_there)
+    offset, is_there = row[:, None] * TOP_K + choice[None, :], (row < N)[:, None] & (choice < TOP_K)[None, :]
+    tl.store(index + offset, best.to(tl.int64), mask=is_there)
+    tl.store(of_expert + offset, share * factor, mask=is_there)
     if shares is not None:
-        tl.store(shares + at, share, mask=is_there)
+        tl.store(shares + offset, share, mask=is_there)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -83,15 +83,20 @@ def routed_tokens_backward(
     expert, is_row = tl.arange(0, COLUMNS), row < N
     mean = tl.zeros([ROWS], tl.float32)
     for i in tl.static_range(TOP_K):
-        at = row * TOP_K + i
-        scale = tl.load(expert_scale + tl.load(index + at, mask=is_row, other=0)).to(tl.float32)
-        mean += tl.load(shares + at, mask=is_row, other=0.0) * tl.load(grad + at, mask=is_row, other=0.0) * scale
+        offset = row * TOP_K + i
+        scale = tl.load(expert_scale + tl.load(index + offset, mask=is_row, other=0)).to(tl.float32)
+        mean += (
+            tl.load(shares + offset, mask=is_row, other=0.0) * tl.load(grad + offset, mask=is_row, other=0.0) * scale
+        )
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.static_range(TOP_K):
-        at = row * TOP_K + i
-        chosen = tl.load(index + at, mask=is_row, other=0)
+        offset = row * TOP_K + i
+        chosen = tl.load(index + offset, mask=is_row, other=0)
         scale = tl.load(expert_scale + chosen).to(tl.float32)
-        share, of_weight = tl.load(shares + at, mask=is_row, other=0.0), tl.load(grad + at, mask=is_row, other=0.0)
+        share, of_weight = (
+            tl.load(shares + offset, mask=is_row, other=0.0),
+            tl.load(grad + offset, mask=is_row, other=0.0),
+        )
         of_score = share * (of_weight * scale - mean)
         total = tl.where(expert[None, :] == chosen[:, None], of_score[:, None], total)
     is_there = is_row[:, None] & (expert < E)[None, :]

@@ -37,17 +37,17 @@ def _load_rows(pointer, tile, T, stride_t, stride_h, G: tl.constexpr, ROWS: tl.c
     """Load a tile [M, D] of rows of a [T, h, D] tensor; pointer: to the group's first head."""
     first = tile * ROWS // G  # 64 bits only where needed, to save registers
     t, g, is_row = _rows(tile, T, G, ROWS)
-    at = (t - first)[:, None] * stride_t + g[:, None] * stride_h + tl.arange(0, D)[None, :]
-    return tl.load(pointer + tl.cast(first, tl.int64) * stride_t + at, mask=is_row[:, None], other=0.0)
+    offset = (t - first)[:, None] * stride_t + g[:, None] * stride_h + tl.arange(0, D)[None, :]
+    return tl.load(pointer + tl.cast(first, tl.int64) * stride_t + offset, mask=is_row[:, None], other=0.0)
 
 
 @triton.jit
 def _load_keys(pointer, start, stride, is_near, COLUMNS: tl.constexpr, D: tl.constexpr):
     """Load a tile [N, D] of the keys (or values) of one head, from key `start` on."""
-    at = (
+    offset = (
         tl.arange(0, COLUMNS)[:, None] * stride + tl.arange(0, D)[None, :]
     )  # 64 bits only where needed, to save registers
-    return tl.load(pointer + start.to(tl.int64) * stride + at, mask=is_near[:, None], other=0.0)
+    return tl.load(pointer + start.to(tl.int64) * stride + offset, mask=is_near[:, None], other=0.0)
 
 
 # -- the walk over the hull --------------------------------------------------------------------------------------
@@ -56,9 +56,9 @@ def _load_keys(pointer, start, stride, is_near, COLUMNS: tl.constexpr, D: tl.con
 @triton.jit
 def _bounds(bounds, t, is_row, keys):
     """Return each row's span [lo, hi) of one source, cut to its `keys` keys. bounds: pointer to the source's spans."""
-    at = bounds + t.to(tl.int64) * 4
-    lo = tl.maximum(tl.load(at, mask=is_row, other=0), 0)
-    return lo, tl.minimum(tl.load(at + 1, mask=is_row, other=0), keys)
+    pointers = bounds + t.to(tl.int64) * 4
+    lo = tl.maximum(tl.load(pointers, mask=is_row, other=0), 0)
+    return lo, tl.minimum(tl.load(pointers + 1, mask=is_row, other=0), keys)
 
 
 @triton.jit
@@ -112,8 +112,8 @@ def _load_step(pointers, strides, in_prefix, slot, is_near, COLUMNS: tl.constexp
     if PAGE % COLUMNS == 0:
         keys = _load_keys(pointer, slot, stride, is_near, COLUMNS, D)
     else:
-        at = slot[:, None] * stride + tl.arange(0, D)[None, :]
-        keys = tl.load(pointer + at, mask=is_near[:, None], other=0.0)
+        offset = slot[:, None] * stride + tl.arange(0, D)[None, :]
+        keys = tl.load(pointer + offset, mask=is_near[:, None], other=0.0)
     return keys
 
 
@@ -192,10 +192,10 @@ def span_attention_forward(
     is_empty = sum_M == 0.0
     sum_M = tl.where(is_empty, 1.0, sum_M)
     lse_M = tl.where(is_empty, -INF, (peak_M + tl.log2(sum_M)) * LN2)
-    at = ((split * B + b) * T + t) * (K * G) + kh * G + g
-    tl.store(lse + at, lse_M, mask=is_row)
+    offset = ((split * B + b) * T + t) * (K * G) + kh * G + g
+    tl.store(lse + offset, lse_M, mask=is_row)
     out_MD = (acc_MD / sum_M[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] * D + tl.arange(0, D)[None, :], out_MD, mask=is_row[:, None])
+    tl.store(out + offset[:, None] * D + tl.arange(0, D)[None, :], out_MD, mask=is_row[:, None])
 
 
 @triton.jit(do_not_specialize=["R", "splits"])
@@ -209,14 +209,14 @@ def span_attention_combine(parts, part_lse, out, lse, R, splits, ROWS: tl.conste
     shift_M = tl.where(peak_M == -INF, 0.0, peak_M)
     sum_M = tl.zeros([ROWS], tl.float32)
     acc_MD = tl.zeros([ROWS, COLUMNS], tl.float32)
-    at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    offset = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     for split in range(splits):
         share_M = tl.exp(tl.load(part_lse + split * R + row, mask=is_row, other=-INF) - shift_M)
         is_there = is_row & (share_M > 0.0)  # parts without a share are undefined
-        part_MD = tl.load(parts + at + split * R * COLUMNS, mask=is_there[:, None], other=0.0)
+        part_MD = tl.load(parts + offset + split * R * COLUMNS, mask=is_there[:, None], other=0.0)
         sum_M += share_M
         acc_MD += share_M[:, None] * part_MD
     is_empty = sum_M == 0.0
     sum_M = tl.where(is_empty, 1.0, sum_M)
     tl.store(lse + row, tl.where(is_empty, -INF, shift_M + tl.log(sum_M)), mask=is_row)
-    tl.store(out + at, (acc_MD / sum_M[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+    tl.store(out + offset, (acc_MD / sum_M[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])

@@ -34,9 +34,9 @@ def span_attention_backward_delta(out, grad_out, lse, grad_lse, delta, R, ROWS: 
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < R
-    at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    product = tl.load(out + at, mask=is_row[:, None], other=0.0).to(tl.float32)
-    product *= tl.load(grad_out + at, mask=is_row[:, None], other=0.0).to(tl.float32)
+    offset = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    product = tl.load(out + offset, mask=is_row[:, None], other=0.0).to(tl.float32)
+    product *= tl.load(grad_out + offset, mask=is_row[:, None], other=0.0).to(tl.float32)
     delta_M = tl.sum(product, 1) - tl.load(grad_lse + row, mask=is_row, other=0.0)
     is_empty = tl.load(lse + row, mask=is_row, other=0.0) == -INF
     tl.store(delta + row, tl.where(is_empty, 0.0, delta_M), mask=is_row)
@@ -56,10 +56,10 @@ def _awaited(total, AWAITS: tl.constexpr):
 
 
 @triton.jit
-def _load_row_numbers(lse, delta, at, is_row):
+def _load_row_numbers(lse, delta, offset, is_row):
     """Load log-sum-exp, in units of log2 (+inf, so that p is 0, for rows that see no key), and delta."""
-    lse_M = tl.load(lse + at, mask=is_row, other=-INF)
-    return tl.where(lse_M == -INF, INF, lse_M * LOG2E), tl.load(delta + at, mask=is_row, other=0.0)
+    lse_M = tl.load(lse + offset, mask=is_row, other=-INF)
+    return tl.where(lse_M == -INF, INF, lse_M * LOG2E), tl.load(delta + offset, mask=is_row, other=0.0)
 
 
 @triton.jit
@@ -78,8 +78,8 @@ def span_attention_backward_queries(
     prefix, own_span, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
     q_MD = _load_rows(_head(q, q_strides, b, kh * G), tile, T, q_strides[1], q_strides[2], G, ROWS, D)
     grad_MD = _load_rows(grad_out + (b * T * K + kh) * G * D, tile, T, K * G * D, D, G, ROWS, D)
-    at = (b * T + t) * (K * G) + kh * G + g
-    lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
+    offset = (b * T + t) * (K * G) + kh * G + g
+    lse_M, delta_M = _load_row_numbers(lse, delta, offset, is_row)
     k = _head(k[0], k_strides[0], b, kh), _head(k[1], k_strides[1], b, kh)
     v = _head(v[0], v_strides[0], b, kh), _head(v[1], v_strides[1], b, kh)
 
@@ -101,7 +101,7 @@ def span_attention_backward_queries(
         grad_s_MN = grad_s_MN.to(k_ND.dtype)
         acc_MD = tl.dot(grad_s_MN, k_ND, acc_MD, input_precision=PRECISION)
     acc_MD = (acc_MD * scale).to(grad_q.dtype.element_ty)
-    tl.store(grad_q + at[:, None] * D + tl.arange(0, D)[None, :], acc_MD, mask=is_row[:, None])
+    tl.store(grad_q + offset[:, None] * D + tl.arange(0, D)[None, :], acc_MD, mask=is_row[:, None])
 
 
 @triton.jit(do_not_specialize=["first", "T", "keys", "tiles"])
@@ -125,11 +125,11 @@ def span_attention_backward_intervals(bounds, first, interval, T, keys, tiles, C
         full_begin = tl.minimum(full_begin, tl.min(tl.where(sees_all, t, T), 0))
         full_end = tl.maximum(full_end, tl.max(tl.where(sees_all, t + 1, 0), 0))
         full += tl.sum(sees_all.to(tl.int32), 0)
-    at = interval + (b * tiles + tile) * 4
-    tl.store(at, tl.minimum(begin, end))
-    tl.store(at + 1, end)
-    tl.store(at + 2, full_begin)
-    tl.store(at + 3, tl.where(full == full_end - full_begin, full_end, full_begin))
+    pointers = interval + (b * tiles + tile) * 4
+    tl.store(pointers, tl.minimum(begin, end))
+    tl.store(pointers + 1, end)
+    tl.store(pointers + 2, full_begin)
+    tl.store(pointers + 3, tl.where(full == full_end - full_begin, full_end, full_begin))
 
 
 @triton.jit(do_not_specialize=["first"])  # one compilation serves both sources
@@ -160,9 +160,9 @@ def span_attention_backward_keys(
     for i in range(begin, end):
         t, g, is_row = _rows(i, T, G, ROWS)
         q_MD = _load_rows(q, i, T, q_strides[1], q_strides[2], G, ROWS, D)
-        at = (b * T + t) * (K * G) + kh * G + g
+        offset = (b * T + t) * (K * G) + kh * G + g
         grad_MD = _load_rows(grad_out, i, T, K * G * D, D, G, ROWS, D)
-        lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
+        lse_M, delta_M = _load_row_numbers(lse, delta, offset, is_row)
         s_NM = _awaited(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), AWAITS) * (scale * LOG2E)
         grad_p_NM = tl.zeros_like(s_NM)
         if grad_k is not None:

@@ -84,17 +84,17 @@ def vocabulary_tiles(
     peak = tl.max(z, 1)
     below = z - _finite(peak)[:, None]
     e = tl.exp2(below)
-    at = row * count + first_tile + tl.program_id(1)
-    tl.store(tiles.peaks + at, peak, mask=is_row)
-    tl.store(tiles.sums + at, tl.sum(e, 1), mask=is_row)
+    offset = row * count + first_tile + tl.program_id(1)
+    tl.store(tiles.peaks + offset, peak, mask=is_row)
+    tl.store(tiles.sums + offset, tl.sum(e, 1), mask=is_row)
     if tiles.moments is not None:
-        tl.store(tiles.moments + at, tl.sum(e * tl.where(e == 0.0, 0.0, below), 1), mask=is_row)
+        tl.store(tiles.moments + offset, tl.sum(e * tl.where(e == 0.0, 0.0, below), 1), mask=is_row)
     if tiles.untempered_sums is not None:
         temperature = tl.load(transform.temperature + row, mask=is_row, other=1.0)
-        tl.store(tiles.untempered_sums + at, tl.sum(tl.exp2(below * temperature[:, None]), 1), mask=is_row)
+        tl.store(tiles.untempered_sums + offset, tl.sum(tl.exp2(below * temperature[:, None]), 1), mask=is_row)
     if tiles.bests is not None:
         best = tl.min(tl.where(z == peak[:, None], column + first, NO_TOKEN), 1)
-        tl.store(tiles.bests + at, best, mask=is_row)
+        tl.store(tiles.bests + offset, best, mask=is_row)
     if tiles.target_z is not None:
         is_target = (column + first == tl.load(target + row, mask=is_row, other=-1)[:, None]) & (column < width)
         is_ours = tl.sum(is_target.to(tl.int32), 1) > 0
@@ -109,21 +109,21 @@ def vocabulary_rows(tiles, uniform, temperature, out, N, count, ROWS: tl.constex
     """
     row, is_row = _rows(N, ROWS)
     tile = tl.arange(0, COLUMNS)[None, :]
-    at = row[:, None] * count + tile
+    offset = row[:, None] * count + tile
     is_there = is_row[:, None] & (tile < count)
-    peak_of = tl.load(tiles.peaks + at, mask=is_there, other=float("-inf"))
+    peak_of = tl.load(tiles.peaks + offset, mask=is_there, other=float("-inf"))
     peak = _finite(tl.max(peak_of, 1))
     weight = tl.exp2(peak_of - peak[:, None])
-    part = tl.load(tiles.sums + at, mask=is_there, other=0.0) * weight
+    part = tl.load(tiles.sums + offset, mask=is_there, other=0.0) * weight
     total = tl.where(is_row, tl.sum(part, 1), 1.0)
     tl.store(out.peak + row, peak, mask=is_row)
     tl.store(out.total + row, total, mask=is_row)
     if tiles.bests is not None:  # the lowest of the tokens at the row's peak; 0 if there is none (NaN)
-        best_of = tl.load(tiles.bests + at, mask=is_there, other=NO_TOKEN)
+        best_of = tl.load(tiles.bests + offset, mask=is_there, other=NO_TOKEN)
         best = tl.min(tl.where(peak_of == tl.max(peak_of, 1)[:, None], best_of, NO_TOKEN), 1)
         tl.store(out.argmax + row, tl.where(best == NO_TOKEN, 0, best).to(tl.int64), mask=is_row)
     if tiles.untempered_sums is not None:
-        untempered = tl.load(tiles.untempered_sums + at, mask=is_there, other=0.0)
+        untempered = tl.load(tiles.untempered_sums + offset, mask=is_there, other=0.0)
         below = (peak_of - peak[:, None]) * tl.load(temperature + row, mask=is_row, other=1.0)[:, None]
         untempered_total = tl.where(is_row, tl.sum(untempered * tl.exp2(below), 1), 1.0)
         tl.store(out.best_log_probability + row, -tl.log2(untempered_total) * LN2, mask=is_row)
@@ -131,7 +131,7 @@ def vocabulary_rows(tiles, uniform, temperature, out, N, count, ROWS: tl.constex
         loss = (tl.log2(total) + (peak - tl.load(tiles.target_z + row, mask=is_row, other=0.0))) * LN2
         tl.store(out.loss + row, loss, mask=is_row)
     if uniform is not None:
-        moment_of = tl.load(tiles.moments + at, mask=is_there, other=0.0)
+        moment_of = tl.load(tiles.moments + offset, mask=is_there, other=0.0)
         moment = weight * moment_of + part * tl.where(part == 0.0, 0.0, peak_of - peak[:, None])
         tl.store(out.entropy + row, (tl.log2(total) - tl.sum(moment, 1) / total) * LN2, mask=is_row)
         cdf = tl.cumsum(part, 1)
@@ -172,8 +172,8 @@ def _penalised(x, transform, penalty, row, is_row, column, width):
     if penalty is not None:
         of_row = tl.load(penalty.row + row, mask=is_row, other=0)
         factor = tl.load(penalty.factor + of_row, mask=is_row, other=1.0)[:, None]
-        at = penalty.seen + of_row[:, None] * width + column
-        is_seen = tl.load(at, mask=is_row[:, None] & (column >= 0), other=0) != 0
+        pointers = penalty.seen + of_row[:, None] * width + column
+        is_seen = tl.load(pointers, mask=is_row[:, None] & (column >= 0), other=0) != 0
         z = tl.where(is_seen, tl.where(z < 0, z * factor, z / factor), z)
     return z
 
@@ -225,15 +225,15 @@ def vocabulary_classes(
     drawn_z = _penalised(x, transform, penalty, row, is_row, drawn[:, None], width)
     total = tl.where(total == 0.0, 1.0, total)  # no token is allowed: the peak of -inf decides
     log_total = tl.log2(total.to(tl.float32))
-    at = row * classes + of_class
-    tl.store(out.log_sum + at, ((log_total + peak) * LN2).to(tl.float64), mask=is_row)
-    tl.store(out.maximum + at, (peak * LN2).to(tl.float64), mask=is_row)
-    tl.store(out.argmax + at, tl.load(token + best), mask=is_row)
-    tl.store(out.sample + at, drawn, mask=is_row)
+    offset = row * classes + of_class
+    tl.store(out.log_sum + offset, ((log_total + peak) * LN2).to(tl.float64), mask=is_row)
+    tl.store(out.maximum + offset, (peak * LN2).to(tl.float64), mask=is_row)
+    tl.store(out.argmax + offset, tl.load(token + best), mask=is_row)
+    tl.store(out.sample + offset, drawn, mask=is_row)
     entropy = tl.maximum((log_total - (moment / total).to(tl.float32)) * LN2, 0.0)
-    tl.store(out.entropy + at, entropy.to(tl.float64), mask=is_row)
+    tl.store(out.entropy + offset, entropy.to(tl.float64), mask=is_row)
     log_probability = (tl.max(drawn_z, 1) - _finite(peak) - log_total) * LN2
-    tl.store(out.log_probability + at, log_probability.to(tl.float64), mask=is_row)
+    tl.store(out.log_probability + offset, log_probability.to(tl.float64), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["N", "first"])

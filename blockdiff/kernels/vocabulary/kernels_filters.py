@@ -150,8 +150,8 @@ def vocabulary_filters(
                 tl.store(candidates + next_candidate + tl.cumsum(is_candidate, 1) - 1, z, mask=is_candidate != 0)
                 next_candidate += tl.sum(is_candidate)
             tl.debug_barrier()  # threads read values that others wrote
-            at = tl.arange(0, WINDOW)[None, :]
-            window = tl.load(candidates + row[:, None] * WINDOW + at, mask=at < of_window, other=float("-inf"))
+            offset = tl.arange(0, WINDOW)[None, :]
+            window = tl.load(candidates + row[:, None] * WINDOW + offset, mask=offset < of_window, other=float("-inf"))
             least = _least_left(
                 x, transform, row, width, peak, total, window, counted, summed, top_k, top_p, has_k, has_p, COLUMNS
             )
