@@ -40,7 +40,7 @@ VAGUE_COUNTS = {
     "blockdiff/data": 133,
     "blockdiff/decisions": 19,
     "blockdiff/evals": 30,
-    "blockdiff/kernels": 112,
+    "blockdiff/kernels": 0,
     "blockdiff/layers": 0,
     "blockdiff/models": 53,
     "blockdiff/parallel": 13,

@@ -1,4 +1,4 @@
-"""The routed experts: expert_mlp, and expert_slots before the sum over each token's experts."""
+"""The routed experts: the op expert_mlp, and expert_slots, its outputs before the sum over each token's experts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Slots(NamedTuple):
-    """The outputs of each token's experts times their routing weights, [N, k, D], whose sum over k is wanted.
+    """The outputs of each token's k experts times their routing weights, [N, k, D], to be summed over k.
 
-    index_Nk: the expert of every slot, None where all count; one of none of the `experts` may hold anything and counts
-    for nothing.
+    index_Nk: the expert of every slot (None: all slots count). A slot whose index is `experts` or more is undefined and
+    must be left out of the sum.
     """
 
     values_NkD: Tensor
@@ -19,6 +19,6 @@ class Slots(NamedTuple):
     experts: int
 
     def summed(self) -> Tensor:
-        """The sums [N, D]; there is one slot that counts for each token."""
+        """Return the sums [N, D] if each token has one slot that counts."""
         assert self.index_Nk is None
         return self.values_NkD.squeeze(1)

@@ -1,4 +1,4 @@
-"""The gated activations of expert_mlp by name: `f(gate) * g(up)`. The Triton kernels hold their own forms of them."""
+"""The gated activations `f(gate) * g(up)` of MLPs by name. The Triton kernels have their own implementations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
 
 @dataclass(frozen=True)
 class Activation:
-    """`gate` is f, `gate_backward(grad, gate)` its gradient; `up` and `up_backward` likewise (None: g(up) = up)."""
+    """A gated activation: `gate` is f, `gate_backward(grad, gate)` its gradient; `up` likewise g (None: identity)."""
 
     gate: Callable[[Tensor], Tensor]
     gate_backward: Callable[[Tensor, Tensor], Tensor]
@@ -25,13 +25,13 @@ class Activation:
     up_backward: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def linear(self, up: Tensor) -> Tensor:
-        """g(up)."""
+        """Compute g(up)."""
         return up if self.up is None else self.up(up)
 
 
 @functools.cache
 def _oai(alpha: float, limit: float) -> Activation:
-    """`gate * sigmoid(alpha gate) * (up + 1)`, the gate clamped from above and up both ways (limit 0: neither)."""
+    """Return `gate * sigmoid(alpha gate) * (up + 1)`; gate is clamped to <= limit, up to +-limit (limit 0: neither)."""
     bound = limit or float("inf")
 
     def gated(gate: Tensor) -> Tensor:
@@ -63,12 +63,12 @@ ACTIVATIONS = {
 
 
 def oai(alpha: float, limit: float) -> str:
-    """The name of SwiGLU-OAI with these numbers, limit 0 = no clamp; that of gpt-oss is "swiglu_oai" alone."""
+    """Return the name of SwiGLU-OAI with these parameters (limit 0: no clamp); with gpt-oss's it is "swiglu_oai"."""
     return "swiglu_oai" if (alpha, limit) == (OAI_ALPHA, OAI_LIMIT) else f"swiglu_oai:{alpha}:{limit}"
 
 
 def activation_named(name: str) -> Activation:
-    """The activation of that name, or of one that `oai` gives; BlockdiffError where there is none."""
+    """Return the activation of a name, also one made by `oai`; raise BlockdiffError if there is none."""
     family, *numbers = name.split(":")
     if family == "swiglu_oai" and len(numbers) == 2:
         return _oai(*map(float, numbers))

@@ -1,7 +1,7 @@
-"""Routed experts by the C functions of expert_mlp.c for fp32 on a CPU.
+"""Routed experts by the C functions in expert_mlp.c, for fp32 on a CPU.
 
-A row of the routing weights is multiplied into the activation, so that neither the sum over a token's experts nor the
-gradient of a matrix needs it.
+The routing weight of a row is multiplied into its activation, so that neither the sum over a token's experts nor the
+gradients of the matrices need it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from blockdiff.kernels.nvfp4 import c as nvfp4
 from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.stored import Decoded, StoredMatrix
 
-STEP = 16  # the sides of a matrix that products.c takes are multiples
-KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that expert_mlp.c has
+STEP = 16  # products.c multiplies matrices whose sides are multiples of it
+KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that expert_mlp.c implements
 
 
 class _Groups(in_torch._Groups):
-    """The grouping of torch.py, made by one call; rows are gathered and added up without a copy for each slot."""
+    """The grouping of torch.py by one C call; rows are gathered and summed without a copy for each slot."""
 
     def __init__(self, expert_index_Nk: Tensor, experts: int):
         self.k, self.slots, self.has_expert_Nk = expert_index_Nk.shape[1], expert_index_Nk.numel(), None
@@ -38,13 +38,13 @@ class _Groups(in_torch._Groups):
         self.slot, self.token = slot.view(-1)[: self.rows], token.view(-1)[: self.rows]
 
     def gather(self, x_ND: Tensor) -> Tensor:
-        """The rows of x that stand for the slots, expert by expert."""
+        """Return the token of each row, [M, D], sorted by expert."""
         out = x_ND.new_empty(self.rows, x_ND.shape[1])
         call("gather_tokens", x_ND, self.token, self.rows, x_ND.shape[1], out)
         return out
 
     def product(self, x_M: Tensor, weights_E: Any) -> Tensor:
-        """As `_Groups.product` of torch.py; many small products are one call, where their sides suit it."""
+        """As `_Groups.product` of torch.py; small products are one C call if their sides are multiples of STEP."""
         E, depth, wide = weights_E.shape
         if isinstance(weights_E, Decoded):
             return nvfp4.product(x_M, self.ends_E, weights_E.weight, weights_E.is_transposed)
@@ -64,7 +64,7 @@ class _Groups(in_torch._Groups):
         return grad
 
     def sum_of_slots(self, y_M: Tensor) -> Tensor:
-        """The sum over each token's k slots, in a fixed order."""
+        """Return the sum over each token's k slots, in a fixed order."""
         N, D = self.place_Nk.shape[0], y_M.shape[1]
         out = y_M.new_empty(N, D)
         call("combine_slots", y_M, self.place_Nk, N, self.k, self.rows, D, out)
@@ -72,7 +72,7 @@ class _Groups(in_torch._Groups):
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """Experts whose gated halves are not kept: the walk that makes their gradients makes it again."""
+    """Experts without stored activations: the backward recomputes them in the pass that computes their gradients."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ class _ExpertMLP(torch.autograd.Function):
         grad_a = groups.product(grad_y, down_EDF)
         grad_between_y = groups.add_low_rank(grad_a, grad_y, in_torch._transposed(down_B), in_torch._transposed(down_A))
         grad_h, rows, width = torch.empty_like(h), h.shape[0], grad_a.shape[1]
-        of_weight_M, a = torch.empty_like(weight_M), grad_a  # one row after the other takes the place of its gradient
+        of_weight_M, a = torch.empty_like(weight_M), grad_a  # each row overwrites its gradient
         (gate, up), (of_gate, of_up) = h.chunk(2, -1), grad_h.chunk(2, -1)
         line = (rows, width, 2 * width, weight_M, ctx.kind)
         call("gated_backward", grad_a, gate, up, *line, of_gate, of_up, 2 * width, of_weight_M, a)
@@ -148,7 +148,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _gated_halves(h: Tensor, weight_M: Tensor | None, kind: int) -> Tensor:
-    """f(gate) * up * weight of rows [M, 2F] whose first half is the gate."""
+    """Compute f(gate) * up * weight of rows h [M, 2F] whose first half is the gate (weight None: 1)."""
     gate, up = h.chunk(2, -1)
     rows, width = h.shape[0], gate.shape[1]
     out = h.new_empty(rows, width)
@@ -165,7 +165,7 @@ def _dense(
     kind: int,
     low_rank: Sequence[Tensor],
 ) -> Tensor:
-    """Every expert on every token, weighted by the (mostly zero) routing matrix."""
+    """Compute every expert on every token, weighted by the routing matrix, which is mostly zero."""
     E, N = gate_up_EFD.shape[0], x_ND.shape[0]
     routing_EN = weight_Nk.new_zeros(E + 1, N).scatter_(0, index_Nk.t(), weight_Nk.t())
     h = torch.matmul(x_ND, gate_up_EFD.transpose(1, 2))
@@ -190,7 +190,7 @@ def expert_mlp(
     """As in torch.py."""
     is_plain = isinstance(gate_up_EFD, Tensor) and isinstance(down_EDF, Tensor)
     if not is_plain and not (isinstance(gate_up_EFD, Nvfp4) and isinstance(down_EDF, Nvfp4)):
-        raise Unserved("expert_mlp in C takes weights as they are, or in NVFP4")
+        raise Unserved("expert_mlp in C takes weights in NVFP4 or not stored in fewer bits")
     tensors = [x for x in (x_ND, gate_up_EFD, down_EDF, expert_weight_Nk, *low_rank) if isinstance(x, Tensor)]
     is_served = activation in KINDS and x_ND.shape[0] > 0 and expert_index_Nk.dtype is torch.int64
     if not is_served or not serves_products(*tensors):

@@ -1,14 +1,14 @@
 """The Triton kernels of expert_mlp: grouped products with fused epilogues.
 
-A slot is one of the N * k choices of an expert, in the order of expert_index_Nk; a row is its place after sorting.
-What is stored by row is only there for rows below starts[E]: slots without an expert have none. The row tiles of all
-experts are listed on the device, in a list as long as the most there can be, so no launch depends on the routing.
-`plan` holds: order, the slot of each row; starts [E + 1], the first row of each expert; tile_expert and tile_row of
-each row tile, whose ROWS rows are all of one expert (E for tiles left over). Arguments may be None: what they would
-hold is then not wanted. `kernels_slots.py` makes the plan, `kernels_backward.py` has the gradient's.
+A slot is one of the N * k choices of an expert, in the order of expert_index_Nk; a row is a slot's index after sorting
+by expert. Tensors by row are defined only for rows below starts[E]: slots without an expert have no row. The row tiles
+of all experts are listed on the device, in a list of the largest possible length, so no launch depends on the routing.
+`plan` (`triton.Plan`) has order, the slot of each row; starts [E + 1], the first row of each expert; tile_expert and
+tile_row of each row tile, whose ROWS rows belong to one expert (E for unused tiles). Arguments that are not needed are
+None. `kernels_slots.py` makes the plan, `kernels_backward.py` has the gradient's kernels.
 
-Low-rank matrices of an expert, B A added to a weight, enter a product before its epilogue (`_low_rank`):
-`expert_mlp_narrow` makes the rows of x A^T, and these times B^T are added. R is the rank, 0 where there are none.
+Low-rank matrices, whose product B A is added to an expert's weight, are added before a product's epilogue
+(`_low_rank`): `expert_mlp_narrow` computes the rows of x A^T, and these times B^T are added. R is the rank, 0 without.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GELU_CUBE = tl.constexpr(0.044715)
 
 @triton.jit
 def _activation(gate, up, ACTIVATION: tl.constexpr):
-    """f(gate), its slope, g(up), its slope; every f is gate * sigmoid(something), every g but swiglu_oai's is up."""
+    """Return f(gate), f'(gate), g(up), g'(up). Every f is gate * sigmoid(...); g is up except for swiglu_oai."""
     if ACTIVATION == "gelu_tanh":  # (1 + tanh z) / 2 = sigmoid(2 z)
         square = gate * gate
         share = tl.sigmoid(gate * (2.0 * GELU_SCALE) * (1.0 + square * GELU_CUBE))
@@ -49,7 +49,7 @@ def _activation(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _load(pointers, inner, limit, is_column, AXIS: tl.constexpr, INNER_MASK: tl.constexpr, COLUMN_MASK: tl.constexpr):
-    """A tile of a product's operand whose axis AXIS is summed over; what lies outside is 0."""
+    """Load a tile of a product's operand, 0 outside its limits; AXIS: the axis that is summed over."""
     is_there = tl.full(pointers.shape, True, tl.int1)
     if INNER_MASK:
         is_there &= tl.expand_dims(inner < limit, 1 - AXIS)
@@ -59,10 +59,10 @@ def _load(pointers, inner, limit, is_column, AXIS: tl.constexpr, INNER_MASK: tl.
 
 
 @triton.jit
-def _place(plan, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """The program's row tile and its expert, the tile of its columns and these; N: columns of the result.
+def _tile_of_program(plan, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the program's row tile, its expert, its column tile and its columns; N: columns of the result.
 
-    Programs side by side read the same tokens and the same expert.
+    Neighbouring programs read the same tokens and the same expert.
     """
     column_tiles: tl.constexpr = tl.cdiv(N, COLUMNS)
     tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
@@ -71,7 +71,7 @@ def _place(plan, N: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _rows(plan, tile, expert, ROWS: tl.constexpr):
-    """The rows of a tile, their slots, and which are there; the others repeat the expert's last row."""
+    """Return the rows of a tile, their slots, and which exist; the others repeat the expert's last row."""
     row = tl.load(plan.tile_row + tile) + tl.arange(0, ROWS)
     end = tl.load(plan.starts + expert + 1)
     is_row = row < end
@@ -81,7 +81,7 @@ def _rows(plan, tile, expert, ROWS: tl.constexpr):
 
 @triton.jit
 def _matrix_of(weights, blocks, expert, rows: tl.constexpr, columns: tl.constexpr):
-    """The first element of an expert's matrix, which is stored in these rows, and the first scale of its blocks."""
+    """Return pointers to an expert's matrix, stored as [rows, columns], and to the scales of its blocks."""
     if blocks is None:
         return weights + expert.to(tl.int64) * (rows * columns), None
     else:
@@ -95,11 +95,11 @@ def _product(
     right_k: tl.constexpr, right_n: tl.constexpr, HARDWARE: tl.constexpr,
     column_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """left [ROWS, K] (pointers to the rows' first elements) times right [K, COLUMNS] in fp32, and where SECOND is not
-    0 also times the matrix so many elements behind it.
+    """Multiply left [ROWS, K] by right [K, COLUMNS] in fp32, and by a second matrix if SECOND is not 0.
 
-    right may hold codes of fp8, or with the scales of their blocks those of NVFP4. channels: the scales of right where
-    the sum is over output channels, K of them; None: the result is to be multiplied by them.
+    left: pointers to the rows' first elements. SECOND: offset of the second matrix after `right`. right may be codes of
+    fp8, or with `blocks`, the scales of their blocks, of NVFP4. channels: the scales of right if the sum is over output
+    channels, K of them; None: the caller multiplies the result by them.
     """
     inner, start = tl.arange(0, INNER), column_tile * COLUMNS
     column = start + tl.arange(0, COLUMNS)
@@ -142,7 +142,7 @@ def _low_rank(
     total, narrow, matrix, row, column, N: tl.constexpr, R: tl.constexpr,
     MATRIX_R: tl.constexpr, MATRIX_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total plus narrow[row, R] times the expert's matrix [R, N] (strides MATRIX_R, MATRIX_N)."""
+    """Return total plus narrow[row, R] times the expert's matrix [R, N] (strides MATRIX_R, MATRIX_N)."""
     PART: tl.constexpr = 16 if R <= 16 else 32 if R <= 32 else 64
     for first in tl.static_range(0, R, PART):
         r = first + tl.arange(0, PART)
@@ -161,8 +161,8 @@ def expert_mlp_narrow(
     TOP_K: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out[row, N] = left times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N); left by token or by row."""
-    tile, expert, column_tile, column = _place(plan, N, COLUMNS)
+    """Compute out[row, N] = left times the expert's matrix [K, N], strides WEIGHT_K, WEIGHT_N; left by token or row."""
+    tile, expert, column_tile, column = _tile_of_program(plan, N, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
@@ -181,11 +181,12 @@ def expert_mlp_gate_up(
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, HARDWARE: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """a[row] = f(gate) * g(up) and h[row] = (gate, up) of the row's token; weights [E, 2F, D], matrices [E, 2F, R].
+    """Compute h[row] = (gate, up) of the row's token and a[row] = f(gate) * g(up).
 
-    channels: the scales [E, 2F] of weights in fp8 or NVFP4; blocks: those of blocks [E, 2F, D / 16].
+    weights: [E, 2F, D]; matrices: B of the low-rank matrices, [E, 2F, R]; narrow: the rows of x A^T. channels: scales
+    [E, 2F] of weights in fp8 or NVFP4. blocks: scales of NVFP4's blocks, [E, 2F, D / 16].
     """
-    tile, expert, column_tile, column = _place(plan, F, COLUMNS)
+    tile, expert, column_tile, column = _tile_of_program(plan, F, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
@@ -218,12 +219,12 @@ def expert_mlp_product(
     R: tl.constexpr, MATRIX_R: tl.constexpr, MATRIX_N: tl.constexpr, HARDWARE: tl.constexpr, BY_K: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out[slot, N] = left[row, K] times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N), plus narrow[row, R]
-    times the expert's [R, N] (strides MATRIX_R, MATRIX_N), times scale[slot].
+    """Compute out[slot, N] = (left[row, K] W + narrow[row, R] M) * scale[slot].
 
-    channels: the scales [E, K] (BY_K) or [E, N] of weights in fp8 or NVFP4; blocks: those of blocks of rows in memory.
+    W: the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N). M: its low-rank matrix [R, N] (strides MATRIX_R,
+    MATRIX_N). channels: scales [E, K] (BY_K) or [E, N] of weights in fp8 or NVFP4. blocks: scales of NVFP4's blocks.
     """
-    tile, expert, column_tile, column = _place(plan, N, COLUMNS)
+    tile, expert, column_tile, column = _tile_of_program(plan, N, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)

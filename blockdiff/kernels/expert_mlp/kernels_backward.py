@@ -1,11 +1,19 @@
-"""The Triton kernels of expert_mlp's gradient that are not the forward's: `kernels.py` says what a plan is."""
+"""The Triton kernels that only expert_mlp's gradient needs; `kernels.py` explains slots, rows and the plan."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.expert_mlp.kernels import _activation, _load, _low_rank, _matrix_of, _place, _product, _rows
+from blockdiff.kernels.expert_mlp.kernels import (
+    _activation,
+    _load,
+    _low_rank,
+    _matrix_of,
+    _product,
+    _rows,
+    _tile_of_program,
+)
 
 
 @triton.jit
@@ -14,15 +22,15 @@ def expert_mlp_activation_backward(
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, HARDWARE: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Back through the down product and the activation; weights [E, D, F], grad [N, D] of the tokens' outputs.
+    """Backpropagate through the down product and the activation.
 
-    narrow[row, R] = grad B of the low-rank matrices of down, and matrices their A [E, R, F]; channels: the scales
-    [E, D] of weights in fp8 or NVFP4; blocks: those of blocks [E, D, F / 16].
+    Reads grad [N, D] of the tokens' outputs; weights [E, D, F] with their scales: channels [E, D] in fp8 or NVFP4,
+    blocks [E, D, F / 16] in NVFP4; of the low-rank matrices of down, narrow[row, R] = grad B and matrices A [E, R, F].
 
-    grad_h[row, 2F]; scaled_a[row, F] = scale * a, which the gradient of `down` takes; partial[slot, column tile], whose
+    Writes grad_h[row, 2F]; scaled_a[row, F] = scale * a, for the gradient of `down`; partial[slot, column tile], whose
     sum over tiles is the gradient of scale[slot].
     """
-    tile, expert, column_tile, column = _place(plan, F, COLUMNS)
+    tile, expert, column_tile, column = _tile_of_program(plan, F, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
@@ -64,7 +72,7 @@ def expert_mlp_outer_product(
     M: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr, RIGHT_BY_TOKEN: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out[expert, M, N] = sum over the expert's rows of left^T right; each stands by token or by row."""
+    """Compute out[expert, M, N] = left^T right, summed over the expert's rows; left and right are by token or row."""
     per_expert: tl.constexpr = tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS)
     program = tl.program_id(0)
     expert = program // per_expert

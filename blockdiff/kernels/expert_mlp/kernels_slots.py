@@ -1,6 +1,6 @@
-"""The Triton kernels of expert_mlp that go over slots: sort them by expert (stable, by counting), sum those of a token.
+"""The Triton kernels of expert_mlp over slots: a stable counting sort by expert, and the sum over a token's slots.
 
-What a slot, a row and the plan are is said in `kernels.py`.
+`kernels.py` explains slots, rows and the plan.
 """
 
 from __future__ import annotations
@@ -8,19 +8,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SCAN = tl.constexpr(1024)  # slots that are counted together
+SCAN = tl.constexpr(1024)  # slots that are counted at a time
 
 
 @triton.jit
 def _chosen(index, slot, S, E):
-    """The expert of each slot, -1 where there is none."""
+    """Return the expert of each slot, -1 if it has none."""
     expert = tl.load(index + slot, mask=slot < S, other=-1).to(tl.int32)
     return tl.where(expert < E, expert, -1)
 
 
 @triton.jit(do_not_specialize=["S", "E", "chunk"])
 def expert_mlp_count_slots(index, counts, S, E, chunk, PART: tl.constexpr, EXPERTS: tl.constexpr):
-    """counts[program, expert] of the program's `chunk` slots; EXPERTS is E rounded up to a power of two."""
+    """Count each expert's slots among the program's `chunk` slots: counts[program, expert].
+
+    EXPERTS: E rounded up to a power of two.
+    """
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros([EXPERTS], tl.int32)
@@ -34,8 +37,7 @@ def expert_mlp_count_slots(index, counts, S, E, chunk, PART: tl.constexpr, EXPER
 def expert_mlp_sort_slots(
     index, counts, plan, S, E, tiles, programs, rows, chunk, PART: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """Fill the plan of tiles of so many rows; counts: those of every program, None where each counts all slots
-    itself."""
+    """Fill the plan with tiles of `rows` rows. counts: of every program; None: each program counts all slots itself."""
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros([EXPERTS], tl.int32)
@@ -83,7 +85,7 @@ def expert_mlp_sort_slots(
 def expert_mlp_sum_slots(
     y, index, out, tokens, E, D: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """out[token] = the sum of y over the token's slots that have an expert, first slot first."""
+    """Compute out[token], the sum of y over the token's slots that have an expert, in their order."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_there = (token < tokens)[:, None] & (column < D)[None, :]

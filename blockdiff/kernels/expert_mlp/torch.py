@@ -1,8 +1,8 @@
 """expert_mlp in plain torch: tokens sorted by expert, one matrix product per expert, a hand-written backward.
 
-Nothing that only a weight gradient needs is saved when the weights are frozen; on a GPU the activation is
-recomputed in the backward instead of saved, and where torch has a grouped product nothing waits for the host. A
-handful of tokens without gradient runs all experts densely, which is a few launches rather than a few per expert.
+If the weights are frozen, nothing that only their gradients need is saved. On a GPU the activation is recomputed in the
+backward instead of saved, and if torch has a grouped product the host never waits. For a few tokens without gradient
+all experts run densely, which takes a few launches instead of a few per expert.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from blockdiff.kernels.once_differentiable import once_differentiable
 from blockdiff.kernels.op import Ops
 from blockdiff.kernels.stored import Decoded, StoredMatrix
 
-DENSE_FLOPS = 3e7  # dense products up to this size cost less than sorting and one launch per expert
+DENSE_FLOPS = 3e7  # up to this size dense products cost less than sorting and one launch per expert
 
 
 def _has_grouped_mm(x_M: Tensor, weights_E: Tensor) -> bool:
-    """True where torch's grouped product takes these: 16-byte rows, fp32 on a CPU or bf16 anywhere."""
+    """Whether torch's grouped product supports these: rows of 16-byte multiples, fp32 on a CPU or bf16 anywhere."""
     if x_M.dtype != torch.bfloat16 and not (x_M.is_cpu and x_M.dtype == torch.float32):
         return False
     aligned = 16 // x_M.element_size()
@@ -34,27 +34,27 @@ def _has_grouped_mm(x_M: Tensor, weights_E: Tensor) -> bool:
 
 
 def _trims(index_Nk: Tensor) -> bool:
-    """True where slots without an expert are cut off: their number is then read, which on a GPU the host waits for."""
+    """Whether to cut off slots without an expert; that reads their number, which on a GPU blocks the host."""
     return index_Nk.is_cpu
 
 
 class _Groups:
-    """The places of each expert's tokens after sorting the N * k slots by expert ("no expert" last).
+    """The N * k slots (choices of an expert) sorted by expert into M rows, slots without an expert last.
 
-    Rows at or after ends_E[-1] are cut off, or hold anything: `combine` and `to_slots` leave them out.
+    Rows from ends_E[-1] on are cut off or undefined; `combine` and `to_slots` leave them out.
     """
 
     def __init__(self, expert_index_Nk: Tensor, experts: int):
         flat = expert_index_Nk.reshape(-1)
         self.k, self.slots = expert_index_Nk.shape[1], flat.numel()
         self.has_expert_Nk: Tensor | None = None
-        place = torch.arange(self.slots, device=flat.device)
+        row = torch.arange(self.slots, device=flat.device)
         if _trims(flat):
             order = flat.argsort(stable=True)
             self.ends_E = torch.bincount(flat, minlength=experts + 1)[:experts].cumsum(0).to(torch.int32)
             self.rows = int(self.ends_E[-1])
             if self.rows < self.slots:
-                place.clamp_(max=self.rows)  # a row that counts for nothing
+                row.clamp_(max=self.rows)  # a row past the end, which combine leaves out
         else:
             chosen, order = flat.sort(stable=True)
             expert_E = torch.arange(experts, device=flat.device, dtype=flat.dtype)
@@ -62,15 +62,15 @@ class _Groups:
             self.rows, self.has_expert_Nk = self.slots, expert_index_Nk < experts
         self.slot = order[: self.rows]
         self.token = torch.div(self.slot, self.k, rounding_mode="floor")
-        self.place_Nk = torch.empty_like(order).scatter_(0, order, place).view_as(expert_index_Nk)
+        self.place_Nk = torch.empty_like(order).scatter_(0, order, row).view_as(expert_index_Nk)
 
     def bounds(self) -> list[tuple[int, int, int]]:
-        """(expert, first row, end) of every expert that has tokens."""
+        """List (expert, first row, end row) of every expert that has tokens."""
         ends = [0, *self.ends_E.tolist()]
         return [(e, lo, hi) for e, (lo, hi) in enumerate(itertools.pairwise(ends)) if lo < hi]
 
     def product(self, x_M: Tensor, weights_E: Tensor | Decoded) -> Tensor:
-        """Rows of x times their own expert's matrix [in, out]."""
+        """Multiply each row of x [M, in] by its expert's matrix [in, out]."""
         if isinstance(weights_E, Tensor) and _has_grouped_mm(x_M, weights_E):
             return F.grouped_mm(x_M, weights_E, offs=self.ends_E)
         out = x_M.new_empty(x_M.shape[0], weights_E.shape[2])
@@ -79,7 +79,7 @@ class _Groups:
         return out
 
     def outer(self, left_M: Tensor, right_M: Tensor, like: Tensor) -> Tensor:
-        """Per expert left^T right: the gradient of its matrix."""
+        """Compute left^T right over the rows of each expert, [E, ...] like `like`: the gradient of its matrix."""
         if self.has_expert_Nk is not None and _has_grouped_mm(left_M, like):
             return F.grouped_mm(left_M.t(), right_M, offs=self.ends_E)
         grad = torch.zeros_like(like)
@@ -90,7 +90,7 @@ class _Groups:
     def add_low_rank(
         self, out_M: Tensor, x_M: Tensor, first_E: Tensor | None, second_E: Tensor | None
     ) -> Tensor | None:
-        """Add B (A x) of each row's expert to `out_M`; returns the rows' A x [M, r] (None without matrices).
+        """Add B (A x) of each row's expert to `out_M`, and return A x [M, r] (None without matrices).
 
         first_E: A [E, r, in]; second_E: B [E, out, r].
         """
@@ -101,7 +101,7 @@ class _Groups:
         return between_M
 
     def combine(self, y_M: Tensor, weight_Nk: Tensor | None) -> Tensor:
-        """The (weighted) sum over each token's k slots, in a fixed order."""
+        """Sum the rows of each token's k slots, weighted if weights are given, in a fixed order; [N, D]."""
         if self.rows < self.slots:
             y_M = F.pad(y_M, (0, 0, 0, 1))
         is_bag = y_M.is_cpu and y_M.dtype == torch.float32 and (weight_Nk is None or weight_Nk.dtype == y_M.dtype)
@@ -115,14 +115,14 @@ class _Groups:
         return y_NkD.sum(1)
 
     def to_slots(self, values_M: Tensor, like_Nk: Tensor) -> Tensor:
-        """One number for each row as one for each slot, 0 for slots without an expert."""
-        out_Nk = like_Nk.new_zeros(like_Nk.shape)  # contiguous, whatever the weights are
+        """Scatter one number per row to slots [N, k], 0 for slots without an expert."""
+        out_Nk = like_Nk.new_zeros(like_Nk.shape)  # contiguous, even if like_Nk is not
         out_Nk.view(-1)[self.slot] = values_M.to(out_Nk.dtype)
         return out_Nk if self.has_expert_Nk is None else torch.where(self.has_expert_Nk, out_Nk, 0.0)
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """With low-rank matrices (`of_gate_up`, `of_down`) only the rows' r numbers between A and B are kept besides."""
+    """The sorted experts. With low-rank matrices only the rows' r numbers between A and B are saved in addition."""
 
     @staticmethod
     def forward(
@@ -148,11 +148,11 @@ class _ExpertMLP(torch.autograd.Function):
         y = groups.product(a, down_EDF.transpose(1, 2))
         between_y = groups.add_low_rank(y, a, down_A, down_B)
         ctx.groups, ctx.activation = groups, activation
-        kept = (activated, a) if x_ND.is_cpu else (None, None)
+        activations = (activated, a) if x_ND.is_cpu else (None, None)
         low_rank = (gate_up_A, gate_up_B, down_A, down_B, between_h, between_y)
         ctx.decoded = (gate_up_EFD, down_EDF) if isinstance(gate_up_EFD, Decoded) else None
         weights: Any = (gate_up_EFD, down_EDF) if ctx.decoded is None else (None, None)
-        ctx.save_for_backward(x_ND, h, *kept, *weights, expert_weight_Nk, *low_rank)
+        ctx.save_for_backward(x_ND, h, *activations, *weights, expert_weight_Nk, *low_rank)
         return groups.combine(y, expert_weight_Nk).to(x_ND.dtype)
 
     @staticmethod
@@ -219,7 +219,7 @@ def _dense(
     activation: Activation,
     low_rank: Sequence[Tensor],
 ) -> Tensor:
-    """Every expert on every token, weighted by the (mostly zero) routing matrix."""
+    """Compute every expert on every token, weighted by the routing matrix, which is mostly zero."""
     E, N = gate_up_EFD.shape[0], x_ND.shape[0]
     routing = weight_Nk.new_zeros(N, E + 1).scatter_(1, index_Nk, weight_Nk)[:, :E]
     h = torch.matmul(x_ND, gate_up_EFD.transpose(1, 2))
@@ -242,15 +242,16 @@ def expert_mlp(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
-    """`sum_k weight_k * down_e(f(gate_e x) * g(up_e x))`, e = index_k, for every token.
+    """Compute `sum_k weight_k * down_e(f(gate_e x) * g(up_e x))`, e = index_k, for every token; [N, D] in x's dtype.
 
-    x_ND: tokens; gate_up_EFD: [E, 2F, D], gate rows first; down_EDF: [E, D, F]; expert_index_Nk: int64, E means "no
-    expert" (padding: no work, contributes 0); expert_weight_Nk: routing weights; activation: "gelu_tanh", "silu" or
-    "swiglu_oai" (activations.py); low_rank: nothing, or the matrices that add B A to each expert's: those of gate_up,
-    A [E, r, D] and B [E, 2F, r], and those of down, A [E, r', F] and B [E, D, r'], all scaled as they are to count.
-    Stored matrices are frozen, and each is decoded to x's dtype where its tokens meet it.
-    Returns [N, D] in x's dtype; gradients for x, the routing weights, all low-rank matrices and whichever weights
-    require them, summed in an order that the inputs alone decide. Raises BlockdiffError for an unknown activation.
+    x_ND: tokens. gate_up_EFD: [E, 2F, D], gate rows first. down_EDF: [E, D, F]. expert_index_Nk: int64; E means no
+    expert, for padding, and contributes 0. expert_weight_Nk: routing weights. activation: "gelu_tanh", "silu" or
+    "swiglu_oai" (activations.py). low_rank: (), or matrices whose B A is added to each expert's: A [E, r, D] and B
+    [E, 2F, r] of gate_up, A [E, r', F] and B [E, D, r'] of down, including their scale factors.
+
+    Stored matrices are frozen, and are decoded to x's dtype one expert at a time. Gradients flow to x, the routing
+    weights, the low-rank matrices and the weights that require them; the order of their sums depends on the inputs
+    alone. Raises BlockdiffError for an unknown activation.
     """
     gated = activation_named(activation)
     matrices: Sequence[Tensor | None]
@@ -277,7 +278,7 @@ def expert_slots(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Slots:
-    """The result of `expert_mlp` for tokens [..., D], for an op that sums: here it is summed, and one slot each."""
+    """Return `expert_mlp` of tokens [..., D] as `Slots`; here they are already summed to one slot per token."""
     of_tokens = expert_index_Nk, expert_weight_Nk, activation, low_rank
     summed_ND = ops.expert_mlp(x.flatten(0, -2), gate_up_EFD, down_EDF, *of_tokens)
     return Slots(summed_ND.unsqueeze(1), None, 0)

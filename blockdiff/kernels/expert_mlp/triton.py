@@ -1,8 +1,8 @@
-"""expert_mlp in Triton: launchers as ops for torch, their gradient, and the public functions.
+"""expert_mlp in Triton: launchers as registered ops, their gradient, and the public functions.
 
-Forward: sort, gate_up with the activation, down with the routing weight, sum over each token's slots. No step waits
-for the host and no launch depends on the routing, so a CUDA graph can hold it. For a backward only the rows' gate
-and up are kept, and x where gate_up trains; the activation is computed again.
+Forward: sort, gate_up with the activation, down with the routing weight, sum over each token's slots. No step waits for
+the host and no launch depends on the routing, so a CUDA graph can capture it. For a backward only the rows' gate and up
+are saved, and x if gate_up trains; the activation is recomputed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, precision_of, tile_for, tile_of
 
-PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
-FEW_SLOTS = 8192  # of so many every program counts all, which is then one launch and not two
+PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program reads at a time, and at most in total
+FEW_SLOTS = 8192  # up to this many every sorting program counts all slots, which saves a launch
 NO_MATRICES: tuple[None, ...] = (None, None, None, None)  # no low-rank matrices
-NO_SCALES: tuple[None, ...] = (None, None, None, None)  # of channels and of blocks
-PLAIN, IN_FP8, IN_NVFP4 = "", "_fp8", "_nvfp4"  # forms of weights, in the names of the table's lines
+NO_SCALES: tuple[None, ...] = (None, None, None, None)  # no scales of channels and blocks
+PLAIN, IN_FP8, IN_NVFP4 = "", "_fp8", "_nvfp4"  # forms of weights, as suffixes of kernels in the table of tiles
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
 
-class Tiles(NamedTuple):
-    """The tiles of every product; rows are those of one expert (and the same for all but `outer`)."""
+class ExpertTiles(NamedTuple):
+    """The tiles of every product. Rows belong to one expert, and all but `outer` have the same number of rows."""
 
     gate_up: Tile
     down: Tile
@@ -57,39 +57,39 @@ class Tiles(NamedTuple):
     outer: Tile
 
 
-def tiles_for(x: Tensor, slots: int, experts: int, form: str = PLAIN) -> Tiles:
-    """The table's tiles by the mean number of rows of an expert: a function of shapes and the weights' form."""
-    back = PLAIN if form == IN_FP8 else form  # gradients through fp8 have the tiles of bf16
+def tiles_for(x: Tensor, slots: int, experts: int, form: str = PLAIN) -> ExpertTiles:
+    """Return the table's tiles for the mean number of slots of an expert and a form of weights."""
+    back = PLAIN if form == IN_FP8 else form  # gradients through fp8 use the tiles of bf16
     names = f"gate_up{form}", f"down{form}", f"activation_backward{back}", f"grad_x{back}", "outer_product"
-    return Tiles(*(tile_of(f"expert_mlp_{name}", x, slots / max(1, experts)) for name in names))
+    return ExpertTiles(*(tile_of(f"expert_mlp_{name}", x, slots / max(1, experts)) for name in names))
 
 
 class Plan(NamedTuple):
-    """The sorted slots and the list of row tiles, int32: views of one tensor, all of lengths known to the host."""
+    """The sorted slots and the list of row tiles, int32: views of one tensor, of lengths that the host knows."""
 
     order: Tensor  # the slot of each row
     starts: Tensor  # the first row of each expert, and the end of the last
-    tile_expert: Tensor
-    tile_row: Tensor
+    tile_expert: Tensor  # of each row tile
+    tile_row: Tensor  # the first row of each row tile
 
 
 @cached_by_sizes
 def plan_lengths(slots: int, experts: int, rows: int) -> tuple[int, ...]:
-    """Of a plan's four views, in multiples of 16 bytes: another alignment would be another compilation.
+    """Return the lengths of a plan's four views, in multiples of 16 bytes: other alignments would be compiled anew.
 
-    There are at most as many row tiles as full ones, and one begun for every expert that has a row.
+    The number of row tiles is at most that of full tiles plus one incomplete tile for every expert with a row.
     """
     tiles = slots // rows + min(experts, slots)
     return tuple([-(-length // 4) * 4 for length in (slots, experts + 1, tiles, tiles)])
 
 
 def _plan(x: Tensor, lengths: tuple[int, ...]) -> Plan:
-    """A plan of these lengths on x's device, not filled."""
+    """Allocate a plan of these lengths on x's device, unfilled."""
     return Plan(*x.new_empty(sum(lengths), dtype=torch.int32).split_with_sizes(lengths))
 
 
 def _sort(index: Tensor, experts: int, rows: int, plan: Plan) -> None:
-    """Fill the plan: each program places its part of the slots, after all are counted."""
+    """Fill the plan by a counting sort; each program handles a part of the slots."""
     slots, counts = index.numel(), None
     count, sort, tiles, programs, chunk = _sorting_of(slots, experts, rows)
     if slots > FEW_SLOTS:
@@ -100,8 +100,7 @@ def _sort(index: Tensor, experts: int, rows: int, plan: Plan) -> None:
 
 @cached_by_sizes
 def _sorting_of(slots: int, experts: int, rows: int) -> tuple[Launch, Launch, int, int, int]:
-    """The launches that count and sort so many slots, the row tiles of the plan, the programs of a launch, and the
-    slots of each."""
+    """Return the launches that count and sort slots, the numbers of row tiles and programs, and slots per program."""
     chunk = min(LONGEST_CHUNK, max(PART, power_of_2(slots) // 128))
     sizes, programs = dict(PART=PART, EXPERTS=max(LEAST, power_of_2(experts))), -(-slots // chunk)
     count = Launch(slot_kernels.expert_mlp_count_slots, (programs,), **sizes)
@@ -110,7 +109,7 @@ def _sorting_of(slots: int, experts: int, rows: int) -> tuple[Launch, Launch, in
 
 
 def _launch_rows(kernel: Any, plan: Plan, columns: int, tile: Tile, *arguments: Any, **constants: Any) -> None:
-    """A kernel with a program for each row tile of the plan and each tile of its result's columns."""
+    """Launch a kernel with a program for each row tile of the plan and each tile of the result's columns."""
     grid = (len(plan.tile_row) * tile.grid(1, columns)[1],)
     constants |= dict(PRECISION=precision_of(arguments[0].dtype))
     if kernel is not kernels.expert_mlp_narrow:
@@ -119,7 +118,7 @@ def _launch_rows(kernel: Any, plan: Plan, columns: int, tile: Tile, *arguments: 
 
 
 def _outer(left: Any, right: Any, out_EMN: Tensor, plan: Plan, k: int, tile: Tile, by_token: str = "") -> None:
-    """Per expert left^T right, into all of `out`; by_token: "left" or "right", the one that stands not by row."""
+    """Fill `out` with left^T right of each expert's rows. by_token: "left" or "right" if that one is by token."""
     E, M, N = out_EMN.shape
     tile = tile.fitted(rows=M, columns=N)
     grid = (E * math.prod(tile.grid(M, N)),)
@@ -131,7 +130,7 @@ def _outer(left: Any, right: Any, out_EMN: Tensor, plan: Plan, k: int, tile: Til
 def _narrow(
     left: Tensor, matrices: Tensor, plan: Plan, k: int, tile: Tile, *, is_transposed: bool, by_token: bool = False
 ) -> Tensor:
-    """left times a low-rank matrix of each row's expert, by row: A [E, r, in] transposed, or B [E, out, r] as it is."""
+    """Multiply left by a low-rank matrix of each row's expert, A [E, r, in] transposed or B [E, out, r]; [rows, r]."""
     E, rank, inner = matrices.shape if is_transposed else (matrices.shape[i] for i in (0, 2, 1))
     out = empty(left, len(plan.order), rank)
     strides = dict(WEIGHT_K=1, WEIGHT_N=inner) if is_transposed else dict(WEIGHT_K=rank, WEIGHT_N=1)
@@ -153,7 +152,7 @@ def _expert_mlp(
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
     gate_up_scale: Tensor | None, down_scale: Tensor | None, gate_up_blocks: Tensor | None, down_blocks: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Output [N, D]; gate and up by row [N * k, 2F], without elements unless kept; the memory of the plan."""
+    """Return the output [N, D], gate and up by row [N * k, 2F] (no elements unless keeps_h), the memory of the plan."""
     slots, E = index.shape[0] * index.shape[1], gate_up.shape[0]
     out, h = empty(x), empty(x, slots if keeps_h else 0, gate_up.shape[1])
     scales = gate_up_scale, down_scale, gate_up_blocks, down_blocks
@@ -162,8 +161,8 @@ def _expert_mlp(
     yield out, h, memory
     index, y = index.contiguous(), empty(x, slots, x.shape[1])
     low_rank = gate_up_A, gate_up_B, down_A, down_B
-    arguments, kept = (x, gate_up, down, index, weight, activation, low_rank, scales), h if keeps_h else None
-    _fill_slots(*arguments, memory, kept, y)
+    arguments = x, gate_up, down, index, weight, activation, low_rank, scales
+    _fill_slots(*arguments, memory, h if keeps_h else None, y)
     _sum_slots(y, index, E, out)
 
 
@@ -173,7 +172,7 @@ def _expert_slots(
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
     gate_up_scale: Tensor | None, down_scale: Tensor | None, gate_up_blocks: Tensor | None, down_blocks: Tensor | None,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """The output of every slot, [N, k, D], with its weight and before it is summed; without gradient."""
+    """Return the weighted output of every slot, [N, k, D], before the sum; without gradient."""
     y = x.new_empty(*index.shape, x.shape[-1])
     yield y
     low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale, gate_up_blocks, down_blocks)
@@ -186,13 +185,16 @@ def _fill_slots(
     low_rank: Sequence[Tensor | None], scales: Sequence[Tensor | None],
     memory: Tensor | None, h: Tensor | None, y: Tensor,
 ) -> None:  # fmt: skip
-    """Sort, and write to y what each slot gives, to h gate and up of each row and to `memory` the plan, if wanted."""
+    """Sort the slots, and write the output of each slot to y, gate and up of each row to h, the plan to `memory`.
+
+    h, memory: None if a backward does not need them.
+    """
     (N, k), (E, F2, _), D = index.shape, gate_up.shape, x.shape[-1]
     slots, F, (gate_up_A, gate_up_B, down_A, down_B) = N * k, F2 // 2, low_rank
     gate_up_scale, down_scale, gate_up_blocks, down_blocks = scales
     x, gate_up, down, weight = x.contiguous(), gate_up.contiguous(), down.contiguous(), weight.contiguous()
     ranks = (0 if gate_up_A is None else gate_up_A.shape[1]), (0 if down_A is None else down_A.shape[1])
-    form = PLAIN if gate_up_scale is None else _form_of(scales)  # the host counts calls
+    form = PLAIN if gate_up_scale is None else _form_of(scales)  # skip a call on the host
     sizes = slots, k, E, D, F, ranks, activation
     hardware = form != PLAIN and decodes_fp8(x)
     tile, lengths, gate_up_launch, down_launch = _forward_of(*sizes, form, hardware, x.dtype, x.device)
@@ -207,7 +209,7 @@ def _fill_slots(
 
 
 def _form_of(scales: Sequence[Tensor | None]) -> str:
-    """The form of weights with these scales of channels and of blocks."""
+    """Return the form of weights that have these scales of channels and of blocks."""
     return PLAIN if scales[0] is None else IN_FP8 if scales[2] is None else IN_NVFP4
 
 
@@ -216,7 +218,7 @@ def _forward_of(
     slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str,
     form: str, hardware: bool, dtype: torch.dtype, device: torch.device,
 ) -> tuple[Tile, tuple[int, ...], Launch, Launch]:  # fmt: skip
-    """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
+    """Return the tile that the plan is made for, the plan's lengths, and the launches of the two products."""
 
     def tile_in(name: str) -> Tile:
         return tile_for(f"expert_mlp_{name}{form}", dtype, device, slots / max(1, E))
@@ -234,7 +236,7 @@ def _forward_of(
     return of_plan, lengths, gate_up, down
 
 
-Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+ExpertGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @registered("expert_mlp_backward")
@@ -243,9 +245,11 @@ def _expert_mlp_backward(
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
     gate_up_scale: Tensor | None, down_scale: Tensor | None, gate_up_blocks: Tensor | None, down_blocks: Tensor | None,
     h: Tensor, memory: Tensor, activation: str, needs: Sequence[bool],
-) -> Iterator[Eight]:  # fmt: skip
-    """Gradients of x, gate_up, down, the routing weights and the low-rank matrices; needs: which (the others have no
-    elements)."""
+) -> Iterator[ExpertGradients]:  # fmt: skip
+    """Return the gradients of x, gate_up, down, the routing weights and the four low-rank matrices.
+
+    needs: which of them to compute; the others have no elements.
+    """
     low_rank = [grad if matrix is None else matrix for matrix in (gate_up_A, gate_up_B, down_A, down_B)]
     grads = empty_gradients((grad, gate_up, down, weight, *low_rank), needs)
     yield tuple(grads)  # type: ignore[misc]
@@ -254,16 +258,16 @@ def _expert_mlp_backward(
     slots, k, D, (E, F2, _) = index.numel(), index.shape[1], grad.shape[1], gate_up.shape
     F = F2 // 2
     if not slots:
-        for made in grads:
-            made.zero_()
+        for gradient in grads:
+            gradient.zero_()
         return
     grad, gate_up, down, index, weight = (t.contiguous() for t in (grad, gate_up, down, index, weight))
     tiles = tiles_for(grad, slots, E, _form_of((gate_up_scale, down_scale, gate_up_blocks, down_blocks)))
     plan = Plan(*memory.split(plan_lengths(slots, E, tiles.down.rows)))
     tile = tiles.activation.fitted(columns=F, inner=D)
-    passes_h = any(made is not None for made in (grad_x, grad_gate_up, grad_gate_up_A, grad_gate_up_B))
+    passes_h = any(x is not None for x in (grad_x, grad_gate_up, grad_gate_up_A, grad_gate_up_B))
     grad_h = empty(grad, slots, 2 * F) if passes_h else None
-    keeps_a = any(made is not None for made in (grad_down, grad_down_A, grad_down_B))
+    keeps_a = any(x is not None for x in (grad_down, grad_down_A, grad_down_B))
     scaled_a = empty(grad, slots, F) if keeps_a else None
     partial = None if grad_weight is None else empty(grad, slots, tile.grid(1, F)[1], dtype=torch.float32)
     R, narrow = 0, None
@@ -307,7 +311,7 @@ def _expert_mlp_backward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, gate_up, down, index, weight, ctx.activation, _, *low_rank = inputs
-    ctx.set_materialize_grads(False)  # gate and up and the plan have none
+    ctx.set_materialize_grads(False)  # gate, up and the plan have no gradient
     keeps_x = any(ctx.needs_input_grad[i] for i in (1, 7, 8))
     ctx.save_for_backward(x if keeps_x else None, gate_up, down, index, weight, *low_rank, *output[1:])
 
@@ -336,7 +340,7 @@ def expert_mlp(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
-    """As in torch.py: fp32, bf16 or fp16, routing weights in any of them. Raises Unserved for other dtypes."""
+    """As in torch.py, for fp32, bf16 or fp16 and routing weights in any of these; Unserved for other dtypes."""
     check_activation(activation)
     x, gate_up, down, scales, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
     inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)
@@ -355,7 +359,7 @@ def expert_slots(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Slots:
-    """As in torch.py, before it is summed; Unserved where a gradient is needed."""
+    """As in torch.py, but not yet summed; Unserved if a gradient is needed."""
     check_without_gradient("expert_slots", x)
     check_activation(activation)
     x, gate_up, down, scales, low_rank = _inputs(x, gate_up_EFD, down_EDF, low_rank)
@@ -366,14 +370,14 @@ def expert_slots(
 
 
 def check_activation(name: str) -> None:
-    """Raise Unserved for an activation that kernels do not have, BlockdiffError where there is none of that name."""
+    """Raise Unserved for an activation without a Triton kernel, BlockdiffError for an unknown name."""
     if name not in ACTIVATIONS:
         activation_named(name)
-        raise Unserved(f"{name} has no Triton kernel, only the numbers of gpt-oss have")
+        raise Unserved(f"{name} has no Triton kernel; among swiglu_oai only the parameters of gpt-oss have one")
 
 
 def _inputs(x: Tensor, gate_up: Tensor | StoredMatrix, down: Tensor | StoredMatrix, low_rank: Sequence[Tensor]) -> Any:
-    """x, the matrices or their codes, the scales of these or None, and the low-rank matrices, of one dtype."""
+    """Return x, the matrices or their codes, their scales or None, and the low-rank matrices, cast to one dtype."""
     if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         if is_on(x):
             x, gate_up, down, *low_rank = in_autocast(x, gate_up, down, *low_rank)
@@ -388,6 +392,6 @@ def _inputs(x: Tensor, gate_up: Tensor | StoredMatrix, down: Tensor | StoredMatr
         of_blocks = (matrix.block_scale.view(torch.int8).contiguous() for matrix in (gate_up, down))
         scales = (gate_up.scale, down.scale, *of_blocks)
     else:
-        raise Unserved("expert_mlp in Triton takes both matrices in fp8, both in NVFP4, or as they are")
+        raise Unserved("expert_mlp in Triton takes both matrices in fp8, both in NVFP4, or neither in fewer bits")
     codes = (matrix.codes.view(torch.int8) for matrix in (gate_up, down))
     return x, *codes, scales, [matrix.to(x.dtype) for matrix in low_rank]

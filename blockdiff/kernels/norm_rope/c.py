@@ -1,7 +1,7 @@
-"""Norms and QK-norm + RoPE by the C functions of norm_rope.c for fp32 on a CPU.
+"""Norms, and QK-norm with RoPE, by the C functions in norm_rope.c, for fp32 on a CPU.
 
-What is normed head by head is read where it stands and written as attention takes it, [B, h, T, d] in memory, so that
-neither direction copies it to turn tokens and heads around.
+Heads are read with their strides and written in attention's memory layout, [B, h, T, d], so that neither direction
+copies them to transpose tokens and heads.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from blockdiff.kernels.c_library import BLOCKS, call, serves
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.once_differentiable import once_differentiable
 
-MOST = 3  # norms of one tensor that a call can make
+MOST = 3  # norms of one tensor that a call can compute
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
-    """The number of rows of a tensor, and the numbers in each."""
+    """Return the number of rows of a tensor, and their length."""
     width = x.shape[-1]
     return x.numel() // max(width, 1), width
 
@@ -88,7 +88,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def _step(scalar: Tensor | None) -> int:
-    """From one row's scalar to the next one's: 0 where one serves all."""
+    """Return the stride between the scalars of rows, 0 if all rows share one."""
     return 0 if scalar is None or scalar.numel() == 1 else 1
 
 

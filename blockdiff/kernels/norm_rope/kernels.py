@@ -1,8 +1,8 @@
-"""The Triton kernels of the norms and of norm_rope: one read and one write of a tensor each way, fp32 inside.
+"""The Triton kernels of the norms and of norm_rope: one read and one write of each tensor per direction, fp32 inside.
 
-Every tensor is [N rows, D] and dense; rstd = (mean(x^2) + eps)^-0.5. A program takes ROWS rows at a time, COLUMNS is
-D (or D / 2 of norm_rope) rounded up to a power of two. The backward kernels loop over such tiles, sum the gradients
-of the weights over their own rows and leave a partial sum each.
+Every tensor is [N rows, D] and contiguous; rstd = (mean(x^2) + eps)^-0.5. A program handles ROWS rows at a time;
+COLUMNS is D (in norm_rope D / 2) rounded up to a power of two. A program of a backward kernel loops over several tiles
+and writes one partial sum of the weights' gradients over its rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _tile(block, N, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows of a tile, the offsets of its elements, and which of them are there."""
+    """Return the rows of a tile, the offsets of its elements, and a mask of those in range."""
     row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     return row, row.to(tl.int64)[:, None] * D + column[None, :], (row < N)[:, None] & (column < D)[None, :]
@@ -32,7 +32,7 @@ def _weight(pointer, size: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _store_partial(pointer, program, values, D: tl.constexpr, size: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program's own sum over rows of a weight's gradient: (the first `size` of) its row of a [programs, D] tensor."""
+    """Store a program's partial sum of a weight's gradient, its first `size` numbers, to its row of [programs, D]."""
     column = tl.arange(0, COLUMNS)
     tl.store(pointer + program * D + column, values, mask=column < size)
 
@@ -44,13 +44,13 @@ def _rstd(squares, eps, D: tl.constexpr):
 
 @triton.jit
 def _scalar_of(scalar, step, row, N):
-    """The layer scalar of every row: one number for all (step 0) or one each (step 1)."""
+    """Load the layer scalar of every row; step: stride between rows, 0 if all share one."""
     return tl.load(scalar + row * step, mask=row < N, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit(do_not_specialize=["N"])
 def rms_norms_forward(x, weights, outs, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One norm of x under each weight (None: no weight)."""
+    """Compute the norm of x with each weight (None: no weight)."""
     _, offset, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
     wide = _load(x, offset, is_there)
     normed = wide * _rstd(wide * wide, eps, D)
@@ -65,7 +65,7 @@ def rms_norms_forward(x, weights, outs, N, eps, D: tl.constexpr, ROWS: tl.conste
 def rms_norms_backward(
     x, weights, grads, grad_x, partials, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """grad_x, and the partial sums of the gradients of the weights that train (partials: None for the others)."""
+    """Compute grad_x, and the partial sums of the gradients of the weights that train (partials: None for others)."""
     program = tl.program_id(0)
     sums = ()
     for _i in tl.static_range(len(grads)):
@@ -99,7 +99,7 @@ def rms_norms_backward(
 def add_rms_norm_forward(
     x, y, w, scalar, step, out, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """out = (x + norm of y under w) * scalar (None: 1); step: from one row's scalar to the next, 0 or 1."""
+    """Compute out = (x + norm of y with weight w) * scalar (None: 1); step: stride between rows' scalars, 0 or 1."""
     row, offset, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
     wide = _load(y, offset, is_there)
     total = _load(x, offset, is_there) + wide * _rstd(wide * wide, eps, D) * _weight(w, D, COLUMNS)
@@ -113,7 +113,7 @@ def add_rms_norm_backward(
     y, w, scalar, step, grad_out, grad_x, grad_y, partial, N, eps,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_x, grad_y, and the partial sums of the gradient of w (None: it is frozen); scalars get no gradient."""
+    """Compute grad_x, grad_y, and the partial sums of w's gradient (None: w is frozen); scalars get no gradient."""
     program = tl.program_id(0)
     weight = _weight(w, D, COLUMNS)
     sums = tl.zeros([COLUMNS], tl.float32)
@@ -140,7 +140,7 @@ def add_rms_norm_backward(
 
 @triton.jit
 def _halves(block, N, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets of the first halves of a tile's heads, of their tokens' first half of cos and sin, and what is there."""
+    """Return the offsets of the first halves of a tile's heads and of their tokens' cos and sin, and a mask."""
     row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     is_there = (row < N)[:, None] & (column < D // 2)[None, :]
@@ -157,7 +157,7 @@ def _load_halves(pointer, offset, is_there, D: tl.constexpr):
 def norm_rope_forward(
     x, w, cos, sin, out, N, eps, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """out = n cos + roll(n, D / 2) sin, n: the norm of each head of x under w."""
+    """Compute out = n cos + roll(n, D / 2) sin; n is the norm of each head of x with weight w."""
     HALF: tl.constexpr = D // 2
     offset, token_at, is_there = _halves(tl.program_id(0), N, HEADS, D, ROWS, COLUMNS)
     first, second = _load_halves(x, offset, is_there, D)
@@ -175,7 +175,7 @@ def norm_rope_backward(
     x, w, cos, sin, grad_out, grad_x, partial, N, eps,
     HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_x, and the partial sums of the gradient of w (None: it is frozen)."""
+    """Compute grad_x, and the partial sums of w's gradient (None: w is frozen)."""
     HALF: tl.constexpr = D // 2
     program = tl.program_id(0)
     weight1, weight2 = _weight(w, HALF, COLUMNS), _weight(w + HALF, HALF, COLUMNS)
@@ -209,7 +209,7 @@ def norm_rope_backward(
 def residual_norms(
     x, y, weight, weights, out, outs, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """out = x + norm of y under its weight, and the norms of out under each of `weights` (None: no weight)."""
+    """Compute out = x + norm of y with its weight, and the norm of out with each of `weights` (None: no weight)."""
     _, offset, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
     branch = _load(y, offset, is_there)
     total = _load(x, offset, is_there) + branch * _rstd(branch * branch, eps, D) * _weight(weight, D, COLUMNS)
@@ -229,9 +229,9 @@ def layer_end(
     x, dense, slots, index, dense_weight, slots_weight, weight, scalar, step, out, N, E, eps,
     TOP_K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out = (x + norm of (norm of dense + norm of routed)) * scalar, routed: the sum of a token's slots [N, TOP_K, D].
+    """Compute out = (x + norm(norm(dense) + norm(routed))) * scalar; routed: the sum of a token's slots [N, TOP_K, D].
 
-    index: the expert of each slot; slots whose index is none of the E count for nothing (None: every slot counts).
+    index: the expert of each slot; slots whose index is not below E are left out (None: every slot counts).
     """
     row, offset, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
     column = tl.arange(0, COLUMNS)

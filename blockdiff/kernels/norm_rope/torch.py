@@ -1,4 +1,4 @@
-"""Norms and QK-norm + RoPE in plain torch. Norms compute in fp32 at least and cast back, as the released model does."""
+"""Norms, and QK-norm with RoPE, in plain torch. Norms compute in at least fp32 and cast back, as the released model."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from blockdiff.kernels.op import Ops
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
-    """RMSNorm of x once for each weight (None: no weight): `x * (mean(x^2) + eps)^-0.5 * weight`, in fp32 at least."""
+    """Return `x * (mean(x^2) + eps)^-0.5 * weight` for each weight (None: no weight), computed in at least fp32."""
     x_wide = upcast(x)
     normed = x_wide * torch.pow(x_wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     return tuple([(normed if w is None else normed * upcast(w)).to(x.dtype) for w in weights])
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """`(x + rms_norm(y) * weight) * scalar`; scalar, [1] or one for each row [..., 1], gets no gradient."""
+    """Compute `(x + rms_norm(y) * weight) * scalar`; scalar, [1] or [..., 1] for rows, gets no gradient (None: 1)."""
     out = x + rms_norms(y, (weight,), eps)[0]
     return out if scalar is None else out * scalar
 
 
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the head dimension, then rotation of its halves: `y = x cos + roll(x, d/2) sin`.
+    """Norm each head, then rotate its halves: `y = x cos + roll(x, d/2) sin`.
 
-    cos_BTd, sin_BTd: [B, T, d] in x's dtype as `layers.rope.angles` makes them: both halves of cos are the same, the
-    first half of sin is negated, so that y1 = x1 cos - x2 sin and y2 = x2 cos + x1 sin.
+    cos_BTd, sin_BTd: in x's dtype, from `layers.rope.angles`: both halves of cos are equal, the first half of sin is
+    negated, so that y1 = x1 cos - x2 sin and y2 = x2 cos + x1 sin.
     """
     return turned(rms_norms(x_BThd, (weight,), eps)[0], cos_BTd, sin_BTd)
 
 
 def turned(x_BThd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
-    """The rotation of `norm_rope`, for the first r dimensions of every head; the others pass."""
+    """Apply the rotation of `norm_rope` to the first r numbers of every head; the others are unchanged."""
     cos, sin, r = cos_BTr.unsqueeze(2), sin_BTr.unsqueeze(2), cos_BTr.shape[-1]
     first = x_BThd if r == x_BThd.shape[-1] else x_BThd[..., :r]
     rotated = first * cos + first.roll(r // 2, -1) * sin
@@ -45,7 +45,7 @@ def turned(x_BThd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
 def residual_norms(
     ops: Ops, x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
 ) -> tuple[Tensor, ...]:
-    """`x + rms_norm(y)`, and what `rms_norms` gives of that under up to three weights."""
+    """Return `x + rms_norm(y) * weight`, then `rms_norms` of that sum with up to three weights."""
     x = ops.add_rms_norm(x, y, weight, eps)
     return x, *ops.rms_norms(x, weights, eps)
 
@@ -54,9 +54,9 @@ def layer_end(
     ops: Ops, x: Tensor, dense: Tensor, routed: Slots, weights: tuple[Tensor, Tensor, Tensor], eps: float,
     scalar: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`(x + norm(norm(dense) + norm(routed))) * scalar` of tokens [..., D].
+    """Compute `(x + norm(norm(dense) + norm(routed))) * scalar` of tokens [..., D].
 
-    routed: as `expert_slots` gives it; weights: of the norms of dense, of routed and of their sum; scalar: as in
+    routed: from `expert_slots`. weights: of the norms of dense, of routed and of their sum. scalar: as in
     `add_rms_norm`.
     """
     (of_dense,) = ops.rms_norms(dense, (weights[0],), eps)

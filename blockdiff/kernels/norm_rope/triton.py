@@ -1,7 +1,7 @@
-"""The norms and norm_rope in Triton: launchers as ops for torch, their gradients, and the public functions.
+"""The norms and norm_rope in Triton: launchers as registered ops, their gradients, and the public functions.
 
-Gradients of weights are summed within and then over programs, whose number depends on the shape alone: the same
-inputs give the same bits.
+Gradients of weights are summed within programs, then over programs. The number of programs depends on the shape alone,
+so the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from blockdiff.kernels.norm_rope import kernels
 from blockdiff.kernels.tiles import Tile, elementwise
 
 PROGRAMS = 512  # of a backward kernel: about four for each multiprocessor of a large GPU
-NORMS = 3  # weights that one launch serves
+NORMS = 3  # most weights of one launch
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _by_rows(kernel: Any) -> Callable[..., tuple[Launch, int]]:
-    """Of a kernel that takes whole rows: how it is launched for so many numbers in rows of D, and how many rows."""
+    """Return a function (numbers, D, constants) -> (launch, rows) for a kernel over rows of D numbers."""
 
     @cached_by_sizes
     def launch_of(numbers: int, D: int, **constants: int) -> tuple[Launch, int]:
@@ -55,16 +55,16 @@ def _backward_grid(rows: Tensor, tile: Tile) -> tuple[int]:
 
 
 def _weight_gradient(weight: Tensor, is_needed: bool) -> Tensor:
-    """Room for the gradient of a weight, without elements if that is frozen."""
+    """Allocate the gradient of a weight, without elements if the weight is frozen."""
     return empty(weight) if is_needed else empty(weight, 0)
 
 
 def _partial(rows: Tensor, grid: tuple[int]) -> Tensor:
-    """A row for the sum of each program."""
+    """Allocate a row for the partial sum of each program."""
     return empty(rows, *grid, rows.shape[-1], dtype=torch.float32)
 
 
-# torch gives gradients to optional tensors, but not to a list of them: three weights stand one by one.
+# torch gives gradients to optional tensors but not to lists of them, so the three weights are separate arguments.
 @registered("rms_norms")
 def _rms_norms(
     x: Tensor, w0: Tensor | None, w1: Tensor | None, w2: Tensor | None, count: int, eps: float
@@ -81,7 +81,7 @@ def _rms_norms_backward(
     x: Tensor, w0: Tensor | None, w1: Tensor | None, w2: Tensor | None, grads: Sequence[Tensor], needs: Sequence[bool],
     eps: float,
 ) -> Iterator[list[Tensor]]:  # fmt: skip
-    """The gradient of x, and of the weights that need one."""
+    """Return the gradient of x, and of the weights that need one."""
     weights = (w0, w1, w2)[: len(grads)]
     trained = [w if needed else None for w, needed in zip(weights, needs, strict=False)]
     grad_x, *grad_weights = (empty(t) for t in (x, *trained) if t is not None)
@@ -96,7 +96,7 @@ def _rms_norms_backward(
 
 
 def _row_scalars(scalar: Tensor | None, y: Tensor) -> tuple[Tensor | None, int]:
-    """The layer scalar as the kernels take it, and the step from that of one row to the next: 0 where all share it."""
+    """Return the layer scalar for the kernels, and its stride between rows, 0 if all rows share one."""
     if scalar is None or scalar.numel() == 1:
         return scalar, 0
     return scalar.expand(*y.shape[:-1], 1).contiguous(), 1
@@ -115,7 +115,7 @@ def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, scalar: Tensor | None, e
 def _add_rms_norm_backward(
     y: Tensor, weight: Tensor, scalar: Tensor | None, grad: Tensor, needs_weight: bool, x_dtype: torch.dtype, eps: float
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Gradients of x, y and the weight, which has no elements unless it is needed."""
+    """Return the gradients of x, y and the weight; the last has no elements unless needed."""
     grad_x, grad_y, grad_weight = empty(y, dtype=x_dtype), empty(y), _weight_gradient(weight, needs_weight)
     yield grad_x, grad_y, grad_weight
     rows, tile = _flat(y), elementwise(y.shape[-1])
@@ -141,7 +141,7 @@ def _norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor,
 def _norm_rope_backward(
     x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, grad: Tensor, needs_weight: bool, eps: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Gradients of x and of the weight, which has no elements unless it is needed."""
+    """Return the gradients of x and of the weight; the last has no elements unless needed."""
     grad_x, grad_weight = empty(x_BThd), _weight_gradient(weight, needs_weight)
     yield grad_x, grad_weight
     rows, (h, d) = _flat(x_BThd), x_BThd.shape[-2:]
@@ -159,7 +159,7 @@ def _residual_norms(
     x: Tensor, y: Tensor, weight: Tensor, w0: Tensor | None, w1: Tensor | None, w2: Tensor | None, count: int,
     eps: float,
 ) -> Iterator[list[Tensor]]:  # fmt: skip
-    """The sum, and its norms under the first `count` weights."""
+    """Return the sum, and its norms with the first `count` weights."""
     x = x.contiguous()
     out, *norms = outs = [torch.empty_like(x) for _ in range(count + 1)]
     yield outs
@@ -214,7 +214,7 @@ def _layer_end(
     x: Tensor, dense: Tensor, slots: Tensor, index: Tensor | None, dense_weight: Tensor, slots_weight: Tensor,
     weight: Tensor, scalar: Tensor | None, E: int, eps: float,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """slots: [N, k, D] with their experts `index` [N, k], or [N, 1, D] without, of which all count."""
+    """See `layer_end`. slots: [N, k, D] with their experts `index` [N, k], or [N, 1, D] without index, all counting."""
     x = x.contiguous()
     out = torch.empty_like(x)
     yield out
@@ -228,26 +228,26 @@ def _layer_end(
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
-    """RMSNorm of x, read once, for each weight (None: no weight), over the last axis; Unserved for more than three."""
+    """As in torch.py, reading x once; Unserved for more than three weights."""
     if len(weights) > NORMS:
         raise Unserved(f"rms_norms in Triton takes up to {NORMS} weights")
     return tuple(_rms_norms(x, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """`(x + rms_norm(y) * weight) * scalar`, rounded once; scalar ([1], or for each row [..., 1]) gets no gradient."""
+    """As in torch.py, rounded once."""
     return _add_rms_norm(x, y, weight, scalar, eps)
 
 
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
-    """RMSNorm over each head, then `y = x cos + roll(x, d/2) sin`, rounded once; d is even."""
+    """As in torch.py, rounded once; d must be even."""
     return _norm_rope(x_BThd, weight, cos_BTd, sin_BTd, eps)
 
 
 def residual_norms(
     x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
 ) -> tuple[Tensor, ...]:
-    """`x + rms_norm(y)`, and its norms under up to three weights; Unserved where a gradient is needed."""
+    """As in torch.py; Unserved if a gradient is needed."""
     check_without_gradient("residual_norms", x)
     return tuple(_residual_norms(x, y, weight, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
 
@@ -255,6 +255,6 @@ def residual_norms(
 def layer_end(
     x: Tensor, dense: Tensor, routed: Slots, weights: tuple[Tensor, Tensor, Tensor], eps: float, scalar: Tensor | None
 ) -> Tensor:
-    """As in torch.py; Unserved where a gradient is needed."""
+    """As in torch.py; Unserved if a gradient is needed."""
     check_without_gradient("layer_end", x)
     return _layer_end(x, dense, routed.values_NkD, routed.index_Nk, *weights, scalar, routed.experts, eps)
