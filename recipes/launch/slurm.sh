@@ -22,7 +22,7 @@ gpus=${SLURM_GPUS_ON_NODE:-8}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / gpus))}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=540 # seconds that launchers wait for the last checkpoint; their own default is 30
 
-# SLURM_NODEID is the node's own: the shell that srun starts there reads it.
+# SLURM_NODEID is read in the shell that srun starts on each node.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c '
     exec accelerate launch --config_file "$0" --machine_rank "$SLURM_NODEID" "$@"
 ' "$config" --num_machines "$SLURM_NNODES" --num_processes $((SLURM_NNODES * gpus)) --main_process_ip "$first" \
