@@ -68,50 +68,6 @@ def test_every_code_with_every_scale_is_decoded_exactly(dtype, back):
     assert torch.equal((made if back else made.T).cpu().float(), truth / 2)
 
 
-@pytest.mark.parametrize("shape,F", [((1, 1, 144), 70), ((3, 17, 48), 19), ((0, 48), 19)])
-def test_a_product_with_its_gradient(shape, F):
-    weight = in_nvfp4(F, shape[-1])
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    mine, true = x.clone().to(DEVICE).requires_grad_(), x.double().requires_grad_()
-    direction = torch.randn(*shape[:-1], F, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    out, truth = ours.nvfp4_linear(mine, weight), true @ dense(weight).T
-    (out.double() * direction.to(DEVICE)).sum().backward()
-    (truth * direction).sum().backward()
-    assert relative_error(out, truth) < FP32 and relative_error(mine.grad, true.grad) < FP32
-
-
-@pytest.mark.parametrize("rank", [0, 5])
-@pytest.mark.parametrize("N,E,k,choice", [(63, 3, 2, "padding"), (1, 1, 1, "all"), (130, 8, 2, "some empty")])
-def test_experts_with_all_gradients_that_there_are(N, E, k, choice, rank):
-    D, F, g = 48, 80, torch.Generator().manual_seed(N)
-    x, weight = torch.randn(N, D, generator=g), torch.rand(N, k, generator=g)
-    gate_up, down = in_nvfp4(E, 2 * F, D, seed=1), in_nvfp4(E, D, F, seed=2)
-    index = torch.rand(N, E, generator=g).argsort(-1)[:, :k]
-    if choice == "padding":
-        index = torch.where(torch.rand(N, 1, generator=g) < 0.4, E, index)
-    if choice == "some empty":
-        index = index // 2 * 2
-    shapes = ((E, rank, D), (E, 2 * F, rank), (E, rank, F), (E, D, rank)) if rank else ()
-    low_rank = [torch.randn(shape, generator=g) / 4 for shape in shapes]
-    direction = torch.randn(N, D, generator=g, dtype=torch.float64)
-
-    def run(op: Any, device: str, dtype: torch.dtype, *matrices: Any) -> list[Tensor | None]:
-        own = [t.detach().to(device, dtype).requires_grad_() for t in (x, weight, *low_rank)]
-        out = op(own[0], *matrices, index.to(device), own[1], "gelu_tanh", own[2:])
-        (out.double() * direction.to(device)).sum().backward()
-        return [out, *(t.grad for t in own)]
-
-    got = run(experts.expert_mlp, DEVICE, torch.float32, gate_up, down)
-    truth = run(expert_reference.expert_mlp, "cpu", torch.float64, dense(gate_up), dense(down))
-    for mine, true in zip(got, truth, strict=True):
-        assert mine is not None and true is not None and relative_error(mine, true) < FP32
-    with torch.no_grad():
-        of_tokens = index.to(DEVICE), weight.to(DEVICE), "gelu_tanh", [m.to(DEVICE) for m in low_rank]
-        slots = experts.expert_slots(x.to(DEVICE), gate_up, down, *of_tokens)
-    counts = (slots.index_Nk < E)[..., None]
-    assert relative_error(torch.where(counts, slots.values_NkD, 0.0).sum(1), truth[0]) < FP32
-
-
 @pytest.mark.parametrize("kind", ["linear", "experts"])
 def test_other_dtypes_are_refused(kind):
     x, gate_up, down = torch.zeros(1, 16, device=DEVICE), in_nvfp4(1, 32, 16), in_nvfp4(1, 16, 16)

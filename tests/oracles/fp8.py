@@ -1,4 +1,4 @@
-"""The oracle of fp8: what every code stands for, and a product in the dtype of its input."""
+"""The oracle of fp8: the number of every code."""
 
 from __future__ import annotations
 
@@ -20,8 +20,3 @@ def decoded(weight: Fp8, dtype: torch.dtype) -> Tensor:
     """The matrix, from a table of all codes."""
     table = torch.tensor([value(code) for code in range(256)], dtype=torch.float64, device=weight.codes.device)
     return (table[weight.codes.long()] * weight.scale.double()).to(dtype)
-
-
-def fp8_linear(x: Tensor, weight: Fp8) -> Tensor:
-    """`x weight^T`."""
-    return x @ decoded(weight, x.dtype).mT

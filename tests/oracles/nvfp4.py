@@ -1,4 +1,4 @@
-"""The oracle of NVFP4: what every code and every block scale stands for."""
+"""The oracle of NVFP4: the number of every code and of every block scale."""
 
 from __future__ import annotations
 
@@ -23,8 +23,3 @@ def decoded(weight: Nvfp4, dtype: torch.dtype) -> Tensor:
     pairs = torch.stack([weight.codes & 15, weight.codes >> 4], -1).flatten(-2)
     blocks = numbers[pairs.long()].unflatten(-1, (-1, 16)) * scales[weight.block_scale.long()][..., None]
     return (blocks.flatten(-2) * weight.scale.double()).to(dtype)
-
-
-def nvfp4_linear(x: Tensor, weight: Nvfp4) -> Tensor:
-    """`x weight^T`."""
-    return x @ decoded(weight, x.dtype).mT
