@@ -37,10 +37,11 @@ class Assembled(Stored):
 
 
 def stored_apart(directory: Path, names: Names) -> dict[str, Stored]:
-    """`stored_tensors`, with the matrices apart that files of the family have as one."""
-    stored = stored_tensors(directory)
+    """Return `stored_tensors` by the names of the table; a matrix that a file has as several rows of one is apart."""
     found: dict[str, Stored] = {}
-    for hub, place in stored.items():
+    for name, place in stored_tensors(directory).items():
+        if (hub := names.in_table(name)) != name:
+            place = replace(place, inside=(name, 0))
         module, weight, end = hub.rpartition(WEIGHT)
         parts = names.parts_of(module) if names.files_are_fused and weight else [module]
         if len(parts) == 1 or not place.shape or place.shape[0] % len(parts):

@@ -79,7 +79,7 @@ class Stored:
             return name, block
         whole, row = self.inside
         box = block or Block.whole(self.shape)
-        return whole, Block((row + box.offsets[0], *box.offsets[1:]), box.sizes)
+        return whole, Block((row + box.offsets[0], *box.offsets[1:]) if box.offsets else (), box.sizes)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Names:
     modules: parts of Hub names, and the parts that stand for them in transformers' names of modules.
     fused: the last name of a module of transformers that stacks several of our matrices, and the names of these.
     quantised_pieces: as `pieces`, for tensors that files have in pieces only if they are stored in fewer bits.
+    respelt: parts of Hub names as some writers have them, and as the table has them.
     files_are_fused: True where files, too, have the matrix of a fused module in place of ours.
     optional: Hub names of tensors that a file may lack; the model is without them then.
     experts_apart: True where the class that loads the files has the `pieces` as modules of their own, too.
@@ -41,6 +42,7 @@ class Names:
     modules: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     quantised_pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    respelt: tuple[tuple[str, str], ...] = ()
     files_are_fused: bool = False
     optional: tuple[str, ...] = ()
     experts_apart: bool = False
@@ -56,6 +58,12 @@ class Names:
     def to_hub(self, ours: str) -> str | None:
         """The Hub's name of one of our parameters or buffers; None where the table has no such row."""
         return _translated(ours, self._hub) or _begun(ours, self.images)
+
+    def in_table(self, hub: str) -> str:
+        """Return a tensor's name in a file in the spelling of the table."""
+        for other, own in self.respelt:
+            hub = hub.replace(other, own)
+        return hub
 
     def copies(self, hub: str) -> list[str]:
         """A Hub name and those of the modules that transformers has beside it over the same weight."""

@@ -25,6 +25,7 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import forms_of, stored_layers
 from blockdiff.training.plan.sampling import plan_sampling
 from tests.support.closeness import relative_error
+from tests.support.commands import works
 from tests.support.families import CONFIGS
 
 pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.*only weights are rounded")]
@@ -117,6 +118,17 @@ def test_a_released_checkpoint_is_read_as_it_is(name):
     assert not stored_layers(plain)
     for ours, true in zip(outputs(plain, golden), truths, strict=True):
         assert relative_error(ours, true) < 1e-6
+
+
+def test_experts_may_be_those_of_a_module_moe(tmp_path):
+    tensors = {
+        key.replace(".experts.", ".moe.experts."): x for key, x in tensors_of(RELEASED / "tiny_modelopt").items()
+    }
+    respelt = load(written(tmp_path / "moe", tensors, RELEASED / "tiny_modelopt"), dtype="auto")
+    expected = load(RELEASED / "tiny_modelopt", dtype="auto").state_dict()
+    assert all(is_same(x, expected[name]) for name, x in respelt.state_dict().items())
+    again = tensors_of(blockdiff.save(respelt, tmp_path / "again"))
+    assert tensors_of(RELEASED / "tiny_modelopt").keys() <= again.keys()
 
 
 def test_gate_and_up_of_one_expert_may_have_scales_of_their_own():
@@ -217,8 +229,9 @@ def test_a_word_adds_to_what_is_stored_so_already(base, tmp_path):
     assert all(map(torch.equal, *experts)) and forms_of(mixed) == ("fp8", "nvfp4")
 
 
-def test_released_configs_say_what_a_plan_counts():
-    for name in ("tiny_modelopt", "tiny_ct"):
+def test_released_files_are_inspected_and_planned():
+    for name, matrices in (("tiny_modelopt", "24 matrices of them in NVFP4 of ModelOpt"), ("tiny_ct", "of compressed")):
+        assert matrices in works("inspect", RELEASED / name)
         model = load(RELEASED / name, dtype="auto")
         plan = plan_sampling(checkpoint.read_config(RELEASED / name), torch.bfloat16, device="cpu")
         assert plan.weights == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))

@@ -57,4 +57,5 @@ NAMES = Names(
         (".experts.gate_up_proj", (".experts.[].gate_proj.weight", ".experts.[].up_proj.weight")),
         (".experts.down_proj", (".experts.[].down_proj.weight",)),
     ),
+    respelt=((".moe.experts.", ".experts."),),  # vLLM's name of the module, in some files in NVFP4
 )
