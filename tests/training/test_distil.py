@@ -128,7 +128,8 @@ def inputs(tmp_path_factory):
     """A recipe that distils a little checkpoint with random weights, which is asked to be sure of little."""
     folder = tmp_path_factory.mktemp("inputs")
     tokenizer = character_tokenizer(alphabet(4))
-    save_preset(folder / "base.json", LITTLE)
+    blocks = {"moe_intermediate_size": 16}  # of weights in four bits
+    save_preset(folder / "base.json", {**LITTLE, "text_config": {**LITTLE["text_config"], **blocks}})
     generation = Generation(stability=0, confidence=0.9, t_max=0.04, t_min=0.02, entropy_bound=1.0, max_steps=4)
     model = checkpoint.init(str(folder / "base.json"), seed=3)
     checkpoint.save(model, folder / "base", tokenizer=tokenizer, generation=generation)
@@ -158,9 +159,9 @@ class Keeping(blockdiff.Callback):
         self.weights = {name: x.clone() for name, x in trainer.built.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("lora", ["none", {"rank": 2}])
-def test_a_resumed_run_ends_where_an_undisturbed_one_does(inputs, tmp_path, lora):
-    asked = inputs | {"lora": lora}
+@pytest.mark.parametrize(("lora", "quantize"), [("none", None), ({"rank": 2}, "nvfp4")])
+def test_a_resumed_run_ends_where_an_undisturbed_one_does(inputs, tmp_path, lora, quantize):
+    asked = inputs | {"lora": lora, "model": inputs["model"] | {"quantize": quantize}}
     keeping = Keeping()
     whole = blockdiff.train(asked, ["train.log_every=4"], tmp_path / "whole", callbacks=[keeping])
     with pytest.raises(KeyboardInterrupt):
@@ -170,7 +171,7 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(inputs, tmp_path, lora
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     [record] = reproducible(whole.records)  # of all four steps, two of which were before the checkpoint
     assert reproducible(again.records) == [record] and 0 < record["rollout_settled"] < 1
-    base = checkpoint.load(inputs["model"]["path"]).state_dict()
+    base = checkpoint.load(inputs["model"]["path"], quantize=quantize).state_dict()
     changed = {name for name in base if not torch.equal(base[name], keeping.weights.get(name, base[name]))}
     assert bool(changed) == (lora == "none")
     assert (lora == "none") or all("lora" in name for name in one)

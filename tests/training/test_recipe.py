@@ -146,6 +146,7 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
         ("model: {lora: 1}", "unknown key model.lora; did you mean lora?"),
         ("train: {num_train_epochs: 1}", "unknown key train.num_train_epochs; did you mean train.epochs?"),
         ("learning_rate: 1", "unknown key learning_rate; did you mean optim.lr?"),
+        ("model: {load_in_4bit: true}", "did you mean model.quantize (nvfp4 under lora)?"),
         ("lora: {r: 8}", "unknown key lora.r; did you mean lora.rank?"),
         ("lora: {target_modules: all-linear}", "unknown key lora.target_modules; did you mean lora.parts"),
         ("val_set_size: 0.1", "unknown key val_set_size; did you mean data.heldout"),
