@@ -37,22 +37,25 @@ class Assembled(Stored):
 
 
 def stored_apart(directory: Path, names: Names) -> dict[str, Stored]:
-    """Return `stored_tensors` by the names of the table; a matrix that a file has as several rows of one is apart."""
-    found: dict[str, Stored] = {}
-    for name, place in stored_tensors(directory).items():
-        if (hub := names.in_table(name)) != name:
-            place = replace(place, inside=(name, 0))
+    """Return `stored_tensors` by the names of the family's table.
+
+    If files of the family stack several matrices in one tensor, each matrix has an entry for its rows.
+    """
+    matrices: dict[str, Stored] = {}
+    for name, tensor in stored_tensors(directory).items():
+        hub = names.in_table(name)
+        tensor = tensor if hub == name else replace(tensor, inside=(name, 0))
         module, weight, end = hub.rpartition(WEIGHT)
         parts = names.parts_of(module) if names.files_are_fused and weight else [module]
-        if len(parts) == 1 or not place.shape or place.shape[0] % len(parts):
-            found |= {part + weight + end: place for part in parts}
+        if len(parts) == 1 or not tensor.shape or tensor.shape[0] % len(parts):
+            matrices |= {part + weight + end: tensor for part in parts}
             continue
-        rows = place.shape[0] // len(parts)
+        rows = tensor.shape[0] // len(parts)
         for n, part in enumerate(parts):
-            found[part + weight + end] = replace(
-                place, shape=(rows, *place.shape[1:]), nbytes=place.nbytes // len(parts), inside=(hub, n * rows)
+            matrices[part + weight + end] = replace(
+                tensor, shape=(rows, *tensor.shape[1:]), nbytes=tensor.nbytes // len(parts), inside=(hub, n * rows)
             )
-    return found
+    return matrices
 
 
 def fused_in_files(sources: Mapping[str, TensorSource], names: Names) -> dict[str, TensorSource]:

@@ -61,8 +61,8 @@ class Names:
 
     def in_table(self, hub: str) -> str:
         """Return a tensor's name in a file in the spelling of the table."""
-        for other, own in self.respelt:
-            hub = hub.replace(other, own)
+        for other, ours in self.respelt:
+            hub = hub.replace(other, ours)
         return hub
 
     def copies(self, hub: str) -> list[str]:
