@@ -35,20 +35,18 @@ VAGUE = {"Eight", "asked", "at", "found", "given", "how", "its", "kept"}
 VAGUE |= {"left", "made", "of", "own", "place", "said", "sent", "wanted"}
 # The bindings of such names that each part still has. A number here only ever falls: lower it with the code.
 VAGUE_COUNTS = {
-    "blockdiff": 37,
+    "blockdiff": 30,
     "blockdiff/checkpoint": 124,
-    "blockdiff/data": 133,
+    "blockdiff/data": 124,
     "blockdiff/decisions": 19,
     "blockdiff/evals": 30,
-    "blockdiff/kernels": 0,
-    "blockdiff/layers": 0,
     "blockdiff/models": 53,
     "blockdiff/parallel": 13,
     "blockdiff/plots": 23,
     "blockdiff/rl": 16,
     "blockdiff/sampling": 256,
     "blockdiff/serving": 92,
-    "blockdiff/training": 113,
+    "blockdiff/training": 41,
     "cli": 66,
 }
 
