@@ -45,7 +45,7 @@ def reader_of(model: BlockDiffusionModel, settings: SamplingSettings, asking: As
 
 
 def temperatures(model: BlockDiffusionModel, settings: SamplingSettings, asking: Asking) -> TemperatureOf:
-    """The temperature of each question, by its own fit or that of its type; None where nothing was fitted."""
+    """The temperature of each question, by its own fit or that of its type; None if nothing was fitted."""
     fits, reader = settings.diffusion.calibration, reader_of(model, settings, asking)
 
     def found(question: Question) -> float | None:

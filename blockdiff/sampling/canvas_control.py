@@ -23,16 +23,17 @@ NUMBERS = 4 << 20  # the most numbers, one for each (position, class), in a colu
 
 @dataclass(frozen=True, eq=False)
 class CanvasControl:
-    """The control of B canvases that tell the same classes of tokens apart, on the model's device.
+    """The control of B canvases that share one division of the tokens into classes, on the model's device.
 
-    pinned_BL: tokens that are given at every step, FREE elsewhere; start_BL: tokens that the first step sees, FREE
-    where it sees noise (None: noise alone). rows: which canvases of a step they are (None: all). tail: the number of
-    their first places that the prompt's last tokens have, of which the automaton reads none.
+    pinned_BL: tokens that are given at every step, FREE elsewhere; start_BL: input tokens of the first step, FREE at
+    positions that get noise (None: noise everywhere). rows: the indices of these canvases in a step's batch (None: all
+    of it). tail: the number of first positions that hold the prompt's last tokens, which the automaton does not read.
 
-    classes: the tokens that can stand in the free places, as one class where no automaton decides (None: every token).
-    is_seen_BV, factor_B: the tokens that a penalty makes less likely, and by how much (None: no canvas has one). The
-    fields after `automaton` come with it: the states before the canvases and, as is_final_BS, those allowed after them,
-    the places at which no response can end, and the addresses of their draws: seeds and numbers of the canvases.
+    classes: the tokens that are allowed at free positions, as one class if no automaton decides (None: every token).
+    is_seen_BV, factor_B: the tokens that a repetition penalty makes less likely, and its factor (None: no canvas has a
+    penalty). The fields after `automaton` are set together with it: state_B, the automaton's state before each canvas;
+    is_final_BS, the states allowed after it; is_text_BL, the positions at which the response cannot end; seed_B and
+    number_B, the seed of the draws and the index of the canvas.
     """
 
     pinned_BL: Tensor
@@ -51,16 +52,16 @@ class CanvasControl:
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """The tensors of canvases, by name."""
+        """The fields that are tensors, by name."""
         return {each.name: x for each in fields(self) if isinstance(x := getattr(self, each.name), Tensor)}
 
     @property
     def key(self) -> Hashable:
-        """A key by which equally many canvases launch the same."""
+        """A key that is equal for controls whose steps launch the same kernels, if they have equally many canvases."""
         return self.classes, self.automaton, self.factor_B is None, self.tail
 
     def behind(self, tokens: Sequence[int]) -> CanvasControl:
-        """The control of canvases that have tokens of the prompt before these places."""
+        """Return the control of canvases that begin with `tokens`, the last ones of the prompt, pinned."""
         if not tokens:
             return self
         count, padded = len(tokens), dict[str, Any]()
@@ -71,7 +72,10 @@ class CanvasControl:
         return replace(self, tail=count, **padded)
 
     def in_buffers(self, buffers: dict[str, Tensor], most: int, count: int) -> CanvasControl:
-        """The same of `count` canvases, perhaps more, in buffers for `most` canvases that stay where they are."""
+        """Return the control of `count` canvases as views of fixed buffers that hold up to `most`.
+
+        buffers: by field, made here at the first use; rows beyond these canvases are set to 0, as padding.
+        """
         parts = dict[str, Any]()
         for name, x in self.tensors.items():
             if name not in buffers:
@@ -84,10 +88,10 @@ class CanvasControl:
 
 
 def grouped(controls: Sequence[CanvasControl | None]) -> list[CanvasControl]:
-    """The controls of the canvases of a step, joined where they tell the same classes of tokens apart.
+    """Join the controls of a step's canvases that have the same classes of tokens.
 
-    None stands for one canvas without control. Canvases in which every token may stand anywhere are in no group, and a
-    group is not too large.
+    A None in `controls` is one canvas without control. Canvases whose positions all allow every token are in no group.
+    A group is split if its positions times classes exceed `NUMBERS`.
     """
     groups: dict[Hashable, list[tuple[int, CanvasControl]]] = {}
     count = 0
@@ -110,7 +114,7 @@ def grouped(controls: Sequence[CanvasControl | None]) -> list[CanvasControl]:
 
 
 def _joined(controls: list[CanvasControl]) -> CanvasControl:
-    """Controls of the same classes as one, without the tokens that first steps see."""
+    """Concatenate controls of the same classes into one, without `start_BL`."""
     if any(each.factor_B is not None for each in controls):
         controls = [_with_penalty(each, controls) for each in controls]
     columns = [replace(each, start_BL=None).tensors for each in controls]
@@ -119,7 +123,7 @@ def _joined(controls: list[CanvasControl]) -> CanvasControl:
 
 
 def _with_penalty(control: CanvasControl, others: list[CanvasControl]) -> CanvasControl:
-    """A control with a penalty as others have one; without one of its own it changes nothing."""
+    """Give a control the penalty tensors that others have; with its own factor of 1 they change nothing."""
     if control.factor_B is not None:
         return control
     seen_BV = next(each.is_seen_BV for each in others if each.is_seen_BV is not None)

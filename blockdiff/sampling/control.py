@@ -40,18 +40,18 @@ NOISE = 0.5  # of a draft for which no other level is asked
 
 @dataclass(eq=False)
 class Control:
-    """The control of one response, whose committed tokens it must `take` in their order.
+    """The control of one response. Pass committed tokens to `take` in their order.
 
-    max_tokens, max_steps: the most tokens of the response, and steps of a canvas; device: the model's. pins: tokens
-    that are given, over whole canvases, FREE between them (None: none is). start: tokens over whole canvases from which
-    denoising starts, each replaced by noise with probability `noise`. penalty: the factor by which tokens that were
-    seen before are less likely. classes, automaton: those of `CanvasControl`, the automaton on the CPU. open_NS: from
-    which states a response can be completed, by the number of tokens that are left, of which more than there are rows
-    make no difference; min_tokens, early_NS: the tokens before which none ends it, and the same states by the number of
-    tokens that are left of these.
+    max_tokens, max_steps: the most tokens of the response and the most steps of a canvas; device: the model's. pins:
+    given tokens over whole canvases, FREE between them (None: no token is given). start: tokens over whole canvases
+    from which denoising starts, each replaced with noise with probability `noise`. penalty: the factor that makes
+    tokens less likely that occurred before. classes, automaton: as in `CanvasControl`, the automaton on the CPU.
+    open_NS: row n has the states from which n more tokens can complete the response; the last row also holds for larger
+    n. min_tokens: the number of tokens before which the response cannot end; early_NS: the states from which it can be
+    completed, by the number of tokens still missing from `min_tokens`.
 
-    num_taken: the number of tokens taken; state, is_seen_V: the automaton's state after them, and which tokens they and
-    the prompt have.
+    num_taken: the number of tokens taken; state: the automaton's state after them; is_seen_V: the tokens that they and
+    the prompt contain.
     """
 
     canvas_length: int
@@ -72,9 +72,9 @@ class Control:
     is_seen_V: Tensor | None = None
 
     def begin(self, seed: int, tail: Sequence[int] = ()) -> CanvasControl:
-        """The control of the canvas that follows the tokens taken; `seed` is that of the request's draws.
+        """Return the control of the canvas that follows the tokens taken.
 
-        tail: the prompt's last tokens, with which the canvas begins.
+        seed: that of the request's draws; tail: the prompt's last tokens, if the canvas begins with them.
         """
         L, seen_V = self.canvas_length - len(tail), self.is_seen_V
         seen_BV, number = None if seen_V is None else seen_V[None].clone(), self._number
@@ -87,21 +87,21 @@ class Control:
 
     @property
     def _number(self) -> int:
-        """The number of the canvas that follows the tokens taken, of which the first may have had some less."""
+        """The index of the next canvas. Rounded up, because the first canvas may have begun with the prompt's tail."""
         return -(-self.num_taken // self.canvas_length)
 
     @property
     def first_step(self) -> int:
-        """The step at which the next canvas enters the schedule: later than 0 where it starts from given tokens."""
+        """The step at which the next canvas begins: 0, or later if it starts from a draft."""
         if self.num_taken >= len(self.start):
             return 0
         return min(self.max_steps - 1, round(self.max_steps * (1 - self.noise)))
 
     def next_tokens(self, draft: Sequence[int], first: int, count: int, seed: int) -> CanvasControl:
-        """The control of `count` tokens as next-token sampling has it, which draws one after the other.
+        """Return the control of `count` single tokens, as next-token sampling draws them one after another.
 
-        The draft follows the tokens taken. The tokens are those in its places from `first` on, and perhaps the one
-        after its end, each after the draft's tokens before it.
+        The draft follows the tokens taken. The tokens are those at its positions from `first` on, each after the
+        draft's tokens before it; the last one may be the position after the draft's end.
         """
         states, seen_BV, state = [], None, self.state
         if self.is_seen_V is not None:
@@ -118,7 +118,7 @@ class Control:
         return self._canvases(first, 1, first, states, seed, seen_BV)
 
     def possible(self, draft: Sequence[int]) -> list[int]:
-        """The tokens of a draft, up to the first that cannot stand after those taken; what is given is taken over."""
+        """Return a draft's tokens up to the first that the control excludes. Pinned tokens replace the draft's."""
         found, state = list[int](), self.state
         for place, token in enumerate(draft, self.num_taken):
             pinned = FREE if self.pins is None else self.pins[place]
@@ -131,7 +131,7 @@ class Control:
         return found
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Go on after the next committed tokens."""
+        """Advance the control by committed tokens."""
         self.num_taken += len(tokens)
         if self.automaton is not None:
             self.state = self.automaton.run(tokens, self.state)
@@ -140,20 +140,20 @@ class Control:
 
     @property
     def obstacle(self) -> str | None:
-        """The error of the tokens taken; None while a response that was asked for can follow from them.
+        """An error message if no valid response can follow the tokens taken, else None.
 
-        Tokens that `predict` gives never are in error.
+        Tokens that `predict` returns never cause it.
         """
         if self.automaton is None or bool(self._is_open(self.num_taken)[self.state]):
             return None
         return "the response left its constraint; commit the argmax canvases that predict gives"
 
     def copy(self) -> Control:
-        """The control of another response to the same request."""
+        """Return the control of another response to the same request."""
         return replace(self, is_seen_V=None if self.is_seen_V is None else self.is_seen_V.clone())
 
     def _is_open(self, place: int) -> Tensor:
-        """The states from which the response from this place on can be completed, bool [S + 1]."""
+        """Return the states before position `place` from which the response can be completed, bool [S + 1]."""
         assert self.open_NS is not None
         if self.early_NS is not None and place <= self.min_tokens:
             return self.early_NS[min(self.min_tokens - place, len(self.early_NS) - 1)]
@@ -162,9 +162,10 @@ class Control:
     def _canvases(
         self, first: int, length: int, number: int, states: list[int], seed: int, seen_BV: Tensor | None
     ) -> CanvasControl:
-        """The control of canvases of `length` tokens, which follow one another from the place `first` of the response.
+        """Return the control of consecutive canvases of `length` tokens, from the response's position `first` on.
 
-        number: of the first one; states, seen_BV: the states before them, and the tokens that were seen before them.
+        number: the index of the first canvas; states: the automaton's state before each canvas; seen_BV: the tokens
+        that occurred before each canvas (None: no penalty).
         """
         B, device, parts = len(states), self.device, dict[str, Any]()
         given_BL = pinned_BL = torch.full((B, length), FREE)
@@ -202,10 +203,10 @@ def compile_control(
     device: torch.device | str = "cpu",
     by_head: bool = False,
 ) -> Control | None:
-    """The control of a request, None if it asks for none; RequestError says what of it cannot be.
+    """Compile the control of a request; None if the request has none.
 
-    max_tokens: the most of the response; a template has as many as it needs. by_head: whether the next-token head
-    decides every token.
+    max_tokens: the most tokens of the response; a template sets its own number. by_head: whether the next-token head
+    decides every token. Raises RequestError for a control that cannot be satisfied.
     """
     if not request.control_in_words:
         return None
@@ -262,7 +263,7 @@ def compile_control(
 
 
 def _open(automaton: TokenAutomaton, pins: list[int] | None, max_tokens: int) -> Tensor:
-    """`Control.open_NS`; RequestError where no response can be completed."""
+    """Return `Control.open_NS`; RequestError if no response can be completed."""
     open_NS = completable(automaton, max_tokens) if pins is None else completable_pins(automaton, tuple(pins))
     if bool(open_NS[-1, 0]):
         return open_NS
@@ -274,7 +275,7 @@ def _open(automaton: TokenAutomaton, pins: list[int] | None, max_tokens: int) ->
 
 
 def _early(automaton: TokenAutomaton, min_tokens: int, max_tokens: int) -> Tensor:
-    """`Control.early_NS`; RequestError if no response is so long."""
+    """Return `Control.early_NS`; RequestError if no response of at least `min_tokens` tokens can be completed."""
     if min_tokens <= max_tokens:
         early_NS = completable_later(automaton, min_tokens, max_tokens - min_tokens)
         if bool(early_NS[-1, 0]):
@@ -286,17 +287,18 @@ def _early(automaton: TokenAutomaton, min_tokens: int, max_tokens: int) -> Tenso
 
 
 def require_tokenizer(name: str, settings: SamplingSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer that a control's texts need; RequestError where there is none."""
+    """Return the tokenizer; RequestError, which names the field `name` that needs it, if there is none."""
     if settings.tokenizer is None:
         raise RequestError(f"the words of {name} need a tokenizer, and there is none")
     return settings.tokenizer
 
 
 def _pins(request: Request, settings: SamplingSettings, tail: int, by_head: bool) -> list[int] | None:
-    """The template's texts, each tokenised alone, over as many canvases as it needs, with eos after its end.
+    """Return the template's tokens over whole canvases, FREE in its holes, with eos and fill after its end.
 
-    tail: the number of places of the first canvas that the prompt has. by_head: one eos at least, so that the answer is
-    the same whatever canvases draft it; without a head a template that fills its last canvas has none.
+    Each text is tokenised by itself. None without a template. tail: the number of positions of the first canvas that
+    hold prompt tokens. by_head: add at least one eos, so that the answer does not depend on the canvas length; without
+    a head, a template that fills its last canvas gets no eos.
     """
     if request.template is None:
         return None
@@ -324,7 +326,7 @@ def _pins(request: Request, settings: SamplingSettings, tail: int, by_head: bool
 
 
 def _start(request: Request, settings: SamplingSettings, max_tokens: int, tail: int) -> list[int]:
-    """The tokens of the draft over whole canvases, with eos (noise, where there is none) after its end."""
+    """Return the draft's tokens over whole canvases, followed by eos and fill, or by noise if there is no eos."""
     if request.draft is None:
         return []
     if not settings.denoises:
@@ -341,7 +343,7 @@ def _start(request: Request, settings: SamplingSettings, max_tokens: int, tail: 
 
 
 def _languages(request: Request, settings: SamplingSettings) -> tuple[ByteAutomaton, ...]:
-    """The automata that the bytes of the text must satisfy: of the constraint, and of all texts without banned ones."""
+    """Return the automata that the response's bytes must satisfy, for the constraint and for banned texts."""
     found = []
     if request.regex is not None or request.json_schema is not None:
         require_tokenizer("a constraint", settings)
@@ -370,9 +372,9 @@ def _automaton(
     banned: tuple[int, ...],
     is_text: bool,
 ) -> TokenAutomaton:
-    """The automaton over tokens of all languages at once, made once for each set of them and tokenizer.
+    """Return the automaton over tokens of the texts that are in all languages; cached.
 
-    Without a tokenizer no token has a text.
+    tokenizer: None if no token needs its text. is_text: whether tokens without a text are excluded before the end.
     """
     tokens = Tokens((), vocab_size) if tokenizer is None else token_texts(tokenizer, vocab_size)
     language = functools.reduce(ByteAutomaton.both, languages)
@@ -389,9 +391,9 @@ def _one_class(
     banned: tuple[int, ...],
     device: torch.device,
 ) -> Classes:
-    """The tokens that can stand anywhere, as one class: all, or those of a text of the tokenizer, but the banned.
+    """Return the allowed tokens as one class: all of them, or with a tokenizer its text tokens, minus the banned ones.
 
-    Requests of the same tokens have the same object: their canvases are computed together.
+    Cached: equal requests get the same object, so that their canvases are computed together.
     """
     class_V = torch.zeros(vocab_size, dtype=torch.int64)
     if tokenizer is not None:

@@ -149,7 +149,7 @@ class RunningDecision:
         return [by_space_SNX.amax(0) for by_space_SNX in self._by_space()]
 
     def answers(self, temperature_of: TemperatureOf = uncalibrated) -> list[Answer]:
-        """The answers to the questions, in order; RequestError where a draw could not be read."""
+        """The answers to the questions, in order; RequestError if a draw could not be read."""
         for read in self.reads:
             read.require_read()
         questions = [question for asked in self.asked for question in asked.questions]

@@ -24,7 +24,7 @@ Chunk = tuple["Sequence", int]  # a sequence, and how many of its tokens are enc
 
 
 class CapturedEncode:
-    """The call that encodes equally many tokens behind each of at most `most` rows, captured by that number.
+    """Encodes the same number of tokens behind each of at most `most` rows, in one CUDA graph per number of tokens.
 
     longest: the most tokens of a row.
     """
@@ -35,13 +35,16 @@ class CapturedEncode:
         self._buffers: dict[int, tuple[StepBuffers, Tensor, Tensor]] = {}  # by the number of tokens
 
     def takes(self, chunks: abc.Sequence[Chunk]) -> bool:
-        """True for a call of drafts to be verified that have equally many tokens."""
+        """True if the chunks are drafts to be verified that all have the same number of tokens."""
         counts = {count for _, count in chunks}
         fits = len(counts) == 1 and max(counts) <= self.longest and len(chunks) <= self.most
         return fits and all(each.round.proposal is not None and each.may_capture for each, _ in chunks)
 
     def __call__(self, rows: abc.Sequence[PagedRow], tokens_BT: Tensor) -> Tensor:
-        """Hidden states [B, T, D] of the tokens, which are written into the rows' pages; see `Pages.encode`."""
+        """Return the hidden states [B, T, D] of the tokens and write their keys and values to pages.
+
+        See `Pages.encode`.
+        """
         model, (B, T) = self.pages.model, tokens_BT.shape
         if T not in self._buffers:
             given_BT = torch.zeros(self.padded, T, dtype=torch.int64, device=model.device)
@@ -61,9 +64,9 @@ class CapturedEncode:
 
 
 class Encoding:
-    """Encodes chunks of sequences; tokens: the number encoded so far, padding included.
+    """Encodes chunks of sequences. tokens: the number of tokens encoded so far, padding included.
 
-    captured: the call that verifies drafts where it can be captured (None: it cannot).
+    captured: the captured call that verifies drafts (None: none is captured).
     """
 
     def __init__(self, pages: Pages):
@@ -73,7 +76,7 @@ class Encoding:
     def encode(self, chunks: abc.Sequence[Chunk]) -> list[Sequence]:
         """Encode chunks, and score the tokens of sequences that ask for scores.
 
-        Returns the sequences whose encoded tokens the head has to read before any of them is accepted.
+        Returns the sequences whose encoded tokens the next-token head must verify before they are accepted.
         """
         waiting = list["Sequence"]()
         for call in self._batches(self._with_features(chunks)):
@@ -96,9 +99,9 @@ class Encoding:
         return waiting
 
     def _with_features(self, chunks: abc.Sequence[Chunk]) -> abc.Sequence[Chunk]:
-        """The chunks that can be encoded, once the features of all their images are made, in one call.
+        """Compute the features of all images of the chunks in one call, and return the chunks that can be encoded.
 
-        Where the model has no image tensors, that is the error of all sequences with an image.
+        If the model has no image tensors, all sequences with images get an error and are left out.
         """
         images = [placed.image for each, count in chunks for placed in each.placed_images(each.num_computed, count)]
         if not images:
@@ -113,7 +116,7 @@ class Encoding:
         return chunks
 
     def _batches(self, chunks: abc.Sequence[Chunk]) -> abc.Iterator[list[Chunk]]:
-        """The chunks of each call: of similar lengths, so that little of a call is padding."""
+        """Yield the chunks of each call, grouped by length so that at most half of a row is padding."""
         call: list[Chunk] = []
         for chunk in sorted(chunks, key=lambda chunk: -chunk[1]):
             if call and 2 * chunk[1] < call[0][1]:
@@ -125,7 +128,7 @@ class Encoding:
 
 
 def accept(sequence: Sequence, end: int, pages: Pages) -> None:
-    """Let the encoded tokens before column `end` stand that are in token_ids, and drop those after them."""
+    """Accept a sequence's encoded tokens before column `end`, and drop the encoded ones after it."""
     row, hidden_TD, sequence.hidden_TD = sequence.paged, sequence.hidden_TD, None
     assert row is not None and hidden_TD is not None
     start, end = row.accepted, min(end, len(sequence.token_ids))
@@ -140,7 +143,7 @@ def accept(sequence: Sequence, end: int, pages: Pages) -> None:
 
 
 def score_end(sequence: Sequence, model: BlockDiffusionModel) -> None:
-    """Score the last token of a response behind whose other tokens nothing is left to encode."""
+    """Score the last token of an ended response whose other tokens are all encoded."""
     is_ended = sequence.finish_reason is not None and sequence.error is None
     if is_ended and sequence.is_scored and not sequence.num_uncomputed:
         assert sequence.last_hidden_D is not None
@@ -148,9 +151,9 @@ def score_end(sequence: Sequence, model: BlockDiffusionModel) -> None:
 
 
 def _score(sequence: Sequence, start: int, hidden_TD: Tensor, model: BlockDiffusionModel) -> None:
-    """Score the tokens of a sequence that the columns from `start` on, and the one before them, predict.
+    """Score the tokens that the hidden states before column `start` and from it on predict.
 
-    A sequence that is encoded again keeps its scores and goes on after them.
+    A sequence that is encoded again keeps its scores and adds only new ones.
     """
     end, before_D = start + len(hidden_TD), sequence.last_hidden_D
     if len(hidden_TD):

@@ -1,8 +1,8 @@
-"""The engine: many requests at once, each with its own seed, settings and prefix, a denoising step at a time.
+"""The engine: runs many requests together, each with its own seed, settings and prefix, one denoising step at a time.
 
-One step encodes chunks of prompts and whatever rounds have proposed or committed, lets the rounds settle what was
-encoded, and lets every running sequence's round propose (`rounds`). `Scheduler` chooses the sequences that run,
-`Encoding` encodes, and prefixes are in `Pages`.
+A step encodes chunks of prompts and the tokens that rounds proposed or committed, lets the rounds settle the encoded
+proposals, and then lets the round of every running sequence propose (`rounds`). `Scheduler` chooses the running
+sequences, `Encoding` encodes, and `Pages` holds the prefixes.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Event = Step | Verification | CommittedCanvas | Result
 
 @dataclass(frozen=True)
 class Load:
-    """Counts of an engine: sequences that wait and rows that are denoised, and by kind of layer its pages.
+    """Counts of an engine: waiting sequences, denoised rows, and pages by kind of layer.
 
-    pages: in use; shared: those of them that several rows refer to; cached: not in use, but their tokens can be shared.
+    pages: in use; shared: in use by several rows; cached: not in use, but kept because their tokens can be shared.
     """
 
     waiting: int
@@ -61,20 +61,22 @@ class Load:
 
 
 class Engine(OneCaller):
-    """Answers requests as they come. `submit` them, call `step` until it is False, and read `events` in between.
+    """Answers requests: `submit` them, call `step` until it returns False, and read `events` in between.
 
-    `sampling_settings` says which of tokenizer, generation, diffusion and strategy may be left out, and what then takes
-    their place; `settings` stands for all four. `seed` is what the seeds of requests that bring none follow from.
+    `sampling_settings` documents the defaults of tokenizer, generation, diffusion and strategy; `settings` replaces all
+    four. Requests without a seed derive theirs from `seed`.
 
-    max_rows: requests that run at the same time; max_waiting: requests that may wait for it; tokens_per_step: the most
-    tokens that a step encodes and denoises, as far as prompts can wait (None: twice the canvases of `max_rows` rows);
-    page_tokens: of `Pages`; capacity: tokens that all rows may have together (None: as many as memory has room for when
-    the first request comes); layers with a window get pages for what they see of `max_rows` rows; chunk_tokens: prompts
-    are encoded in chunks of so many tokens, in whole blocks if the model's clean tokens see such; pages: where prefixes
-    lie (None: pages of its own); graphs: whether steps that can be are captured in CUDA graphs and replayed (None: on a
-    GPU, where attention reads pages); buckets: row counts that captured steps are padded to (None: `row_counts`).
+    max_rows: the most requests that run together; max_waiting: the most requests that wait; tokens_per_step: the most
+    tokens that a step encodes and denoises, beyond which prompts wait (None: twice the canvases of `max_rows` rows);
+    page_tokens: as in `Pages`; capacity: the most tokens that all rows hold together (None: as many as memory allows
+    when the first request arrives), where layers with a window only get pages for the windows of `max_rows` rows;
+    chunk_tokens: the length of the chunks in which prompts are encoded, rounded up to whole blocks if the model's clean
+    tokens see blocks; pages: the store of prefixes (None: the engine makes its own); graphs: whether steps are captured
+    in CUDA graphs and replayed if possible (None: on a GPU, if attention reads pages); buckets: the row counts that
+    captured steps are padded to (None: `row_counts`).
 
-    One thread at a time may call the engine, and nobody after `close`; else EngineError is raised, and nothing is lost.
+    Only one thread at a time may call the engine, and none after `close`; any other call raises EngineError and changes
+    nothing.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Engine(OneCaller):
         self._now = 0  # steps so far
 
     def _make_buffers(self) -> None:
-        """Make the buffers of calls over `most_rows` rows, and graphs that are empty; no row is in them."""
+        """Make empty buffers for calls over `most_rows` rows, and an empty set of graphs."""
         rows, model, settings = self.most_rows, self.model, self.settings
         graphs = self._graphs = Graphs(self._capture, self._buckets or row_counts(rows))
         graphs.follow(self.pages.weight_addresses)
@@ -143,10 +145,11 @@ class Engine(OneCaller):
 
     @one_caller
     def submit(self, request: Request, watch: bool = False, draws: list[Sequence] | None = None) -> str | int:
-        """Take a request, and return its id; with `watch` each of its steps is an event, and costs a copy to the host.
+        """Add a request and return its id.
 
-        draws: what `prepare_sequences` has made of the request, perhaps in another thread (None: it is made here).
-        Raises RequestError for one that cannot be answered, and Full where too many wait already.
+        watch: make each of its steps an event, at the cost of a copy to the host. draws: the result of
+        `prepare_sequences`, made perhaps in another thread (None: it is called here). Raises RequestError for a request
+        that cannot be answered, and Full if `max_waiting` requests already wait.
         """
         if not isinstance(request, Request):
             kind = type(request).__name__
@@ -166,10 +169,10 @@ class Engine(OneCaller):
         events: list[tuple[Sequence, Event]] | None = None,
         captures: bool = True,
     ) -> None:
-        """Take all draws of a request, as `submit` does; ids may come several times, and `cancel` finds none.
+        """Add all draws of a request, as `submit` does, but without a check of its id; `cancel` does not find it.
 
-        events: gets the events, each after its sequence (None: they are among those of `events`); captures: whether
-        steps of these rows may be captured.
+        events: the list that gets pairs of a sequence and an event (None: `events` returns the events); captures:
+        whether steps of these rows may be captured.
         """
         first = draws[0]
         num_tokens = len(first.prompt_tokens) + first.max_tokens
@@ -191,7 +194,7 @@ class Engine(OneCaller):
 
     @one_caller
     def cancel(self, id: str | int) -> bool:
-        """End a request with the tokens that it has; False where no request of this id is being answered."""
+        """End a request with the tokens it has so far; False if no unanswered request has this id."""
         first = self._sequences.get(id)
         for draw in [] if first is None else [each for each in first.draws if not each.is_done]:
             draw.finish_reason = "cancelled"
@@ -200,20 +203,20 @@ class Engine(OneCaller):
 
     @one_caller
     def clear(self) -> None:
-        """Drop all unanswered requests, without results, and give back their pages; new requests may be submitted."""
+        """Drop all unanswered requests without results and free their pages; new requests may be submitted."""
         self.drop([*self._scheduler.waiting, *self._scheduler.admitted])
         self._sequences.clear()
         self._events.clear()
 
     def close(self) -> None:
-        """Drop all unanswered requests, without results, and give back their pages; no other call may follow."""
+        """Drop all unanswered requests without results and free their pages; no other call may follow."""
         if not self.is_closed:
             self.clear()
             self.is_closed = True
 
     @one_caller
     def drop(self, firsts: abc.Collection[Sequence]) -> None:
-        """Drop those of some requests, by their first draws, that are unanswered, and give back their pages."""
+        """Drop the unanswered ones of some requests, each given by its first draw, and free their pages."""
         for first in firsts:
             left = [draw for draw in first.draws if not draw.is_done]
             for draw in left:
@@ -225,20 +228,23 @@ class Engine(OneCaller):
 
     @one_caller
     def limit(self, max_rows: int) -> None:
-        """Set how many requests run at the same time; where more than ever before may, those that run begin anew."""
+        """Set the largest number of requests that run together.
+
+        Raising it above its previous maximum restarts the canvases that are being denoised.
+        """
         if max_rows > self.most_rows:
             self.most_rows = max_rows
             self._begin_anew()
         self._scheduler.limit(max_rows)
 
     def _leave_graphs(self, error: BrokenCapture) -> None:
-        """Go on without captured steps, and without anything that the broken capture has touched."""
+        """Continue without captured steps, in new buffers, because a broken capture may have damaged the old ones."""
         warn_of_no_graphs(error)
         self._capture = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Go on in new buffers; the canvases that run are drawn again, with the same numbers."""
+        """Make new buffers. Canvases under way are denoised again from their first step, with the same draws."""
         self._scheduler.preempt_all()
         denoised = self.denoised_canvases
         self._make_buffers()
@@ -247,10 +253,10 @@ class Engine(OneCaller):
     @one_caller
     @torch.no_grad()
     def warm_up(self, say: abc.Callable[[int, int], object] = lambda done, calls: None) -> None:
-        """Run what the first requests would wait for: kernels are compiled, and steps of few rows to many captured.
+        """Compile kernels and capture steps of each row count, so that the first requests need not wait for them.
 
-        say: called before every call, and at the end, with the number of those that are done and of all. Raises
-        EngineError where requests are unanswered, and BlockdiffError where the device has no memory for the rows.
+        say: called before every call and at the end with the number of finished calls and of all calls. Raises
+        EngineError if requests are unanswered, and BlockdiffError if the device has too little memory for the rows.
         """
         if self._unfinished:
             raise EngineError("warm_up: requests are unanswered; call it before the first one")
@@ -269,10 +275,11 @@ class Engine(OneCaller):
 
     @one_caller
     def grow(self, tokens: int | None, rows: int, run: int = 0) -> bool:
-        """Let pages of so many tokens be taken, by at most `rows` rows at once; False where memory has no room for all.
+        """Let at most `rows` rows hold `tokens` tokens in pages; False if memory has no room for all of them.
 
-        tokens: None: as many as there is memory for; run: the tokens of the longest run of images. Raises
-        BlockdiffError where the device has no memory for the calls of `most_rows` rows, or for no page beside them.
+        tokens: None for as many as memory allows; run: the number of tokens of the longest run of images. Raises
+        BlockdiffError if the device has no memory for the calls of `most_rows` rows, or for not even one page in
+        addition to them.
         """
         self._has_room = True
         self._proposed([])  # steps that follow read the pages where they lie then
@@ -288,31 +295,31 @@ class Engine(OneCaller):
 
     @one_caller
     def events(self) -> list[Event]:
-        """The events since the last call: watched steps and verifications, committed canvases, and results."""
+        """Return and clear the events since the last call: watched steps, verifications, canvases and results."""
         events = [event for _, event in self._events]
         self._events.clear()
         return events
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that the pages hold at most, which take their memory now where they have none."""
+        """The most tokens that the pages hold. Allocates the pages if that has not been done yet."""
         if not self._has_room:
             self.grow(self._asked, self.most_rows)
         return self.pages.capacity
 
     @property
     def captures(self) -> bool:
-        """True where steps that can be are captured."""
+        """True if the engine captures steps in CUDA graphs."""
         return self._capture is not None
 
     @property
     def unfinished(self) -> int:
-        """The number of requests that are not answered yet."""
+        """The number of unanswered requests."""
         return self._unfinished
 
     @property
     def load(self) -> Load:
-        """The sequences and pages of the engine now."""
+        """The current counts of sequences and pages."""
         pages = self.pages.statistics
         waiting, rows = len(self._scheduler.waiting), sum(each.paged is not None for each in self._scheduler.running)
         return Load(waiting, rows, pages.pages, pages.shared, pages.cached)
@@ -330,7 +337,7 @@ class Engine(OneCaller):
     @one_caller
     @torch.no_grad()
     def step(self) -> bool:
-        """Let every admitted sequence go on by an encode, a proposal or both; False when nothing is left to do."""
+        """Advance every admitted sequence by an encode, a proposal or both; False if no request is left."""
         self._scheduler.admit()
         self._graphs.follow(self.pages.weight_addresses)
         self._encode(self._scheduler.chunks())
@@ -341,7 +348,7 @@ class Engine(OneCaller):
         return self._unfinished > 0
 
     def _encode(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """Encode chunks of sequences, and let go of those that have ended when nothing of them is left to encode."""
+        """Encode chunks of sequences, settle their proposals, and remove the sequences that are finished."""
         try:
             encoded = self._encoding.encode(chunks)
         except BrokenCapture as error:
@@ -353,7 +360,7 @@ class Engine(OneCaller):
             self._leave(each)
 
     def _settle(self, sequences: list[Sequence]) -> None:
-        """Let the head read what was encoded of sequences, and their rounds commit what it accepts."""
+        """Verify the encoded tokens of sequences with the next-token head; their rounds commit the accepted ones."""
         found = verify(self.model, self.settings, sequences)
         for sequence, verification in zip(sequences, found, strict=True):
             if verification is None:
@@ -365,7 +372,7 @@ class Engine(OneCaller):
             sequence.round.settle(sequence, verification, self.pages, self.settings)
 
     def _propose(self, running: list[Sequence]) -> None:
-        """Let running sequences propose: canvases are denoised once, and finished where their rounds say how."""
+        """Let the rounds of running sequences propose: denoise every canvas once, and finish those that are done."""
         try:
             finished = self._proposed(running)
         except BrokenCapture as error:
@@ -378,7 +385,7 @@ class Engine(OneCaller):
                 self._leave(canvas.sequence)
 
     def _proposed(self, running: list[Sequence]) -> list[RunningCanvas]:
-        """The canvases that are finished with this step; those of other lengths are denoised by themselves."""
+        """Return the canvases that this step finishes. Canvases of another length are denoised in their own batch."""
         length, by_length = self.settings.canvas_length, dict[int, list[Sequence]]()
         for sequence in running:
             by_length.setdefault(sequence.canvas_length, []).append(sequence)
@@ -391,7 +398,7 @@ class Engine(OneCaller):
         return finished
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give a sequence's place and pages back; the last draw of a request to leave makes its result an event."""
+        """Free a sequence's row and pages. If it is the last draw of its request, add the result to the events."""
         sequence.is_done = True
         self._scheduler.leave(sequence)
         draws = sequence.draws

@@ -1,7 +1,7 @@
-"""CUDA graphs: work on a GPU is captured once, and then launched whole instead of operation by operation.
+"""CUDA graphs: work on a GPU is captured once and then replayed with one launch instead of one per operation.
 
-Captured work runs again exactly as it was: on the same memory, with the same numbers of the host. So it reads and
-writes buffers that stay where they are, asks for no value on the host, and what changes stands in those buffers.
+A replay uses the same memory and the same host values as the capture. Captured work therefore reads and writes fixed
+buffers, reads no value on the host, and gets its changing inputs from those buffers.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Work = Callable[[], object]
 
 
 class BrokenCapture(Exception):
-    """A capture that could not be ended: the stream and the memory that captured serve for nothing any more."""
+    """A capture that could not be ended; its stream and its memory pool are no longer usable."""
 
 
 class Capture(Protocol):
-    """The way in which work is captured on some device."""
+    """A way to capture work on a device."""
 
     def warm_up(self, work: Work) -> None:
-        """Run work the way it runs before it is captured."""
+        """Run work in the same way as before a capture."""
 
     def capture(self, work: Work) -> Work:
-        """Record work without running it; returns the function that runs it."""
+        """Record work without running it, and return a function that replays it."""
 
 
 class CudaCapture:
-    """Work on a CUDA device as CUDA graphs, whose memory is one pool: none runs while another does."""
+    """Captures work as CUDA graphs that share one memory pool, so only one may run at a time."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -47,7 +47,7 @@ class CudaCapture:
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Work) -> None:
-        """Run work on the stream that captures, so that what a first run sets up there is set up."""
+        """Run work on the capturing stream, so that whatever the first run initialises is initialised there."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -58,8 +58,8 @@ class CudaCapture:
     def capture(self, work: Work) -> Work:
         """Capture work as a graph and return its replay.
 
-        torch raises RuntimeError for work that cannot be captured; BrokenCapture says that the capture could not even
-        be ended, as after an operation that invalidates it.
+        torch raises RuntimeError for work that cannot be captured. BrokenCapture is raised if the capture could not
+        even be ended, as after an operation that invalidates it.
         """
         graph = torch.cuda.CUDAGraph()
         # Other threads may do what is forbidden while this one captures.
@@ -85,10 +85,10 @@ class CudaCapture:
 
 
 def step_capture(model: BlockDiffusionModel) -> Capture | None:
-    """The way in which steps of a model can be captured; None off CUDA, and where a step does more than launch.
+    """Return a capture for a model's steps; None off CUDA, or if a step does more than launch kernels.
 
-    That is where weights are gathered within it, where layers keep what they select in the first one, and where ops run
-    in torch. What the ranks of tensor parallelism exchange by NCCL is captured with the rest: they make the same calls.
+    A step does more if weights are gathered within it, if layers keep a selection from the first step, or if ops run in
+    torch. The NCCL collectives of tensor parallelism are captured too: all ranks make the same calls.
     """
     if model.device.type != "cuda" or any(kind.keeps_selection for kind in model.kinds.values()):
         return None
@@ -100,7 +100,7 @@ def step_capture(model: BlockDiffusionModel) -> Capture | None:
 
 
 def _exchanges_alone(model: BlockDiffusionModel) -> bool:
-    """True where all that the ranks of a split model do in a step is to exchange tensors on the device."""
+    """True if the ranks of a split model only exchange tensors on the device by NCCL during a step."""
     split = model.vocabulary.split
     if not isinstance(split, SharedRows) or model.gathered_on is not None:
         return False
@@ -108,12 +108,13 @@ def _exchanges_alone(model: BlockDiffusionModel) -> bool:
 
 
 class Graphs:
-    """Work by a key that says all that differs from one graph to another: run once, then captured, then replayed.
+    """A cache of captured work, by key. Work runs at its first call, is captured at its second, and then replayed.
 
-    Those used last are kept, `most` of them. What cannot be captured runs as it is, with one warning.
+    The key must contain everything that differs between graphs. The `most` graphs used last are kept. Work that cannot
+    be captured runs normally, after one warning.
 
-    capture: the way in which work is captured (None: it is not, and runs as it is); buckets: the counts that rows of
-    captured work are padded to, so that there are few graphs.
+    capture: how work is captured (None: work always runs normally); buckets: the row counts to which captured work is
+    padded, so that few graphs are needed.
     """
 
     def __init__(self, capture: Capture | None, buckets: Sequence[int] = (), most: int = MOST_GRAPHS):
@@ -125,20 +126,20 @@ class Graphs:
 
     @property
     def captures(self) -> bool:
-        """True where work is captured."""
+        """True if work is captured."""
         return self._capture is not None
 
     def padding(self, rows: int) -> int:
-        """The number of rows by which so many are padded; 0 beyond the last bucket."""
+        """The number of rows that pad `rows` to the next bucket; 0 beyond the last bucket."""
         return next((bucket for bucket in self.buckets if bucket >= rows), rows) - rows
 
     @property
     def keys(self) -> Collection[Any]:
-        """The keys of work that has run or was captured."""
+        """The keys of all work that has run or been captured."""
         return self._replays.keys()
 
     def run(self, key: Hashable, work: Work) -> None:
-        """Run work, or replay what was captured under this key."""
+        """Run work, or replay the graph that was captured under this key."""
         if self._capture is None:
             work()
             return
@@ -155,7 +156,7 @@ class Graphs:
             self._replays.popitem(last=False)
 
     def follow(self, memory: Hashable) -> None:
-        """Forget all that ran or was captured where the weights lie elsewhere now: it read them where they were."""
+        """Forget all captured work if `memory`, the addresses of the weights, has changed: graphs read the old ones."""
         if memory is not self._memory and memory != self._memory:
             self._replays.clear()
             self._memory = memory
@@ -170,18 +171,18 @@ class Graphs:
 
 
 def row_counts(most: int) -> list[int]:
-    """The counts that rows are padded to, up to so many: each has a graph, and padding costs a fourth at most."""
+    """The row counts to pad to, up to at least `most`. Each needs a graph; padding costs a quarter at most."""
     return [*range(1, 4), *range(4, 32, 4), *range(32, most + 16, 16)]
 
 
 def warn_of_no_graphs(error: Exception) -> None:
-    """Warn that steps are not captured any more, and why."""
+    """Warn that steps are no longer captured, and why."""
     reason = str(error).strip().partition("\n")[0]
     warnings.warn(f"denoising steps run without CUDA graphs: {reason}; graphs=False says so", stacklevel=3)
 
 
 class HostCopy:
-    """A copy of a device's buffer on the host: it is sent for, and the host waits for it when it reads."""
+    """An asynchronous copy of a device buffer to the host; `read` waits until it has arrived."""
 
     def __init__(self, buffer: Tensor):
         self._buffer = buffer
@@ -189,13 +190,13 @@ class HostCopy:
         self._has_come = torch.cuda.Event() if buffer.is_cuda else None
 
     def send(self, count: int) -> None:
-        """Send the first `count` rows once the device has done what it was asked for."""
+        """Start the copy of the first `count` rows; it runs after the work that the device already has."""
         self._host[:count].copy_(self._buffer[:count], non_blocking=True)
         if self._has_come is not None:
             self._has_come.record(torch.cuda.current_stream(self._buffer.device))
 
     def read(self, count: int) -> Tensor:
-        """The first `count` rows that were sent, on the host."""
+        """Return the first `count` rows on the host, after waiting for the last `send`."""
         if self._has_come is not None:
             self._has_come.synchronize()
         return self._host[:count]

@@ -132,7 +132,7 @@ class RunningRead:
         return reading
 
     def answer(self) -> Read:
-        """The distributions over all draws; RequestError where a draw could not be read."""
+        """The distributions over all draws; RequestError if a draw could not be read."""
         self.require_read()
         tokenizer = require_tokenizer("a read", self.settings)
         probabilities, spread = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
@@ -228,7 +228,7 @@ def _choices(hole: Hole, choices: Choices | None, others: abc.Container[str]) ->
 
 
 def _size(hole: Hole, tokens: dict[str, list[int]]) -> int:
-    """The number of tokens of a hole's choices; RequestError where they have not equally many."""
+    """The number of tokens of a hole's choices; RequestError if they have not equally many."""
     (one, first), *others = tokens.items()
     for other, its in others:
         if len(its) != len(first):

@@ -81,7 +81,7 @@ class Request(RequestOptions):
 
     @property
     def form(self) -> str | None:
-        """The name of the field that says the form of the whole response; None where none does."""
+        """The name of the field that says the form of the whole response; None if none does."""
         return next((name for name in FORMS if getattr(self, name) is not None), None)
 
     @property
@@ -128,7 +128,7 @@ class Request(RequestOptions):
                 raise RequestError(str(error)) from None
 
     def _contradiction(self) -> str | None:
-        """The first fields that do not go together, in words; None where all do."""
+        """The first fields that do not go together, in words; None if all do."""
         given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
             return f"give exactly one of prompt, messages and tokens, got {' and '.join(given) or 'none'}"
@@ -189,7 +189,7 @@ class Request(RequestOptions):
         return prompt
 
     def spelt(self, text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-        """The tokens of a text, such as the draft, called `name` in messages; RequestError where they spell another."""
+        """The tokens of a text, such as the draft, called `name` in messages; RequestError if they spell another."""
         try:
             tokens = text_tokens(text, tokenizer, self.control_tokens, f"{name} {text!r:.60}")
         except DataError as error:
@@ -279,7 +279,7 @@ class Result:
 
     @property
     def score(self) -> float | None:
-        """The mean log-probability per token, in nats; None where it was not asked for."""
+        """The mean log-probability per token, in nats; None if it was not asked for."""
         return None if self.logprobs is None else sum(self.logprobs) / max(1, len(self.logprobs))
 
     @classmethod

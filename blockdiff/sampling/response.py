@@ -34,7 +34,7 @@ CONTEXT = 16  # tokens that are decoded again with new ones, for those before a 
 class ParsedResponse:
     """The text of a response, the reasoning before it, and its calls of tools in the form that messages have them.
 
-    reasoning, tool_calls: None where there are none. is_call_cut: the response ended within a call, which is left out.
+    reasoning, tool_calls: None if there are none. is_call_cut: the response ended within a call, which is left out.
     Special tokens have no text.
     """
 
@@ -154,7 +154,7 @@ class ResponseParser:
         return ParsedResponse(text, self._reasoning(may_go_on=self._is_open), list(self._calls) or None)
 
     def _reasoning(self, may_go_on: bool = False, is_stopped: bool = False) -> str | None:
-        """All reasoning, each on a line of its own; None where there is none. is_stopped: a stop text ends the last."""
+        """All reasoning, each on a line of its own; None if there is none. is_stopped: a stop text ends the last."""
         texts = [text.read(tokens) for tokens, text in self._thoughts]
         if is_stopped:
             texts[-1] = self._before_stop(texts[-1], self._thoughts[-1][0])
@@ -165,7 +165,7 @@ class ResponseParser:
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """True where the text of a prompt ends with the beginning of reasoning, as some chat templates write it."""
+    """True if the text of a prompt ends with the beginning of reasoning, as some chat templates write it."""
     return prompt.rstrip().endswith(tuple((opens + name).rstrip() for opens, _, name in REASONING))
 
 
@@ -185,7 +185,7 @@ def parse(
 
 @functools.lru_cache(maxsize=4)
 def reasoning_format(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int | None, int | None, str]:
-    """The tokens around reasoning that a vocabulary has, and the text after the first; None where it has none."""
+    """The tokens around reasoning that a vocabulary has, and the text after the first; None if it has none."""
     for opens, closes, name in REASONING if tokenizer is not None else ():
         if (ids := token_ids(tokenizer, opens, closes)) is not None:
             return ids[0], ids[1], name

@@ -416,7 +416,7 @@ def _require_batch_size(batch_size: object) -> None:
 
 
 def _listed(prompts: Iterable[_T]) -> list[_T]:
-    """The prompts; RequestError where they are no list."""
+    """The prompts; RequestError if they are no list."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         given = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
         raise RequestError(f"prompts must be a list, got {given}; write [prompt]")

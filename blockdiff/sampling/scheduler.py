@@ -60,7 +60,7 @@ class Scheduler:
         self.max_rows = min(max_rows, self.tokens_per_step // self.round_length)
 
     def add(self, *sequences: Sequence) -> None:
-        """Let sequences wait to be admitted, all or none; raises Full where the queue has no room for them."""
+        """Let sequences wait to be admitted, all or none; raises Full if the queue has no room for them."""
         if len(self.waiting) + len(sequences) > self.max_waiting:
             raise Full(f"{len(self.waiting)} requests wait already, and no more than {self.max_waiting} may; ask later")
         self.waiting.extend(sequences)
@@ -219,7 +219,7 @@ class Scheduler:
         sequence.shared_tokens += max(0, found - max(before, sequence.num_preempted))
 
     def _shares_soon(self, sequence: Sequence, pages: set[tuple[int, ...]]) -> bool:
-        """True where a sequence gets no chunk now: all of it is encoded, or another one encodes its next page.
+        """True if a sequence gets no chunk now: all of it is encoded, or another one encodes its next page.
 
         pages: the pages that sequences before it encode in this step; its own next page is added.
         """

@@ -201,7 +201,7 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """True where its tokens are scored."""
+        """True if its tokens are scored."""
         return self.request.scores or self.request.best_of > 1
 
     @property
@@ -252,7 +252,7 @@ class Sequence:
 
     @property
     def is_over(self) -> bool:
-        """True where nothing is left to do for it: it has failed, or it has ended and all its tokens are encoded."""
+        """True if nothing is left to do for it: it has failed, or it has ended and all its tokens are encoded."""
         return self.error is not None or (self.finish_reason is not None and not self.num_uncomputed)
 
     def num_tokens_until_commit(self, canvas_length: int) -> int:
@@ -298,7 +298,7 @@ class Sequence:
         return kept
 
     def would_end(self, tokens: list[int], settings: SamplingSettings) -> bool:
-        """True where the response would end in the next tokens, with eos or a stop text."""
+        """True if the response would end in the next tokens, with eos or a stop text."""
         if not set(tokens).isdisjoint(settings.generation.eos_ids):
             return True
         last = self.tokens[-self._stop_width(0) :] + tokens

@@ -200,7 +200,7 @@ class CanvasStep:
     From step to step the host writes the number of the step alone, into `now`; a step leaves its state in the buffers
     for the next one, and draws and temperatures stand there for several steps ahead. What it launches, and on which
     memory, follows from the `StepCall` and from the key that `StepBuffers.load` returned for the rows. most: canvases
-    that there may be, padding included; keeps: as in `StepBuffers`, False where steps are captured.
+    that there may be, padding included; keeps: as in `StepBuffers`, False if steps are captured.
     """
 
     def __init__(self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, most: int, keeps: bool):

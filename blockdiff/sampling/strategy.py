@@ -29,7 +29,7 @@ SHAPE_RULES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The distribution that one step of a canvas draws from, made of the model's logits; ValueError where none can be.
+    """The distribution that one step of a canvas draws from, made of the model's logits; ValueError if none can be.
 
     temperature: logits are divided by it. top_k, top_p, min_p: of every position's tempered distribution only the k
     likeliest tokens are left, the fewest likeliest ones whose probabilities reach top_p, those at least min_p times as
@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def is_plain(self) -> bool:
-        """True where no filter leaves tokens out."""
+        """True if no filter leaves tokens out."""
         return self.top_k is None and self.top_p == 1 and self.min_p == 0
 
 
@@ -85,7 +85,7 @@ class Canvases:
 
     @property
     def are_masks(self) -> bool:
-        """True where all noise is the mask."""
+        """True if all noise is the mask."""
         return self.noise_probability == 0
 
     @property
@@ -162,7 +162,7 @@ MinP = Annotated[float, Key("draw from tokens that are at least so many times as
 
 
 def checked_decision(strategy: Strategy, canvases: Canvases) -> Decision:
-    """The decision of a strategy; RequestError where that is no decision about these canvases."""
+    """The decision of a strategy; RequestError if that is no decision about these canvases."""
     decision = strategy.decide(canvases)
     if not isinstance(decision, Decision):
         raise _refusal(strategy, f"decide() gave a {type(decision).__name__}, not a Decision")
@@ -185,7 +185,7 @@ def _refusal(strategy: Strategy, given: str) -> RequestError:
 
 @lru_cache(maxsize=64)
 def require_shapes(strategy: Strategy, steps: int) -> None:
-    """Raise RequestError where a strategy gives something else than shapes that a step can draw from."""
+    """Raise RequestError if a strategy gives something else than shapes that a step can draw from."""
     for step in range(steps):
         try:
             shape: object = strategy.shape(step, steps)
@@ -196,7 +196,7 @@ def require_shapes(strategy: Strategy, steps: int) -> None:
 
 
 def declares_capturable(rule: object) -> bool:
-    """True where the class of a strategy or a rule itself says that a CUDA graph can hold it (see `Strategy`)."""
+    """True if the class of a strategy or a rule itself says that a CUDA graph can hold it (see `Strategy`)."""
     return "is_capturable" in vars(type(rule)) and bool(rule.is_capturable)  # type: ignore[attr-defined]
 
 

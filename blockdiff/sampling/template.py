@@ -13,7 +13,7 @@ MOST_TOKENS = 1 << 20  # of a hole
 
 @dataclass(frozen=True)
 class Hole:
-    """A hole of so many tokens; None where only its name is given, for a read that has choices for it."""
+    """A hole of so many tokens; None if only its name is given, for a read that has choices for it."""
 
     tokens: int | None
     name: str | None = None

@@ -50,7 +50,7 @@ class EnclosedCalls:
         return tokens.index(self.opens) if self.opens in tokens else None
 
     def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The call that the tokens spell, in the form of messages; ValueError where they spell none."""
+        """The call that the tokens spell, in the form of messages; ValueError if they spell none."""
         raise NotImplementedError
 
 
@@ -183,7 +183,7 @@ class LlamaCalls:
         return 0 if any(word == name if is_whole else name.startswith(word) for name in self.KEYS) else None
 
     def _object(self, tokens: Sequence[int]) -> tuple[Any, str] | None:
-        """The JSON value with which tokens begin, and what else their text has; None where it is not whole."""
+        """The JSON value with which tokens begin, and what else their text has; None if it is not whole."""
         text = self._text(tokens)
         try:
             value, end = json.JSONDecoder().raw_decode(text)
@@ -196,7 +196,7 @@ class LlamaCalls:
 
 
 def _json_call(value: Any) -> dict[str, Any]:
-    """A call in the form of messages; ValueError where a JSON value is none."""
+    """A call in the form of messages; ValueError if a JSON value is none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -211,7 +211,7 @@ CallFormat = EnclosedCalls | TaggedCalls | LlamaCalls
 
 @functools.lru_cache(maxsize=4)
 def call_format(tokenizer: PreTrainedTokenizerBase | None) -> CallFormat | None:
-    """The format of which a vocabulary has the tokens; None where it has none."""
+    """The format of which a vocabulary has the tokens; None if it has none."""
     if tokenizer is None:
         return None
     if (edge := token_ids(tokenizer, TaggedCalls.EDGE)) is not None:
@@ -225,13 +225,13 @@ def call_format(tokenizer: PreTrainedTokenizerBase | None) -> CallFormat | None:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, *marks: str) -> list[int] | None:
-    """The ids of tokens by their texts; None where the vocabulary does not have them all."""
+    """The ids of tokens by their texts; None if the vocabulary does not have them all."""
     ids = [tokenizer.convert_tokens_to_ids(mark) for mark in marks]
     return None if {None, tokenizer.unk_token_id} & set(ids) else ids
 
 
 def _tagged_calls(pieces: list[str], schemas: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The calls that the pieces between the first and the last tag spell; ValueError where they spell none."""
+    """The calls that the pieces between the first and the last tag spell; ValueError if they spell none."""
     left, calls = pieces[::-1], []
     while left:
         closes, tag, name, _ = _tag(left.pop())
@@ -264,7 +264,7 @@ def _tagged_value(left: list[str], tag: str, text: str, schema: Mapping[str, Any
 
 
 def _tag(piece: str) -> tuple[bool, str, str | None, str]:
-    """A tag taken apart: True where it closes, its name, the name that it gives, and the text after it."""
+    """A tag taken apart: True if it closes, its name, the name that it gives, and the text after it."""
     found = TAG.match(piece)
     if found is None:
         raise ValueError

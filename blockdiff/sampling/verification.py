@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def verify(
     model: BlockDiffusionModel, settings: SamplingSettings, sequences: abc.Sequence[Sequence]
 ) -> list[Verification | None]:
-    """The verification of each sequence's draft; None where logits are not finite.
+    """The verification of each sequence's draft; None if logits are not finite.
 
     The draft is the `proposal` at the end of the sequence's token_ids, and may be of no token. Its hidden states are
     the last ones of `hidden_TD`. That of the token before it is there, too, where both were encoded in the same call,

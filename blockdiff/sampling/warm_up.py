@@ -52,7 +52,7 @@ class WarmUp:
         """Find the bytes that pages have to leave free, where they take all at once, by the largest call of every kind.
 
         Captured steps have memory of their own, and a step runs before it is captured, so steps count twice. Raises
-        BlockdiffError where the device has no memory for the calls.
+        BlockdiffError if the device has no memory for the calls.
         """
         if self.pages.grows or self.peaks:
             return

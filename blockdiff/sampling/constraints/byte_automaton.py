@@ -30,7 +30,7 @@ class ByteAutomaton:
         return len(self.next_SB) - 1
 
     def accepts(self, text: bytes) -> bool:
-        """True where a text is in the language."""
+        """True if a text is in the language."""
         state = 0
         for byte in text:
             state = int(self.next_SB[state, byte])

@@ -26,7 +26,7 @@ _limit: ContextVar[tuple[float, float] | None] = ContextVar("compile_limit", def
 
 @contextlib.contextmanager
 def compile_limit(seconds: float = COMPILE_SECONDS) -> Iterator[None]:
-    """Raises TooSlow where compiling inside this block takes longer altogether; in any thread.
+    """Raises TooSlow if compiling inside this block takes longer altogether; in any thread.
 
     Inside another limit the outer one holds, so a caller may shorten or lengthen what a request has.
     """
@@ -38,7 +38,7 @@ def compile_limit(seconds: float = COMPILE_SECONDS) -> Iterator[None]:
 
 
 def seconds_left() -> float:
-    """The seconds that compiling may go on for; TooSlow where none is left."""
+    """The seconds that compiling may go on for; TooSlow if none is left."""
     limit = _limit.get()
     left = COMPILE_SECONDS if limit is None else limit[1] - time.monotonic()
     if left <= 0:

@@ -15,7 +15,7 @@ Write = Callable[[int], "int | None"]  # adds a piece behind a state; None if th
 class JsonNfa(ByteNfa):
     """An automaton of JSON texts; most_items: of an array or object that has a largest number of them.
 
-    Methods add a piece behind a state and return the state at its end; None where no text is added.
+    Methods add a piece behind a state and return the state at its end; None if no text is added.
     """
 
     def __init__(self, most_items: int):

@@ -58,7 +58,7 @@ def any_object() -> ByteAutomaton:
 
 
 def _after(stack: str, place: str, byte: int) -> State | None:
-    """The state after a byte; None where it cannot stand."""
+    """The state after a byte; None if it cannot stand."""
     kind, _, rest = place.partition(":")
     if kind in ("key", "text"):
         return _in_string(stack, kind, rest, byte)

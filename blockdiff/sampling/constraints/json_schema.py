@@ -82,7 +82,7 @@ class _Writer:
     """Writes the schemas of a document into an automaton.
 
     where: the place of a schema, for messages; within: the $refs around it. Methods return the state after what they
-    add, and None where no finite document satisfies the schema.
+    add, and None if no finite document satisfies the schema.
     """
 
     def __init__(self, document: Any, bounds: Bounds):

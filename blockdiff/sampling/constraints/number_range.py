@@ -58,7 +58,7 @@ class Numbers:
         return reduce(ByteAutomaton.both, parts)
 
     def _listed(self, is_integer: bool) -> ByteAutomaton | None:
-        """The multiples of a factor one by one; None where they are many or without end."""
+        """The multiples of a factor one by one; None if they are many or without end."""
         assert self.factor is not None
         if self.least is None or self.most is None:
             return None

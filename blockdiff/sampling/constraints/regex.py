@@ -87,7 +87,7 @@ def characters_written(regex: str) -> int:
 
 
 def mistake_in(regex: str) -> str | None:
-    """The mistake in an expression that was refused, and its place; None where the text does not tell."""
+    """The mistake in an expression that was refused, and its place; None if the text does not tell."""
     try:
         re.compile(_RUST_ONLY.sub(lambda found: "." * len(found[0]), regex))
     except re.error as error:

@@ -15,7 +15,7 @@ Holds = Callable[[Any, Any], bool]
 
 
 def apart(one: Plain, other: Plain, holds: Holds, difference: Difference) -> list[Plain] | None:
-    """Plain schemas whose documents satisfy one schema and not the other; None where they cannot be told apart.
+    """Plain schemas whose documents satisfy one schema and not the other; None if they cannot be told apart.
 
     They may hold less than the difference. The other one may hold more than is to be excluded.
     """

@@ -108,7 +108,7 @@ class Rewriting:
         return found
 
     def _referred(self, name: Any, place: str, within: tuple[str, ...]) -> tuple[Any, tuple[str, ...]] | None:
-        """The schema of a $ref and the $refs around it; None where the document refers to itself too deeply."""
+        """The schema of a $ref and the $refs around it; None if the document refers to itself too deeply."""
         found = self.look_up(name, place)
         self.refs, self.last_ref = self.refs + 1, name
         if self.refs > MOST_REFS:

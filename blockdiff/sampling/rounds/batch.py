@@ -58,7 +58,7 @@ class CanvasBatch:
         self._captured: tuple[Shape, abc.Hashable] | None = None
 
     def can_capture(self, shape: Shape) -> bool:
-        """True where a step of this shape only launches kernels; top_p in torch asks how many tokens it needs."""
+        """True if a step of this shape only launches kernels; top_p in torch asks how many tokens it needs."""
         return shape.top_p >= 1 or self.model.kernels.filters_on_device
 
     # -- the canvases and their places -------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class Denoising:
         return replace(decision, stop_B=is_over_B if stop_B is None else stop_B | is_over_B, final_BL=final_BL)
 
     def stop(self, canvases: Canvases) -> Tensor | None:
-        """The canvases that end by entropy and argmax, bool [B]; None where none does before its last step."""
+        """The canvases that end by entropy and argmax, bool [B]; None if none does before its last step."""
         if self.confidence == 0:
             return None
         is_stable_B = canvases.unchanged_B >= self.stability
@@ -102,7 +102,7 @@ class Composed(Denoising):
 
     @property
     def is_capturable(self) -> bool:
-        """True where the acceptance is."""
+        """True if the acceptance is."""
         return declares_capturable(self.acceptance)
 
     def decide(self, canvases: Canvases) -> Decision:

@@ -101,7 +101,7 @@ class Verified:
 
     @property
     def is_capturable(self) -> bool:
-        """True where the steps of the draft are; a verification is not captured."""
+        """True if the steps of the draft are; a verification is not captured."""
         return declares_capturable(self.denoising)
 
     def adjusted(self, temperature: float | None, filters: dict[str, Any]) -> Self:
@@ -151,6 +151,6 @@ class Speculative:
 
 
 def next_token_head(strategy: Strategy) -> NextToken | None:
-    """The next-token sampling that decides every token of a response; None where canvases are committed as they are."""
+    """The next-token sampling that decides every token of a response; None if canvases are committed as they are."""
     head = getattr(strategy, "head", None)
     return head if isinstance(head, NextToken) else None
