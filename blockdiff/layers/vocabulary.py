@@ -176,15 +176,9 @@ class Vocabulary(nn.Module):
         return self.kernels.token_scores(hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N)
 
     @as_call
-    def divergence(
-        self, hidden_ND: Tensor, given_ND: Tensor, given_by: Vocabulary | None = None, top: int | None = None
-    ) -> Tensor:
-        """Return KL(p || q) in nats [N]: p is predicted from given_ND and constant, q from hidden_ND.
-
-        given_by: the vocabulary that predicts p (None: this one). top: keep only p's likeliest tokens (None: all).
-        """
-        head = None if given_by is None else (given_by.output_weights(), given_by.softcap)
-        return self.kernels.divergence(hidden_ND, given_ND, self.output_weights(), self.softcap, head, top)
+    def divergence(self, hidden_ND: Tensor, given_ND: Tensor) -> Tensor:
+        """Return KL(p || q) in nats [N]: q is predicted from `hidden_ND`, p, a constant, from `given_ND`."""
+        return self.kernels.divergence(hidden_ND, given_ND, self.output_weights(), self.softcap)
 
     @as_call
     def likeliest(self, hidden_ND: Tensor, count: int) -> list[list[tuple[int, float]]]:

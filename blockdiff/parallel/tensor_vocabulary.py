@@ -122,16 +122,9 @@ class SharedRows:
         loss_N = (log_sum_RN.logsumexp(0) - target_RN.sum(0)).to(loss_N.dtype)
         return loss_N, argmax_RN.gather(0, best_N[None])[0].long()
 
-    def divergence(
-        self,
-        vocabulary: Vocabulary,
-        hidden_ND: Tensor,
-        given_ND: Tensor,
-        given_by: Vocabulary | None = None,
-        top: int | None = None,
-    ) -> Tensor:
+    def divergence(self, vocabulary: Vocabulary, hidden_ND: Tensor, given_ND: Tensor) -> Tensor:
         """See `Vocabulary.divergence`; the table is gathered for it."""
-        return self._of_all(vocabulary).divergence(hidden_ND, given_ND, given_by, top)
+        return self._of_all(vocabulary).divergence(hidden_ND, given_ND)
 
     def soft_embedding(self, vocabulary: Vocabulary, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """`softmax(z / T) E sqrt(D)` [..., D]; a gradient flows to E, none through z."""
