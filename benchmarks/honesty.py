@@ -2,85 +2,53 @@
 
     python -m benchmarks.honesty runs/honesty --seeds 0 1 2 --output FILE.json
 
-Grids are uniform over all 288 solved 4x4 sudokus, and each cell is given with probability 0.3; no grid is held out. The
-posterior of a cell is the share of the grids that agree with the givens. The models of recipes/quickstart.yaml and
-recipes/sudoku4_causal.yaml are trained on rows of three kinds, drawn at random: a decision about one blank cell, the
-decisions about all blank cells jointly, and the whole grid as text. Models that the directory has already are kept.
-Other prompts are then read: one cell (single), all blank cells in one canvas (joint), by the shares of full samples,
-and by the next-token head.
+Grids are uniform over all 288 solved 4x4 sudokus, and each cell is given with probability 0.3. The posterior of a cell
+is the share of the grids that agree with the givens (recipes/sudoku_decisions.py). Four ways say what is in a blank
+cell of four: a decision about it alone (single), decisions about all four in one canvas (joint), the shares of 64
+sampled grids, and the next-token head. recipes/decisions_cpu.yaml is trained for the first two, recipes/quickstart.yaml
+on whole grids for the third, and recipes/sudoku4_causal.yaml on single decisions for the last. Models that the
+directory has already are kept.
 
 TV: the total variation to the posterior; excess: the NLL above the posterior's entropy, in nats; ECE: over 15 bins of
-equal mass, beside the error that a perfect model with these probabilities shows. Temperatures are fitted on 1,000
-other prompts. Joint decisions have eleven answers a prompt, so a fifth of the prompts is read for them.
+equal mass, beside the error that a perfect model with these probabilities shows. Temperatures are fitted on other
+prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 import blockdiff
 from benchmarks import machine
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.decision_rows import DecisionRow
-from blockdiff.data.tokenizer import SPECIAL_TOKENS, write_tokenizer
-from blockdiff.decisions import Asking, Question, read_questions
-from blockdiff.decisions.form import JOINTLY, ask_one, with_question
+from blockdiff.data.tokenizer import character_tokenizer, write_tokenizer
+from blockdiff.decisions import Asking
+from blockdiff.decisions.form import ask_one, with_question
 from blockdiff.errors import BlockdiffError
 from blockdiff.evals import judging
 from blockdiff.evals.decisions import decide_rows
 from blockdiff.evals.judging import Judged
 from blockdiff.recipes import sudoku
+from blockdiff.recipes.sudoku_decisions import ASKED, DIGITS, Puzzle, draw_puzzle, questions, write_splits
 from blockdiff.sampling import Request, Sampler
 from blockdiff.sampling.calibration import fit_temperature
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-GIVEN = 0.3  # the probability with which a cell is given
-CELLS = "abcdefghijklmnop"  # the names of the cells
-DIGITS = "1234"
-CANVAS = 32  # tokens, which hold the answers about 15 cells: two for each, and the end
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}"
-    "{% else %}<bos>{{ m.content }}={% endif %}{% endfor %}"
-)
 WAYS = [(steps, draws) for steps in (1, 2, 4) for draws in (1, 4)]
-FITTED, SAMPLED, SAMPLES, BATCH = 1000, 100, 64, 256
-MODELS = {"quickstart": ("denoiser", "sudoku4"), "sudoku4_causal": ("next tokens", "sudoku4-causal")}
-
-
-@dataclass(frozen=True)
-class Puzzle:
-    """A grid, its cells with a dot for each that is not given, and the blank cell that a single question asks for."""
-
-    cells: str
-    grid: str
-    asked: int
-
-    @property
-    def blanks(self) -> list[int]:
-        """The indices of the cells that are not given."""
-        return [index for index, cell in enumerate(self.cells) if cell == "."]
-
-    def posterior(self) -> Tensor:
-        """The probability of each digit in each cell, fp64 [16, 4]."""
-        grids = every_grid()
-        given = torch.tensor([0 if cell == "." else int(cell) for cell in self.cells])
-        matching = grids[((grids == given) | (given == 0)).all(-1)]
-        return torch.stack([(matching == digit).double().mean(0) for digit in (1, 2, 3, 4)], -1)
+SAMPLED, SAMPLES, BATCH = 100, 64, 256
+MODELS = {"decisions_cpu": "decisions", "quickstart": "grids", "sudoku4_causal": "next tokens"}
 
 
 @dataclass(frozen=True)
@@ -101,86 +69,42 @@ class Line:
     milliseconds: float
 
 
-@cache
-def every_grid() -> Tensor:
-    """All solved grids, int64 [288, 16]."""
-    return torch.tensor(list(sudoku.solutions((0,) * 16)))
-
-
 def puzzles(count: int, seed: int) -> list[Puzzle]:
-    """Draw `count` puzzles that have a given cell and a blank one."""
-    draw, drawn = random.Random(seed), list[Puzzle]()
-    grids = every_grid().tolist()
-    while len(drawn) < count:
-        grid = "".join(map(str, draw.choice(grids)))
-        cells = "".join(cell if draw.random() < GIVEN else "." for cell in grid)
-        blanks = [index for index, cell in enumerate(cells) if cell == "."]
-        if 0 < len(blanks) < len(cells):
-            drawn.append(Puzzle(cells, grid, draw.choice(blanks)))
-    return drawn
+    """Draw `count` puzzles."""
+    draw = Random(seed)
+    return [draw_puzzle(draw) for _ in range(count)]
 
 
-def question(cell: int) -> dict[str, Any]:
-    """The question for the digit of a cell, as a row writes it."""
-    return {"type": "choice", "instructions": CELLS[cell], "choices": [{"value": digit} for digit in DIGITS]}
-
-
-@cache
-def questions() -> tuple[Question, ...]:
-    """The question about each cell."""
-    return read_questions([question(cell) for cell in range(len(CELLS))])
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer in which the fixed texts of questions and of answer lines are single tokens."""
-    options = ask_one(questions()[0], "decisions").text.removeprefix(f"Question: {CELLS[0]}")
-    headings = ["Question: ", *(f"Question {number}: " for number in range(1, 17))]
-    lines = ["1:", *(f"\n{number}:" for number in range(2, 17))]
-    pieces = [options, JOINTLY, *headings, *lines, "\n\n", "\n", " ", ".", "=", *DIGITS, *"ABCD", *CELLS]
-    vocabulary = {piece: index for index, piece in enumerate((*SPECIAL_TOKENS, *pieces))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    longest_first = sorted(pieces, key=len, reverse=True)
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
-    backend.decoder = decoders.Fuse()
-    pad, eos, bos = SPECIAL_TOKENS
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=pad, eos_token=eos, bos_token=bos, chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-
-
-def write_data(directory: Path, train: int, heldout: int) -> None:
-    """Write the rows to learn from, those that are held out, the tokenizer and the presets that have its vocabulary."""
-    made = tokenizer()
-    write_tokenizer(made, directory / "tokenizer")
-    for _, preset in MODELS.values():
-        config = json.loads((RECIPES / "presets" / f"{preset}.json").read_text(encoding="utf-8"))
-        config.get("text_config", config)["vocab_size"] = len(made)
-        config |= {"canvas_length": CANVAS} if "canvas_length" in config else {}
-        (directory / f"{preset}.json").write_text(json.dumps(config), encoding="utf-8")
-    for name, count, seed in (("train", train, 1), ("heldout", heldout, 2)):
-        draw, rows = random.Random(seed), list[dict[str, Any]]()
-        for puzzle in puzzles(count, seed):
-            turns = [{"role": "user", "content": puzzle.cells}, {"role": "assistant", "content": puzzle.grid}]
-            whole = {"messages": turns}
-            rows.append(draw.choice((whole, _row(puzzle, [puzzle.asked], False), _row(puzzle, puzzle.blanks, True))))
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def _row(puzzle: Puzzle, cells: Sequence[int], joint: bool) -> dict[str, Any]:
-    asked, answers = [question(cell) for cell in cells], [puzzle.grid[cell] for cell in cells]
-    return {"input": puzzle.cells, "questions": asked, "answers": answers, "joint": joint}
+def write_data(directory: Path, rows: int) -> None:
+    """Write the rows of the three models and the tokenizers."""
+    write_splits(directory, {"train": rows, "heldout": 500})
+    write_tokenizer(character_tokenizer(sudoku.alphabet(4)), directory / "grids")
+    config = json.loads((RECIPES / "presets" / "sudoku4-causal.json").read_text(encoding="utf-8"))
+    vocabulary = json.loads((RECIPES / "presets" / "sudoku-decisions.json").read_text(encoding="utf-8"))["text_config"]
+    config |= {"vocab_size": vocabulary["vocab_size"]}
+    (directory / "causal.json").write_text(json.dumps(config), encoding="utf-8")
+    for name, count, seed in (("train", rows, 1), ("heldout", 500, 2)):
+        drawn = puzzles(count, seed)
+        grids = [{"prompt": f"{puzzle.cells}=", "response": puzzle.grid} for puzzle in drawn]
+        single = [puzzle.row([puzzle.asked], False) for puzzle in drawn]
+        for kind, made in (("grids", grids), ("single", single)):
+            text = "".join(json.dumps(row) + "\n" for row in made)
+            (directory / f"{kind}-{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def trained(directory: Path, recipe: str, seed: int, changes: Sequence[str]) -> Path:
-    """The model of a recipe and a seed, trained if it is not there."""
-    run = directory / f"{recipe}-{seed}"
+    """Return the model of a recipe and a seed, trained if it is not there."""
+    run, data = directory / f"{recipe}-{seed}", directory / "data"
     if not (run / "model").is_dir():
-        data = directory / "data"
-        overrides = [f"model.preset={data / MODELS[recipe][1]}.json", f"model.tokenizer={data / 'tokenizer'}"]
-        overrides += [f"data.{name}={data / name}.jsonl" for name in ("train", "heldout")]
-        if recipe == "quickstart":
-            overrides.append("objective.normalisation=example")  # a slot counts as much as a whole grid
+        of_recipe = {
+            "decisions_cpu": ["model.tokenizer=tokenizer", "data.train=train.jsonl", "data.heldout=heldout.jsonl"],
+            "quickstart": ["model.tokenizer=grids", "data.train=grids-train.jsonl", "data.heldout=grids-heldout.jsonl"],
+            "sudoku4_causal": [
+                *("model.preset=causal.json", "model.tokenizer=tokenizer"),
+                *("data.train=single-train.jsonl", "data.heldout=single-heldout.jsonl"),
+            ],
+        }[recipe]
+        overrides = [change.replace("=", f"={data}/") for change in of_recipe]
         overrides += [f"seed={seed}", *changes]
         blockdiff.train(RECIPES / f"{recipe}.yaml", overrides, run, resume=(run / "checkpoints").is_dir())
     return run / "model"
@@ -203,7 +127,7 @@ class Answers:
     def add(self, puzzle: Puzzle, cell: int, scores_NX: Tensor, row: int) -> None:
         """Add the answer about a cell of a puzzle."""
         self.scores.append(scores_NX)
-        self.posteriors.append(puzzle.posterior()[cell])
+        self.posteriors.append(torch.tensor(puzzle.posterior()[cell], dtype=torch.float64))
         self.digits.append(int(puzzle.grid[cell]) - 1)
         self.rows.append(row)
 
@@ -231,14 +155,15 @@ class Answers:
 
 def decided(sampler: Sampler, asked: Sequence[Puzzle], asking: Asking) -> tuple[Answers, float]:
     """The answers to decisions about the puzzles, and the milliseconds of a prompt."""
-    answers, began, rows, cells = Answers.empty(), time.perf_counter(), [], []
+    answers, began, rows, cells = Answers.empty(), time.perf_counter(), [], list[tuple[int, ...]]()
     for number, puzzle in enumerate(asked):
-        cells.append(puzzle.blanks if asking.joint else [puzzle.asked])
-        state = ({"role": "user", "content": puzzle.cells},)
+        cells.append(ASKED if asking.joint else (puzzle.asked,))
+        state = ({"role": "user", "content": puzzle.state},)
         rows.append(DecisionRow(f"puzzle {number}", state, tuple(questions()[cell] for cell in cells[-1])))
     for row, decisions in enumerate(decide_rows(sampler, rows, asking, batch_size=BATCH, is_calibrated=False)):
         for cell, decision in zip(cells[row], decisions, strict=True):
-            answers.add(asked[row], cell, decision.scores_NX, row)
+            if asked[row].cells[cell] == ".":
+                answers.add(asked[row], cell, decision.scores_NX, row)
     return answers, 1e3 * (time.perf_counter() - began) / len(asked)
 
 
@@ -246,14 +171,14 @@ def sampled(sampler: Sampler, asked: Sequence[Puzzle]) -> tuple[Answers, float]:
     """The shares of the digits in full samples, each digit counted half a time more than it was seen."""
     answers, began = Answers.empty(), time.perf_counter()
     requests = [
-        Request(f"{row}/{number}", messages=({"role": "user", "content": puzzle.cells},))
+        Request(f"{row}/{number}", prompt=f"{puzzle.cells}=")
         for row, puzzle in enumerate(asked)
         for number in range(SAMPLES)
     ]
     texts = [result.text for result in sampler.generate(requests, batch_size=BATCH)]
     for row, puzzle in enumerate(asked):
         samples = texts[row * SAMPLES : (row + 1) * SAMPLES]
-        for cell in puzzle.blanks:
+        for cell in (each for each in ASKED if puzzle.cells[each] == "."):
             counts = [sum(text[cell : cell + 1] == digit for text in samples) + 0.5 for digit in DIGITS]
             answers.add(puzzle, cell, (torch.tensor([counts], dtype=torch.float64) / sum(counts)).log(), row)
     return answers, 1e3 * (time.perf_counter() - began) / len(asked)
@@ -263,7 +188,7 @@ def next_tokens(sampler: Sampler, asked: Sequence[Puzzle]) -> tuple[Answers, flo
     """The next-token head's probabilities of the labels of one cell's question."""
     answers, began, requests = Answers.empty(), time.perf_counter(), []
     for row, puzzle in enumerate(asked):
-        state = [{"role": "user", "content": puzzle.cells}]
+        state = [{"role": "user", "content": puzzle.state}]
         messages = tuple(with_question(state, ask_one(questions()[puzzle.asked], "decisions")))
         requests.append(Request(row, messages=messages, scores=True, top_logprobs=20, max_new_tokens=1))
     tokens = [sampler.settings.tokenizer.convert_tokens_to_ids(label) for label in "ABCD"]  # type: ignore[union-attr]
@@ -279,22 +204,23 @@ def lines_of(directory: Path, recipe: str, seed: int, count: int, changes: Seque
     """The lines of a model."""
     path = trained(directory, recipe, seed, changes)
     sampler = Sampler(blockdiff.load(path, dtype="float32", device="cpu"), load_tokenizer(path))
-    asked, others = puzzles(count, 3), puzzles(FITTED, 4)
-    about: dict[str, Any] = dict(model=MODELS[recipe][0], seed=seed)
-    if not sampler.settings.denoises:
+    asked, others = puzzles(count, 3), puzzles(max(1, count // 5), 4)
+    about: dict[str, Any] = dict(model=MODELS[recipe], seed=seed)
+    if recipe == "sudoku4_causal":
         answers, milliseconds = next_tokens(sampler, asked)
         about |= dict(way="next-token head", steps=0, draws=1, milliseconds=milliseconds)
         yield from answers.lines(next_tokens(sampler, others)[0], **about)
-        return
-    for joint in (False, True):
-        for steps, draws in WAYS:
-            asking = Asking(joint=joint, steps=steps, draws=draws)
-            answers, milliseconds = decided(sampler, asked[: count // 5] if joint else asked, asking)
-            way = dict(way="joint" if joint else "single", steps=steps, draws=draws, milliseconds=milliseconds)
-            yield from answers.lines(decided(sampler, others, asking)[0], **about, **way)
-    answers, milliseconds = sampled(sampler, asked[:SAMPLED])
-    way = dict(way=f"{SAMPLES} full samples", steps=0, draws=SAMPLES, milliseconds=milliseconds)
-    yield from answers.lines(None, **about, **way)
+    elif recipe == "quickstart":
+        answers, milliseconds = sampled(sampler, asked[:SAMPLED])
+        about |= dict(way=f"{SAMPLES} full samples", steps=0, draws=SAMPLES, milliseconds=milliseconds)
+        yield from answers.lines(None, **about)
+    else:
+        for joint in (False, True):
+            for steps, draws in WAYS:
+                asking = Asking(joint=joint, steps=steps, draws=draws)
+                answers, milliseconds = decided(sampler, asked, asking)
+                way = dict(way="joint" if joint else "single", steps=steps, draws=draws, milliseconds=milliseconds)
+                yield from answers.lines(decided(sampler, others, asking)[0], **about, **way)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -304,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--recipes", nargs="+", default=list(MODELS), choices=list(MODELS), help="default: both")
     parser.add_argument("--prompts", type=int, default=5000, help="the prompts that are read (default 5000)")
-    parser.add_argument("--rows", type=int, default=60_000, help="the rows to learn from (default 60000)")
+    parser.add_argument("--rows", type=int, default=20_000, help="the rows to learn from (default 20000)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the recipes")
     parser.add_argument("--output", type=Path, help="FILE.json; the table goes beside it as .md")
     given = parser.parse_args(arguments)
@@ -315,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not (data := given.directory / "data").is_dir():
             data.mkdir(parents=True)
-            write_data(data, given.rows, 512)
+            write_data(data, given.rows)
         for recipe in given.recipes:
             for seed in given.seeds:
                 for line in lines_of(given.directory, recipe, seed, given.prompts, given.set):

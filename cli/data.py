@@ -69,6 +69,26 @@ def pixel_sudoku(
 
 
 @data.command(
+    "sudoku-decisions",
+    epilog="Example: blockdiff data sudoku-decisions --split train=20000 --split test=2000 --output data/decisions",
+)
+def sudoku_decisions(
+    output: Output,
+    overwrite: options.Overwrite = False,
+    split: Splits = None,
+    seed: options.SeedOfData = 0,
+) -> None:
+    """Write typed decisions about four cells of 4x4 sudokus with many solutions, and their tokenizer.
+
+    For recipes/decisions_cpu.yaml; docs/decisions.md has the forms of the rows.
+    """
+    from blockdiff.recipes.sudoku_decisions import write_splits
+
+    counts = _counts(split or ["train=20000", "heldout=500", "fit=1000", "test=2000"])
+    _write(output, counts, overwrite, lambda: write_splits(output, counts, seed))
+
+
+@data.command(
     epilog="Example: blockdiff data countdown --numbers 4 --split train=50000 --split test=1000 "
     "--output data/countdown4"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from blockdiff.data.example import Slot
@@ -54,8 +55,8 @@ def slots_of(
         raise DataError(f"{row.where}: {words}")
     space = _space(row, tokenizer)
     for (column, behind), labels, target in zip(spans, row.decision.labels, row.targets, strict=True):
-        ids = [tokenizer(space + label, add_special_tokens=False)["input_ids"] for label in labels]
-        if behind - column != 1 or [tokens[column]] != ids[_likeliest(target)]:
+        ids = [_tokens(tokenizer, space + label) for label in labels]
+        if behind - column != 1 or (tokens[column],) != ids[_likeliest(target)]:
             raise DataError(f"{row.where}: the label is no token of its own in the template's text; ask otherwise")
         weighed = [(id, weight) for [id], weight in zip(ids, target, strict=True) if weight]
         slots.append(Slot(column, [id for id, _ in weighed], [weight for _, weight in weighed]))
@@ -66,9 +67,14 @@ def _space(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
     """The space before every label with which each is one token; DataError without any."""
     assert row.decision is not None
     try:
-        return row.decision.spellings(lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))[0]
+        return row.decision.spellings(lambda text: len(_tokens(tokenizer, text)))[0]
     except RequestError as error:
         raise DataError(f"{row.where}: {error}") from None
+
+
+@lru_cache(maxsize=1024)
+def _tokens(tokenizer: PreTrainedTokenizerBase, label: str) -> tuple[int, ...]:
+    return tuple(tokenizer(label, add_special_tokens=False)["input_ids"])
 
 
 def _likeliest(target: Sequence[float]) -> int:

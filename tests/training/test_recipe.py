@@ -405,7 +405,7 @@ def test_a_number_with_a_leading_zero_is_a_decimal_one(recipes: Path) -> None:
 def test_a_packaged_recipe_is_read_by_its_name_and_says_how_its_data_are_made(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "make the data: blockdiff data sudoku --output data/sudoku4" in refusal(Path("quickstart"))
-    for name in ("countdown3", "chat_cpu", "pixel_sudoku", "word_problems", "rl_sudoku"):
+    for name in ("countdown3", "chat_cpu", "pixel_sudoku", "word_problems", "rl_sudoku", "decisions_cpu"):
         assert re.search(r"make the data: blockdiff data [\w-]+ .*--output \w+", refusal(Path(name))), name
     assert read_recipe("quickstart", needs_data=False).model.preset == "sudoku4"
     (tmp_path / "quickstart").write_text(MINIMAL)

@@ -59,7 +59,7 @@ def offline(*args: Any, **named: Any) -> str:
 def test_the_recipes_are_planned_as_their_page_says_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    assert len(PLANS) == len(list((ROOT / "recipes").glob("diffusiongemma_26b_*.yaml"))) + 1 == 8
+    assert len(PLANS) == len(list((ROOT / "recipes").glob("diffusiongemma_26b_*.yaml"))) + 1 == 9
     for command, printed in PLANS:
         with pytest.warns(
             UserWarning, match=r"not to be had here; it is planned by .* preset (diffusiongemma-26b-a4b|qwen3-8b)$"
