@@ -1,4 +1,4 @@
-"""The features of images that rows of an engine share: each image is encoded once."""
+"""A cache of image features, so that an engine encodes an image once for all rows that contain it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 from blockdiff.images import ImageInput
 from blockdiff.models.model import BlockDiffusionModel
 
-MOST_TOKENS = 1 << 14  # of images that are kept beside those of the last call
+MOST_TOKENS = 1 << 14  # of cached images, unless those of the last call alone are more
 
 
 class ImageFeatures:
-    """The features of the images that were asked for last, by digest; `clear` where the weights have changed."""
+    """The features of the most recently used images, by digest. Call `clear` after a change of the weights."""
 
     def __init__(self, model: BlockDiffusionModel):
         self.model = model
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the one that was asked for last comes last
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the most recently used last
 
     def of(self, images: Sequence[ImageInput]) -> list[Tensor]:
-        """The features [tokens, D] of each image; those that are not there are made in one call."""
-        wanted = {image.digest: image for image in images}
-        missing = [image.to(self.model.device) for digest, image in wanted.items() if digest not in self._kept]
+        """Return the features [tokens, D] of each image; missing ones are computed in one call."""
+        by_digest = {image.digest: image for image in images}
+        missing = [image.to(self.model.device) for digest, image in by_digest.items() if digest not in self._kept]
         if missing:
-            made = self.model.image_features(missing).split([image.tokens for image in missing])
-            self._kept |= {image.digest: features.clone() for image, features in zip(missing, made, strict=True)}
-        for digest in wanted:
+            computed = self.model.image_features(missing).split([image.tokens for image in missing])
+            self._kept |= {image.digest: features.clone() for image, features in zip(missing, computed, strict=True)}
+        for digest in by_digest:
             self._kept.move_to_end(digest)
         tokens = sum(map(len, self._kept.values()))
-        while tokens > MOST_TOKENS and len(self._kept) > len(wanted):
+        while tokens > MOST_TOKENS and len(self._kept) > len(by_digest):
             tokens -= len(self._kept.popitem(last=False)[1])
         return [self._kept[image.digest] for image in images]
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all features."""
         self._kept.clear()

@@ -1,7 +1,7 @@
-"""The identities of a row's tokens: pages are shared by rows whose tokens have the same.
+"""Identities of a row's tokens: rows share pages whose tokens have equal identities.
 
-A token is its own identity. A placeholder sees the images of its whole run of adjacent placeholders, so its identity
-is a negative number that follows from these images and from its place in the run.
+A token is its own identity. A placeholder of an image sees all images of its run of adjacent placeholders, so its
+identity is a negative number, a hash of these images and of its index in the run.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from blockdiff.images import PlacedImage, runs_of
 
 
 def identities(tokens: Sequence[int], images: Sequence[PlacedImage]) -> list[int]:
-    """The identities of tokens, in which the runs of these images lie whole; columns are counted from the first."""
-    found, placed = list(tokens), sorted(images, key=lambda each: each.column)
+    """Return the identities of tokens. `images` are those among them, in complete runs; column 0 is the first token."""
+    numbers_of, placed = list(tokens), sorted(images, key=lambda each: each.column)
     for first, end in runs_of(placed):
         pictures = b"".join(each.image.digest for each in placed if first <= each.column < end)
         numbers = array("Q", shake_256(pictures).digest(8 * (end - first)))
-        found[first:end] = [-1 - (number >> 1) for number in numbers]
-    return found
+        numbers_of[first:end] = [-1 - (number >> 1) for number in numbers]
+    return numbers_of
 
 
 def is_in_run(identities: Sequence[int], column: int) -> bool:
-    """True where a beginning of so many tokens ends within a run of placeholders, or might."""
+    """Whether the first `column` tokens end within a run of placeholders, or may do so."""
     return identities[column - 1] < 0 and (column == len(identities) or identities[column] < 0)
 
 
 def packed_identities(identities: Sequence[int]) -> bytes:
-    """Identities as bytes, a key of published links."""
+    """Return identities as bytes, the key of a published page."""
     return array("q", identities).tobytes()
 
 
 def unpacked_identities(key: bytes) -> list[int]:
-    """The identities of `packed_identities`."""
+    """Invert `packed_identities`."""
     return array("q", key).tolist()

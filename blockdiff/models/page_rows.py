@@ -1,10 +1,10 @@
-"""The pages that rows hold, without the model: block tables, references, and what rows can share.
+"""The pages of rows, without the model: block tables, references, and prefix sharing.
 
-A row has a block table for each kind of layer. Tokens are written into its pages first, and are accepted when they
-stand; until then the row can be cut back to what it was. With accepted tokens sliding layers give pages back as their
-window leaves them, and full pages are published under the tokens they hold and all tokens before these, so that a row
-which begins alike can share them instead of encoding the tokens again. They stay cached when no row holds them, until
-their room is needed.
+A row has a block table for each kind of layer. Tokens are first written to its pages and accepted later; until then the
+row can be truncated to its earlier state. When tokens are accepted, sliding layers give back the pages that their
+window has left, and full pages are published under their tokens and all tokens before them. A row with the same
+beginning shares published pages instead of encoding the tokens again. Published pages that no row refers to stay cached
+until their memory is needed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.models.page_keys import is_in_run, packed_identities, unpacked_identities
 from blockdiff.models.page_pool import SPILL, ZEROS, Link, Pool, Published
 
-NO_LIMIT = 1 << 40  # pages, where no device says how much memory it has
+NO_LIMIT = 1 << 40  # pages, if the device's memory is unknown
 
 
 @dataclass(eq=False)
 class PagedRow:
-    """A row's cached tokens: how many, and the pages that hold them by kind of layer.
+    """A row's cached tokens: their number, and their pages by kind of layer (`tables`).
 
-    first: how many pages before those in the table were given back; accepted: how many of the tokens stand; links:
-    where its full pages are published; tail: its tokens after them; stamp: a number that changes whenever the row does;
-    kept: the row's stamp and the number of queries, and what layers selected of the row for these (`KeptSelection`).
+    first: number of pages before those in the table that were given back. accepted: number of accepted tokens. links:
+    the links of its published pages. tail: identities of the tokens after them. stamp: a number that changes whenever
+    the row does. selection: the stamp and the number of queries of the last selection, and the blocks that each layer
+    selected then (`KeptSelection`).
     """
 
     root: Link
@@ -39,16 +40,16 @@ class PagedRow:
     links: list[Link] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
     stamp: int = 0
-    kept: tuple[tuple[int, int], dict[Any, Any]] = field(default_factory=lambda: ((0, 0), {}))
+    selection: tuple[tuple[int, int], dict[Any, Any]] = field(default_factory=lambda: ((0, 0), {}))
 
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """Counts of pages by kind of layer, and of what happened so far.
+    """Counts of pages by kind of layer, and of events so far.
 
-    pages: in use; shared: those of them that several rows refer to; cached: not in use, and their tokens can be shared;
-    published: all that can be shared; reused_tokens: what `reuse` found, of the asked_tokens of new rows; evictions:
-    cached pages given to other tokens.
+    pages: in use. shared: in use by several rows. cached: not in use, but can be shared. published: all that can be
+    shared. reused_tokens: tokens that `reuse` shared, out of asked_tokens of new rows. evictions: cached pages that
+    were given to other tokens.
     """
 
     pages: dict[str, int]
@@ -65,7 +66,7 @@ class PagedRows:
 
     def __init__(self, pools: dict[str, Pool], links: Published, page_tokens: int):
         self.pools, self.page_tokens, self._links = pools, page_tokens, links
-        self._root = Link(None, b"")  # before the first page of rows that may share pages
+        self._root = Link(None, b"")  # the link before a row's first page; rows with another root share nothing
         self._rows: set[PagedRow] = set()
         self._stamps = itertools.count(1)
         self._reused = self._asked = 0
@@ -74,52 +75,52 @@ class PagedRows:
     # -- rows --------------------------------------------------------------------------------------------------
 
     def open(self) -> PagedRow:
-        """An empty row."""
+        """Open an empty row."""
         tables, first = {name: list[int]() for name in self.pools}, dict.fromkeys(self.pools, 0)
         row = PagedRow(self._root, tables, first, stamp=next(self._stamps))
         self._rows.add(row)
         return row
 
     def reuse(self, row: PagedRow, tokens: Sequence[int]) -> int:
-        """Share the pages of the longest beginning of `tokens` that others have encoded; returns the tokens now in it.
+        """Share the published pages of the longest prefix of `tokens`; return the row's new length.
 
-        tokens: all of the row's tokens as `page_keys.identities`, which are compared, from its first on. Nothing is
-        shared after a row's own tokens unless these end with a page. No beginning ends within a run of placeholders.
+        tokens: all of the row's tokens, from its first on, as `page_keys.identities`. Pages are added only if the row's
+        present tokens fill whole pages. A shared prefix never ends within a run of placeholders.
         """
         if row.tail:
             return row.length
-        size, found = self.page_tokens, list[Link]()
+        size, links = self.page_tokens, list[Link]()
         link = row.links[-1] if row.links else row.root
         self._asked += 0 if row.length else len(tokens)
         for first in range(row.length, len(tokens) - size + 1, size):
             following = self._links.get((link, packed_identities(tokens[first : first + size])))
             if following is None:
                 break
-            found.append(link := following)
+            links.append(link := following)
         pages_before = row.length // size
-        while found and (
-            is_in_run(tokens, size * (pages_before + len(found))) or not self._can_share(found, pages_before)
+        while links and (
+            is_in_run(tokens, size * (pages_before + len(links))) or not self._can_share(links, pages_before)
         ):
-            found.pop()
-        if not found:
+            links.pop()
+        if not links:
             return row.length
-        length = row.length + len(found) * size
+        length = row.length + len(links) * size
         self._reused += length - row.length
         for name, pool in self.pools.items():
-            self._cut(row, pool, pages_before)  # what was reserved
+            self._cut(row, pool, pages_before)  # reserved pages
             self._leave(row, pool, length)
-            for each in found[max(0, row.first[name] - pages_before) :]:
+            for each in links[max(0, row.first[name] - pages_before) :]:
                 pool.refer(each.pages[name])
                 row.tables[name].append(each.pages[name])
         row.length, row.accepted, row.stamp = length, length, next(self._stamps)
-        row.links += found
+        row.links += links
         return length
 
     def reserve(self, row: PagedRow, tokens: int) -> bool:
-        """Make room for so many more tokens of a row; False, with nothing changed, where there is no memory."""
+        """Allocate pages for `tokens` more tokens of a row; without enough memory change nothing and return False."""
         last, begun = divmod(row.length, self.page_tokens)
         pages = -(-(row.length + tokens) // self.page_tokens)
-        wanted = []
+        changes = []
         for name, pool in self.pools.items():
             table, first = row.tables[name], row.first[name]
             missing = max(0, pages - first - len(table))
@@ -127,26 +128,26 @@ class PagedRows:
             if missing + is_copied > pool.available:
                 return False
             if missing or is_copied:
-                wanted.append((pool, table, missing, last - first if is_copied else None))
-        for pool, table, missing, place in wanted:
-            if place is not None:
-                table[place] = pool.copied(table[place])
+                changes.append((pool, table, missing, last - first if is_copied else None))
+        for pool, table, missing, shared in changes:
+            if shared is not None:
+                table[shared] = pool.copied(table[shared])
             table += [pool.take() for _ in range(missing)]
         return True
 
     def has_room(self, row: PagedRow, tokens: int) -> bool:
-        """True where there is memory for so many more tokens of a row, which may come in several calls."""
+        """Whether there is memory for `tokens` more tokens of a row, encoded in one or several calls."""
         pages = -(-(row.length + tokens) // self.page_tokens)
         for name, pool in self.pools.items():
-            table, wanted = row.tables[name], pages - row.first[name]
+            table, needed = row.tables[name], pages - row.first[name]
             if pool.row_pages is not None:
-                wanted = min(wanted, pool.row_pages)
-            if wanted - len(table) > pool.available:
+                needed = min(needed, pool.row_pages)
+            if needed - len(table) > pool.available:
                 return False
         return True
 
     def holds(self, tokens: int, added: int) -> bool:
-        """True where a row of so many tokens can be held, of which a call adds at most `added`."""
+        """Whether a row of `tokens` tokens fits at all, if a call adds at most `added` of them."""
         for pool in self.pools.values():
             pages, within = -(-tokens // self.page_tokens), pool.window_pages(added)
             if pool.most < (pages if within is None else min(pages, within)):
@@ -154,7 +155,7 @@ class PagedRows:
         return True
 
     def accept(self, row: PagedRow) -> None:
-        """Let all tokens of a row stand: publish their full pages, and give back those that windows have left."""
+        """Accept all tokens of a row: publish its full pages, and give back those that windows have left."""
         row.accepted = row.length
         for _ in range(row.accepted // self.page_tokens - len(row.links)):
             page_of_tokens, row.tail = row.tail[: self.page_tokens], row.tail[self.page_tokens :]
@@ -168,9 +169,9 @@ class PagedRows:
         row.stamp = next(self._stamps)
 
     def truncate(self, row: PagedRow, tokens: int) -> None:
-        """Drop a row's tokens after the first so many; of tokens that were not accepted no trace is left.
+        """Drop all but a row's first `tokens` tokens. Tokens that were not accepted leave no trace.
 
-        Raises BlockdiffError where a sliding layer has given back pages that the row would need again.
+        Raises BlockdiffError if a sliding layer has given back pages that the shorter row needs.
         """
         size, length = self.page_tokens, min(tokens, row.length)
         for name, pool in self.pools.items():
@@ -188,14 +189,14 @@ class PagedRows:
         row.length, row.accepted, row.stamp = length, min(row.accepted, length), next(self._stamps)
 
     def release(self, row: PagedRow) -> None:
-        """Give a row's pages back; published ones can be shared until others need the room. The row is used up."""
+        """Close a row and give its pages back. Published pages stay cached until their memory is needed."""
         for pool in self.pools.values():
             self._cut(row, pool, 0)
         self._rows.discard(row)
         row.length, row.accepted, row.links, row.tail, row.stamp = 0, 0, [], [], next(self._stamps)
 
     def forget(self) -> None:
-        """Keep rows that are opened from now on from sharing what earlier ones encoded; those go on as they are."""
+        """Let rows opened from now on share nothing with earlier ones; open rows continue unchanged."""
         for pool in self.pools.values():
             pool.free += reversed(pool.cached)
             pool.cached.clear()
@@ -206,22 +207,22 @@ class PagedRows:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def free_tokens(self) -> int:
-        """The number of tokens that a new row could have, in whole pages."""
+        """Return the number of tokens that a new row could have, in whole pages."""
         return self._tokens({name: pool.available for name, pool in self.pools.items()})
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that can be held at most, in whole pages."""
+        """The largest number of tokens of one row, in whole pages, if there are no other rows."""
         return self._tokens({name: pool.most for name, pool in self.pools.items()})
 
     def _tokens(self, pages: dict[str, int]) -> int:
-        """The most tokens of a row in so many pages; layers that hold a part of any row set no limit."""
+        """Return the most tokens of a row in these numbers of pages; layers with a window set no limit."""
         most = [pages[n] for n, pool in self.pools.items() if pool.row_pages is None or pages[n] < pool.row_pages]
         return min(most, default=NO_LIMIT) * self.page_tokens
 
     @property
     def statistics(self) -> PageStatistics:
-        """Counts of the pages now, and of what happened since the beginning."""
+        """The current counts of pages, and of events since the start."""
         pools = self.pools.items()
         return PageStatistics(
             pages={name: pool.in_use for name, pool in pools},
@@ -234,7 +235,7 @@ class PagedRows:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless every page is free, cached or held by exactly the open rows that it counts."""
+        """Raise AssertionError unless every page is free or cached, or its references equal the open rows with it."""
         for name, pool in self.pools.items():
             held = Counter(page for row in self._rows for page in row.tables[name])
             assert pool.references[:2] == [0, 0] and not {ZEROS, SPILL} & {*held, *pool.free, *pool.cached}
@@ -256,17 +257,17 @@ class PagedRows:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _can_share(self, found: list[Link], pages_before: int) -> bool:
-        """True where the pages that a row needs after the found links are still there."""
-        length = (pages_before + len(found)) * self.page_tokens
+    def _can_share(self, links: list[Link], pages_before: int) -> bool:
+        """Whether the pages that a row needs after these links were not evicted."""
+        length = (pages_before + len(links)) * self.page_tokens
         return all(
             name in link.pages
             for name, pool in self.pools.items()
-            for link in found[max(0, pool.first_kept(length) // self.page_tokens - pages_before) :]
+            for link in links[max(0, pool.first_kept(length) // self.page_tokens - pages_before) :]
         )
 
     def _append(self, row: PagedRow, tokens: list[int]) -> None:
-        """Note the identities of the tokens that were written after a row's own, not yet accepted."""
+        """Add the identities of tokens that were written to the row's pages; they are not yet accepted."""
         first, last = row.length // self.page_tokens, -(-(row.length + len(tokens)) // self.page_tokens)
         for name, pool in self.pools.items():
             for page in row.tables[name][first - row.first[name] : last - row.first[name]]:
@@ -275,7 +276,7 @@ class PagedRows:
         row.tail += tokens
 
     def _leave(self, row: PagedRow, pool: Pool, length: int) -> None:
-        """Give back the pages that a row of such a length no longer needs."""
+        """Give back the pages that a row of `length` tokens no longer needs."""
         table, first = row.tables[pool.kind.name], pool.first_kept(length) // self.page_tokens
         for page in table[: first - row.first[pool.kind.name]]:
             pool.give_back(page)
@@ -283,8 +284,8 @@ class PagedRows:
         row.first[pool.kind.name] = first
 
     def _cut(self, row: PagedRow, pool: Pool, pages: int) -> None:
-        """Give back all pages after a row's first so many, the last one first, because that is evicted first."""
-        table, kept = row.tables[pool.kind.name], max(0, pages - row.first[pool.kind.name])
-        for page in reversed(table[kept:]):
+        """Give back all but a row's first `pages` pages, the last page first, so that it is evicted first."""
+        table, end = row.tables[pool.kind.name], max(0, pages - row.first[pool.kind.name])
+        for page in reversed(table[end:]):
             pool.give_back(page)
-        del table[kept:]
+        del table[end:]

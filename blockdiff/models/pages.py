@@ -1,7 +1,6 @@
 """The prefixes of an engine's rows, in pages that rows can share.
 
-`page_rows.py` keeps count of the pages that a row holds and shares; here tokens are encoded into them and canvases are
-denoised over them.
+`page_rows.py` does the accounting of pages; here tokens are encoded into them and canvases are denoised over them.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from blockdiff.models.page_rows import NO_LIMIT, PagedRow, PagedRows
 from blockdiff.models.weights import weight_addresses, weights_version
 
 PAGE_TOKENS = 128
-SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.8}  # that pages may take: torch on a CPU gathers live rows a second time
+SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.8}  # for pages; on a CPU torch keeps a dense copy of rows in use as well
 
 
 class Pages(PagedRows):
     """All pages of one model, on its device.
 
-    page_tokens: tokens of a page, in whole blocks if the model's clean tokens see such; capacity: tokens that fit in
-    all, of each kind of layer (None: what the device has memory for; on a CPU memory is taken as it is needed,
-    elsewhere all of it with the first encode); weight_addresses: where the model's weights lie. Rows share nothing with
-    those that were opened before `follow_weights` has found the weights changed.
+    page_tokens: tokens of a page, a multiple of the block if the model has a prefix of blocks. capacity: tokens that
+    all pages of a kind of layers hold (None: as the device's memory allows; on a CPU memory is allocated as needed,
+    elsewhere all with the first encode). weight_addresses: the addresses of the model's weights. After
+    `follow_weights` finds the weights changed, new rows share nothing with earlier ones.
     """
 
     def __init__(self, model: BlockDiffusionModel, page_tokens: int = PAGE_TOKENS, capacity: int | None = None):
@@ -58,8 +57,8 @@ class Pages(PagedRows):
         super().__init__(pools, links, page_tokens)
         self.model = model
         self.images = ImageFeatures(model)
-        self.kept_free: int | None = None  # bytes left to the calls; None: they are unknown, and get a share
-        self.share = 1.0  # of the memory that is there for pages
+        self.kept_free: int | None = None  # bytes reserved for calls; None: unknown, calls get a share of the memory
+        self.share = 1.0  # of the memory for pages that this model may use
         self._version = weights_version(model)
         self.weight_addresses = weight_addresses(self._version)
         self._buffers: StepBuffers | None = None  # of `denoise`
@@ -67,9 +66,9 @@ class Pages(PagedRows):
             self.grow()
 
     def follow_weights(self) -> None:
-        """Forget all that other weights have encoded, if they changed since the last call: see `weights_version`.
+        """Forget all encoded tokens if the weights have changed since the last call (see `weights_version`).
 
-        Who opens rows calls it before the first of them: once a step.
+        Call it before opening rows, once a step.
         """
         version = weights_version(self.model)
         if version != self._version:
@@ -78,22 +77,22 @@ class Pages(PagedRows):
             self._version, self.weight_addresses = version, weight_addresses(version)
 
     def grow(self, tokens: int | None = None, rows: int | None = None, added: int = 0) -> bool:
-        """Let so many tokens fit (None: as many as the device has memory for); no kind of layers gets fewer pages.
+        """Enlarge the pools to hold `tokens` tokens (None: as many as memory allows); never shrink one.
 
-        rows: how many hold them, so that layers with a window get pages for what they see of so many rows, and the
-        others get what is left (None: unknown, and all get equally many); added: the most tokens that a call adds to a
-        row, where this is more than a canvas. False where the device has no memory for all beside what is held.
+        rows: the number of rows with these tokens; layers with a window then get pages for the windows of that many
+        rows, and the others the remaining memory (None: unknown, all kinds get equally many). added: the most tokens
+        that a call adds to a row, if more than a canvas. Returns False if memory does not suffice for all.
         """
-        wanted = NO_LIMIT if tokens is None else -(-tokens // self.page_tokens)
-        most, canvas = dict.fromkeys(self.pools, wanted), self.model.canvas_length
+        needed = NO_LIMIT if tokens is None else -(-tokens // self.page_tokens)
+        most, canvas = dict.fromkeys(self.pools, needed), self.model.canvas_length
         for name, pool in self.pools.items():
             if rows is not None and (of_canvas := pool.window_pages(canvas)) is not None:
                 pool.row_pages = max(pool.row_pages or 0, pool.window_pages(max(added, canvas)) or 0)
-                most[name] = min(wanted, rows * of_canvas + pool.row_pages)
+                most[name] = min(needed, rows * of_canvas + pool.row_pages)
         if all(pool.most >= most[name] for name, pool in self.pools.items()):
             return True
         counts = page_counts(most, self._page_bytes(), self._available())
-        # the ranks of tensor parallelism admit the same rows, whatever memory each of them has
+        # the ranks of tensor parallelism must admit the same rows, whatever memory each has
         counts = {name: self.model.vocabulary.least_of_ranks(count) for name, count in counts.items()}
         for name, pool in self.pools.items():
             pool.most = max(pool.most, counts[name])
@@ -101,11 +100,11 @@ class Pages(PagedRows):
 
     @property
     def grows(self) -> bool:
-        """True where memory is taken as it is needed, and not all at once."""
+        """Whether memory is allocated as needed, not all at once."""
         return all(pool.grows for pool in self.pools.values())
 
     def stand_in(self, tokens: int, added: int) -> PagedRow:
-        """A row of so many tokens in pages of nobody, to which a call may add more: for what calls take, not give."""
+        """Return a row of `tokens` tokens in reserved pages, for measuring the time or memory of calls, not results."""
         row = PagedRow(Link(None, b""), {}, {}, tokens, tokens, stamp=next(self._stamps))
         for name, pool in self.pools.items():
             row.first[name] = pool.first_kept(tokens) // self.page_tokens
@@ -113,7 +112,7 @@ class Pages(PagedRows):
         return row
 
     def make_pools(self) -> dict[str, Pool]:
-        """Make the pools' tensors, with room for every page, where that is not done yet; returns the pools."""
+        """Allocate the pools' tensors for every page, unless done already, and return the pools."""
         if not all(pool.tensors for pool in self.pools.values()):
             for pool in self.pools.values():
                 pool.make([self._token_kv[layer] for layer in pool.layers])
@@ -123,7 +122,7 @@ class Pages(PagedRows):
 
     @functools.cached_property
     def _token_kv(self) -> list[KV]:
-        """The tensors that layers keep of a token."""
+        """The tensors that each layer stores for a token."""
         model = self.model
         nothing_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         spans = {name: kind.encode_spans(nothing_11) for name, kind in model.kinds.items()}
@@ -131,12 +130,12 @@ class Pages(PagedRows):
             return model(nothing_11, nothing_11, spans)[1]
 
     def _page_bytes(self) -> dict[str, int]:
-        """The bytes of a page of each kind of layers."""
+        """Return the bytes of a page, by kind of layers."""
         kv, size = self._token_kv, self.page_tokens
         return {name: size * sum(x.nbytes for n in pool.layers for x in kv[n]) for name, pool in self.pools.items()}
 
     def _available(self) -> int | None:
-        """The bytes that pages may take of the device's memory; None where that is not known."""
+        """Return the bytes of the device's memory that pages may use, None if unknown."""
         available, device = memory.available_bytes(self.model.device), self.model.device.type
         if available is None:
             return None
@@ -155,18 +154,17 @@ class Pages(PagedRows):
         images: Sequence[Sequence[PlacedImage]] | None = None,
         call: Callable[[Sequence[PagedRow], Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Encode clean tokens behind those of their rows: hidden states [B, T, D] after the final norm.
+        """Encode clean tokens after those of their rows; return hidden states [B, T, D] after the final norm.
 
-        The tokens are not accepted: `accept` lets them stand. tokens_BT: int64, rows right-padded, best on the CPU
-        (their values are needed there); lengths: how many tokens each row gets; images: those of each row in the call,
-        with its columns (None: no row has any); call: gives the hidden states of rows and tokens, and writes these into
-        the pages (None: a call of the model that is made for them). Raises BlockdiffError where there is no room:
-        `reserve` asks before.
+        The tokens are not accepted yet (see `accept`). tokens_BT: int64, right-padded, preferably on the CPU, where
+        their values are read. lengths: number of tokens of each row. images: of each row in this call, with the row's
+        columns (None: none). call: computes the hidden states and writes the pages, such as a captured call (None: call
+        the model). Raises BlockdiffError if there is not enough memory (see `reserve`).
         """
         if not all(self.reserve(row, added) for row, added in zip(rows, lengths, strict=True)):
             raise BlockdiffError(
                 f"no room for {sum(lengths)} more tokens: {self.free_tokens()} of the pages' tokens are free; "
-                "release rows or make capacity larger"
+                "release rows or raise capacity"
             )
         hidden = self._encoded(rows, tokens_BT, lengths, images) if call is None else call(rows, tokens_BT)
         for row, tokens, added, of_row in zip(
@@ -182,11 +180,11 @@ class Pages(PagedRows):
         lengths: Sequence[int],
         images: Sequence[Sequence[PlacedImage]] | None,
     ) -> Tensor:
-        """Write clean tokens into the pages of their rows; returns their hidden states."""
+        """Call the model on clean tokens, write them to the pages of their rows, and return their hidden states."""
         model, device = self.model, self.model.device
         pools, width = self.make_pools(), tokens_BT.shape[1]
         firsts = {name: first_columns(rows, pool) for name, pool in pools.items()}
-        # the call's own tokens are written into the pages before attention reads them there, and counted
+        # the call's own tokens are written to the pages before attention reads them there, so lengths include them
         ends = [row.length + added for row, added in zip(rows, lengths, strict=True)]
         afters = {name: [end - first for end, first in zip(ends, firsts[name], strict=True)] for name in pools}
         lists: list[Sequence[int]] = [[row.length for row in rows], lengths]
@@ -215,10 +213,10 @@ class Pages(PagedRows):
 
     @torch.no_grad()
     def denoise(self, rows: Sequence[PagedRow], canvas_BL: Tensor, soft_BLD: Tensor | None = None) -> Tensor:
-        """Hidden states [B, L, D], after the final norm, of the canvas that follows each row; leaves the rows alone.
+        """Return the hidden states [B, L, D], after the final norm, of the canvas after each row; rows are unchanged.
 
-        canvas_BL: int64 noisy tokens, on the model's device; soft_BLD: the signal of the last prediction (None: none).
-        A caller that denoises several sets of rows in turns takes `step_buffers` for each.
+        canvas_BL: int64 noisy tokens on the model's device. soft_BLD: the signal of the last prediction (None: none).
+        To alternate between several sets of rows, use `step_buffers` for each.
         """
         steps, length = self._buffers, canvas_BL.shape[1]
         if steps is None or steps.most < len(rows) or steps.canvas_length != length:
@@ -227,27 +225,27 @@ class Pages(PagedRows):
         return steps.denoise(canvas_BL, soft_BLD)
 
     def step_buffers(self, most: int, canvas_length: int, keeps: bool = True, is_clean: bool = False) -> StepBuffers:
-        """Buffers for denoising at most so many rows again and again, or for encoding, see `StepBuffers`."""
+        """Return buffers for repeated calls over at most `most` rows; arguments as in `StepBuffers`."""
         return StepBuffers(self.model, self.pools, self.make_pools, most, canvas_length, keeps, is_clean)
 
     def _placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
-        """The images of a call's rows, of so many columns, with the features that are kept of them."""
+        """Return the images of a call's rows, `width` columns each, with their cached features."""
         placed = RowImages.of(images, width)
         if placed is None:
             return None
         return replace(placed.with_features(torch.cat(self.images.of(placed.inputs))), inputs=()).to(self.model.device)
 
 
-def page_counts(wanted: Mapping[str, int], page_bytes: Mapping[str, int], available: int | None) -> dict[str, int]:
-    """The numbers of pages, by kind of layers, that fit into so many bytes; no kind gets more than is wanted of it.
+def page_counts(most: Mapping[str, int], page_bytes: Mapping[str, int], available: int | None) -> dict[str, int]:
+    """Divide `available` bytes into numbers of pages by kind of layers, at most `most` of each (None: all of `most`).
 
-    All get equally many, but for those that want fewer: what these leave goes to the others.
+    All kinds get equally many pages, except those that need fewer, whose share goes to the others.
     """
     if available is None:
-        return dict(wanted)
-    counts, left = dict[str, int](), available
-    for name in sorted(wanted, key=lambda name: wanted[name]):
+        return dict(most)
+    counts, remaining = dict[str, int](), available
+    for name in sorted(most, key=lambda name: most[name]):
         each = sum(bytes_of for other, bytes_of in page_bytes.items() if other not in counts)
-        counts[name] = min(wanted[name], left // each)
-        left -= counts[name] * page_bytes[name]
+        counts[name] = min(most[name], remaining // each)
+        remaining -= counts[name] * page_bytes[name]
     return counts

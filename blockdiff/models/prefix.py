@@ -1,4 +1,4 @@
-"""The prefix: keys and values of clean tokens, with room to grow, and what the rows that own them look like."""
+"""`Prefix`: the keys and values of rows' clean tokens, which `encode` returns and extends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KV = tuple[Tensor, ...]
 class Prefix:
     """The result of `encode`: every layer's kv of the rows' clean tokens, right-padded.
 
-    hidden [B, S, D]: the last call's tokens after the final norm; kinds: the kind of each layer; lengths_B: cached
-    tokens of each row, int64; common_length: their length where the host knows it is the same for all rows, else
-    None. A full layer holds all tokens; a sliding layer the last window - 1, so its first column stands for row column
+    hidden [B, S, D]: the last call's tokens after the final norm. kinds: the kind of each layer. lengths_B: number of
+    tokens of each row, int64. common_length: their length if the host knows that it is equal for all rows, else None.
+    A full layer has all tokens; a sliding layer the last window - 1, so that its first column is row column
     `first_B[kind]`.
     """
 
@@ -41,7 +41,7 @@ class Prefix:
 
     @classmethod
     def of(cls, hidden: Tensor, kv: list[KV], kinds: Sequence[LayerKind], lengths_B: Tensor | None) -> Prefix:
-        """The prefix of a first call; lengths_B None: every row is full."""
+        """Make the prefix of a first call; lengths_B: tokens of each row (None: no row is padded)."""
         B = hidden.shape[0]
         nothing_B = torch.zeros(B, dtype=torch.int64, device=hidden.device)
         empty = [tuple(x[:, :0] for x in layer) for layer in kv]
@@ -53,22 +53,22 @@ class Prefix:
         return self.lengths_B.shape[0]
 
     def layers(self) -> list[KV]:
-        """Each layer's prefix tensors [B, columns, ...], without the spare room."""
+        """Return each layer's prefix tensors [B, columns, ...], without spare columns."""
         return [
             kv if kind.window is not None else tuple(x[:, : self.columns] for x in kv)
             for kind, kv in zip(self.kinds, self._held_kv(), strict=True)
         ]
 
     def held(self, kind: LayerKind, spans: Spans) -> Spans:
-        """Spans over row columns as spans over the columns that layers of this kind hold."""
+        """Shift spans over row columns to the columns that layers of this kind have."""
         return spans if kind.window is None else spans.shifted(self.first_B[kind.name])
 
     def canvas(
         self, length: int, rope: Callable[[Tensor], dict[str, Rope]]
     ) -> tuple[Tensor, dict[str, Spans], dict[str, Rope]]:
-        """Positions [B, L], spans and RoPE of one canvas per row right after its tokens; made once for all its steps.
+        """Return positions [B, L], spans and RoPE of one canvas per row, right after its tokens; cached for all steps.
 
-        rope: what gives a model's RoPE of positions. What layers keep of a selection they keep with this prefix.
+        rope: the model's function from positions to RoPE. Kept selections of layers are stored in this prefix.
         """
         if length not in self._canvases:
             self.require_whole_blocks()
@@ -76,10 +76,10 @@ class Prefix:
             everything = torch.zeros_like(start_B1), torch.full_like(start_B1, length)
             spans = {}
             for kind in set(self.kinds):
-                own = self.held(kind, kind.denoise_spans(start_B1, *everything, length))
-                # a sliding layer holds just the keys that a canvas sees
+                shifted = self.held(kind, kind.denoise_spans(start_B1, *everything, length))
+                # a sliding layer has exactly the keys that a canvas sees
                 sees_all = self.common_length is not None and kind.sees_whole_canvases
-                spans[kind.name] = Spans(own.bounds_BT4, sees_all=sees_all)
+                spans[kind.name] = Spans(shifted.bounds_BT4, sees_all=sees_all)
                 if kind.keeps_selection:
                     spans[kind.name].kept = self._kept.setdefault((kind.name, length), KeptSelection())
             positions_BL = start_B1 + torch.arange(length, device=start_B1.device)
@@ -87,7 +87,7 @@ class Prefix:
         return self._canvases[length]
 
     def require_whole_blocks(self) -> None:
-        """Raise BlockdiffError if a row ends within a block that its tokens see whole: nothing can follow there."""
+        """Raise BlockdiffError if a row ends within a block that its tokens see whole, so that nothing can follow."""
         block = next((kind.block for kind in self.kinds if kind.block is not None), None)
         if block is None:
             return
@@ -95,20 +95,20 @@ class Prefix:
         if cut := next((length for length in lengths if length % block), None):
             raise BlockdiffError(
                 f"a row of {cut} tokens ends within a block of {block}; encode whole blocks, and put the rest of the "
-                "tokens into the canvas behind them"
+                "tokens into the canvas after them"
             )
 
     def select(self, rows: Tensor) -> Prefix:
-        """The prefix of some rows (int64 [B'] indices)."""
+        """Return the prefix of some rows (int64 indices [B'])."""
         kv = [tuple(x[rows] for x in layer) for layer in self._held_kv()]
         first_B = {name: first[rows] for name, first in self.first_B.items()}
         hidden, lengths_B = self.hidden[rows], self.lengths_B[rows]
         some = Prefix(hidden, kv, self.kinds, lengths_B, self.columns, self.common_length, first_B)
-        some._kept = {key: kept.select(rows) for key, kept in self._kept.items()}
+        some._kept = {key: selection.select(rows) for key, selection in self._kept.items()}
         return some
 
     def extended(self, hidden: Tensor, kv: list[KV], added_B: Tensor | None) -> Prefix:
-        """This prefix with a call's kv appended at each row's own length; consumes it (its buffers are reused)."""
+        """Append a call's kv at each row's length, and return the new prefix; this one is consumed (buffers reused)."""
         tokens = hidden.shape[1]
         is_common = self.common_length is not None and added_B is None
         lengths_B = self.lengths_B + (tokens if added_B is None else added_B)
@@ -117,7 +117,7 @@ class Prefix:
         old_kv, self._kv = self._held_kv(), None
         merged: list[KV] = []
         for n, (kind, new) in enumerate(zip(self.kinds, kv, strict=True)):
-            old, old_kv[n] = old_kv[n], ()  # a layer's old buffers go as soon as its new ones are there
+            old, old_kv[n] = old_kv[n], ()  # free a layer's old buffers as soon as its new ones exist
             window = kind.window
             if window is None:
                 merged.append(tuple(self._append(a, b, columns) for a, b in zip(old, new, strict=True)))
@@ -140,7 +140,7 @@ class Prefix:
         return self._kv
 
     def _append(self, old: Tensor, new: Tensor, columns: int) -> Tensor:
-        """A full layer's tensor with the call's tokens written after each row's own."""
+        """Return a full layer's tensor with the call's tokens written at each row's length."""
         B, tokens = new.shape[:2]
         if not old.shape[1]:
             return new
@@ -161,17 +161,17 @@ class Prefix:
 
 
 def _last_columns(old: Tensor, new: Tensor, limit: int) -> Tensor:
-    """The last `limit` columns of both, in memory of their own."""
+    """Return the last `limit` columns of [old | new] in new memory."""
     both = torch.cat([old, new], 1) if old.shape[1] else new
     return both if both.shape[1] <= limit else both[:, both.shape[1] - limit :].clone()
 
 
 def _sources(held_B: Tensor, added_B: Tensor, old_columns: int, tokens: int, limit: int) -> Tensor:
-    """Where, in [old | new] columns, each row's last `limit` tokens stand: [B, columns], rows of few tokens padded.
+    """Return the indices, in [old | new] columns, of each row's last `limit` tokens: [B, columns], short rows padded.
 
     Row b's tokens are old columns [0, held_b) and new ones [old_columns, old_columns + added_b).
     """
     columns = torch.arange(min(old_columns + tokens, limit), device=held_B.device)
-    place = (held_B + added_B - limit).clamp(min=0)[:, None] + columns
-    source = torch.where(place < held_B[:, None], place, place - held_B[:, None] + old_columns)
+    column = (held_B + added_B - limit).clamp(min=0)[:, None] + columns
+    source = torch.where(column < held_B[:, None], column, column - held_B[:, None] + old_columns)
     return source.clamp(max=old_columns + tokens - 1)
