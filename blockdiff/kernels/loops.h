@@ -1,7 +1,7 @@
-/* What the C functions of the ops share: rows of tensors, an exponential that vectorises, and how loops are split.
+/* Shared by the C functions of all ops: rows of tensors, a vectorisable exponential, and the split of loops.
 
-   All numbers are fp32 and all sizes int64. Sums over the tokens of a weight's gradient are made in BLOCKS partial sums,
-   whatever the number of threads, so that a machine gives the same bits with one thread or many. */
+   All numbers are fp32 and all sizes int64. The gradient of a weight is summed over tokens in BLOCKS partial sums,
+   whatever the number of threads, so that one thread and many give the same bits. */
 
 #ifndef _OPENMP
 #error "compiled without OpenMP: everything would run on one thread"
@@ -13,12 +13,12 @@
 #include <string.h>
 
 #define BLOCKS 16
-#define MUCH (1 << 14) /* elements from which a loop is worth a second thread */
-#define ROUNDS 12582912.0f /* 1.5 * 2^23: a number added to it is rounded, and stands in its last bits */
+#define MUCH (1 << 14) /* least elements of a loop for which a second thread pays */
+#define ROUNDS 12582912.0f /* 1.5 * 2^23: adding it rounds a number to an integer in the last bits of the sum */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-/* The first row of a block; block BLOCKS begins where the rows end. */
+/* The first row of a block; that of block BLOCKS is the number of rows. */
 static inline int64_t first_row(int64_t block, int64_t rows) { return rows * block / BLOCKS; }
 
 /* e^x to about one unit in the last place (Cephes' expf): 0 below the normal numbers, and never infinite. */
@@ -43,7 +43,7 @@ static inline float exp_of(float x) {
     return is_nothing ? 0.0f : p * power;
 }
 
-/* Add the BLOCKS partial sums [BLOCKS, width] up into `out`, in their order. */
+/* Sum the partial sums [BLOCKS, width] into `out`, in their order. */
 static inline void add_up(const float *partial, int64_t width, float *out) {
     memset(out, 0, width * sizeof *out);
     for (int64_t b = 0; b < BLOCKS; b++)

@@ -1,4 +1,4 @@
-/* Products of small matrices in fp32 whose sums stay in registers, for the blocks of attention and for experts. */
+/* Products of small fp32 matrices with the sums in registers, for the blocks of attention and for experts. */
 
 #include "loops.h"
 
@@ -10,21 +10,21 @@
 #define WIDTH 4
 #endif
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define IS_ROOMY 1 /* there are 32 vector registers and not 16 */
+#define IS_ROOMY 1 /* 32 vector registers, not 16 */
 #else
 #define IS_ROOMY 0
 #endif
 
-#define LANES 48 /* rows of queries that are computed together; every number of rows below divides it */
+#define LANES 48 /* rows of queries computed together; a multiple of every tile height below */
 #define INLINE static inline __attribute__((always_inline))
 #define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < n; i++)
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
-typedef float Loose __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias)); /* a vector anywhere in memory */
+typedef float Loose __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias)); /* a vector at any address */
 typedef int32_t Places __attribute__((vector_size(4 * WIDTH)));
 
-/* `rows` (at most R) lines of W vectors of c: a b, or that is added. Element (r, s) of a is a[r * by_row + s * by_step]:
-   all R rows of it are read. */
+/* Set (or add to) `rows` (at most R) lines of W vectors of c the product a b. Element (r, s) of a is
+   a[r * by_row + s * by_step]; all R rows of a are read. */
 #define TILE(R, W)                                                                                                    \
     INLINE void tile_##R##_##W(const float *a, int64_t by_row, int64_t by_step, const float *b, int64_t b_line,      \
                                int64_t steps, float *c, int64_t c_line, int64_t rows, int adds) {                    \
@@ -64,7 +64,7 @@ TILE(3, 2)
 
 #define SCORES(R, W)                                                                                                  \
     for (int64_t n = 0; n < keys; n += keys < R ? 1 : R) {                                                            \
-        int64_t at = keys < R ? n : MIN(n, keys - R); /* the last tile makes some again, to stay inside */            \
+        int64_t at = keys < R ? n : MIN(n, keys - R); /* the last tile repeats some rows to stay inside */            \
         if (keys < R)                                                                                                 \
             tile_1_##W(k + at * line, line, 1, lanes + l, LANES, dim, out + at * LANES + l, LANES, 1, 0);             \
         else                                                                                                          \
@@ -72,7 +72,7 @@ TILE(3, 2)
     }                                                                                                                 \
     l += W * WIDTH
 
-/* out [keys, LANES]: products of keys (or values) k [keys, dim] in lines apart by `line` with lanes [dim, LANES]. */
+/* out [keys, LANES] = k [keys, dim] (keys or values, `line` numbers apart) times lanes [dim, LANES]. */
 static void product_scores(const float *k, int64_t line, int64_t keys, const float *lanes, int64_t width, int64_t dim,
                            float *out) {
     for (int64_t l = 0; l < width;) {
@@ -101,7 +101,7 @@ static void product_scores(const float *k, int64_t line, int64_t keys, const flo
             COLUMN(HALF, W);                                                                                          \
     x += W * WIDTH
 
-/* c [rows, dim] += a b, or = a b; a up to 11 rows more than c is read. */
+/* c [rows, dim] += a b, or = a b; up to 11 rows of a beyond those of c are read. */
 INLINE void product(const float *a, int64_t by_row, int64_t by_step, int64_t rows, const float *b, int64_t b_line,
                     int64_t steps, float *c, int64_t c_line, int64_t dim, int adds) {
     for (int64_t x = 0; x < dim;) {
@@ -122,13 +122,13 @@ INLINE void product(const float *a, int64_t by_row, int64_t by_step, int64_t row
     }
 }
 
-/* out [rows, dim]: of weights [keys, LANES] and values (or keys) [keys, dim] in lines apart by `line`. */
+/* out [rows, dim] = weights [keys, LANES] transposed times v [keys, dim] (values or keys, `line` numbers apart). */
 static void product_rows(const float *weights, int64_t rows, const float *v, int64_t line, int64_t keys, float *out,
                          int64_t dim, int adds) {
     product(weights, 1, LANES, rows, v, line, keys, out, dim, dim, adds);
 }
 
-/* Two lines change every second stretch of `step` numbers: the first's later one and the second's earlier one. */
+/* Swap stretches of `step` numbers of two lines: the later ones of the first with the earlier ones of the second. */
 #define LOW(step, l) (((l) & (step) ? WIDTH + (l) - (step) : (l)) & (2 * WIDTH - 1))
 #define HIGH(step, l) (((l) & (step) ? WIDTH + (l) : (l) + (step)) & (2 * WIDTH - 1))
 #define FOUR(WHICH, step, l) WHICH(step, l), WHICH(step, l + 1), WHICH(step, l + 2), WHICH(step, l + 3)
@@ -151,11 +151,11 @@ static void product_rows(const float *weights, int64_t rows, const float *v, int
         line[i | step] = SHUFFLE(a, b, ALL(HIGH, step));                                                              \
     }
 
-/* out [dim, LANES] = rows [width, dim], which stand at `at`, transposed and times `scale`. */
+/* out [dim, LANES] = rows [width, dim], given by the pointers `at`, transposed and times `scale`. */
 static void transpose_rows(const float *const *at, int64_t width, int64_t dim, float scale, float *out) {
     for (int64_t l = 0; l < width; l += WIDTH)
         for (int64_t x = 0; x < dim; x += WIDTH) {
-            Vector line[2 * WIDTH]; /* the second half for the eye of the compiler: steps beyond the width do nothing */
+            Vector line[2 * WIDTH]; /* the second half only silences the compiler: steps beyond the width do nothing */
             EACH(i, WIDTH) line[i] = *(const Loose *)(at[l + i] + x) * scale;
             EXCHANGE(1)
             EXCHANGE(2)

@@ -1,4 +1,4 @@
-"""Adapters of a whole model: which modules get one, putting them in, taking them out, and merging them."""
+"""Adapters of a whole model: choosing their modules, adding, disabling, filling and merging them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TOKEN_ROWS = "vocabulary.token_rows"
 
 
 def targets(model: BlockDiffusionModel, parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
-    """The modules of the named parts that can be adapted, with how; experts have no dropout.
+    """Return the modules of the named parts that can be adapted, with their settings; experts have no dropout.
 
     Raises CheckpointError for a part that the family has no adapters for, or of which the model has no module.
     """
     config = model.config
-    found: dict[str, LowRank] = {}
+    modules: dict[str, LowRank] = {}
     for part, low_rank in parts.items():
         if part not in config.adapted_parts:
             there = ", ".join(config.adapted_parts) or "none"
@@ -35,7 +35,7 @@ def targets(model: BlockDiffusionModel, parts: Mapping[str, LowRank]) -> dict[st
         widest = 0
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | Experts) and config.part_of(f"{name}.{_leaf(module)}") == part:
-                found[name] = replace(low_rank, dropout=0.0) if isinstance(module, Experts) else low_rank
+                modules[name] = replace(low_rank, dropout=0.0) if isinstance(module, Experts) else low_rank
                 if isinstance(module, HasWeights):
                     shapes = [module.held(weight).shape for weight in module.WEIGHTS]
                 else:
@@ -45,15 +45,15 @@ def targets(model: BlockDiffusionModel, parts: Mapping[str, LowRank]) -> dict[st
             raise CheckpointError(
                 f"rank {low_rank.rank:,} of the part {part!r} is more than its matrices have ({widest:,}); lower it"
             )
-    return found
+    return modules
 
 
 def adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: Sequence[int] = ()) -> None:
-    """Put adapters into the named modules, in place, and leave nothing else to train.
+    """Add adapters to the named modules, in place, and freeze everything else.
 
-    A linear layer of torch, as image towers have, becomes one of ours (`Linear.of`). tokens: ids whose rows of the
-    embedding table train too, whole. The adapters hold no values yet: `draw_adapters` sets them. Raises CheckpointError
-    for a module that cannot be adapted or has an adapter already, and for adapters of noisy tokens where none are.
+    torch's linear layers, as in image towers, become ours (`Linear.of`). tokens: ids whose rows of the embedding table
+    train, too. The adapters are unfilled (see `draw_adapters`). Raises CheckpointError for a module that cannot be
+    adapted or has an adapter already, and for adapters of noisy tokens only on a model or part without noisy tokens.
     """
     if any(low_rank.noisy_only for low_rank in modules.values()):
         if not model.denoises:
@@ -82,18 +82,18 @@ def adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: Se
 
 
 def adapters_of(model: BlockDiffusionModel) -> dict[str, HasWeights]:
-    """The adapted modules of a model by name."""
+    """Return the adapted modules of a model by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, HasWeights) and m.low_rank is not None}
 
 
 def is_adapted(model: BlockDiffusionModel) -> bool:
-    """True for a model that has adapters, or rows of the embedding table that train."""
+    """Whether a model has adapters, or trained rows of the embedding table."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 @contextmanager
 def without_adapters(model: BlockDiffusionModel) -> Iterator[None]:
-    """Inside, the model computes to the bit what it does without its adapters; rows of the table that train stay."""
+    """Disable a model's adapters inside the `with` block, to the bit; trained rows of the table stay."""
     adapted = [(module, module.low_rank) for module in adapters_of(model).values() if module.low_rank is not None]
     for module, low_rank in adapted:
         module.low_rank = replace(low_rank, alpha=0.0)
@@ -106,7 +106,7 @@ def without_adapters(model: BlockDiffusionModel) -> Iterator[None]:
 
 @contextmanager
 def cast_once(model: nn.Module) -> Iterator[None]:
-    """Inside, adapters are cast to the dtype of tokens once, in the first pass: nobody may change them there."""
+    """Cache the casts of adapters to the tokens' dtype inside the `with` block; do not change adapters there."""
     adapted = [module for module in model.modules() if isinstance(module, HasWeights) and module.low_rank is not None]
     for module in adapted:
         module.cast_cache = {}
@@ -118,20 +118,20 @@ def cast_once(model: nn.Module) -> Iterator[None]:
 
 
 def is_adapter(name: str) -> bool:
-    """True where a parameter of this name belongs to an adapter and not to the family's own tensors."""
+    """Whether a parameter of this name belongs to an adapter, including trained rows of the table."""
     return name == TOKEN_ROWS or is_low_rank(name)
 
 
 def adapter_tensors(model: BlockDiffusionModel) -> dict[str, Tensor]:
-    """The tensors of all adapters by our names."""
+    """Return the tensors of all adapters by our names."""
     return {name: tensor for name, tensor in model.state_dict().items() if is_adapter(name)}
 
 
 @torch.no_grad()
 def draw_adapters(model: BlockDiffusionModel, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Fill fresh adapters, so that the adapted model computes what the model did: B is 0, rows are the table's.
+    """Fill new adapters so that the model's results do not change: B is 0, rows are those of the table.
 
-    dtype: of the weights; adapters have fp32 at least. The same seed gives the same values on every device.
+    dtype: of the weights; adapters have at least fp32. The same seed gives the same values on every device.
     """
     wide = torch.promote_types(dtype, torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -149,7 +149,7 @@ def draw_adapters(model: BlockDiffusionModel, seed: int, device: torch.device, d
 
 
 def _fill(module: nn.Module, name: str, values: Tensor) -> None:
-    """Give a parameter its values; of one that is sharded each rank holds a piece, which takes its part of them."""
+    """Set a parameter to values; if it is sharded, each rank's piece gets its part of them."""
     parameter = module.get_parameter(name)
     if is_spread(parameter):
         fill_piece(parameter, values)
@@ -158,7 +158,7 @@ def _fill(module: nn.Module, name: str, values: Tensor) -> None:
 
 
 def require_mergeable(low_ranks: Iterable[LowRank | None]) -> None:
-    """Raise CheckpointError for adapters of noisy tokens only: clean ones would see what is added to a weight."""
+    """Raise CheckpointError for adapters of noisy tokens only, since merging would change clean tokens, too."""
     if any(each is not None and each.noisy_only for each in low_ranks):
         raise CheckpointError(
             "the adapter is of noisy tokens only, so it cannot be added to weights that clean tokens share; "
@@ -168,11 +168,10 @@ def require_mergeable(low_ranks: Iterable[LowRank | None]) -> None:
 
 @torch.no_grad()
 def merge(model: BlockDiffusionModel) -> None:
-    """Add every adapter to its weights, in place: afterwards the model is one of its family without adapters.
+    """Add every adapter to its weights, in place, and remove the adapters.
 
-    Sums are made in fp32 at least and rounded once to the weights' dtype, those over stored weights to that of the
-    model: what an adapter learnt would be lost in fewer bits. Weights are merged one after the other. Raises
-    CheckpointError as `require_mergeable` does.
+    Sums are computed in at least fp32 and rounded once to the weights' dtype; stored weights become parameters of the
+    model's dtype, because fewer bits would lose the adapter's change. Raises CheckpointError as `require_mergeable`.
     """
     require_mergeable(module.low_rank for module in adapters_of(model).values())
     for module in adapters_of(model).values():
@@ -182,5 +181,5 @@ def merge(model: BlockDiffusionModel) -> None:
 
 
 def _leaf(module: nn.Linear | Experts) -> str:
-    """The name of a weight of the module, by which its part is known."""
+    """Return the name of a weight of the module, which determines its part."""
     return "gate_up_proj" if isinstance(module, Experts) else "weight"

@@ -1,6 +1,6 @@
-"""The image side of a model: transformers' own modules, which make embeddings of images.
+"""The image side of a model: transformers' modules, which compute embeddings of images.
 
-It is built where a model needs it, and its weights are the model's under names that begin with `image_side.`.
+It is built when a model first needs it. Its weights are in the model under names that begin with `image_side.`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ IMAGE_SIDE = "image_side."  # begins the names of its tensors in a model
 
 
 class ImageSide(nn.Module):
-    """The modules of a family that see images: `side(inputs) -> features [sum of the inputs' tokens, D]`.
+    """A family's modules for images: `side(inputs) -> features [sum of the inputs' tokens, D]`.
 
-    A family's own says in `features` how its modules are called for several images at once. In training nothing of
-    the forward is kept but the images: the backward runs the modules again. released_tokens: the most tokens that the
-    released models' processor makes of an image.
+    A family's subclass implements `features`, which calls its modules for several images at once. In training only the
+    images are saved; the backward runs the modules again. released_tokens: the most tokens of an image with the
+    processor of the released models.
     """
 
     released_tokens: int
@@ -41,29 +41,29 @@ class ImageSide(nn.Module):
             return self.features(inputs)
 
     def features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The embeddings of images, one image after the other."""
+        """Return the embeddings of images, concatenated."""
         raise NotImplementedError
 
     def blank(self, tokens: int = 1) -> ImageInput:
-        """An image without content: for a rank that runs the modules only because others do, and for plans."""
+        """Return a blank image, for plans and for ranks that run the modules only because other ranks do."""
         raise NotImplementedError
 
 
 def _fix_constants(part: nn.Module) -> None:
-    """Make plain tensors of a module's buffers that no checkpoint has, which are frequencies of RoPE.
+    """Replace a module's non-persistent buffers, which are RoPE's frequencies, by plain tensors with their values.
 
-    The modules may have been made without memory, and a cast to another dtype would round them.
+    The module may have been built on the meta device, and casting a buffer to another dtype would round it.
     """
     for module in part.modules():
         if module._non_persistent_buffers_set:
             config: Any = module.config
             with torch.device("cpu"):
-                made = type(module)(config)
+                fresh = type(module)(config)
             for name in sorted(module._non_persistent_buffers_set):
                 delattr(module, name)
-                setattr(module, name, made.get_buffer(name).detach().clone())  # an nn.Buffer would be one again
+                setattr(module, name, fresh.get_buffer(name).detach().clone())  # an nn.Buffer would be a buffer again
 
 
 def stacked(tensors: Iterable[Tensor], filling: float) -> Tensor:
-    """Tensors of unequal length as one, [tensors, longest, ...], filled up behind the shorter ones."""
+    """Stack tensors of unequal length to [tensors, longest, ...], padded at the end with `filling`."""
     return nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_value=filling)

@@ -1,4 +1,4 @@
-"""From our names of tensors to the Hub's and back, by a literal two-column table that each family has."""
+"""Translate names of tensors between ours and the Hub's, by a two-column table that each family has."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Names:
         return {hub: ours for ours, hub in self.table}
 
     def to_hub(self, ours: str) -> str | None:
-        """The Hub's name of one of our parameters or buffers; None where the table has no such row."""
+        """Return the Hub's name of one of our parameters or buffers, None if the table lacks it."""
         return _translated(ours, self._hub) or _begun(ours, self.images)
 
     def in_table(self, hub: str) -> str:
@@ -66,23 +66,23 @@ class Names:
         return hub
 
     def copies(self, hub: str) -> list[str]:
-        """A Hub name and those of the modules that transformers has beside it over the same weight."""
+        """Return a Hub name and the names of other modules that transformers has over the same weight."""
         return [hub, *(second + hub.removeprefix(first) for first, second in self.twice if hub.startswith(first))]
 
     def to_module(self, hub: str) -> str:
-        """transformers' name of the module, or parameter, that a Hub name belongs to; fused ones still apart."""
+        """Return transformers' name of the module or parameter of a Hub name, before fusing (`fused_of`)."""
         for of_hub, of_module in self.modules:
             hub = hub.replace(of_hub, of_module)
         return hub
 
     def of_module(self, module: str) -> str:
-        """The Hub's name of a module of transformers."""
+        """Return the Hub's name of a module of transformers."""
         for of_hub, of_module in self.modules:
             module = module.replace(of_module, of_hub)
         return module
 
     def fused_of(self, module: str) -> tuple[str, int, int] | None:
-        """The module of transformers that a matrix is part of, its place there and their number; None: of none."""
+        """Return the fused module that a matrix is part of, its index there and their number; None if it is not."""
         owner, _, leaf = module.rpartition(".")
         for whole, leaves in self.fused:
             if leaf in leaves:
@@ -90,59 +90,59 @@ class Names:
         return None
 
     def parts_of(self, module: str) -> list[str]:
-        """The modules that are one module of transformers, a matrix under the other; itself where that is one."""
+        """List the modules that are fused, in order, in a module of transformers; itself if it is not fused."""
         owner, _, leaf = module.rpartition(".")
         wholes = {whole: [f"{owner}.{each}" for each in leaves] for whole, leaves in self.fused}
         return wholes.get(leaf, [module])
 
     def to_ours(self, hub: str) -> str | None:
-        """Our name of a tensor of the Hub, itself or what it is a tied copy of; None where the table has neither."""
+        """Return our name of a tensor of the Hub, or of the tensor it is a tied copy of; None if there is neither."""
         return next(self._named(hub), None)
 
     def ours_among(self, hub: str, there: Container[str]) -> str | None:
-        """`to_ours`, but a name of ours that is not `there` does not count: a head may stand alone or be tied."""
+        """`to_ours` restricted to our names in `there`: a head may be a tensor of its own or tied."""
         return next((name for name in self._named(hub) if name in there), None)
 
     def _named(self, hub: str) -> Iterator[str]:
-        """Our names of a tensor of the Hub: its own, and that of what it is a tied copy of."""
+        """Yield our names of a tensor of the Hub: its own, and that of the tensor it is a tied copy of."""
         tied = self.tied_to(hub)
-        found = (
+        candidates = (
             _translated(hub, self._ours),
             _begun(hub, tuple((theirs, ours) for ours, theirs in self.images)),
             None if tied is None else _translated(tied, self._ours),
         )
-        return (name for name in found if name is not None)
+        return (name for name in candidates if name is not None)
 
     def piece(self, hub: str) -> tuple[str, int, int] | None:
-        """The Hub name of the tensor to which a stored piece belongs, with the numbers of its expert and matrix."""
+        """Return the Hub name of the tensor that a stored piece belongs to, and its indices of expert and matrix."""
         for whole, patterns in (*self.pieces, *self.quantised_pieces):
             for matrix, pattern in enumerate(patterns):
-                found = re.fullmatch(r"(.*)" + re.escape(pattern).replace(r"\[\]", r"(\d+)"), hub)
-                if found is not None:
-                    return found[1] + whole, int(found[2]), matrix
+                match = re.fullmatch(r"(.*)" + re.escape(pattern).replace(r"\[\]", r"(\d+)"), hub)
+                if match is not None:
+                    return match[1] + whole, int(match[2]), matrix
         return None
 
     def pieces_of(self, hub: str, is_quantised: bool = False) -> list[str]:
-        """The names in a file of the pieces of a tensor, with `[]` for the expert; none where it is whole there."""
+        """List the names of a tensor's pieces in files, with `[]` for the expert; empty if files have it whole."""
         rows = (*self.pieces, *(self.quantised_pieces if is_quantised else ()))
-        found = next((row for row in rows if hub.endswith(row[0])), None)
-        return [] if found is None else [hub.removesuffix(found[0]) + pattern for pattern in found[1]]
+        row = next((row for row in rows if hub.endswith(row[0])), None)
+        return [] if row is None else [hub.removesuffix(row[0]) + pattern for pattern in row[1]]
 
     def hub_to_ours(self, names: Iterable[str]) -> dict[str, str]:
-        """Hub name -> our name, for those of our `names` that the table has."""
+        """Map Hub names to our names, for those of our `names` in the table."""
         return {hub: name for name in names if (hub := self.to_hub(name)) is not None}
 
     def is_carried(self, hub: str, has_images: bool = False) -> bool:
-        """True for tensors that we keep and write back but do not run; has_images: whether the image side is run."""
+        """Whether a tensor is kept and written back but not run; has_images: whether the image side is run."""
         return hub.startswith(self.carried) and not (has_images and hub.startswith(tuple(x for _, x in self.images)))
 
     def tied_to(self, hub: str) -> str | None:
-        """The tensor that one of this Hub name would be a copy of, None if of none."""
+        """Return the tensor that one of this Hub name would be a tied copy of, None if none."""
         return next((end + hub.removeprefix(start) for start, end in self.ties if hub.startswith(start)), None)
 
 
 def _begun(name: str, beginnings: tuple[tuple[str, str], ...]) -> str | None:
-    """A name with another beginning, by pairs of an old one and a new one; None where it begins with none of them."""
+    """Replace a name's prefix by pairs (old, new); None if it has none of the old ones."""
     return next((new + name.removeprefix(old) for old, new in beginnings if name.startswith(old)), None)
 
 

@@ -26,24 +26,24 @@ def quantised_layers(model: BlockDiffusionModel, quantize: str | None) -> dict[s
     if quantize is None or quantize == "none":
         return {}
     check_quantize(quantize)
-    found = layers_of(model, quantize)
+    forms = layers_of(model, quantize)
     if not model.config.quantised_parts:
         raise CheckpointError(f"{model.config.model_type} has no weights in {quantize}; leave quantize out")
     of_linear, of_experts = QUANTIZE[quantize]
-    if of_experts != of_linear and FORMS[of_experts] not in found.values():
+    if of_experts != of_linear and FORMS[of_experts] not in forms.values():
         raise CheckpointError(f"quantize={quantize!r}: it is for experts, and this model has no experts; use fp8")
-    for name, form in found.items():
+    for name, form in forms.items():
         module = model.get_submodule(name)
         assert isinstance(module, HasWeights)
         inputs = [module.held(weight).shape[-1] for weight in module.WEIGHTS]
         if wrong := next((n for n in inputs if n % form.BLOCK), None):
             blocks = f"{wrong} inputs, and {quantize} stores blocks of {form.BLOCK}"
             raise CheckpointError(f"quantize={quantize!r}: {name} has {blocks}; use fp8")
-    return found
+    return forms
 
 
 def layers_of(model: BlockDiffusionModel, quantize: str) -> dict[str, Form]:
-    """The layers that a known word of `quantize` is for, each with its form."""
+    """Return the layers that a known value of `quantize` applies to, each with its form."""
     config, (of_linear, of_experts) = model.config, (FORMS[form] for form in QUANTIZE[quantize])
     return {
         name: of_experts if isinstance(module, Experts) else of_linear
@@ -80,8 +80,8 @@ def stored_layers(model: nn.Module) -> dict[str, HasWeights]:
 
 
 def rounded_bytes(model: BlockDiffusionModel, itemsize: int) -> dict[str, int]:
-    """The bytes of a model's weights by each word of `quantize` that is for it; other weights have `itemsize` each."""
-    found, weights = {}, {name: x for name, x in model.named_parameters() if not is_adapter(name)}
+    """Return the bytes of a model's weights for each applicable `quantize`; `itemsize`: of weights not quantised."""
+    sizes, weights = {}, {name: x for name, x in model.named_parameters() if not is_adapter(name)}
     for word in QUANTIZE:
         with suppress(CheckpointError):
             layers = quantised_layers(model, word)
@@ -91,8 +91,8 @@ def rounded_bytes(model: BlockDiffusionModel, itemsize: int) -> dict[str, int]:
                 if (layer := name.rpartition(".")[0]) in layers and x.dim() > 1
             }
             others = sum(x.numel() for name, x in weights.items() if name not in stored)
-            found[word] = others * itemsize + sum(part.nbytes for matrix in stored.values() for part in matrix)
-    return found
+            sizes[word] = others * itemsize + sum(part.nbytes for matrix in stored.values() for part in matrix)
+    return sizes
 
 
 def forms_of(model: nn.Module) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""The processes of a run: which they are, how they agree and wait for one another, and how signals stop them."""
+"""The processes of a run: their ranks, how they agree and wait, how weights are spread over them, and their signals."""

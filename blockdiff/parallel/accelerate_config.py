@@ -1,8 +1,8 @@
-"""Settings of an Accelerate config beside its processes: the recipe says the same, or they are refused by name.
+"""Settings of an Accelerate config that do more than start processes: refused unless the recipe sets the same.
 
 `accelerate launch` hands its settings to the processes in environment variables, which accelerate/utils/launch.py sets.
-How many processes there are and where they run is Accelerate's; everything else about a training is the recipe's, so
-that a run directory says what was trained. A setting is never passed over in silence.
+Accelerate decides how many processes there are and where they run; the recipe decides everything else, so that a run
+directory describes what was trained. No setting is silently ignored.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Mapping
 
 from blockdiff.errors import RunError
 
-# Accelerate itself does what these say (or they are for code of its that does not run here).
+# Accelerate itself applies these, or they concern code of Accelerate that does not run here.
 HONOURED = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_CPU_AFFINITY", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_LOG_LEVEL"),
     *("ACCELERATE_ENABLE_RICH", "ACCELERATE_BYPASS_DEVICE_MAP", "ACCELERATE_CONFIG_DS_FIELDS"),
 )
-_SETTINGS = ("ACCELERATE_", "XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # what their names begin with
+_SETTINGS = ("ACCELERATE_", "XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # prefixes of their names
 _OFF = ("", "no", "none", "false", "0", "default")
 
 
 def refuse_settings(environment: Mapping[str, str], *, autocast: str | None, compiles: bool, clip: float) -> None:
-    """Raise RunError, in one line, for every Accelerate setting in `environment` that the recipe does not say as well.
+    """Raise one RunError that lists every Accelerate setting in `environment` that differs from the recipe.
 
-    autocast, compiles, clip: its `train.autocast`, `model.compile` and `optim.clip`.
+    autocast, compiles, clip: the recipe's `train.autocast`, `model.compile` and `optim.clip`.
     """
-    said = {
+    equivalents = {
         "ACCELERATE_MIXED_PRECISION": "bf16" if autocast == "bfloat16" else "no",
         "ACCELERATE_DYNAMO_BACKEND": "inductor" if compiles else "no",
         "ACCELERATE_GRADIENT_CLIPPING": str(clip),
@@ -34,7 +34,9 @@ def refuse_settings(environment: Mapping[str, str], *, autocast: str | None, com
     refused = [
         f"{name}={text}"
         for name, text in sorted(environment.items())
-        if name.startswith(_SETTINGS) and name not in HONOURED and text.strip().lower() not in (*_OFF, said.get(name))
+        if name.startswith(_SETTINGS)
+        and name not in HONOURED
+        and text.strip().lower() not in (*_OFF, equivalents.get(name))
     ]
     if refused:
         raise RunError(

@@ -1,8 +1,8 @@
-"""Expert parallelism: every rank of a group holds some of each layer's experts, and tokens travel to those and back.
+"""Expert parallelism: every rank of a group holds some of each layer's experts, and tokens are sent to them and back.
 
-A token goes to a rank once, however many of its experts lie there, and comes back as one row: their weighted sum.
-All ranks of the group make the same calls in the same order, whatever their tokens choose, in the forward and in the
-backward. Activation checkpointing makes the forward's calls again.
+A token is sent to a rank once, however many of its experts are there, and one row returns: their weighted sum. All
+ranks of the group must make the same calls in the same order, in the forward and in the backward, whichever experts
+their tokens choose. Activation checkpointing repeats the forward's calls.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split the experts of every layer, and their adapters, over the ranks of a mesh of one dimension, in place.
 
-    Their parameters become DTensors, Shard(0), of which a rank keeps its slice only (or none, on the meta device).
-    The gradient of an expert then is the sum over the tokens of all ranks of the mesh, as each rank's loss has them,
-    where that of any other parameter is one rank's: who averages gradients has to divide both by the same number.
-    Raises RunError where the ranks do not divide the experts.
+    Their parameters become DTensors, Shard(0), of which a rank keeps only its slice (none on the meta device). The
+    gradient of an expert is then summed over the tokens of all ranks, while that of other parameters is over one rank's
+    tokens: when averaging gradients, divide both by the same number. Raises RunError if the number of experts is not
+    divisible by the number of ranks.
     """
     world = mesh.size()
     for name, module in model.named_modules():
@@ -44,17 +44,17 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
                     "number"
                 )
             keep_part(module, leaf, mesh, 0)
-        # torch.compile takes no numbers of tokens that differ from call to call
+        # the numbers of tokens differ from call to call, which torch.compile does not support
         module.split = torch.compiler.disable(Exchange(mesh.get_group()).__call__)
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Tokens to the ranks of their experts and the results back, over a process group; the `split` of `Experts`.
+    """Send tokens to the ranks of their experts and the results back; the `split` of `Experts`.
 
-    Rank r holds the experts from r * E / ranks on. The host waits for the device once per call, for the numbers of
-    tokens. Tokens travel in the dtype that the experts compute in, routing weights in fp32 at least. The experts
-    weigh their results, so only rounding each rank's part to that dtype differs from one process.
+    Rank r holds the experts from r * E / ranks on. The host waits for the device once per call, to read the numbers of
+    tokens. Tokens are sent in the dtype that the experts compute in, routing weights in at least fp32. Results are
+    weighted where they are computed, so they differ from one process only by rounding each rank's part to that dtype.
     """
 
     group: dist.ProcessGroup
@@ -67,65 +67,66 @@ class Exchange:
         experts: int,
         compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """The weighted sum of each token's experts; an index of `experts` is none, as padding has.
+        """Return the weighted sum over each token's experts; index `experts` means none, as for padding.
 
-        compute: of tokens that came here, indices that count from this rank's first expert (their number: one that
-        lies elsewhere) and weights, the weighted sums.
+        compute: (tokens, index, weight) -> weighted sums of this rank's experts, index 0 being the first of them and
+        their number meaning an expert of another rank.
         """
         (x_ND,) = in_autocast(x_ND)
-        held, k = experts // self.group.size(), index_Nk.shape[1]
-        routes = _routes(index_Nk // held, self.group)
+        local_experts, k = experts // self.group.size(), index_Nk.shape[1]
+        routes = _routes(index_Nk // local_experts, self.group)
         wide = weight_Nk.to(torch.promote_types(weight_Nk.dtype, torch.float32))
         chosen = torch.cat([wide, index_Nk.to(wide.dtype)], 1)  # indices are small enough to be exact
         x_MD, chosen = _ToExperts.apply(routes, x_ND, chosen)
-        weight_Mk, index_Mk = chosen[:, :k], chosen[:, k:].detach().long() - self.group.rank() * held
-        is_here = (index_Mk >= 0) & (index_Mk < held)
-        y_MD = compute(x_MD, torch.where(is_here, index_Mk, held), weight_Mk.to(weight_Nk.dtype))
+        weight_Mk, index_Mk = chosen[:, :k], chosen[:, k:].detach().long() - self.group.rank() * local_experts
+        is_here = (index_Mk >= 0) & (index_Mk < local_experts)
+        y_MD = compute(x_MD, torch.where(is_here, index_Mk, local_experts), weight_Mk.to(weight_Nk.dtype))
         return _FromExperts.apply(routes, y_MD)
 
 
 @dataclass(frozen=True, eq=False)
 class _Routes:
-    """The ranks to which tokens go.
+    """The ranks that tokens are sent to.
 
-    tokens: N; token_M: those to send, rank after rank; sent, received: how many go to each rank and come from it.
+    tokens: N. token_M: indices of the tokens to send, sorted by rank. send_counts, receive_counts: number of tokens
+    sent to and received from each rank.
     """
 
     group: dist.ProcessGroup
     tokens: int
     token_M: Tensor
-    sent: list[int]
-    received: list[int]
+    send_counts: list[int]
+    receive_counts: list[int]
 
     def there(self, values_N: Tensor) -> Tensor:
-        """The values that the ranks sent here for their tokens, rank after rank."""
+        """Send each token's values to its ranks; return the values received, sorted by rank."""
         rows = values_N.index_select(0, self.token_M)
-        out = rows.new_empty(sum(self.received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows, self.received, self.sent, group=self.group)
+        out = rows.new_empty(sum(self.receive_counts), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, self.receive_counts, self.send_counts, group=self.group)
         return out
 
     def back(self, values_M: Tensor) -> Tensor:
-        """For each token the sum of what the ranks that it went to give back, added up in fp32 at least."""
-        rows = values_M.new_empty(sum(self.sent), *values_M.shape[1:])
-        dist.all_to_all_single(rows, values_M.contiguous(), self.sent, self.received, group=self.group)
+        """Send results back to their ranks; return for each token the sum of its results, added in at least fp32."""
+        rows = values_M.new_empty(sum(self.send_counts), *values_M.shape[1:])
+        dist.all_to_all_single(rows, values_M.contiguous(), self.send_counts, self.receive_counts, group=self.group)
         wide = torch.promote_types(rows.dtype, torch.float32)
         total = rows.new_zeros(self.tokens, *rows.shape[1:], dtype=wide)
-        for token, part in zip(self.token_M.split(self.sent), rows.split(self.sent), strict=True):
-            total.index_add_(0, token, part.to(wide))  # a token at most once, so the order of sums is the ranks'
+        for token, part in zip(self.token_M.split(self.send_counts), rows.split(self.send_counts), strict=True):
+            total.index_add_(0, token, part.to(wide))  # each token at most once: sums are in the order of ranks
         return total.to(rows.dtype)
 
 
 def _routes(rank_Nk: Tensor, group: dist.ProcessGroup) -> _Routes:
-    """The routes of tokens to the ranks that they need; a number beyond the ranks is none."""
+    """Return the routes of tokens to the ranks in rank_Nk; a number from the world size on means none."""
     world, N = group.size(), rank_Nk.shape[0]
     is_needed_NR = torch.zeros(N, world + 1, dtype=torch.bool, device=rank_Nk.device)
     is_needed_RN = is_needed_NR.scatter_(1, rank_Nk, True)[:, :world].t()
-    sent_R = is_needed_RN.sum(1)
-    received_R = torch.empty_like(sent_R)
-    dist.all_to_all_single(received_R, sent_R, group=group)
-    sent, received = torch.stack([sent_R, received_R]).tolist()
+    send_R = is_needed_RN.sum(1)
+    receive_R = torch.empty_like(send_R)
+    dist.all_to_all_single(receive_R, send_R, group=group)
+    send_counts, receive_counts = torch.stack([send_R, receive_R]).tolist()
     order = is_needed_RN.reshape(-1).to(torch.int8).argsort(descending=True, stable=True)
-    return _Routes(group, N, order[: sum(sent)] % max(N, 1), sent, received)
+    return _Routes(group, N, order[: sum(send_counts)] % max(N, 1), send_counts, receive_counts)
 
 
 class _ToExperts(autograd.Function):

@@ -1,9 +1,8 @@
-"""The layout of the ranks of a run: those that hold pieces of the same weights, and those that exchange tokens.
+"""The layout of the ranks of a run: which share pieces of the same weights, and which exchange tokens.
 
-Every rank has rows of its own, but for the ranks of tensor parallelism, which run every layer together: of T of them
-rank r has the place r % T, and the data place r // T says what rows they have. Where E ranks split the experts of every
-layer, rank r has the expert place r % E and the data place r // E. So ranks that exchange something inside layers are
-neighbours, and on one node where they fit it.
+Every rank has its own rows, except that T ranks of tensor parallelism run every layer together: rank r is number r % T
+of its group, and the group number r // T decides their rows. If E ranks split the experts of every layer, rank r is
+number r % E of group r // E. So ranks that communicate inside layers are neighbours, and on one node if they fit.
 """
 
 from __future__ import annotations
@@ -27,11 +26,13 @@ if TYPE_CHECKING:  # importing it takes half a second, which a run of one proces
 class Mesh:
     """The ranks, and how weights are spread over them.
 
-    shard: "none", every rank holds all weights beside the experts (DDP); "full", each holds a piece of every tensor
-    (FSDP2). experts: how many ranks split the experts of a layer. offload: with "full", weights, gradients and the
-    optimiser's state live on the host. everyone: all ranks in one dimension, where weights are sharded. data, places:
-    the two dimensions of the ranks where experts are split; `places` are ranks that share a layer's experts. tensor:
-    how many ranks run every layer together, `tensors` these ranks; `everyone` is then one rank of each such group.
+    shard: "none": every rank holds all weights except split experts (DDP); "full": each holds a piece of every tensor
+    (FSDP2). experts: number of ranks that split the experts of a layer. offload: with "full", keep weights, gradients
+    and the optimiser's state on the host. tensor: number of ranks that run every layer together.
+
+    Device meshes: everyone: all ranks, if weights are sharded; with tensor parallelism one rank of each group. data,
+    places: the two dimensions if experts are split; ranks along `places` share a layer's experts. tensors: the ranks
+    that run layers with this one.
     """
 
     ranks: Ranks
@@ -46,7 +47,7 @@ class Mesh:
 
     @property
     def is_split(self) -> bool:
-        """True where a rank holds pieces of the weights only, so that ranks run the model together."""
+        """Whether a rank holds only pieces of the weights, so that ranks must run the model together."""
         return self.shard == "full" or self.experts > 1 or self.tensor > 1
 
     def __str__(self) -> str:
@@ -66,7 +67,7 @@ class Mesh:
         offload: bool = False,
         tensor: int = 1,
     ) -> Mesh:
-        """Lay out the ranks; all of them call it. Raises RunError for what does not divide or go together."""
+        """Lay out the ranks; all must call it. Raises RunError for sizes that do not divide or combine."""
         for name, count in {"experts": experts, "tensor": tensor}.items():
             if ranks.world == 1 < count:
                 raise RunError(
@@ -90,7 +91,7 @@ class Mesh:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         kind, world = ranks.device.type, ranks.world
-        if not dist.is_initialized():  # a world of one, whose weights are sharded all the same
+        if not dist.is_initialized():  # a world of one can shard weights, too
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             atexit.register(_leave)
@@ -114,6 +115,6 @@ def _leave() -> None:
 
 
 def _group(lists: list[list[int]], ranks: Ranks) -> Any:
-    """The group of this rank among groups of all ranks, with the timeout of the run."""
+    """Create groups of ranks with the run's timeout, and return the one that this rank is in."""
     group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timedelta(seconds=ranks.timeout))
     return group

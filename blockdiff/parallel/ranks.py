@@ -1,4 +1,4 @@
-"""Ranks: the number of this process among them, how they agree, and how they wait for one another.
+"""`Ranks`: the processes of a run as seen from one of them, how they agree, and how they wait for one another.
 
 Accelerate starts the processes and names the device. One process is a world of one.
 """
@@ -38,12 +38,12 @@ _LEFT: list[Any] = []
 
 @dataclass(frozen=True)
 class Ranks:
-    """All processes that train one model on one global batch, as one of them, rank `rank` of `world`, sees them.
+    """The `world` processes that train one model on one global batch, as seen from rank `rank`.
 
-    timeout: seconds after which a rank that does not answer counts as hung. beats: a gloo group of its own, over which
-    the ranks wait for work that may take longer. is_stopping: the number of the signal that asked this rank to stop,
-    0 while none has. local_rank: which of the ranks on its node this one is. ranks_per_row: how many neighbouring ranks
-    have the same rows, because they run every layer together (tensor parallelism).
+    timeout: seconds after which a rank that does not answer counts as hung. beats: a separate gloo group, over which
+    ranks wait for work that may take longer. is_stopping: the number of the signal that asked this rank to stop, 0 if
+    none. local_rank: index among the ranks of its node. ranks_per_row: number of neighbouring ranks with the same rows,
+    because they run every layer together (tensor parallelism).
     """
 
     device: torch.device
@@ -57,64 +57,64 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """True for the process that writes files and talks to the terminal."""
+        """Whether this process writes files and the terminal."""
         return self.rank == 0
 
     @property
     def row_rank(self) -> int:
-        """The number of this rank among those with rows of their own, or of its group of ranks that share rows."""
+        """The index of this rank, or of its group of ranks with the same rows."""
         return self.rank // self.ranks_per_row
 
     @property
     def row_world(self) -> int:
-        """The number of ranks, or of groups of ranks, that have rows of their own."""
+        """The number of ranks, or of groups of ranks with the same rows."""
         return self.world // self.ranks_per_row
 
     def sum_of_rows(self, values: Tensor) -> Tensor:
-        """The sum over all rows of a small tensor [*] that each rank has of its own rows."""
+        """Sum a small tensor [*] over all rows; each rank passes the value of its own rows."""
         return self.sum(values) / self.ranks_per_row
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a small tensor [*] over all ranks, [*] on this rank's device."""
+        """Sum a small tensor [*] over all ranks; the result is on this rank's device."""
         values = values.to(self.device, non_blocking=True)
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (what JSON can say, see `rank_json`), by rank."""
+        """Return every rank's `value`, a JSON value (see `rank_json`), by rank."""
         return [value] if self.world == 1 else from_all(value, self.beats)
 
     def any(self, *answers: bool) -> list[bool]:
-        """For each of some questions, True where any rank answers it with True; all of them answer at once.
+        """Return for each of several booleans whether it is True on any rank; all ranks must call it.
 
-        They tell each other over `beats`, so no device is waited for.
+        It uses the group `beats`, so it waits for no device.
         """
         if self.world == 1:
             return list(answers)
-        said = torch.tensor(answers, dtype=torch.int32)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self.beats)
-        return [each > 0 for each in said.tolist()]
+        total = torch.tensor(answers, dtype=torch.int32)
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=self.beats)
+        return [each > 0 for each in total.tolist()]
 
     def gather_rows(self, value: Any) -> list[Any]:
-        """The `value` (what JSON can say) of every rank with rows of its own, by row rank."""
+        """Return the `value`, a JSON value, of one rank for each `row_rank`, in this order."""
         return self.gather(value)[:: self.ranks_per_row]
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's `value` (what JSON can say), on all ranks."""
+        """Return rank 0's `value`, a JSON value, on all ranks."""
         return self.gather(value)[0]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called it."""
         if self.world > 1:
             dist.barrier()
 
     @contextmanager
     def main_first(self, doing: str = "the main process's work") -> Iterator[None]:
-        """Rank 0 runs the body while the others wait, then they run it: reading data into a cache, writing files.
+        """Run the body on rank 0 first, then on the others, such as filling a cache or writing files.
 
-        It may take longer than the timeout, as with `at_own_pace`. Raises RunError on the ranks that wait when rank 0
-        fails or is lost, and on rank 0 when another one is lost.
+        It may take longer than the timeout, as in `at_own_pace`. Raises RunError on the waiting ranks if rank 0 fails
+        or is lost, and on rank 0 if another rank is lost. doing: a name of the work for messages.
         """
         if self.is_main:
             with self.guarded(doing), self.at_own_pace(doing):
@@ -124,18 +124,18 @@ class Ranks:
             yield
 
     def from_main(self, doing: str, work: Callable[[], Any]) -> Any:
-        """Rank 0's result of `work` (what JSON can say), on all ranks; otherwise as `main_first`."""
-        found = None
+        """Run `work` on rank 0 and return its result, a JSON value, on all ranks; otherwise as `main_first`."""
+        result = None
         with self.main_first(doing):
             if self.is_main:
-                found = work()
-        return self.agree(found)
+                result = work()
+        return self.agree(result)
 
     @contextmanager
     def node_first(self, doing: str) -> Iterator[None]:
-        """Rank 0 runs the body, then the first rank of every other node, then the others: filling a cache.
+        """Run the body on rank 0, then on the first rank of every other node, then on the others.
 
-        So nodes may share the disk that it lies on, or have one each. Otherwise as `main_first`.
+        For filling a cache, whether nodes share its disk or have their own. Otherwise as `main_first`.
         """
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
         if turn == 2:
@@ -148,19 +148,19 @@ class Ranks:
         self._wait_for(doing, turns=1 - turn)
 
     def _wait_for(self, doing: str, turns: int) -> None:
-        """Wait while others do something at their own pace, so many times."""
+        """Wait `turns` times while others work at their own pace."""
         for _ in range(turns):
             with self.guarded(doing), self.at_own_pace(doing):
                 pass
 
     @contextmanager
     def at_own_pace(self, doing: str) -> Iterator[Callable[[], None]]:
-        """Surrounds work that every rank does by itself, without the others: measuring, sampling.
+        """Run work that every rank does without the others, such as measuring or sampling.
 
-        It may take any rank longer than the timeout: all give signs of life until the last one is done, and only
-        their absence counts. Gives `look`, to be called between pieces of the work. Raises Interrupted on all ranks
-        when a piece of work was left because a rank was asked to stop, RunError on the others when one fails, and
-        what gloo raises when one is lost, for `guarded`.
+        It may take longer than the timeout: all ranks send signs of life until the last one is done. Yields `look`,
+        which the work must call between its pieces. Raises Interrupted on all ranks if work was abandoned because a
+        rank was asked to stop, RunError on the others if a rank fails, and gloo's error if a rank is lost, for
+        `guarded`.
         """
         heartbeat = _Heartbeat(self, doing)
         state = _FAILED
@@ -177,9 +177,9 @@ class Ranks:
 
     @contextmanager
     def guarded(self, doing: str | Callable[[], str]) -> Iterator[None]:
-        """Makes one RunError of the errors inside that mean that another rank is gone or does not answer.
+        """Turn errors inside the block that mean that another rank is lost or hung into one RunError.
 
-        doing: what the ranks are at, for the message.
+        doing: a name of the work for the message.
         """
         try:
             yield
@@ -187,8 +187,8 @@ class Ranks:
             if self.world == 1 or not (_LOST.search(str(error)) or isinstance(error, dist.DistError)):
                 raise
             what = f"hung for {self.timeout:g} s" if _HUNG.search(str(error)) else "was lost"
-            place = doing if isinstance(doing, str) else doing()
-            raise RunError(f"rank {self.rank}: another rank {what} during {place}; {RESUME}") from error
+            work = doing if isinstance(doing, str) else doing()
+            raise RunError(f"rank {self.rank}: another rank {what} during {work}; {RESUME}") from error
 
     def close(self) -> None:
         """Leave the process group, if there is one."""

@@ -1,6 +1,6 @@
-"""The collectives of tensor parallelism with their gradients: values that are the same on all ranks, sums, log-sums.
+"""The collectives of tensor parallelism with their gradients: replicated values, sums, log-sum-exps.
 
-With an ordinary all-reduce in their place gradients would come out multiplied by the number of ranks.
+An ordinary differentiable all-reduce would multiply gradients by the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from blockdiff.tensor_pieces import PlannedMesh
 
 
 def copied(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x, which all ranks have, as each goes on alone with it: its gradient is the sum of theirs."""
+    """Return x, which is equal on all ranks, for use by one rank alone: the backward sums its gradient over ranks."""
     copy: Tensor = _Copied.apply(x, group)
     return copy
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of each one's x, with which all go on alike: its gradient is that of each x."""
+    """Return the sum of x over ranks, equal on all; in the backward each rank's x gets the sum's gradient."""
     total: Tensor = _Summed.apply(x, group)
     return total
 
 
 def merged_log_sum(log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The log-sum-exp [N] over the ranks' parts, equal on all; each rank's gradient is that of its own part."""
+    """Return the log-sum-exp [N] over all ranks' parts, equal on all; the backward gives each rank its own part's."""
     merged: Tensor = _MergedLogSum.apply(log_sum_N, group)
     return merged
 
 
 def stacked(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Every rank's x, [ranks, ...], without gradients; group: None is that of all processes."""
+    """Return every rank's x, [ranks, ...], without gradients; group: None for all processes."""
     everyone = x.new_empty(dist.get_world_size() if group is None else group.size(), *x.shape)
     if not isinstance(group, PlannedMesh):
         dist.all_gather(list(everyone), x.detach().contiguous(), group=group)

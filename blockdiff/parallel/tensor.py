@@ -213,12 +213,14 @@ def _split_in(linear: Linear, mesh: DeviceMesh) -> None:
 
 
 def _share(linear: Linear, mesh: DeviceMesh, heads: Sequence[int], width: int) -> None:
-    """Each rank makes the outputs of some of the heads of each range, of one that others make, too, if they are fewer
-    than the ranks. heads: the number of heads in each range."""
+    """Let each rank compute the outputs of some heads of each range; fewer heads than ranks are shared by several.
+
+    heads: the number of heads in each range. width: the outputs of a head.
+    """
     rank, ranges, first = mesh.get_local_rank(), [], 0
     for count in heads:
-        start, own = first + rank * count // mesh.size(), max(1, count // mesh.size())
-        ranges.append(slice(start * width, (start + own) * width))
+        start, local_heads = first + rank * count // mesh.size(), max(1, count // mesh.size())
+        ranges.append(slice(start * width, (start + local_heads) * width))
         first += count
     linear.split = SharedRows(mesh.get_group(), tuple(ranges))
     linear.out_features = sum(each.stop - each.start for each in ranges)

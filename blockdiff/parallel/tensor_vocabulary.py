@@ -58,7 +58,7 @@ class SharedRows:
         return self.rows(vocabulary) if vocabulary.head is None else local_part(vocabulary.head)
 
     def least_of_ranks(self, vocabulary: Vocabulary, count: int) -> int:
-        """The least of the counts that the ranks have."""
+        """Return the minimum of a count over the ranks."""
         least = torch.tensor(count, device=local_part(vocabulary.table).device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
         return int(least)
@@ -66,15 +66,15 @@ class SharedRows:
     def embed(self, vocabulary: Vocabulary, tokens: Tensor) -> Tensor:
         """Embeddings [..., D] of int64 tokens."""
         table = self.rows(vocabulary)
-        place, is_here = self._here(tokens, table)
-        x = summed(F.embedding(place, table) * is_here[..., None], self.group)
+        row, is_here = self._here(tokens, table)
+        x = summed(F.embedding(row, table) * is_here[..., None], self.group)
         return x if vocabulary.root == 1.0 else x * vocabulary._scale(table.dtype)
 
     def logits(self, vocabulary: Vocabulary, hidden: Tensor) -> Tensor:
         """Soft-capped logits [..., V], in fp32 at least, gathered: a convenience for few tokens, without gradients."""
-        own = vocabulary.kernels.logits(hidden, self.output_rows(vocabulary), vocabulary.softcap).detach()
+        part = vocabulary.kernels.logits(hidden, self.output_rows(vocabulary), vocabulary.softcap).detach()
         each = -(-vocabulary.table.shape[0] // self.group.size())
-        padded = F.pad(own, (0, each - own.shape[-1]))
+        padded = F.pad(part, (0, each - part.shape[-1]))
         return torch.cat(list(stacked(padded, self.group)), -1)[..., : vocabulary.table.shape[0]]
 
     def cross_entropy(
@@ -232,22 +232,22 @@ class SharedRows:
         one.makes_signal = vocabulary.makes_signal
         return one
 
-    def _rows_of_all(self, vocabulary: Vocabulary, own: Tensor) -> Tensor:
-        """All ranks' rows, of which the last rank may have fewer."""
+    def _rows_of_all(self, vocabulary: Vocabulary, rows: Tensor) -> Tensor:
+        """Gather the rows of all ranks; the last rank may have fewer."""
         each = -(-vocabulary.table.shape[0] // self.group.size())
-        padded = F.pad(own.detach(), (0, 0, 0, each - len(own)))
+        padded = F.pad(rows.detach(), (0, 0, 0, each - len(rows)))
         return stacked(padded, self.group).flatten(0, 1)[: vocabulary.table.shape[0]]
 
     def _here(self, tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of tokens in this rank's table, 0 where they are not there, and whether they are."""
-        place = tokens - self.first
-        is_here = (place >= 0) & (place < len(table))
-        return torch.where(is_here, place, 0), is_here
+        """Return the indices of tokens in this rank's rows (0 for tokens of other ranks), and which are here."""
+        row = tokens - self.first
+        is_here = (row >= 0) & (row < len(table))
+        return torch.where(is_here, row, 0), is_here
 
     def _favoured(
         self, observed_N: Tensor | None, bonus_N: Tensor | None, table: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Observed tokens and their bonus as this rank's rows have them: a bonus of 0 for those of others."""
+        """Return observed tokens as indices in this rank's rows, and their bonus, 0 for tokens of other ranks."""
         if observed_N is None or bonus_N is None:
             return None, None
         place_N, is_here_N = self._here(observed_N, table)

@@ -125,16 +125,16 @@ class _Turns:
 
     def _agreed(self, mine: int) -> int:
         """The next call of all ranks: the model if anybody wants that, else another one, or nothing any more."""
-        said = torch.zeros(6, dtype=torch.int64)
-        said[mine] = 1
+        votes = torch.zeros(6, dtype=torch.int64)
+        votes[mine] = 1
         self.is_over = True  # whatever interrupts this, nobody waits for this rank any more
-        dist.all_reduce(said, group=_group(dist.group.WORLD, self.ranks.timeout))
-        if said[_FAILED]:
+        dist.all_reduce(votes, group=_group(dist.group.WORLD, self.ranks.timeout))
+        if votes[_FAILED]:
             raise RunError("another rank failed; its message says why")
-        if said[_INTERRUPTED]:
+        if votes[_INTERRUPTED]:
             raise Interrupted
         self.is_over = False
-        return next(kind for kind in (_MODEL, _VOCABULARY, _IMAGES, _DONE) if said[kind])
+        return next(kind for kind in (_MODEL, _VOCABULARY, _IMAGES, _DONE) if votes[kind])
 
     @torch.no_grad()
     def _take_part(self, called: int) -> None:

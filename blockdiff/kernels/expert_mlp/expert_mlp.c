@@ -1,4 +1,4 @@
-/* Gated activations, routing, and where the tokens of each expert stand. */
+/* Gated activations, routing, and the sort of tokens by expert. */
 
 #include "loops.h"
 
@@ -8,10 +8,10 @@ enum { GELU_TANH, SILU };
 #define CUBE 0.044715f
 #define LOG2_E 1.4426950409f
 #define LN_2 0.6931471806f
-#define FARTHEST 125.0f       /* powers of two beyond which nothing is left of a share, or of what it lacks */
+#define FARTHEST 125.0f       /* exponents beyond which a share, or 1 - share, is 0 in fp32 */
 
-/* 1 / x of x from 1 to 2^126, to about one unit in the last place and without a division: the exponent is turned round
-   in the bits, which is right to 12 %, and each step leaves the third power of the error. */
+/* 1 / x for x from 1 to 2^126, to about one unit in the last place, without a division: negating the exponent bits is
+   right to 12 %, and each step cubes the error. */
 static inline float reciprocal_of(float x) {
     int32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -24,7 +24,7 @@ static inline float reciprocal_of(float x) {
     return y + y * (error + error * error);
 }
 
-/* The sigmoid that a gate is multiplied by: 1 / (1 + 2^-n e^r), where -n ln 2 + r is minus what the sigmoid is of. */
+/* The sigmoid that a gate is multiplied by: 1 / (1 + 2^-n e^r), where -n ln 2 + r is minus the sigmoid's argument. */
 static inline float share_of(float x, int kind) {
     float y = kind == GELU_TANH ? x * (SLOPE * LOG2_E + SLOPE * LOG2_E * CUBE * (x * x)) : x;
     float most = kind == GELU_TANH ? FARTHEST : FARTHEST * LN_2;
@@ -56,7 +56,7 @@ static inline void gate_row(const float *gate, const float *up, float factor, fl
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] * share_of(gate[i], kind) * up[i] * factor;
 }
 
-/* out = f(gate) * up * weight of the row (1 without memory); gate and up stand in lines of `stride` elements. */
+/* out = f(gate) * up * weight of the row (NULL: 1); rows of gate and up are `stride` elements apart. */
 void gated(const float *gate, const float *up, int64_t rows, int64_t width, int64_t stride, const float *weight,
            int64_t kind, float *out) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
@@ -83,8 +83,8 @@ static inline float gate_row_backward(const float *grad, const float *gate, cons
     return dot;
 }
 
-/* The gradients of gate, up (in lines of `to_stride`) and, where wanted, of the rows' weights; and where it is wanted
-   what `gated` gave, which may take the place of `grad`. */
+/* The gradients of gate and up (rows `to_stride` apart) and, unless NULL, of the rows' weights; also the output of
+   `gated`, unless NULL, which may overwrite `grad`. */
 void gated_backward(const float *grad, const float *gate, const float *up, int64_t rows, int64_t width, int64_t stride,
                     const float *weight, int64_t kind, float *of_gate, float *of_up, int64_t to_stride,
                     float *of_weight, float *product) {
@@ -155,10 +155,10 @@ static inline int64_t expert_of(const int64_t *index, int64_t slot, int64_t expe
     return index[slot] >= 0 && index[slot] < experts ? index[slot] : experts;
 }
 
-/* Sort slots by expert, in their order within one; `experts` itself means none, and those come last.
+/* Sort slots by expert, stably; index `experts` means no expert and comes last.
 
-   ends [experts]: where each expert's rows end; slot, token: the slot of each row, and slot / k; place: the row of each
-   slot; next [experts + 2]: to work in. */
+   ends [experts]: the end of each expert's rows. slot, token: the slot of each row, and slot / k. place: the row of
+   each slot. next [experts + 2]: working memory. */
 void group_by_expert(const int64_t *index, int64_t slots, int64_t k, int64_t experts, int64_t *next, int32_t *ends,
                      int64_t *slot, int64_t *token, int64_t *place) {
     memset(next, 0, (experts + 2) * sizeof *next);
@@ -173,13 +173,13 @@ void group_by_expert(const int64_t *index, int64_t slots, int64_t k, int64_t exp
     }
 }
 
-/* Rows of x for the slots. */
+/* Copy the token of each row. */
 void gather_tokens(const float *x, const int64_t *token, int64_t rows, int64_t width, float *out) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t r = 0; r < rows; r++) memcpy(out + r * width, x + token[r] * width, width * sizeof *out);
 }
 
-/* The sum over each token's k slots of the rows that have an expert: rows at or after `rows` count for nothing. */
+/* Sum the rows of each token's k slots; rows at or after `rows` have no expert and are left out. */
 void combine_slots(const float *y, const int64_t *place, int64_t tokens, int64_t k, int64_t rows, int64_t width,
                    float *out) {
 #pragma omp parallel for schedule(static) if (tokens * k * width > MUCH)

@@ -1,4 +1,4 @@
-/* Norms, and norms followed by RoPE: every tensor is read and written once in each direction. */
+/* Norms, and norms followed by RoPE; each tensor is read and written once per direction. */
 
 #include "loops.h"
 
@@ -9,7 +9,7 @@ static inline float rstd_of(const float *x, int64_t width, float eps) {
     return 1.0f / sqrtf(sum / width + eps);
 }
 
-/* grad of x from that of n = x * rstd, which stands in `grad`: rstd (g - x rstd^2 mean(g x)). */
+/* Replace `grad`, the gradient g of n = x * rstd, by the gradient of x: rstd (g - x rstd^2 mean(g x)). */
 static inline void through_norm(float *grad, const float *x, float rstd, int64_t width) {
     float dot = 0;
 #pragma omp simd reduction(+ : dot)
@@ -29,7 +29,7 @@ static inline void norm_into(float *out, const float *x, float rstd, const float
     }
 }
 
-/* sum = grad * weight, or that is added to it; a weight without memory is 1. */
+/* Set sum to grad * weight, or add it; weight NULL: 1. */
 static inline void add_weighted(float *sum, const float *grad, const float *weight, int64_t width, int first) {
 #define EACH(step)         \
     _Pragma("omp simd") for (int64_t i = 0; i < width; i++) step
@@ -49,7 +49,7 @@ static inline void add_weight_grad(float *sum, const float *grad, const float *x
     for (int64_t i = 0; i < width; i++) sum[i] += grad[i] * x[i] * rstd;
 }
 
-/* Up to three norms of x; an output without memory is none, a weight without memory is 1. */
+/* Up to three norms of x; output NULL: none, weight NULL: 1. */
 void norms(const float *x, int64_t rows, int64_t width, float eps, float *rstd, const float *weight_0, float *out_0,
            const float *weight_1, float *out_1, const float *weight_2, float *out_2) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
@@ -63,7 +63,7 @@ void norms(const float *x, int64_t rows, int64_t width, float eps, float *rstd, 
     }
 }
 
-/* grad of x, and of the weights where wanted; `partial` is [3, BLOCKS, width]. */
+/* The gradients of x and, unless NULL, of the weights; `partial` is [3, BLOCKS, width]. */
 void norms_backward(const float *x, int64_t rows, int64_t width, const float *rstd, const float *grad_0, const float *weight_0, float *of_weight_0, const float *grad_1,
                     const float *weight_1, float *of_weight_1, const float *grad_2, const float *weight_2,
                     float *of_weight_2, float *partial, float *grad_x) {
@@ -91,7 +91,7 @@ void norms_backward(const float *x, int64_t rows, int64_t width, const float *rs
         if (of_weights[j]) add_up(partial + j * BLOCKS * width, width, of_weights[j]);
 }
 
-/* (x + norm(y) * weight) * scalar, the scalar being one for each row, one for all (step 0) or none. */
+/* (x + norm(y) * weight) * scalar; scalar: one per row (step 1), one for all (step 0) or NULL. */
 void add_norm(const float *x, const float *y, int64_t rows, int64_t width, float eps, const float *weight,
               const float *scalar, int64_t step, float *rstd, float *out) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
@@ -104,7 +104,7 @@ void add_norm(const float *x, const float *y, int64_t rows, int64_t width, float
     }
 }
 
-/* Its gradients; grad_x may be no memory where there is no scalar: it is `grad` itself then. */
+/* The gradients of add_norm; without a scalar grad_x may be NULL, since it equals `grad`. */
 void add_norm_backward(const float *grad, const float *y, int64_t rows, int64_t width, const float *rstd,
                        const float *weight, const float *scalar, int64_t step, float *partial, float *grad_x,
                        float *grad_y, float *grad_weight) {
@@ -127,7 +127,7 @@ void add_norm_backward(const float *grad, const float *y, int64_t rows, int64_t 
     add_up(partial, width, grad_weight);
 }
 
-/* Where a head stands in a tensor [B, T, heads, width] of any layout whose last axis is dense. */
+/* Strides of a tensor [B, T, heads, width] whose last axis is contiguous. */
 typedef struct {
     int64_t batch, token, head;
 } Strides;
@@ -137,8 +137,8 @@ static inline int64_t head_at(int64_t row, int64_t tokens, int64_t heads, Stride
     return token / tokens * by.batch + token % tokens * by.token + row % heads * by.head;
 }
 
-/* The norm of every head, then the rotation of its halves. cos and sin [B * T, width], or no memory: no rotation; a
-   weight without memory is 1. */
+/* The norm of every head, then the rotation of its halves. cos and sin [B * T, width] (NULL: no rotation); weight NULL:
+   1. */
 void norm_rope(const float *x, int64_t x_batch, int64_t x_token, int64_t x_head, int64_t batch, int64_t tokens,
                int64_t heads, int64_t width, float eps, const float *weight, const float *cos, const float *sin,
                float *rstd, float *out, int64_t out_batch, int64_t out_token, int64_t out_head) {
@@ -163,7 +163,7 @@ void norm_rope(const float *x, int64_t x_batch, int64_t x_token, int64_t x_head,
     }
 }
 
-/* grad of x, dense, and of the weight where there is one. */
+/* The gradients of x, contiguous, and of the weight if there is one. */
 void norm_rope_backward(const float *grad, int64_t g_batch, int64_t g_token, int64_t g_head, const float *x,
                         int64_t x_batch, int64_t x_token, int64_t x_head, int64_t batch, int64_t tokens, int64_t heads,
                         int64_t width, const float *rstd, const float *weight, const float *cos, const float *sin,

@@ -1,8 +1,8 @@
-/* The backward of attention over two spans of keys per query: scores are made again from the log of their sums. */
+/* The backward of attention over two spans of keys per query: weights are recomputed from the log-sum-exp. */
 
 #include "blocks.h"
 
-/* The gradients of keys and values that a task adds to: of a kv head, lines apart by `line`; none: nobody asks. */
+/* The gradients of keys and values of a kv head that a task adds to, rows `line` apart; NULL: not needed. */
 typedef struct {
     float *k[2], *v[2];
     int64_t line[2];
@@ -12,13 +12,13 @@ static void load_rows(const float *const *at, int64_t width, int64_t dim, float 
     for (int64_t r = 0; r < width; r++) memcpy(out + r * dim, at[r], dim * sizeof *out);
 }
 
-/* Added to grad [keys, dim] in lines apart by `line`: of weights [keys, LANES] and rows [LANES, dim]. */
+/* grad [keys, dim] (rows `line` apart) += weights [keys, LANES] times rows [LANES, dim]. */
 static void product_keys(const float *weights, int64_t keys, const float *rows, int64_t width, float *grad, int64_t line,
                          int64_t dim) {
     product(weights, LANES, 1, keys, rows, dim, width, grad, line, dim, 1);
 }
 
-/* scores [keys, LANES] become weights, and grads, those of the weights, become those of the scores before the scale. */
+/* Turn scores [keys, LANES] into weights, and grads of the weights into grads of the unscaled scores. */
 static void turn_back(float *scores, float *grads, int64_t keys, int64_t width, const float *lse, const float *dot,
                       float scale) {
     for (int64_t i = 0; i < keys; i++) {
@@ -54,7 +54,7 @@ static void turn_back_block(const Call *call, Block block, int64_t head, const f
     load_rows(grad_at, lanes.width, dim, grad);
     transpose_rows(grad_at, lanes.width, dim, 1.0f, grad_across);
     transpose_rows(out_at, lanes.width, dim, 1.0f, q_across);
-    /* in the order of the products below: of a query that sees one key, both are the same to the bit */
+    /* summed in the order of the products below, so that both are bit-equal for a query that sees one key */
     for (int64_t x = 0; x < dim; x++)
 #pragma omp simd
         for (int64_t l = 0; l < lanes.width; l++) dots[l] += q_across[x * LANES + l] * grad_across[x * LANES + l];
@@ -84,7 +84,7 @@ static void turn_back_block(const Call *call, Block block, int64_t head, const f
     }
 }
 
-/* Gradients of keys and values: [batch, grad_tokens, kv heads, dim] of both sources, which may be the same memory. */
+/* The gradients of a kv head in [batch, grad_tokens, kv heads, dim] of both sources, which may share memory. */
 static Grads whole(const Shape *s, float *const grads[4], int64_t b, int64_t head) {
     Grads to = {0};
     for (int i = 0; i < 2; i++) {
@@ -127,8 +127,8 @@ static Hull hull_of(const Call *call, const Plan *plan, int64_t from, int64_t to
     return hull;
 }
 
-/* grad_q as out. A kv head of a batch element is a task, or `chunks` of them with sums of their own in `partial`, which
-   are then added up in their order: the number of threads changes nothing. */
+/* grad_q: as out. A kv head of a batch element is one task, or `chunks` tasks with partial sums in `partial`, which are
+   then added in their order, so that the number of threads changes no bits. */
 void span_attention_backward(const int64_t *shape, const float *q, const float *prefix_k, const float *prefix_v,
                              const float *own_k, const float *own_v, const int32_t *bounds, float scale,
                              const float *grad_out, const float *out, const float *lse, float *grad_q,

@@ -1,17 +1,17 @@
-/* How attention over two spans of keys per query is cut into blocks, for forward.c and backward.c.
+/* The cut of attention over two spans of keys per query into blocks, for forward.c and backward.c.
 
-   A row is one query of one head. The rows of a kv head that stand together in memory are computed as lanes of
-   vectors, LANES at most, against KEYS keys at a time; scores are held as [keys, lanes]. Neighbouring queries share a
-   block as long as their spans overlap, so each key that a block reads is seen by one of its queries. */
+   A row is one query of one head. Consecutive rows of a kv head are computed as lanes of vectors, at most LANES, against
+   KEYS keys at a time; scores are stored as [keys, lanes]. Neighbouring queries share a block if their spans overlap, so
+   each key that a block reads is visible to one of its queries. */
 
 #include "products.h"
 
 #define KEYS 96
-#define SPARE 16        /* lines behind the keys, and lanes behind the rows, that products read without using */
-#define NEVER (-1e30f)  /* less than any score */
-#define LARGEST 512     /* numbers of a head at most */
+#define SPARE 16        /* lines after the keys, and lanes after the rows, that products read but do not use */
+#define NEVER (-1e30f)  /* below any score */
+#define LARGEST 512     /* largest size of a head */
 
-/* Sizes, and distances in numbers; the caller fills it in as an array of int64. */
+/* Sizes, and strides in numbers; the caller fills it in as an array of int64. */
 typedef struct {
     int64_t batch, queries, kv_heads, group, dim, chunks;
     int64_t q_batch, q_token, q_head, bounds_batch, bounds_query;
@@ -25,13 +25,13 @@ typedef struct {
     int32_t batch, first, rows;
 } Block;
 
-/* Where the gradient of a task's keys begins and ends. */
+/* The range of keys of a task's gradient. */
 typedef struct {
     int64_t begin[2], end[2];
 } Hull;
 
-/* In memory of the caller: batch + 1 numbers for `begin`, four for the hull of each task of a backward, and two for each
-   block, of which there are at most as many as queries times a group's share of LANES, rounded up. */
+/* In the caller's memory: batch + 1 numbers for `begin`, four for the hull of each task of a backward, and two for each
+   block. There are at most queries times (rows of a query / LANES, rounded up) blocks. */
 typedef struct {
     int64_t *begin; /* the first block of each batch element */
     Hull *hulls;
@@ -45,7 +45,7 @@ typedef struct {
     float scale;
 } Call;
 
-/* What the lanes of a block see: [lo, lo + size) of both sources; all of them together, and each of them at least. */
+/* The keys that the lanes of a block see, [lo, lo + size) of both sources: their union, and those common to all. */
 typedef struct {
     int64_t width; /* lanes in use, whole vectors */
     int32_t lo[2][LANES], size[2][LANES];
@@ -97,7 +97,7 @@ static inline int64_t row_of_q(const Shape *s, Block block, int64_t head, int64_
     return block.batch * s->q_batch + row / s->group * s->q_token + (head * s->group + row % s->group) * s->q_head;
 }
 
-/* The same in memory that this code lays out: [batch, queries, heads] lines. */
+/* row_of_q in this code's own layout: [batch, queries, heads] lines. */
 static inline int64_t line_of(const Shape *s, Block block, int64_t head, int64_t i) {
     int64_t row = block.first + i;
     return ((block.batch * s->queries + row / s->group) * s->kv_heads + head) * s->group + row % s->group;
@@ -127,7 +127,7 @@ static void look(const Call *call, Block block, int64_t head, Lanes *lanes) {
     for (int64_t r = block.rows; r < lanes->width; r++) lanes->at[r] = zeros;
 }
 
-/* Keys [n, n + keys) get no score in lanes that do not see them. */
+/* Mask the scores of keys [n, n + keys) in lanes that do not see them. */
 static void hide(const Lanes *lanes, int source, int64_t n, int64_t keys, float *scores) {
     if (n >= lanes->all_begin[source] && n + keys <= lanes->all_end[source]) return;
     const int32_t *lo = lanes->lo[source], *size = lanes->size[source];
@@ -139,7 +139,7 @@ static void hide(const Lanes *lanes, int source, int64_t n, int64_t keys, float 
     }
 }
 
-/* Products read a few lanes and lines more than there are: nothing there may be a number that is slow to handle. */
+/* Products read a few lanes and lines beyond the data: clear them, since denormal numbers would be slow. */
 static void clear_spare(float *x, int64_t keys, int64_t width) {
     if (width < LANES)
         for (int64_t i = 0; i < keys; i++) memset(x + i * LANES + width, 0, MIN(SPARE, LANES - width) * sizeof *x);

@@ -1,14 +1,14 @@
-/* Attention of few rows: the lanes of vectors are numbers of a head and keys, where blocks of many rows have rows.
+/* Attention of few rows: vectors run along a head's numbers, or keys, instead of rows.
 
-   Up to FEW rows are computed together in passes of 4, 2 or 1; scores are held as [rows, keys]. */
+   Up to FEW rows are computed together in passes of 4, 2 or 1; scores are stored as [rows, keys]. */
 
 #include "blocks.h"
 
 #define FEW 8
 #define AHEAD 192             /* keys at a time */
-#define REACH (AHEAD + WIDTH) /* from the scores of a row to those of the next */
+#define REACH (AHEAD + WIDTH) /* stride between the scores of rows */
 
-/* The sums of WIDTH vectors: lane l of the result is that of line l. The lines are overwritten. */
+/* Sum each of WIDTH vectors: lane l of the result is the sum of line l. The lines are overwritten. */
 #define HALVE(step)                                                                                                   \
     if (step < WIDTH) EACH(i, WIDTH) if (!(i & (2 * step - 1))) {                                                     \
         Vector a = line[i], b = line[i | step];                                                                       \
@@ -30,7 +30,7 @@ INLINE Vector sums_of(Vector *line) {
         for (int64_t n = 0; n < keys; n += keys < N ? 1 : N) {                                                        \
             int64_t at = keys < N ? n : MIN(n, keys - N), by = keys < N ? 0 : line;                                   \
             const float *from = k + at * line;                                                                        \
-            Vector sums[2 * WIDTH]; /* the second half for the eye of the compiler */                                 \
+            Vector sums[2 * WIDTH]; /* the second half only silences the compiler */                                 \
             EACH(i, WIDTH) sums[i] = (Vector){0};                                                                     \
             for (int64_t x = 0; x < dim; x += WIDTH) {                                                                \
                 Vector row[R];                                                                                        \
@@ -48,8 +48,8 @@ DOTS(1)
 DOTS(2)
 DOTS(4)
 
-/* The scores of a row become weights relative to its highest score so far; returns what earlier weights are to be
-   multiplied by. */
+/* Turn the scores of a row into weights relative to its highest score so far; return the correction factor of earlier
+   weights. */
 static float weigh_row(float *scores, int64_t keys, float *peak, float *sum) {
     float high = *peak, total = 0;
 #pragma omp simd reduction(max : high)
@@ -65,7 +65,7 @@ static float weigh_row(float *scores, int64_t keys, float *peak, float *sum) {
     return factor;
 }
 
-/* Row r of the scores: keys [n, n + keys) get none where it does not see them. */
+/* Mask the scores of keys [n, n + keys) that row r does not see. */
 static void hide_row(const Lanes *lanes, int64_t r, int source, int64_t n, int64_t keys, float *scores) {
     if (n >= lanes->all_begin[source] && n + keys <= lanes->all_end[source]) return;
     uint32_t lo = lanes->lo[source][r], size = lanes->size[source][r];
@@ -87,7 +87,7 @@ TILE(4, 4)
     for (; dim - x >= W * WIDTH; x += W * WIDTH)                                                                      \
     tile_##R##_##W(weights, REACH, 1, v + x, line, keys, made + x, dim, R, adds)
 
-/* made [R, dim] = weights [R, keys] v, or that is added. */
+/* Set made [R, dim] to weights [R, keys] v, or add it. */
 static void sum_1(const float *weights, const float *v, int64_t line, int64_t keys, float *made, int64_t dim, int adds) {
     int64_t x = 0;
     SUM(1, 4);
@@ -109,7 +109,7 @@ static void sum_4(const float *weights, const float *v, int64_t line, int64_t ke
     SUM(4, 1);
 }
 
-/* What a block found: `made` [rows, dim] over the sums of its weights; is_empty: its rows see nothing. */
+/* Write a block's output, `made` [rows, dim] divided by the sums of its weights; is_empty: its rows see nothing. */
 static void write_out(const Call *call, Block block, int64_t head, int is_empty, const float *made, const float *peak,
                       const float *sum, float *out, float *lse) {
     int64_t dim = call->shape->dim;
@@ -123,7 +123,7 @@ static void write_out(const Call *call, Block block, int64_t head, int is_empty,
     }
 }
 
-/* The same as attend_block, of a block of up to FEW rows. */
+/* attend_block for a block of up to FEW rows. */
 static void attend_few(const Call *call, Block block, int64_t head, float *out, float *lse) {
     const Shape *s = call->shape;
     int64_t dim = s->dim;

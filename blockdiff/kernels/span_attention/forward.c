@@ -1,8 +1,8 @@
-/* Attention over two spans of keys per query: only what is seen is computed, and no score is kept. */
+/* Attention over two spans of keys per query: only visible keys are computed, and no scores are stored. */
 
 #include "few.h"
 
-/* Scores become weights relative to the highest score so far; factor: what earlier weights are to be multiplied by. */
+/* Turn scores into weights relative to the highest score so far; factor: the correction of earlier weights. */
 static int weigh(float *scores, int64_t keys, int64_t width, float *peak, float *sum, float *factor) {
     float high[LANES], total[LANES] = {0};
     int is_higher = 0;
@@ -57,8 +57,7 @@ static void attend_block(const Call *call, Block block, int64_t head, float *out
     write_out(call, block, head, is_first, made, peak, sum, out, lse);
 }
 
-/* out [batch, queries, heads, dim]; lse [batch, queries, heads], or no memory where no backward follows;
-   room: for the plan. */
+/* out [batch, queries, heads, dim]; lse [batch, queries, heads], NULL without a backward; room: memory of the plan. */
 void span_attention(const int64_t *shape, const float *q, const float *prefix_k, const float *prefix_v, const float *own_k,
                     const float *own_v, const int32_t *bounds, float scale, float *out, float *lse,
                     int64_t *room) {
@@ -68,7 +67,7 @@ void span_attention(const int64_t *shape, const float *q, const float *prefix_k,
     int is_few = call.shape->queries * call.shape->group <= FEW;
 #pragma omp parallel for schedule(dynamic) if (tasks > 1)
     for (int64_t n = 0; n < tasks; n++) {
-        /* one head of a batch element after the other, for its keys and values may then stay in a cache */
+        /* one head of a batch element after the other, so that its keys and values stay in the cache */
         int64_t b = plan.blocks[n / heads].batch, first = plan.begin[b], blocks = plan.begin[b + 1] - first;
         int64_t head = (n - first * heads) / blocks, block = first + (n - first * heads) % blocks;
         (is_few ? attend_few : attend_block)(&call, plan.blocks[block], head, out, lse);

@@ -1,4 +1,4 @@
-/* What follows the products of hidden states and table, row by row and in place. A cap of 0 is none. */
+/* The steps after the product of hidden states and table, row by row and in place. Cap 0: no cap. */
 
 #include "loops.h"
 
@@ -34,16 +34,16 @@ static inline void cap_row(float *z, int64_t width, float cap, float factor) {
 
 static inline float slope_of(float z, float cap) { return cap > 0 ? 1.0f - (z / cap) * (z / cap) : 1.0f; }
 
-/* Loss and normaliser of every row; z becomes total * dloss/dz of the products where `wants_gradient`, else anything.
+/* Loss and normaliser of every row; z becomes total * dloss/dz if `wants_gradient`, else it is undefined.
 
-   observed and bonus may be no memory. Capped logits lie in [-cap, cap], so for caps up to 40 no maximum is taken off. */
+   observed and bonus may be NULL. Capped logits are in [-cap, cap], so for caps up to 40 no maximum is subtracted. */
 void cross_entropy(float *z, int64_t rows, int64_t width, const int64_t *target, float cap, const int64_t *observed,
                    const float *bonus, int64_t wants_gradient, float *loss, float *total) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t r = 0; r < rows; r++) {
         float *x = z + r * width;
         if (target[r] < 0 || target[r] >= width || (observed && (observed[r] < 0 || observed[r] >= width))) {
-            loss[r] = total[r] = NAN; /* no token of the table */
+            loss[r] = total[r] = NAN; /* not a token of the table */
             continue;
         }
         cap_row(x, width, cap, 1.0f);
@@ -85,7 +85,7 @@ static inline float softmax_row(float *x, int64_t width, float peak) {
     return sum;
 }
 
-/* z becomes softmax(capped z * factor), the factor being 1 / T. */
+/* Replace z by softmax(capped z * factor), factor = 1 / T. */
 void capped_softmax(float *z, int64_t rows, int64_t width, float cap, float factor) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t r = 0; r < rows; r++) {
@@ -94,9 +94,9 @@ void capped_softmax(float *z, int64_t rows, int64_t width, float cap, float fact
     }
 }
 
-/* The same, with what a denoising step asks of the distribution; factors are one for all rows (step 0) or each its own.
+/* capped_softmax with the statistics of a denoising step; factor: one for all rows (step 0) or one each (step 1).
 
-   A sample is the first token up to which the probabilities exceed `uniform` of them all; argmax ties go to the lower.
+   A sample is the first token at which the cumulative probability exceeds `uniform`; argmax ties go to the lower.
    The log-probability is that of the sample; the best token's is by the logits without the factor. allowed: of each row (line 0 apart: one for all) a bit for every token, 32
    to a word; no memory where all are. */
 void token_stats(float *z, int64_t rows, int64_t width, float cap, const float *factor, int64_t step,

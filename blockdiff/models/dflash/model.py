@@ -109,12 +109,12 @@ class DFlash(Drafter):
     def drafts_for(self, target: BlockDiffusionModel) -> None:
         """Take over the vocabulary of a target; BlockdiffError for one of another shape than the drafter's."""
         super().drafts_for(target)
-        asked = (self.config.hidden_size, self.config.num_target_layers)
-        found = (target.vocabulary.table.shape[1], len(target.layers))
-        if asked != found:
+        needed = (self.config.hidden_size, self.config.num_target_layers)
+        present = (target.vocabulary.table.shape[1], len(target.layers))
+        if needed != present:
             raise BlockdiffError(
                 "the drafter is of a target with hidden size {} and {} layers, and this one has {} and {}; "
-                "give the model that it was trained for".format(*asked, *found)
+                "give the model that it was trained for".format(*needed, *present)
             )
         self._scale = self.config.input_embedding_scale / target.vocabulary.root
 

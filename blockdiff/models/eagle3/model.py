@@ -167,22 +167,22 @@ class Eagle3(Drafter):
         x, kv = self.layers[0](x, rope["full"], spans["full"], None if prefix is None else prefix[:2], is_noisy)
         if is_noisy:
             return x, []
-        own, into = features[:, :, None], written(prefix)
+        new_features, into = features[:, :, None], written(prefix)
         if into is not None:
-            into[2].write(own)
-        return x, [(*kv, own)] if into is None else [()]
+            into[2].write(new_features)
+        return x, [(*kv, new_features)] if into is None else [()]
 
     def _features_before(self, prefix: Past | None, positions_BT: Tensor, like_B1D: Tensor) -> Tensor:
-        """The features [B, 1, D] of the token before the first of each row; zeros where there is none."""
+        """Return the features [B, 1, D] of the token before each row's first token, zeros if there is none."""
         if prefix is None:
             return torch.zeros_like(like_B1D)
         last_B, features = positions_BT[:, 0] - 1, prefix[2]
         row_B, column_B = torch.arange(len(last_B), device=last_B.device), last_B.clamp(min=0)
         if isinstance(features, PagedTensor):
-            found = features.pool_NPKd.flatten(0, 1)[features.pages.slots_of(row_B, column_B)]
+            before = features.pool_NPKd.flatten(0, 1)[features.pages.slots_of(row_B, column_B)]
         else:
-            found = features[row_B, column_B]
-        return found.masked_fill((last_B < 0)[:, None, None], 0.0)
+            before = features[row_B, column_B]
+        return before.masked_fill((last_B < 0)[:, None, None], 0.0)
 
     def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:
         """So many likely tokens behind anchors, each from a pass over the ones before it."""
