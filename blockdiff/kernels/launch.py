@@ -219,7 +219,7 @@ def only_needed(grads: Iterable[Tensor], needs: Sequence[bool]) -> list[Any]:
 
 
 def have_dtype(dtype: torch.dtype, tensors: Iterable[Tensor]) -> bool:
-    """Whether all tensors have a dtype."""
+    """Whether every tensor has the dtype `dtype`."""
     for x in tensors:  # noqa: SIM110 (twice as fast as `all`, and runs in every launch)
         if x.dtype is not dtype:
             return False

@@ -177,7 +177,10 @@ class Experts(HasWeights):
         return slots
 
     def computed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, adapts: bool) -> Tensor:
-        """Return the weighted sum [N, D] over this rank's experts; index 0 is the first of them."""
+        """Return the weighted sum [N, D] over this rank's experts, index 0 being the first of them.
+
+        adapts: whether the adapters take part.
+        """
         gate_up, down = self.matrices()
         low_rank = self.low_rank_matrices() if adapts else ()
         return self.kernels.expert_mlp(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)

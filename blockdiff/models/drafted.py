@@ -1,8 +1,8 @@
-"""Two models as one: a target, whose next-token predictions decide, and a model that drafts.
+"""`Drafted`: two models as one, a target whose next-token predictions verify, and a model that drafts.
 
-Clean tokens go through the layers of both, each with its own keys and values, and a drafter that reads the target's
-layers gets what these say of the tokens in place of them; canvases go through the drafter's alone. So an engine keeps,
-shares and cuts the prefixes of both as if they were those of one model.
+Clean tokens go through the layers of both models, which keep their own keys and values; a `Drafter` gets the outputs of
+some of the target's layers in place of tokens. Canvases go through the draft model alone. So an engine can keep, share
+and truncate the prefixes of both as those of one model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from blockdiff.spans import Spans, Sweep
 
 
 class Drafter(BlockDiffusionModel):
-    """A model that drafts tokens for a target by what some of the target's layers say of the tokens before.
+    """A model that drafts tokens for one target from the outputs of some of the target's layers.
 
-    `drafts_for` says which target, and before that it has no vocabulary. `forward` takes clean tokens as `reading` has
-    them, a tensor of floats in place of theirs.
+    It has no vocabulary before `drafts_for` sets the target. For clean tokens `forward` takes the result of `reading`,
+    a float tensor, in place of token ids.
     """
 
     typical = "fc.weight"
@@ -34,7 +34,7 @@ class Drafter(BlockDiffusionModel):
     _vocabulary: tuple[Vocabulary, ...] = ()  # not a part: its weights are the target's
 
     def drafts_for(self, target: BlockDiffusionModel) -> None:
-        """Take over the vocabulary of a target; BlockdiffError for one that the drafter is not of."""
+        """Share a target's vocabulary; raise BlockdiffError if the drafter was not trained for such a target."""
         super().drafts_for(target)
         self._vocabulary = (target.vocabulary,)
 
@@ -46,14 +46,14 @@ class Drafter(BlockDiffusionModel):
         return self._vocabulary[0]
 
     def reading(self, tokens_BT: Tensor, features_BTF: Tensor) -> Tensor:
-        """The input of clean tokens [B, T, ...], by the outputs of the target's layers for them side by side."""
+        """Return the drafter's input for clean tokens, [B, T, ...]; features_BTF: the target layers' outputs for them,
+        concatenated."""
         raise NotImplementedError
 
     def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:
-        """So many likely tokens [B, count] behind the last tokens of rows.
+        """Draft the next `count` tokens [B, count] of rows; anchor_B: their last tokens.
 
-        denoise: gives the hidden states of the tokens that it is given, of a block from its first on, and takes a
-        signal for them, as `StepBuffers.denoise` has it.
+        denoise: returns the hidden states of the first tokens of a block; arguments as of `StepBuffers.denoise`.
         """
         raise NotImplementedError
 
@@ -61,10 +61,10 @@ class Drafter(BlockDiffusionModel):
 def draft_block(
     model: BlockDiffusionModel, mask_id: int, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]
 ) -> Tensor:
-    """Return the likeliest `count` tokens [B, count] behind the last tokens of rows, by one pass over blocks of masks.
+    """Draft the next `count` tokens [B, count] of rows by one pass over blocks of masks.
 
-    A block has the model's whole `canvas_length`, as in training, and begins with the last token. denoise: as in
-    `Drafter.draft`.
+    A block has `canvas_length` tokens, as in training, of which the first is the row's last token, in anchor_B.
+    denoise: as in `Drafter.draft`.
     """
     blocks_BL = anchor_B.new_full((len(anchor_B), model.canvas_length), mask_id)
     blocks_BL[:, 0] = anchor_B
@@ -77,8 +77,8 @@ def draft_block(
 class Drafted(BlockDiffusionModel):
     """A model for verified canvases: `target` verifies, and may be causal; `drafter` denoises.
 
-    Both have the same tokens and lie on the same device. `encode` gives the target's hidden states and `denoise` the
-    drafter's, which `drafter.vocabulary` reads; the rest of the model (config, vocabulary, files) is the target's.
+    Both have the same tokens and device. `encode` returns the target's hidden states, `denoise` the drafter's, for
+    `drafter.vocabulary`. Everything else (config, vocabulary, files) is the target's.
     """
 
     def __init__(self, target: BlockDiffusionModel, drafter: BlockDiffusionModel):
@@ -108,16 +108,16 @@ class Drafted(BlockDiffusionModel):
 
     @property
     def canvas_kinds(self) -> dict[str, str]:
-        """The names of the drafter's kinds of layers, and what they are called here."""
+        """The drafter's name of each of its kinds of layers -> the name in `kinds` of this model."""
         return {name: _of("drafter", name) for name in self.drafter.kinds}
 
     def rope(self, positions_BT: Tensor) -> dict[str, Rope]:
-        """cos and sin of every kind of layer of both models."""
+        """Return cos and sin for positions, by kind of layer of both models."""
         of_target = {_of("target", name): x for name, x in self.target.rope(positions_BT).items()}
         return of_target | {_of("drafter", name): x for name, x in self.drafter.rope(positions_BT).items()}
 
     def image_features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The target's embeddings of images."""
+        """Return the target's embeddings of images."""
         return self.target.image_features(inputs)
 
     def forward(  # type: ignore[override]  # nobody reads the layers of two models
@@ -131,7 +131,7 @@ class Drafted(BlockDiffusionModel):
         rope: Mapping[str, Rope] | None = None,
         images: RowImages | None = None,
     ) -> tuple[Tensor, list[KV]]:
-        """The target's hidden states of clean tokens with the kv of both models, or the drafter's of canvases."""
+        """Return the target's hidden states of clean tokens and the kv of both models; for canvases the drafter's."""
         shown = self.drafter.target_layers
         if not isinstance(is_noisy, bool) or (images is not None and not shown):
             raise BlockdiffError("a model with a draft model takes neither images nor clean tokens beside canvases")
@@ -153,12 +153,12 @@ class Drafted(BlockDiffusionModel):
 
 
 def with_features(hidden_BTX: Tensor, layers: int) -> tuple[Tensor, Tensor]:
-    """The hidden states [B, T, D] and the outputs [B, T, layers * D] of so many layers, of what a target has shown."""
+    """Split a target's result into hidden states [B, T, D] and outputs of `layers` shown layers [B, T, layers * D]."""
     D = hidden_BTX.shape[-1] // (1 + layers)
     hidden, features = hidden_BTX.split([D, layers * D], -1)
     return hidden.contiguous(), features
 
 
 def _of(part: str, name: str) -> str:
-    """The name of a kind of layers of one of the two models."""
+    """Return the name here of kind of layers `name` of the "target" or the "drafter"."""
     return f"{part} {name}"

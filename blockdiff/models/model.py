@@ -1,4 +1,4 @@
-"""The model that every family's is one of: what runs its layers over any geometry."""
+"""`BlockDiffusionModel`, the base of every family's model: it encodes clean tokens and denoises canvases."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from blockdiff.spans import Spans, Sweep
 
 
 class BlockDiffusionModel(nn.Module):
-    """A denoiser with a prefix: every family's model is one, and no other code knows the families apart.
+    """A denoiser with a prefix, the base of every family's model; other code does not distinguish families.
 
-    A causal model is one without canvases (`denoises` is False, `canvas_length` 1): it encodes.
-    Every way into the weights is a call of a module (of the model or of its vocabulary), because what shards weights
-    gathers them around such calls and nowhere else.
+    A causal model has no canvases (`denoises` is False, `canvas_length` 1) and only encodes. Use weights only inside a
+    call of a module, of the model or its vocabulary: sharded weights are gathered around such calls.
     """
 
     config: Family
@@ -113,12 +112,12 @@ class BlockDiffusionModel(nn.Module):
         return torch.cat([hidden, *(outputs[n] for n in shown)], -1) if shown else hidden, kv
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
-        """The residual [B, T, D] that tokens enter the layers with."""
+        """Return the input [B, T, D] of the first layer."""
         x: Tensor = self.vocabulary.embed(tokens_BT)
         return x
 
     def _conditioned(self, x: Tensor, soft_BTD: Tensor | None) -> Tensor:
-        """Embeddings of noisy tokens with their signal, if the model reads one; BlockdiffError for a causal model."""
+        """Add the signal to embeddings of noisy tokens if the model reads one; BlockdiffError for a causal model."""
         if not self.denoises:
             raise BlockdiffError(
                 "a causal model denoises nothing; `blockdiff init --from` adds what that needs, or sample next tokens"
@@ -129,10 +128,10 @@ class BlockDiffusionModel(nn.Module):
         return conditioned
 
     def drafts_for(self, target: BlockDiffusionModel) -> None:
-        """Make ready to draft for a target.
+        """Check that this model can draft for a target, and prepare it.
 
-        Raises BlockdiffError for a causal model or one of a prefix of blocks, and for a target of other tokens or one
-        that predicts no next tokens.
+        Raises BlockdiffError for a causal model or one with a prefix of blocks, and for a target with another number of
+        tokens or without next-token head.
         """
         if not target.config.predicts_next_tokens:
             raise BlockdiffError(f"{NO_HEAD}: it verifies no drafts; sample it without a draft model")
@@ -161,7 +160,7 @@ class BlockDiffusionModel(nn.Module):
 
     @property
     def canvas_kinds(self) -> dict[str, str]:
-        """The names of the denoiser's kinds of layers, and what they are called among the kinds of this model."""
+        """The denoiser's name of each of its kinds of layers -> the name in `kinds` of this model."""
         return {name: name for name in self.kinds}
 
     @property
@@ -176,7 +175,7 @@ class BlockDiffusionModel(nn.Module):
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """The dtype in which the weights are kept."""
+        """The dtype in which the weights are stored."""
         return self._typical.dtype
 
     @property
@@ -185,18 +184,18 @@ class BlockDiffusionModel(nn.Module):
         return parameter
 
     def parameters_of(self, part: str) -> list[nn.Parameter]:
-        """The parameters of one of the family's parts."""
+        """Return the parameters of one of the family's parts."""
         return [p for name, p in self.named_parameters() if self.config.part_of(name) == part]
 
     def rope(self, positions_BT: Tensor) -> dict[str, Rope]:
-        """cos and sin of every kind of layer."""
+        """Return cos and sin for positions, by kind of layer."""
         return {name: kind.rope(positions_BT, self.dtype) for name, kind in self.kinds.items()}
 
     def image_features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The embeddings [sum of their tokens, D] of images, one after the other, from one call of the image side.
+        """Return the embeddings of images, concatenated [sum of their tokens, D], by one call of the image side.
 
-        Raises BlockdiffError where the model has none, or has not got its weights yet, and for inputs that say another
-        number of tokens than their pixels have.
+        Raises BlockdiffError if the model has no image side or not yet its weights, and if an input's number of tokens
+        does not match its pixels.
         """
         if self.image_side is None:
             raise BlockdiffError("the model's image side is not there yet; call blockdiff.with_image_side(model) first")
@@ -238,7 +237,7 @@ class BlockDiffusionModel(nn.Module):
         return prefix.extended(hidden, kv, lengths)
 
     def placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
-        """The images of a call's rows with their features, on the model's device; columns are the call's."""
+        """Return the images of a call's rows with their features, on the model's device; columns are the call's."""
         placed = RowImages.of(images, width)
         if placed is None:
             return None
@@ -246,11 +245,11 @@ class BlockDiffusionModel(nn.Module):
         return placed.with_features(self.image_features(placed.inputs))
 
     def denoise(self, canvas_BL: Tensor, prefix: Prefix, soft_embedding: Tensor | None = None) -> Tensor:
-        """Hidden states [B, L, D] of one canvas per row, after the final norm; leaves the prefix as it is.
+        """Return the hidden states [B, L, D] of one canvas per row, after the final norm; the prefix is unchanged.
 
-        canvas_BL: int64 noisy tokens, standing right after the row's cached tokens; soft_embedding: [B, L, D] signal
-        of the last prediction (None, or rows of zeros: no signal). Raises BlockdiffError for a causal model and for a
-        canvas longer than the model's.
+        canvas_BL: int64 noisy tokens, right after the row's cached tokens. soft_embedding: the signal [B, L, D] of the
+        last prediction (None, or rows of zeros: no signal). Raises BlockdiffError for a causal model and for a canvas
+        longer than the model's.
         """
         if self.denoises and canvas_BL.shape[1] > self.canvas_length:
             raise BlockdiffError(
@@ -262,11 +261,11 @@ class BlockDiffusionModel(nn.Module):
         return hidden
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Soft-capped logits, fp32 [..., V]: a convenience; training and sampling never hold them all."""
+        """Return soft-capped logits, fp32 [..., V], for a few tokens; training and sampling compute them in chunks."""
         return self.vocabulary.logits(hidden)
 
     def soft_embedding(self, logits: Tensor) -> Tensor:
-        """Soft embedding [..., D] of logits [..., V]: a convenience, see `vocabulary.soft_embedding`."""
+        """Return the soft embedding [..., D] of logits [..., V] (see `Vocabulary.soft_embedding_of`)."""
         return self.vocabulary.soft_embedding_of(logits)
 
 
@@ -284,7 +283,7 @@ def _require_lengths(lengths: Tensor | None, tokens_BS: Tensor) -> None:
 
 
 def wanted(x: Tensor, is_noisy: bool | Tensor, tokens: int) -> tuple[Tensor, bool | Tensor]:
-    """The last `tokens` of the residual x [B, T, D], and which of them are noisy: those that attention has answered."""
+    """Return the last `tokens` tokens of x [B, T, D], those that attention returned, and `is_noisy` for them."""
     if tokens == x.shape[1]:
         return x, is_noisy
     return x[:, -tokens:], of_last(is_noisy, tokens)
@@ -299,9 +298,9 @@ def routed(layer: Any, normed: Tensor, spans: Spans | Sweep, is_noisy: bool | Te
 
 
 def layer_scalar(layer: Any, is_noisy: bool | Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The factor of a layer's tokens: [1] for all, [B, T, 1], or None for no factor.
+    """Return the factor of a layer's output: [1] for all tokens, [B, T, 1], or None without.
 
-    A layer calls it in its forward, which is where its weights are whole when they are sharded.
+    Call it in the layer's forward, where sharded weights are gathered.
     """
     clean, noisy = layer.encoder_scalar, layer.decoder_scalar
     if not isinstance(is_noisy, Tensor):

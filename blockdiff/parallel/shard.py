@@ -36,7 +36,7 @@ from blockdiff.tensor_pieces import is_spread, local_of
 
 
 def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_in: torch.dtype | None = None) -> None:
-    """Leave this rank its pieces of a model without weights, in place: they have memory then, and no values.
+    """Allocate this rank's pieces of a model on the meta device, in place, unfilled.
 
     dtype: of the weights; adapters have fp32 at least. computes_in: the dtype in which sharded weights are gathered
     and run, None = their own; they stay the fp32 masters of the optimiser. Gradients are added up over the ranks in
@@ -68,9 +68,9 @@ def load_split(
     adapter: str | Path | None = None,
     quantize: str | None = None,
 ) -> BlockDiffusionModel:
-    """A model from a checkpoint of which this rank reads and holds its pieces only: see `checkpoint.load`.
+    """Load a model of which this rank reads and holds only its pieces; arguments as of `checkpoint.load`.
 
-    Tensors in fp8 are read whole, one after the other on the host, and rounded there.
+    Tensors to be stored in fp8 are read whole, one at a time, and rounded on the host.
     """
     return load_files(
         model_files(path_or_hub_id, adapter),
@@ -84,10 +84,10 @@ def load_split(
 
 
 def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | None) -> None:
-    """Let FSDP2 shard every unit of a model; a unit's weights are whole while it runs, and pieces before and after.
+    """Shard every unit of a model by FSDP2: its weights are gathered only while it runs.
 
-    Gradients are added up and not averaged: each rank's loss is divided by global counts already. So the experts that
-    a rank holds for its neighbours, too, need no factor of their own, although `mesh.data` alone adds them up.
+    Gradients are summed, not averaged, because each rank's loss is already divided by global counts. So split experts
+    need no factor of their own, although only the ranks along `mesh.data` sum their gradients.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -125,7 +125,7 @@ def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | No
 
 
 def _divisible(mesh: Mesh) -> Any:
-    """A function that chooses the dimension in which split experts are sharded: the first after theirs that divides."""
+    """Return a function that chooses the dimension to shard split experts along: the first after 0 that divides."""
     from torch.distributed.tensor import Shard
 
     size = mesh.ranks.world // mesh.experts
@@ -143,9 +143,9 @@ def _divisible(mesh: Mesh) -> Any:
 
 
 def replicate(objective: nn.Module, mesh: Mesh) -> nn.Module:
-    """The module that training calls: the objective, with DDP around it where every rank holds all weights.
+    """Return the module that training calls: the objective, wrapped in DDP if every rank holds all weights.
 
-    DDP gives all ranks the weights of rank 0, and leaves alone the experts that only some of them have.
+    DDP copies rank 0's weights to all ranks, except split experts.
     """
     if mesh.ranks.world // mesh.tensor == 1 or mesh.shard == "full":
         return objective
@@ -164,20 +164,20 @@ def replicate(objective: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def _settle(replicated: DistributedDataParallel) -> None:
-    """Let DDP lay out the buckets in which it adds up gradients as they will stay: by a backward of nothing.
+    """Make DDP build its final gradient buckets, by an empty backward.
 
-    It lays them out anew in the order in which the first backward reaches the parameters, and three or more summands
-    are added in an order that depends on their place. So a run that goes on would otherwise begin with other sums than
-    the one before had at that step.
+    After the first backward DDP rebuilds them in the order in which it reached the parameters, and the order of sums of
+    three or more ranks depends on a gradient's position in its bucket. Without this a resumed run would round its first
+    sums differently from the uninterrupted run.
     """
     replicated(None).backward()
     replicated.zero_grad(set_to_none=True)
 
 
 def exchanging(module: nn.Module, now: bool) -> AbstractContextManager[Any]:
-    """Surrounds forward and backward of a micro-batch; DDP's ranks exchange gradients only if `now`.
+    """Return a context for the forward and backward of a micro-batch, in which DDP exchanges gradients only if `now`.
 
-    FSDP2's do it in every micro-batch: what they would have to keep until the last one is a whole gradient.
+    FSDP2 exchanges them in every micro-batch, since it would otherwise have to store whole gradients.
     """
     if isinstance(module, DistributedDataParallel) and not now:
         return module.no_sync()
@@ -185,17 +185,17 @@ def exchanging(module: nn.Module, now: bool) -> AbstractContextManager[Any]:
 
 
 def loss_factor(module: nn.Module, mesh: Mesh) -> int:
-    """The factor of a rank's loss before its backward: DDP averages gradients over the ranks, FSDP2 adds them up."""
+    """Return the factor of a rank's loss before its backward: DDP averages gradients over ranks, FSDP2 sums them."""
     return mesh.ranks.world if isinstance(module, DistributedDataParallel) else 1
 
 
 @torch.no_grad()
 def exchange_others(module: nn.Module, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """Add up, after the last backward of a step, the gradients that neither DDP nor FSDP2 exchanges.
+    """Sum, after the last backward of a step, the gradients that neither DDP nor FSDP2 exchanges.
 
-    These are the experts' under DDP, of which a rank has those of all tokens of its neighbours at their places already,
-    and under FSDP2 what an objective has beside its model. All `parameters` have a gradient. Of tensor parallelism
-    nothing is left: what its ranks all hold has its whole gradient on each.
+    These are split experts under DDP, whose gradients already contain all tokens of the ranks along `mesh.places`, and
+    under FSDP2 the objective's parameters outside the model. All `parameters` must have a gradient. Tensor parallelism
+    needs nothing: parameters that are whole on its ranks have complete gradients there.
     """
     if not mesh.is_split:
         return
@@ -224,7 +224,7 @@ def require_sums(losses: Any) -> None:
 
 
 class _Touch(autograd.Function):
-    """Identity on a loss that puts parameters into its graph without giving them a gradient."""
+    """Identity on a loss that adds parameters to its graph without giving them a gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -238,9 +238,10 @@ class _Touch(autograd.Function):
 
 
 class _TouchEveryParameter(nn.Module):
-    """DDP waits for every parameter in every backward; a rank without a canvas or a coin leaves some unused.
+    """An objective whose losses depend on every parameter, so that DDP, which waits for all of them, never hangs.
 
-    Touching them all keeps it from waiting forever, and costs neither a graph walk nor a zero gradient.
+    A rank without a canvas or a coin leaves some parameters unused. Touching them costs neither a graph walk nor zero
+    gradients.
     """
 
     def __init__(self, objective: nn.Module) -> None:
@@ -253,7 +254,7 @@ class _TouchEveryParameter(nn.Module):
         return tuple(parameter for parameter in parameters if parameter.requires_grad and not is_spread(parameter))
 
     def forward(self, batch: Any) -> Any:
-        """The losses of a batch; of None a 0, from which a backward reaches every parameter, too."""
+        """Return the losses of a batch; for None a 0 whose backward reaches every parameter."""
         if batch is None:
             return _Touch.apply(torch.zeros((), device=self._trainable[0].device), *self._trainable)
         losses = self.objective(batch)

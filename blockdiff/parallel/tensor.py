@@ -1,12 +1,12 @@
 """Tensor parallelism: the ranks of a group run every layer together, each with its part of the heads and matrices.
 
-The `tensor_parts` of a family say how each part of its model is split. Attention is split by
-heads, with kv heads and index heads that are fewer than ranks held by several; one projection of queries, keys and
-values is held whole by every rank, which multiplies with the rows of its heads; a dense MLP by its inner width; experts
-are split as whole ones; the table by tokens (`tensor_vocabulary.py`). Norms, routers and scalars are the same on all
-ranks, as is the residual between the parts. Each part costs one all-reduce forward and one backward.
+A family's `tensor_parts` map the parts of its model to the way they are split. Attention is split by heads; kv heads
+and index heads fewer than the ranks are on several ranks. A fused projection of queries, keys and values is whole on
+every rank, which multiplies by the rows of its heads. A dense MLP is split by its inner width, experts by number, the
+table by tokens (`tensor_vocabulary.py`). Norms, routers, scalars and the residual between parts are equal on all ranks.
+Each part costs one all-reduce in the forward and one in the backward.
 
-A parameter that is split becomes a DTensor, Shard. The `split` of its module says what of it a rank computes with, and
+A split parameter becomes a DTensor, Shard. The `split` of its module selects the part that a rank computes with, and
 does the reductions. All ranks need equal rows.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def tensor_parallel(model: BlockDiffusionModel, mesh: DeviceMesh) -> None:
-    """Split a model, with weights or without memory, over the ranks of a mesh of one dimension, in place.
+    """Split a model, also on the meta device, over the ranks of a mesh of one dimension, in place.
 
     Raises RunError as `refuse_uneven` does.
     """
@@ -49,7 +49,7 @@ def tensor_parallel(model: BlockDiffusionModel, mesh: DeviceMesh) -> None:
 
 
 def refuse_uneven(model: BlockDiffusionModel, ranks: int) -> None:
-    """Raise RunError where so many ranks do not divide what `tensor_parallel` splits; the model needs no memory."""
+    """Raise RunError if a part of a model cannot be split evenly over `ranks` ranks; it may be on the meta device."""
     config = model.config
     if not config.tensor_parts:
         raise RunError(f"parallel.tensor: models of {config.model_type} cannot be split; leave it at 1")
@@ -60,14 +60,14 @@ def refuse_uneven(model: BlockDiffusionModel, ranks: int) -> None:
 
 
 def _parts(model: BlockDiffusionModel) -> list[tuple[str, Any, str]]:
-    """The modules that are split: name, module, and the key of `_SPLITS`."""
+    """List the modules to split: name, module, and key of `_SPLITS`."""
     table = model.config.tensor_parts.items()
     named = list(model.named_modules())
     return [(name, module, kind) for name, module in named for part, kind in table if fnmatchcase(name, part)]
 
 
 def _uneven(module: Any, kind: str, ranks: int) -> str | None:
-    """The heads, channels, experts or tokens of a part that so many ranks do not divide, as number and noun."""
+    """Return what of a part `ranks` ranks do not divide, as number and noun such as "3 kv heads"; None if nothing."""
     if kind == "vocabulary":
         tokens = module.table.shape[0]
         return f"{tokens} tokens" if -(-tokens // ranks) * (ranks - 1) >= tokens else None  # the last would have none
@@ -94,40 +94,42 @@ def _uneven(module: Any, kind: str, ranks: int) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """Column-parallel: each rank makes some outputs of a linear layer."""
+    """Column-parallel: each rank computes some outputs of a linear layer."""
 
     group: dist.ProcessGroup
 
     def weight(self, held: Any) -> Any:
-        """The rows of this rank."""
+        """Return this rank's rows."""
         return part_of(held, local_part)
 
     def bias(self, bias: Tensor) -> Tensor:
-        """The part of this rank."""
+        """Return this rank's part."""
         return local_part(bias)
 
     def low_rank(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-        """A, which all ranks have, and the rows of B."""
+        """Return A, which is whole on all ranks, and this rank's rows of B."""
         return copied(A, self.group), local_part(B)
 
     def entering(self, x: Tensor) -> Tensor:
-        """x with the sum of the ranks' gradients."""
+        """Return x; in the backward its gradient is summed over ranks."""
         return copied(x, self.group)
 
     def leaving(self, out: Tensor) -> Tensor:
-        """The outputs of this rank."""
+        """Return this rank's outputs unchanged."""
         return out
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRows(Outputs):
-    """Some outputs of a layer that all ranks hold whole: those of a head that several of them have, or of some heads
-    in each range of a layer that makes queries, keys and values."""
+    """Column-parallel over a layer that is whole on all ranks, for heads that several ranks share or fused projections.
+
+    ranges: the output rows that this rank computes.
+    """
 
     ranges: tuple[slice, ...]
 
     def weight(self, held: Any) -> Any:
-        """The rows that this rank multiplies with; those that train get the sum of the ranks' gradients."""
+        """Return the rows that this rank multiplies by; in the backward their gradients are summed over ranks."""
         if isinstance(held, Tensor):
             return self._rows(copied(held, self.group))
         if len(self.ranges) == 1:
@@ -136,11 +138,11 @@ class SharedRows(Outputs):
         return held.part(torch.cat([torch.arange(rows.start, rows.stop, device=device) for rows in self.ranges]))
 
     def bias(self, bias: Tensor) -> Tensor:
-        """The part of the bias for these rows."""
+        """Return the bias of these rows."""
         return self._rows(copied(bias, self.group))
 
     def low_rank(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-        """A, and these rows of B."""
+        """Return A and these rows of B."""
         return copied(A, self.group), self._rows(copied(B, self.group))
 
     def _rows(self, whole: Tensor) -> Tensor:
@@ -150,39 +152,39 @@ class SharedRows(Outputs):
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Row-parallel: each rank has some inputs of a linear layer, and makes its term of a sum."""
+    """Row-parallel: each rank has some inputs of a linear layer and computes one term of its output."""
 
     group: dist.ProcessGroup
     is_first: bool  # whose term has the bias
 
     def weight(self, held: Any) -> Any:
-        """The columns of this rank."""
+        """Return this rank's columns."""
         return part_of(held, local_part)
 
     def bias(self, bias: Tensor) -> Tensor:
-        """The bias on the first rank, zeros on the others."""
+        """Return the bias on the first rank, zeros on the others."""
         return copied(bias, self.group) * self.is_first
 
     def low_rank(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of A, and B, which all ranks have."""
+        """Return this rank's columns of A, and B, which is whole on all ranks."""
         return local_part(A), copied(B, self.group)
 
     def entering(self, x: Tensor) -> Tensor:
-        """The inputs of this rank."""
+        """Return this rank's inputs unchanged."""
         return x
 
     def leaving(self, out: Tensor) -> Tensor:
-        """The sum of the ranks' terms."""
+        """Return the sum of the ranks' terms."""
         return summed(out, self.group)
 
 
 def part_of(held: Any, cut: Callable[[Tensor], Tensor]) -> Any:
-    """The part of a weight, or of each tensor of a stored one, that `cut` leaves."""
+    """Apply `cut` to a weight, or to each tensor of a stored weight."""
     return cut(held) if isinstance(held, Tensor) else type(held)(*map(cut, held))
 
 
 def _keep_parts(linear: Linear, mesh: DeviceMesh, dim: int) -> None:
-    """Leave this rank its part of the weight: some outputs (dim 0) or inputs (1)."""
+    """Shard a linear layer's weight, and keep this rank's outputs (dim 0) or inputs (dim 1)."""
     held = linear.held("weight")
     tensors = [("weight", held)] if linear.stored is None else linear.named_parts("weight", held)
     for name, tensor in tensors:
@@ -194,7 +196,7 @@ def _keep_parts(linear: Linear, mesh: DeviceMesh, dim: int) -> None:
 
 
 def _split_out(linear: Linear, mesh: DeviceMesh) -> None:
-    """Each rank makes some outputs of a linear layer, adapted or not."""
+    """Split a linear layer, adapted or not, by outputs."""
     linear.out_features //= mesh.size()
     _keep_parts(linear, mesh, 0)
     for leaf in ("bias", "lora_B"):
@@ -204,7 +206,7 @@ def _split_out(linear: Linear, mesh: DeviceMesh) -> None:
 
 
 def _split_in(linear: Linear, mesh: DeviceMesh) -> None:
-    """Each rank has some inputs of a linear layer, adapted or not."""
+    """Split a linear layer, adapted or not, by inputs."""
     linear.in_features //= mesh.size()
     _keep_parts(linear, mesh, 1)
     if linear.low_rank is not None:
@@ -227,7 +229,7 @@ def _share(linear: Linear, mesh: DeviceMesh, heads: Sequence[int], width: int) -
 
 
 def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank runs some heads with the kv heads that they read."""
+    """Split attention by heads; each rank also gets the kv heads that its heads read."""
     assert isinstance(module, Attention)
     size, group = mesh.size(), mesh.get_group()
     if module.qkv_proj is not None:
@@ -251,9 +253,9 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_indexer(indexer: Any, mesh: DeviceMesh) -> None:
-    """Each rank has the index heads that select for its heads; several ranks one that selects for the heads of all.
+    """Split an indexer: each rank gets the index heads that select for its heads; several ranks may share one.
 
-    The index key is every rank's, and the selection has no gradient.
+    The index key is whole on every rank, and the selection has no gradient.
     """
     if indexer.heads % mesh.size() == 0:
         _split_out(indexer.q_proj, mesh)
@@ -263,7 +265,7 @@ def _split_indexer(indexer: Any, mesh: DeviceMesh) -> None:
 
 
 def split_mlp(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank has part of the inner width; gate and up are matrices of their own, so each is cut by itself."""
+    """Split a dense MLP by its inner width."""
     assert isinstance(module, MLP)
     for each in (module.gate_proj, module.up_proj):
         _split_out(each, mesh)
@@ -271,7 +273,7 @@ def split_mlp(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank has some whole experts, and runs them on all tokens: nothing is exchanged but the sum."""
+    """Split experts by number: each rank runs its experts on all tokens, and only the sum is exchanged."""
     assert isinstance(module, Experts)
     held = module.gate_up_proj.shape[0] // mesh.size()
     for leaf in [*module._parameters, *module._buffers]:
@@ -281,9 +283,9 @@ def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True, eq=False)
 class AllHere:
-    """The `split` of `Experts` whose tokens all ranks have: each runs its experts, and the results add up.
+    """The `split` of `Experts` if all ranks have all tokens: each runs its experts, and the results are summed.
 
-    held: how many experts a rank has.
+    held: the number of experts of a rank.
     """
 
     group: dist.ProcessGroup
@@ -304,7 +306,7 @@ class AllHere:
 
 
 def split_vocabulary(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank has the rows of some tokens."""
+    """Split a vocabulary by tokens: each rank gets some rows of the table and the head."""
     assert isinstance(module, Vocabulary)
     for leaf in ("table",) if module.head is None else ("table", "head"):
         keep_part(module, leaf, mesh, 0)

@@ -220,7 +220,7 @@ class SharedRows:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _of_all(self, vocabulary: Vocabulary) -> Vocabulary:
-        """A vocabulary with the rows of all ranks, which exchange them for it, for as long as the caller keeps it."""
+        """Gather the rows of all ranks into a temporary vocabulary; all ranks must call it."""
         tokens, width = vocabulary.table.shape
         with torch.device("meta"):
             one = Vocabulary(

@@ -110,7 +110,10 @@ def _select(
 
 
 def _highest(score_BTHN: Tensor, visible_BT: Tensor, block: int, topk: int, init: int, local: int) -> Tensor:
-    """Return the blocks of highest claim: an integer that orders by forced kind, then score, then index."""
+    """Return the `topk` best blocks of every query and index head: first forced ones, then by score, then by index.
+
+    Each block gets one integer that orders it so, because ties must be resolved as in the kernel.
+    """
     N = score_BTHN.shape[-1]
     index = torch.arange(N, device=score_BTHN.device)
     last = torch.div(visible_BT - 1, block, rounding_mode="floor")[..., None, None]

@@ -252,7 +252,9 @@ def block_sparse_attention(
     own_v: Tensor | None = None,
     own_BT2: Tensor | None = None,
 ) -> Tensor:
-    """As in torch.py, for fp32, bf16 or fp16 and heads of up to 256; Unserved for others.
+    """Compute torch.py's `block_sparse_attention` in Triton.
+
+    For fp32, bf16 or fp16 and heads of up to 256; Unserved for others.
 
     Pages are read in place, except by calls that iterate over blocks. Head sizes that are not powers of two are padded.
     Keys that no query sees may be NaN.

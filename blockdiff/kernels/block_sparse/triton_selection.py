@@ -108,7 +108,10 @@ def select_blocks(
     local: int = 1,
     score: str = "max",
 ) -> Tensor:
-    """As in torch.py, for fp32, bf16 or fp16 and heads of up to 256; Unserved for others."""
+    """Compute torch.py's `select_blocks` in Triton.
+
+    For fp32, bf16 or fp16 and heads of up to 256; Unserved for others.
+    """
     d, table = idx_q_BTHd.shape[-1], None
     if isinstance(idx_k_BSd, PagedTensor) and _reads_pages(idx_q_BTHd, idx_k_BSd):
         keys, table, columns = idx_k_BSd.pool_NPKd, idx_k_BSd.pages.table_BM.contiguous(), idx_k_BSd.pages.columns

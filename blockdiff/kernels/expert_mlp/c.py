@@ -187,7 +187,7 @@ def expert_mlp(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
-    """As in torch.py."""
+    """Compute torch.py's `expert_mlp` in C."""
     is_plain = isinstance(gate_up_EFD, Tensor) and isinstance(down_EDF, Tensor)
     if not is_plain and not (isinstance(gate_up_EFD, Nvfp4) and isinstance(down_EDF, Nvfp4)):
         raise Unserved("expert_mlp in C takes weights in NVFP4 or not stored in fewer bits")

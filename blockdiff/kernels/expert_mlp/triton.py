@@ -340,7 +340,10 @@ def expert_mlp(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
-    """As in torch.py, for fp32, bf16 or fp16 and routing weights in any of these; Unserved for other dtypes."""
+    """Compute torch.py's `expert_mlp` in Triton.
+
+    For fp32, bf16 or fp16 and routing weights in any of these; Unserved for other dtypes.
+    """
     check_activation(activation)
     x, gate_up, down, scales, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
     inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)
@@ -359,7 +362,7 @@ def expert_slots(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Slots:
-    """As in torch.py, but not yet summed; Unserved if a gradient is needed."""
+    """Compute torch.py's `expert_slots` in Triton, but not yet summed; Unserved if a gradient is needed."""
     check_without_gradient("expert_slots", x)
     check_activation(activation)
     x, gate_up, down, scales, low_rank = _inputs(x, gate_up_EFD, down_EDF, low_rank)

@@ -37,7 +37,7 @@ def _gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """As in torch.py."""
+    """Compute torch.py's `gated` in C."""
     if activation not in KINDS or not serves(gate, up):
         raise Unserved("gated in C takes fp32 tensors of a CPU")
     gate, up = gate.contiguous(), up.contiguous()

@@ -77,7 +77,7 @@ def _gated_product_of(
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """As in torch.py, rounded once; Unserved unless the dtype is fp32, bf16 or fp16."""
+    """Compute torch.py's `gated` in Triton, rounded once; Unserved unless the dtype is fp32, bf16 or fp16."""
     check_activation(activation)
     check_dtypes("gated", gate, up)
     out: Tensor = _gated(gate, up, activation)
@@ -85,7 +85,10 @@ def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
 
 
 def gated_linear(x: Tensor, gate_FD: Tensor | StoredMatrix, up_FD: Tensor | StoredMatrix, activation: str) -> Tensor:
-    """As in torch.py, for up to FEW_ROWS tokens; Unserved for more and if a gradient is needed."""
+    """Compute torch.py's `gated_linear` in Triton.
+
+    For up to FEW_ROWS tokens; Unserved for more and if a gradient is needed.
+    """
     check_without_gradient("gated_linear", x)
     check_activation(activation)
     if x.numel() > FEW_ROWS * x.shape[-1]:

@@ -99,7 +99,10 @@ def attention_heads(
     q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: tuple[Tensor, ...],
     into: tuple[PagedTensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """As in torch.py; Unserved if a gradient is needed, for custom norms and for fewer queries than keys."""
+    """Compute torch.py's `attention_heads` in Triton.
+
+    Unserved if a gradient is needed, for custom norms and for fewer queries than keys.
+    """
     check_without_gradient("attention_heads", q_BThd)
     if q_BThd.shape[1] != k.shape[1]:
         raise Unserved("attention_heads in Triton takes queries of all tokens")

@@ -57,7 +57,7 @@ def _norms(x: Tensor, weights: Sequence[Tensor | None], eps: float, rstd: Tensor
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
-    """As in torch.py."""
+    """Compute torch.py's `rms_norms` in C."""
     if len(weights) > MOST or not serves(x, *weights):
         raise Unserved(f"rms_norms in C takes fp32 tensors of a CPU and up to {MOST} weights")
     if x.dim() == 4 and len(weights) == 1:
@@ -99,7 +99,7 @@ def _add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor |
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """As in torch.py."""
+    """Compute torch.py's `add_rms_norm` in C."""
     is_by_row = scalar is None or scalar.numel() in (1, _rows(y)[0])
     if not is_by_row or x.shape != y.shape or not serves(x, y, weight, scalar):
         raise Unserved("add_rms_norm in C takes fp32 tensors of a CPU, of one shape, and a scalar for all or each row")
@@ -148,7 +148,7 @@ def _heads(x_BThd: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tenso
 
 
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
-    """As in torch.py."""
+    """Compute torch.py's `norm_rope` in C."""
     if not serves(x_BThd, weight, cos_BTd, sin_BTd):
         raise Unserved("norm_rope in C takes fp32 tensors of a CPU")
     B, T, _, d = x_BThd.shape

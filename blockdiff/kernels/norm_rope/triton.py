@@ -36,7 +36,10 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _by_rows(kernel: Any) -> Callable[..., tuple[Launch, int]]:
-    """Return a function (numbers, D, constants) -> (launch, rows) for a kernel over rows of D numbers."""
+    """Return a cached function from sizes to the launch of a kernel over rows, and to the number of rows.
+
+    Its arguments are the total of numbers, the numbers D of a row, and the kernel's other constants.
+    """
 
     @cached_by_sizes
     def launch_of(numbers: int, D: int, **constants: int) -> tuple[Launch, int]:
@@ -228,26 +231,26 @@ def _layer_end(
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
-    """As in torch.py, reading x once; Unserved for more than three weights."""
+    """Compute torch.py's `rms_norms` in Triton, reading x once; Unserved for more than three weights."""
     if len(weights) > NORMS:
         raise Unserved(f"rms_norms in Triton takes up to {NORMS} weights")
     return tuple(_rms_norms(x, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """As in torch.py, rounded once."""
+    """Compute torch.py's `add_rms_norm` in Triton, rounded once."""
     return _add_rms_norm(x, y, weight, scalar, eps)
 
 
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
-    """As in torch.py, rounded once; d must be even."""
+    """Compute torch.py's `norm_rope` in Triton, rounded once; d must be even."""
     return _norm_rope(x_BThd, weight, cos_BTd, sin_BTd, eps)
 
 
 def residual_norms(
     x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
 ) -> tuple[Tensor, ...]:
-    """As in torch.py; Unserved if a gradient is needed."""
+    """Compute torch.py's `residual_norms` in Triton; Unserved if a gradient is needed."""
     check_without_gradient("residual_norms", x)
     return tuple(_residual_norms(x, y, weight, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
 
@@ -255,6 +258,6 @@ def residual_norms(
 def layer_end(
     x: Tensor, dense: Tensor, routed: Slots, weights: tuple[Tensor, Tensor, Tensor], eps: float, scalar: Tensor | None
 ) -> Tensor:
-    """As in torch.py; Unserved if a gradient is needed."""
+    """Compute torch.py's `layer_end` in Triton; Unserved if a gradient is needed."""
     check_without_gradient("layer_end", x)
     return _layer_end(x, dense, routed.values_NkD, routed.index_Nk, *weights, scalar, routed.experts, eps)

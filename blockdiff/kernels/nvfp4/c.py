@@ -46,7 +46,10 @@ class _Linear(torch.autograd.Function):
 
 
 def nvfp4_linear(x: Tensor, weight: Nvfp4) -> Tensor:
-    """As in torch.py; Unserved unless x is fp32 on a CPU and the number of outputs is a multiple of 16."""
+    """Compute torch.py's `nvfp4_linear` in C.
+
+    Unserved unless x is fp32 on a CPU and the number of outputs is a multiple of 16.
+    """
     if weight.shape[0] % BLOCK or not serves_products(x):
         raise Unserved("nvfp4_linear in C takes fp32 tensors of a CPU, and a multiple of 16 outputs")
     out: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), *weight)

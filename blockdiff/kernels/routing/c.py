@@ -46,7 +46,7 @@ def _route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor, 
 
 
 def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As in torch.py."""
+    """Compute torch.py's `route` in C."""
     if not serves(scores_NE, scale_E):
         raise Unserved("route in C takes fp32 tensors of a CPU")
     scores_NE = scores_NE.contiguous()

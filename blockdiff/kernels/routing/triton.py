@@ -86,7 +86,7 @@ _routed_tokens.register_autograd(_gradients, setup_context=_save)
 def routed_tokens(
     x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """As in torch.py, with a gradient for tokens alone.
+    """Compute torch.py's `routed_tokens` in Triton, with a gradient for tokens alone.
 
     Unserved if the router trains, under autocast, and for more experts than the table of tiles lists.
     """

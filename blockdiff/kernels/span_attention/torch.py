@@ -116,7 +116,7 @@ def _materialised(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, 
 
 
 def _heads_of_rows(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Invert `_rows_of_queries`; shape: [B, T, h, d]."""
+    """Reshape rows [B*K, group*T, d] back to heads [B, T, h, d]; the inverse of `_rows_of_queries`."""
     B, T, h, d = shape
     K = rows.shape[0] // max(B, 1)
     return rows.view(B, K, h // max(K, 1), T, d).permute(0, 3, 1, 2, 4).reshape(shape)

@@ -296,7 +296,9 @@ def span_attention(
     spans: Spans | Sweep,
     scale: float,
 ) -> Tensor:
-    """As in torch.py, for fp32, bf16 or fp16 and heads of up to 512; Unserved for others.
+    """Compute torch.py's `span_attention` in Triton.
+
+    For fp32, bf16 or fp16 and heads of up to 512; Unserved for others.
 
     Head sizes that are not powers of two are padded. Keys that no query sees are not loaded, except between visible
     ones, where they must be finite. Pages are read in place if their heads need no padding, and copied otherwise.

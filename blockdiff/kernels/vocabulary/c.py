@@ -40,7 +40,7 @@ def linear_cross_entropy(
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
 ) -> Tensor:
-    """As in torch.py."""
+    """Compute torch.py's `linear_cross_entropy` in C."""
     is_served = target_N is not None and serves_products(hidden_ND, table_VD, bonus_N)
     if not is_served:
         raise Unserved("linear_cross_entropy in C takes fp32 tensors of a CPU and targets")
@@ -62,7 +62,7 @@ def soft_embedding(
     temperature: float,
     embedding_VD: Tensor | None = None,
 ) -> Tensor:
-    """As in torch.py."""
+    """Compute torch.py's `soft_embedding` in C."""
     if not serves_products(hidden_ND, table_VD):
         raise Unserved("soft_embedding in C takes fp32 tensors of a CPU")
     return in_torch.soft_embedding_by(_probabilities, hidden_ND, table_VD, softcap, temperature, embedding_VD)
@@ -78,7 +78,7 @@ def token_stats(
     shaping: Shaping | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Stats:
-    """As in torch.py."""
+    """Compute torch.py's `token_stats` in C."""
     embedding = table_VD if embedding_VD is None else embedding_VD
     if shaping is not None or not serves_products(hidden_ND, table_VD, uniform_N, embedding):
         raise Unserved("token_stats in C takes fp32 tensors of a CPU and shapes no logits")

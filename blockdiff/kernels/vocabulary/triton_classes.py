@@ -95,7 +95,10 @@ def class_stats(
     excluded: int | None = None,
     embedding_VD: Tensor | None = None,
 ) -> ClassStats:
-    """As in torch.py, with logarithms in fp32; samples are equal unless rounding moves a step of the CDF past them."""
+    """Compute torch.py's `class_stats` in Triton.
+
+    With logarithms in fp32; samples are equal unless rounding moves a step of the CDF past them.
+    """
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
     embedding = None if embedding_VD is None else embedding_VD.detach().to(table.dtype)
     token, end = classes.token_M.contiguous(), classes.end_C.contiguous()

@@ -107,7 +107,7 @@ class DFlash(Drafter):
         self.kinds = {name: all_kinds[name] for name in dict.fromkeys(self.layer_kinds)}
 
     def drafts_for(self, target: BlockDiffusionModel) -> None:
-        """Take over the vocabulary of a target; BlockdiffError for one of another shape than the drafter's."""
+        """Share a target's vocabulary; BlockdiffError unless hidden size and number of layers are as in training."""
         super().drafts_for(target)
         needed = (self.config.hidden_size, self.config.num_target_layers)
         present = (target.vocabulary.table.shape[1], len(target.layers))
