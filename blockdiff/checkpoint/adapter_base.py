@@ -37,19 +37,20 @@ def base_record(model: BlockDiffusionModel) -> str:
 
 
 def require_base(directory: Path, model: BlockDiffusionModel) -> None:
-    """Raises CheckpointError where the adapter in a directory says that it was trained on a model of another shape."""
-    said = _said(directory)
+    """Raise CheckpointError if the adapter in a directory was trained on a model of another shape."""
+    record = _base_of(directory)
     shape = _shape_record(model)
-    if said and any(said.get(key) != value for key, value in shape.items()):
+    if record and any(record.get(key) != value for key, value in shape.items()):
         raise CheckpointError(
-            f"{directory}: was trained on another model ({_words(said)}) than this one ({_words(shape)}); name its own"
+            f"{directory}: was trained on another model ({_words(record)}) than this one ({_words(shape)}); "
+            "name its own"
         )
 
 
 def warn_of_other_weights(directory: Path, weights: Path) -> None:
-    """One warning where the weights in a directory are not those on which the adapter in another was trained."""
-    said = _said(directory).get("weights")
-    if said is not None and said != fingerprint(weights):
+    """Warn once if the adapter in `directory` was trained on other weights than `weights` has."""
+    record = _base_of(directory).get("weights")
+    if record is not None and record != fingerprint(weights):
         warnings.warn(
             f"{directory}: was trained on other weights than those of {weights}, of the same shape; "
             "what it answers is right only if they are the same model in another form",
@@ -64,7 +65,7 @@ def require_every_target(
     directory: Path,
     patterns: NamePatterns,
 ) -> None:
-    """Raises CheckpointError where the config of an adapter adapts modules of a model for which there are no tensors.
+    """Raise CheckpointError if the config of an adapter adapts modules for which its file has no tensors.
 
     parts: the adapter's tensors by our names.
     """
@@ -129,13 +130,13 @@ def _words(shape: Mapping[str, Any]) -> str:
     return f"{shape.get('type')}, {sizes}, tensors {str(shape.get('tensors'))[:6]}"
 
 
-def _said(directory: Path) -> dict[str, Any]:
+def _base_of(directory: Path) -> dict[str, Any]:
     """The record of its base in the file of an adapter; empty where there is none, as in those of PEFT."""
     file = directory / WEIGHTS
     try:
-        said = json.loads(metadata_in(file).get(BASE, "{}")) if file.exists() else {}
+        record = json.loads(metadata_in(file).get(BASE, "{}")) if file.exists() else {}
     except json.JSONDecodeError:
-        said = None
-    if not isinstance(said, dict):
+        record = None
+    if not isinstance(record, dict):
         raise CheckpointError(f"{file}: its metadata {BASE!r} is not readable; write the adapter again")
-    return said
+    return record

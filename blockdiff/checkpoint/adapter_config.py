@@ -220,14 +220,16 @@ def read_low_rank(
 
 def _of_pattern(alphas: Mapping[str, Any], name: str, default: Any, patterns: NamePatterns) -> Any:
     """The value of the first pattern that matches the end of a name, as PEFT looks it up."""
-    found = (alpha for end, alpha in alphas.items() if patterns.matches("alpha_pattern", rf"(.*\.)?({end})", name))
-    return next(found, default)
+    alphas_found = (
+        alpha for end, alpha in alphas.items() if patterns.matches("alpha_pattern", rf"(.*\.)?({end})", name)
+    )
+    return next(alphas_found, default)
 
 
 def trained_tokens(config: Mapping[str, Any], parts: Mapping[str, Part], directory: Path) -> tuple[int, ...]:
     """The ids of the rows of the table that a file brings; CheckpointError where config and file differ."""
-    given = config.get("trainable_token_indices")
-    lists = list(given.values()) if isinstance(given, dict) else [given] if given else []
+    indices = config.get("trainable_token_indices")
+    lists = list(indices.values()) if isinstance(indices, dict) else [indices] if indices else []
     if (TOKEN_ROWS in parts) != bool(lists) or len({tuple(each) for each in lists}) > 1:
         raise CheckpointError(f"{directory / CONFIG}: trainable_token_indices do not say which rows the file holds")
     tokens = tuple(lists[0]) if lists else ()

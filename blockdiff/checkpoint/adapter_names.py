@@ -85,24 +85,24 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
     stored = tensors_in(file)
     keys: dict[str, list[str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     of_experts = [key for key in stored if _is_of_expert(key, names)]
     read = {
         key.removeprefix(PREFIX): tensor for key, _, tensor in read_blocks(stored, [(key, None) for key in of_experts])
     }
-    found |= {ours: Part.of(tensor) for ours, tensor in stacked_experts(read, names, file).items()}
-    for key, place in sorted(stored.items()):
+    parts |= {ours: Part.of(tensor) for ours, tensor in stacked_experts(read, names, file).items()}
+    for key, in_file in sorted(stored.items()):
         if key in of_experts:
             continue
         is_adapters = ROWS in key or _KEY.fullmatch(key) is not None
-        if is_adapters and (len(place.shape) != 2 or place.dtype not in DTYPES):
-            raise CheckpointError(f"{file}: {key} is {place.dtype} {list(place.shape)}, and no matrix of floats")
+        if is_adapters and (len(in_file.shape) != 2 or in_file.dtype not in DTYPES):
+            raise CheckpointError(f"{file}: {key} is {in_file.dtype} {list(in_file.shape)}, and no matrix of floats")
         if _is_left_out(key, stored, model):
             continue
         if fused_parts := _of_whole(key, stored, model):
-            found |= fused_parts
+            parts |= fused_parts
             continue
-        ours, shape = (TOKEN_ROWS, place.shape) if ROWS in key else _ours(key, place.shape, model, file)
+        ours, shape = (TOKEN_ROWS, in_file.shape) if ROWS in key else _ours(key, in_file.shape, model, file)
         if shapes.setdefault(ours, shape) != shape:
             raise _differs(file, key)
         keys.setdefault(ours, []).append(key)
@@ -112,7 +112,7 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
                 f"{file}: {min(copies)} adapts one of two modules over the same weight; "
                 "blockdiff adapts both alike, so it cannot take this one"
             )
-    return found | {
+    return parts | {
         ours: Part(shapes[ours], partial(_read, stored, copies, shapes[ours])) for ours, copies in keys.items()
     }
 
@@ -185,25 +185,25 @@ def _read(stored: Mapping[str, Stored], copies: Sequence[str], shape: tuple[int,
     Of the As of all experts the rows of the experts asked for are read; of their Bs, where an expert's numbers lie
     everywhere, the rows of the outputs asked for.
     """
-    place, box = stored[copies[0]], block or Block.whole(shape)
+    entry, box = stored[copies[0]], block or Block.whole(shape)
     in_file = block
     if len(shape) == 3 and block is not None:
         (first, row, column), (experts, _, columns) = box.offsets, box.sizes
         if copies[0].endswith("lora_A.weight"):
             in_file = Block((first * shape[1], column), (experts * shape[1], columns))
         else:
-            in_file = Block((row, 0), (box.sizes[1], place.shape[1]))
-    found: Tensor | None = None
+            in_file = Block((row, 0), (box.sizes[1], entry.shape[1]))
+    whole: Tensor | None = None
     for key, _, tensor in read_blocks(stored, [(key, in_file) for key in copies]):
-        if found is not None and not torch.equal(found, tensor):
-            raise _differs(place.file, key)
-        found = tensor
-    assert found is not None
+        if whole is not None and not torch.equal(whole, tensor):
+            raise _differs(entry.file, key)
+        whole = tensor
+    assert whole is not None
     if len(shape) < 3:
-        return found
+        return whole
     if copies[0].endswith("lora_A.weight"):
-        return found.unflatten(0, (-1, shape[1]))[:, box.slices[1]].contiguous()
-    return found.unflatten(1, (-1, shape[0])).permute(2, 0, 1)[box.slices[0], :, box.slices[2]].contiguous()
+        return whole.unflatten(0, (-1, shape[1]))[:, box.slices[1]].contiguous()
+    return whole.unflatten(1, (-1, shape[0])).permute(2, 0, 1)[box.slices[0], :, box.slices[2]].contiguous()
 
 
 def _ours(key: str, shape: tuple[int, ...], model: BlockDiffusionModel, file: Path) -> tuple[str, tuple[int, ...]]:
@@ -269,12 +269,12 @@ def apart(modules: dict[str, LowRank], parts: dict[str, Part], wholes: Mapping[s
         rank = low_rank.rank // count
         blocks = [slice(n * rank, (n + 1) * rank) for n in range(count)]
         Bs = [parts[f"{name}.lora_B"].read(None) for name in names]
-        kept = [B[:, block] for B, block in zip(Bs, blocks, strict=True)]
-        counts = [[int(x.count_nonzero()) for x in each] for each in (kept, Bs)]
+        columns = [B[:, block] for B, block in zip(Bs, blocks, strict=True)]
+        counts = [[int(x.count_nonzero()) for x in each] for each in (columns, Bs)]
         if low_rank.rank % count or counts[0] != counts[1]:
             continue
         alpha = round(low_rank.alpha / _growth(low_rank, count), 12)
-        for name, block, B in zip(names, blocks, kept, strict=True):
+        for name, block, B in zip(names, blocks, columns, strict=True):
             modules[name] = replace(low_rank, rank=rank, alpha=alpha)
             parts[f"{name}.lora_A"] = Part.of(parts[f"{name}.lora_A"].read(None)[block].clone())
             parts[f"{name}.lora_B"] = Part.of(B.contiguous())

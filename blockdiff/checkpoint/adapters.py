@@ -65,8 +65,8 @@ def is_noisy_only(directory: str | Path, family: type[Family] | Family) -> bool:
     """True for the adapter of noisy tokens only in a directory: as its file says or, if it is not ours, its folder's
     name."""
     file = Path(directory) / WEIGHTS
-    said = metadata_in(file) if file.exists() else {}
-    return NOISY_ONLY in said or (BASE not in said and Path(directory).name in family.noisy_adapters)
+    metadata = metadata_in(file) if file.exists() else {}
+    return NOISY_ONLY in metadata or (BASE not in metadata and Path(directory).name in family.noisy_adapters)
 
 
 def has_adapter(directory: str | Path) -> bool:
@@ -130,11 +130,11 @@ def save_adapter(
         try:
             with whole_directory(target) as fresh:
                 write_json(fresh / CONFIG, peft_config(model, base))
-                form, said = stored_as(model), {"format": "pt", BASE: base_record(model)}
-                said |= {} if form is None else {FORM: form}
-                said |= {NOISY_ONLY: "true"} if of_noisy else {}
+                form, metadata = stored_as(model), {"format": "pt", BASE: base_record(model)}
+                metadata |= {} if form is None else {FORM: form}
+                metadata |= {NOISY_ONLY: "true"} if of_noisy else {}
                 write_text(fresh / "README.md", OF_NOISY_TOKENS if of_noisy else README)
-                write_digests(fresh, {WEIGHTS: write_stream(fresh / WEIGHTS, sources, said)})
+                write_digests(fresh, {WEIGHTS: write_stream(fresh / WEIGHTS, sources, metadata)})
                 if tokenizer is not None:
                     tokenizer.save_pretrained(fresh)
                 if generation is not None:
@@ -168,14 +168,14 @@ def fill_adapters(model: BlockDiffusionModel, parts: Mapping[str, Part], where: 
     """
     check_parts(model, parts, where)
     wide = torch.promote_types(model.dtype, torch.float32)
-    place = torch.device("cpu") if model.device.type == "meta" else model.device
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
     for name, part in parts.items():
         owner, _, leaf = name.rpartition(".")
         old = model.get_parameter(name)
         if is_spread(old):
             local_of(old).copy_(part.read(piece_of(old).block))
             continue
-        values = part.read(None).to(place, wide, copy=True)
+        values = part.read(None).to(device, wide, copy=True)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(values, old.requires_grad))
 
 
@@ -183,10 +183,10 @@ def check_parts(model: BlockDiffusionModel, parts: Mapping[str, Part], where: st
     """Raises CheckpointError where these are not the tensors of the adapters of a model; `where` names them."""
     model_shapes = {name: list(tensor.shape) for name, tensor in adapter_tensors(model).items()}
     for name in sorted({*model_shapes, *parts}):
-        found = list(parts[name].shape) if name in parts else "missing"
-        if found != model_shapes.get(name):
+        actual = list(parts[name].shape) if name in parts else "missing"
+        if actual != model_shapes.get(name):
             of_model = model_shapes.get(name, "no such tensor")
-            raise CheckpointError(f"{where}: {name} is {found}, the model asks for {of_model}")
+            raise CheckpointError(f"{where}: {name} is {actual}, the model asks for {of_model}")
 
 
 def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
@@ -252,8 +252,8 @@ def _to_peft(model: BlockDiffusionModel) -> dict[str, TensorSource]:
     for ours, tensor in adapter_tensors(model).items():
         whole = None if ours == TOKEN_ROWS else names.fused_of(hub_module(ours, model))
         if whole is not None:
-            module, place, count = whole
-            wholes[module, count][ours.rpartition(".")[2], place] = gathered(tensor).cpu()
+            module, index, count = whole
+            wholes[module, count][ours.rpartition(".")[2], index] = gathered(tensor).cpu()
             continue
         if names.experts_apart and ours.rpartition(".")[2] in LEAVES:
             parts_of = expert_tensors(ours, gathered(tensor).cpu(), names)

@@ -33,14 +33,16 @@ def tensor_shapes(model: nn.Module) -> Shapes:
 
 def added_to(model: BlockDiffusionModel) -> Shapes:
     """The shapes of a model's tensors that the Hub's checkpoints of its family do not have, by our names."""
-    own, to_hub = _own(model), model.config.names.to_hub
-    return {name: shape for name, shape in tensor_shapes(model).items() if name not in own or to_hub(name) is None}
+    family_model, to_hub = _own(model), model.config.names.to_hub
+    return {
+        name: shape for name, shape in tensor_shapes(model).items() if name not in family_model or to_hub(name) is None
+    }
 
 
 def beyond_family(model: BlockDiffusionModel) -> Shapes:
     """The tensors that a model has beside those of its family's model of this config."""
-    own = _own(model)
-    return {name: shape for name, shape in tensor_shapes(model).items() if name not in own}
+    family_model = _own(model)
+    return {name: shape for name, shape in tensor_shapes(model).items() if name not in family_model}
 
 
 def check_whole(model: BlockDiffusionModel) -> None:
@@ -48,15 +50,15 @@ def check_whole(model: BlockDiffusionModel) -> None:
 
     It lacks tensors that its config asks for, has some of another shape, or has more than its class says.
     """
-    shapes, own = tensor_shapes(model), _own(model)
-    for name, shape in own.items():
+    shapes, family_model = tensor_shapes(model), _own(model)
+    for name, shape in family_model.items():
         if name not in shapes:
             raise CheckpointError(f"the model has no {name}, which its config asks for; it cannot be saved")
         if shapes[name] != shape:
             raise CheckpointError(
                 f"{name} has the shape {list(shapes[name])}, the config asks for {list(shape)}; it cannot be saved"
             )
-    added = [name for name in shapes if name not in own]
+    added = [name for name in shapes if name not in family_model]
     if added and is_own_class(model):
         raise CheckpointError(
             f"the model has {listed(added)}, which a {_model_class(model).__name__} has not; add it in a subclass, "
@@ -83,10 +85,10 @@ def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, 
             )
         draw_added(model, 0, dtype, device)
         return
-    name_of_class, found = added_in(directory)
-    if found != added or not (added or not is_own_class(model)):
+    name_of_class, tensors = added_in(directory)
+    if tensors != added or not (added or not is_own_class(model)):
         raise CheckpointError(
-            f"{file}: holds what the model class {name_of_class} adds ({listed(list(found))}); load it with model=, "
+            f"{file}: holds what the model class {name_of_class} adds ({listed(list(tensors))}); load it with model=, "
             f"that class; {_model_class(model).__name__} adds {listed(list(added))}"
         )
     for name, tensor in load_file(file).items():
@@ -174,9 +176,9 @@ def _own(model: BlockDiffusionModel) -> Shapes:
     """The tensors of the family's model of the same config."""
     config = model.config
     with torch.device("meta"):
-        own = config.model_class(config, model.kernels)
-        own.image_side = None if model.image_side is None else config.image_side()
-    return tensor_shapes(own)
+        family_model = config.model_class(config, model.kernels)
+        family_model.image_side = None if model.image_side is None else config.image_side()
+    return tensor_shapes(family_model)
 
 
 def is_own_class(model: BlockDiffusionModel) -> bool:

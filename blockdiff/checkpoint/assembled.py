@@ -1,7 +1,7 @@
-"""Tensors that a file has in another form than a model: the matrices of single experts, several matrices as one, and
-matrices in fewer bits (`file_forms.py`).
+"""Tensors that files divide in another way than a model: single experts, fused matrices, fewer bits (`file_forms.py`).
 
-A model's tensor is then made of several stored ones, each read and decoded alone, or is some rows of one.
+A tensor of the model is then assembled from several tensors of files, each read and decoded alone, or is some rows of
+one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from blockdiff.tensor_pieces import Block
 
 @dataclass(frozen=True)
 class Assembled(Stored):
-    """A tensor that is made of stored ones: name and place of each, and which box of the whole it is.
+    """A tensor that is assembled from tensors of files: name and entry of each, and its box in the whole.
 
-    form: the one that a model keeps it in, if all of it is stored so.
+    form: the form in a model, if all parts are stored in it.
     """
 
     parts: tuple[tuple[str, Stored, Block], ...] = ()
@@ -59,43 +59,45 @@ def stored_apart(directory: Path, names: Names) -> dict[str, Stored]:
 
 
 def fused_in_files(sources: Mapping[str, TensorSource], names: Names) -> dict[str, TensorSource]:
-    """Tensors as files of the family have them: where those have several matrices as one, one under the other."""
-    found: dict[str, TensorSource] = {}
+    """Return tensors as files of the family have them; fused matrices are stacked, one under the other."""
+    fused: dict[str, TensorSource] = {}
     wholes: dict[str, list[TensorSource]] = {}
     for hub in sorted(sources, key=lambda name: (names.fused_of(name.rpartition(WEIGHT)[0]) or ("", 0))[1]):
         module, weight, end = hub.rpartition(WEIGHT)
         whole = names.fused_of(module) if names.files_are_fused and weight else None
         if whole is None:
-            found[hub] = sources[hub]
+            fused[hub] = sources[hub]
         else:
             wholes.setdefault(whole[0] + weight + end, []).append(sources[hub])
-    return found | {
+    return fused | {
         hub: parts[0] if len(parts[0].shape) < 2 else TensorSource.joined(parts)  # the number of a matrix in fewer bits
         for hub, parts in wholes.items()
     }
 
 
 def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
-    """The tensors of a checkpoint by the Hub names of the family's table; stored pieces are assembled to whole ones.
+    """Return the tensors of a checkpoint by the Hub names of the family's table, with pieces assembled.
 
-    Raises CheckpointError for experts of which some are missing or differ in shape.
+    Raises CheckpointError if experts are missing or differ in shape.
     """
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     pieces: dict[str, dict[tuple[int, int], tuple[str, Stored]]] = {}
-    for hub, place in joined(stored).items():
+    for hub, in_file in joined(stored).items():
         piece = names.piece(hub)
         if piece is not None:
-            pieces.setdefault(piece[0], {})[piece[1:]] = hub, place
+            pieces.setdefault(piece[0], {})[piece[1:]] = hub, in_file
         else:
-            found[hub] = place if not isinstance(place, Quantised) else _assembled(place.shape, [(hub, place)])
-    return found | {hub: _stacked(hub, of_place) for hub, of_place in pieces.items()}
+            tensors[hub] = (
+                in_file if not isinstance(in_file, Quantised) else _assembled(in_file.shape, [(hub, in_file)])
+            )
+    return tensors | {hub: _stacked(hub, of_place) for hub, of_place in pieces.items()}
 
 
 def _assembled(shape: tuple[int, ...], parts: Sequence[tuple[str, Stored]], boxes: Sequence[Block] = ()) -> Assembled:
-    """A tensor of parts in these boxes, or of one."""
-    places = [place for _, place in parts]
-    forms = {place.form if isinstance(place, Quantised) else None for place in places}
-    dtypes = {place.dtype for place in places}
+    """Return the tensor of parts in `boxes`; without boxes it has one part."""
+    places = [in_file for _, in_file in parts]
+    forms = {in_file.form if isinstance(in_file, Quantised) else None for in_file in places}
+    dtypes = {in_file.dtype for in_file in places}
     kept_in = next(iter(forms)) if len(forms) == 1 else None
     dtype = places[0].dtype if len(dtypes) == 1 else "F32"
     boxed = zip(parts, boxes or [Block.whole(shape)], strict=True)
@@ -103,15 +105,15 @@ def _assembled(shape: tuple[int, ...], parts: Sequence[tuple[str, Stored]], boxe
         places[0].file,
         shape,
         dtype,
-        sum(place.nbytes for place in places),
-        parts=tuple((name, place, box) for (name, place), box in boxed),
+        sum(in_file.nbytes for in_file in places),
+        parts=tuple((name, in_file, box) for (name, in_file), box in boxed),
         form=None if kept_in is None else kept_in.form,
     )
 
 
 def _stacked(hub: str, of_place: Mapping[tuple[int, int], tuple[str, Stored]]) -> Assembled:
-    """The matrices of all experts: an expert's one under the other, the experts side by side."""
-    experts, matrices = (max(place[n] for place in of_place) + 1 for n in (0, 1))
+    """Return the matrices of all experts: those of one expert under each other, then the experts in a row."""
+    experts, matrices = (max(position[n] for position in of_place) + 1 for n in (0, 1))
     name, first = of_place[min(of_place)]
     if len(first.shape) != 2:
         raise CheckpointError(f"{first.file}: {name} has shape {list(first.shape)}; it is no matrix")
@@ -129,14 +131,14 @@ def _stacked(hub: str, of_place: Mapping[tuple[int, int], tuple[str, Stored]]) -
 
 
 def read_assembled(
-    places: Mapping[str, Assembled], wanted: Iterable[tuple[str, Block | None]]
+    places: Mapping[str, Assembled], blocks: Iterable[tuple[str, Block | None]]
 ) -> Iterator[tuple[str, Block | None, Tensor]]:
-    """The wanted blocks (None: all) of tensors that are made of stored ones; the host holds one and a piece of it."""
-    for hub, block in wanted:
-        place = places[hub]
-        box = block or Block.whole(place.shape)
-        whole = torch.empty(box.sizes, dtype=DTYPES[place.dtype])
-        for name, stored, part in place.parts:
+    """Yield blocks (None: all) of assembled tensors; the host holds one block and one piece of it."""
+    for hub, block in blocks:
+        weight = places[hub]
+        box = block or Block.whole(weight.shape)
+        whole = torch.empty(box.sizes, dtype=DTYPES[weight.dtype])
+        for name, stored, part in weight.parts:
             common = part.within(box)
             if common is None:
                 continue
@@ -146,18 +148,18 @@ def read_assembled(
         yield hub, block, whole
 
 
-def read_whole(place: Stored, hub: str) -> Tensor:
-    """A tensor of a checkpoint by its Hub name, where `assembled` has placed it."""
-    if isinstance(place, Assembled):
-        return next(read_assembled({hub: place}, [(hub, None)]))[2]
-    return file_forms.read_whole(hub, place)
+def read_whole(in_file: Stored, hub: str) -> Tensor:
+    """Read a tensor of a checkpoint by its Hub name and its entry in `assembled`."""
+    if isinstance(in_file, Assembled):
+        return next(read_assembled({hub: in_file}, [(hub, None)]))[2]
+    return file_forms.read_whole(hub, in_file)
 
 
-def read_stored(place: Assembled) -> StoredMatrix:
-    """A weight that a file has in a form of fewer bits, as it is there."""
-    assert place.form is not None
-    whole: Any = place.form.empty_like(torch.empty(()).expand(place.shape))
-    for _, stored, part in place.parts:
+def read_stored(weight: Assembled) -> StoredMatrix:
+    """Read a weight in the form of fewer bits that its file has."""
+    assert weight.form is not None
+    whole: Any = weight.form.empty_like(torch.empty(()).expand(weight.shape))
+    for _, stored, part in weight.parts:
         assert isinstance(stored, Quantised)
         rows = part.slices[:-1]
         for tensor, values in zip(whole, cast(Any, stored.matrix()), strict=True):
@@ -166,17 +168,17 @@ def read_stored(place: Assembled) -> StoredMatrix:
 
 
 def file_tensors(hub: str, source: TensorSource, names: Names, part: Part | None = None) -> dict[str, TensorSource]:
-    """A tensor as a file has it: itself, or the matrices of single experts, for all of which it is read once.
+    """Return a tensor as a file has it: whole, or as the matrices of single experts, for which it is read once.
 
-    part: what it is of a matrix in fewer bits.
+    part: its part of a matrix in fewer bits (None: a plain tensor).
     """
-    found = names.pieces_of(hub, part is not None)
+    patterns = names.pieces_of(hub, part is not None)
     end, in_file = ("", lambda each: each) if part is None else (part.end, part.source)
-    if not found:
+    if not patterns:
         return {hub + end: in_file(source)}
     experts, rows, columns = source.shape
-    rows //= len(found)
-    read = _read_once(source.read, experts * len(found))
+    rows //= len(patterns)
+    read = _read_once(source.read, experts * len(patterns))
 
     def of(expert: int, matrix: int) -> TensorSource:
         of_rows = slice(matrix * rows, (matrix + 1) * rows)
@@ -185,17 +187,17 @@ def file_tensors(hub: str, source: TensorSource, names: Names, part: Part | None
     return {
         pattern.replace("[]", str(expert)) + end: in_file(of(expert, matrix))
         for expert in range(experts)
-        for matrix, pattern in enumerate(found)
+        for matrix, pattern in enumerate(patterns)
     }
 
 
 def _read_once(read: Callable[[], Tensor], times: int) -> Callable[[], Tensor]:
-    """`read` for so many calls: it runs once, and what it gave is dropped after the last of them."""
-    kept: list[Tensor] = []
-    left = iter(range(times - 1, -1, -1))
+    """Return a function for `times` calls: `read` runs once, and its result is dropped after the last call."""
+    cache: list[Tensor] = []
+    calls_left = iter(range(times - 1, -1, -1))
 
     def once() -> Tensor:
-        kept.extend([] if kept else [read()])
-        return kept[0] if next(left) else kept.pop()
+        cache.extend([] if cache else [read()])
+        return cache[0] if next(calls_left) else cache.pop()
 
     return once

@@ -45,9 +45,9 @@ def _with_length(values: dict[str, Any], canvas_length: int, origin: Path) -> di
 
 def words_of_modelopt(content: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a hf_quant_config.json in the words of a config.json."""
-    own: Any = content.get("quantization")
-    own = dict(own) if isinstance(own, Mapping) else {}
-    return {"quant_method": "modelopt", "ignore": own.pop("exclude_modules", []), **own}
+    section: Any = content.get("quantization")
+    section = dict(section) if isinstance(section, Mapping) else {}
+    return {"quant_method": "modelopt", "ignore": section.pop("exclude_modules", []), **section}
 
 
 def config_from(values: Mapping[str, Any], origin: str | Path, is_partial: bool = False) -> Family:
@@ -112,4 +112,4 @@ def _preset_directory() -> Path:
     """recipes/presets: inside the package in an installed wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     places = [package / "recipes" / "presets", package.parent / "recipes" / "presets"]
-    return next((place for place in places if place.is_dir()), places[0])
+    return next((directory for directory in places if directory.is_dir()), places[0])

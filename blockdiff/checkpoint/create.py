@@ -54,13 +54,13 @@ def draw_weights(
     Matrices are normal with the config's `initializer_range`, everything that only scales is 1; `reset_parameters`
     sets what the model's class adds to its family. What is frozen stays frozen. Raises CheckpointError.
     """
-    place, target = resolve_device(device), resolve_dtype(dtype)
+    target_device, target = resolve_device(device), resolve_dtype(dtype)
     require_dtype(model, target)
-    require_room(model, target, place)
+    require_room(model, target, target_device)
     config, draw = model.config, torch.Generator().manual_seed(seed)
     spread = config.initializer_range
     added = beyond_family(model)
-    draw_added(model, seed, target, place)
+    draw_added(model, seed, target, target_device)
     images = drawn_images(model.config, seed, target)
     for name, shape in tensor_shapes(model).items():
         if name in added:
@@ -68,7 +68,7 @@ def draw_weights(
         # all ranks draw the same, and keep their own part
         of_image = images.pop(str(config.names.to_hub(name)), None)
         values = drawn(model, name, shape, draw, spread) if of_image is None else of_image
-        fill(model, name, values.to(place, dtype_of(name, target)))
+        fill(model, name, values.to(target_device, dtype_of(name, target)))
     model.carried = Carried(tensors=images)
     return model.eval()
 

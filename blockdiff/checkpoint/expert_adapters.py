@@ -33,12 +33,12 @@ def expert_tensors(ours: str, tensor: Tensor, names: Names) -> dict[str, Tensor]
     owner, _, leaf = ours.rpartition(".")
     modules = expert_modules(f"{owner}.{LEAVES[leaf]}", names)
     which = "lora_A" if leaf.endswith("A") else "lora_B"
-    found: dict[str, Tensor] = {}
-    for expert, own in enumerate(tensor):
-        parts = own.chunk(len(modules)) if which == "lora_B" else [own] * len(modules)
+    tensors: dict[str, Tensor] = {}
+    for expert, of_expert in enumerate(tensor):
+        parts = of_expert.chunk(len(modules)) if which == "lora_B" else [of_expert] * len(modules)
         for module, part in zip(modules, parts, strict=True):
-            found[f"{module.replace('[]', str(expert))}.{which}.weight"] = part.contiguous()
-    return found
+            tensors[f"{module.replace('[]', str(expert))}.{which}.weight"] = part.contiguous()
+    return tensors
 
 
 def stacked_experts(tensors: Mapping[str, Tensor], names: Names, file: Path) -> dict[str, Tensor]:
@@ -48,25 +48,25 @@ def stacked_experts(tensors: Mapping[str, Tensor], names: Names, file: Path) -> 
     """
     groups: dict[str, dict[tuple[int, int, str], Tensor]] = {}
     for name, tensor in tensors.items():
-        found = re.fullmatch(r"(.+)\.(lora_[AB])\.weight", name)
-        piece = None if found is None else names.piece(f"{names.of_module(found[1])}.weight")
-        if found is None or piece is None:
+        match = re.fullmatch(r"(.+)\.(lora_[AB])\.weight", name)
+        piece = None if match is None else names.piece(f"{names.of_module(match[1])}.weight")
+        if match is None or piece is None:
             raise CheckpointError(f"{file}: {name} is no adapter of a matrix of an expert")
-        groups.setdefault(piece[0], {})[piece[1], piece[2], found[2]] = tensor
+        groups.setdefault(piece[0], {})[piece[1], piece[2], match[2]] = tensor
     stacked: dict[str, Tensor] = {}
     for hub, parts in groups.items():
         experts, matrices = 1 + max(expert for expert, _, _ in parts), len(names.pieces_of(hub))
-        made = []
+        matrices_AB = []
         for expert in range(experts):
             As, Bs = ([parts.get((expert, n, leaf)) for n in range(matrices)] for leaf in ("lora_A", "lora_B"))
-            made.append(_joined([A for A in As if A is not None], [B for B in Bs if B is not None], matrices))
-        shapes = {(A.shape, B.shape) for A, B in filter(None, made)}
-        if None in made or len(shapes) > 1:
+            matrices_AB.append(_joined([A for A in As if A is not None], [B for B in Bs if B is not None], matrices))
+        shapes = {(A.shape, B.shape) for A, B in filter(None, matrices_AB)}
+        if None in matrices_AB or len(shapes) > 1:
             raise CheckpointError(f"{file}: {hub}: give all matrices of all experts adapters of one rank")
         owner, _, leaf = str(names.to_ours(hub)).rpartition(".")
         prefix = f"{owner}.{leaf.removesuffix('_proj')}"
-        stacked[f"{prefix}_lora_A"] = torch.stack([A for A, _ in filter(None, made)])
-        stacked[f"{prefix}_lora_B"] = torch.stack([B for _, B in filter(None, made)])
+        stacked[f"{prefix}_lora_A"] = torch.stack([A for A, _ in filter(None, matrices_AB)])
+        stacked[f"{prefix}_lora_B"] = torch.stack([B for _, B in filter(None, matrices_AB)])
     return stacked
 
 

@@ -1,7 +1,7 @@
-"""The forms in which files have a matrix of fewer bits: MXFP8, fp8, and NVFP4 in two layouts.
+"""The forms of a matrix of fewer bits in files: MXFP8, fp8, and NVFP4 in two layouts.
 
-The tensors of a matrix are told by what follows its name, so a config need not be there or right. One in MXFP8 is
-decoded when it is read; the others are what a model computes with (`kernels/stored.py`), to the bit.
+The suffixes of tensor names decide the form, so a config may be missing or wrong. MXFP8 is decoded on reading; a model
+computes with the codes of the other forms (`kernels/stored.py`), bit for bit.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 class Part:
     """A tensor of a matrix in files.
 
-    end: what follows the name of the matrix in the tensor's name. dtype: in files; bytes in memory are viewed so.
-    number: its shape if it is one number for the matrix, which has it in all rows in memory. made: the number in the
-    file of the one in memory.
+    end: the suffix of the tensor's name. dtype: in files; bytes in memory are viewed so. number: the shape in the file
+    of a tensor with one number for the matrix, which is repeated for all rows in memory. to_file: turns the number in
+    memory into the number in the file.
     """
 
     end: str
     dtype: torch.dtype
     number: tuple[int, ...] | None = None
-    made: Callable[[Tensor], Tensor] | None = None
+    to_file: Callable[[Tensor], Tensor] | None = None
 
     def source(self, part: TensorSource) -> TensorSource:
-        """The tensor in files of that in memory."""
+        """Return the tensor in files of a tensor in memory."""
         shape = part.shape if self.number is None else self.number
         return TensorSource(shape, self.dtype, lambda: self._of(part.read()), (part,))
 
@@ -51,7 +51,7 @@ class Part:
         if self.number is not None:
             assert bool((tensor == tensor[:1]).all()) or not bool(tensor.isfinite().all())
             tensor = tensor.flatten()[0].reshape(self.number)
-        tensor = tensor if self.made is None else self.made(tensor)
+        tensor = tensor if self.to_file is None else self.to_file(tensor)
         return tensor if tensor.dtype == self.dtype else tensor.view(self.dtype)
 
 
@@ -59,8 +59,8 @@ class Part:
 class FileForm:
     """A form of matrices in files.
 
-    name: in messages. parts: its tensors, the codes first. form: what a model keeps it in (None: a tensor). dtype: the
-    one that decoded numbers are given in. shape: of the tensors' places the shape of the matrix, None if they are not
+    name: in messages. parts: its tensors, the codes first. form: the form in a model (None: a tensor). dtype: of
+    decoded numbers. shape: returns the shape of the matrix from the entries of its tensors, or None if they are not
     of this form. read: the matrix of its tensors. algorithm: ModelOpt's name. words, weights, inputs: what
     compressed-tensors' config says of it.
     """
@@ -79,16 +79,16 @@ class FileForm:
 
 @dataclass(frozen=True)
 class Quantised(Stored):
-    """A matrix in fewer bits as it lies in files: its form, and the names and places of its tensors."""
+    """A matrix in fewer bits in files: its form, and its tensors with their names."""
 
     form: FileForm | None = None
     tensors: tuple[tuple[str, Stored], ...] = ()
 
     def matrix(self) -> Tensor | StoredMatrix:
-        """The matrix as the form gives it. Raises CheckpointError."""
+        """Read the matrix in its form. Raises CheckpointError."""
         assert self.form is not None
         try:
-            read: Tensor | StoredMatrix = self.form.read(*(read_whole(name, place) for name, place in self.tensors))
+            read: Tensor | StoredMatrix = self.form.read(*(read_whole(name, in_file) for name, in_file in self.tensors))
         except ValueError as error:
             raise CheckpointError(f"{self.file}: {self.tensors[0][0]} {error}; write the file again") from None
         return read
@@ -99,9 +99,9 @@ class Quantised(Stored):
         return matrix if isinstance(matrix, Tensor) else matrix.decoded(DTYPES[self.dtype])
 
 
-def read_whole(name: str, place: Stored) -> Tensor:
+def read_whole(name: str, in_file: Stored) -> Tensor:
     """A tensor of a file."""
-    return next(read_tensors({name: place}, [name]))[1]
+    return next(read_tensors({name: in_file}, [name]))[1]
 
 
 # -- MXFP8 -----------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _shape_fp8(codes: Stored, scale: Stored) -> tuple[int, ...] | None:
 
 
 def _read_fp8(values: Tensor, scale: Tensor) -> Fp8:
-    """Scales are one for each channel or one for all; those of a channel with a NaN are NaN."""
+    """Return the matrix: one scale for each channel or one for all. A channel with a NaN has a NaN as its scale."""
     rows = values.shape[:-1]
     codes, scale = values.view(torch.uint8), scale.float()
     scale = (scale.expand(rows) if scale.numel() == 1 else scale).reshape(*rows, 1)
@@ -154,7 +154,7 @@ def _read_nvfp4(codes: Tensor, block_scale: Tensor, scale: Tensor) -> Nvfp4:
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """The fp32 number whose reciprocal is a scale, to the bit if there is one."""
+    """Return the fp32 number whose reciprocal equals a scale bit for bit, or else nearly."""
     near = 1 / scale
     tried = torch.stack([near, *(torch.nextafter(near, torch.full_like(near, end)) for end in (0.0, float("inf")))])
     return tried[(1 / tried == scale).int().argmax(0)].reshape(scale.shape)
@@ -190,11 +190,11 @@ WRITTEN: dict[Form, FileForm] = {form.form: form for form in (FP8, PACKED) if fo
 
 
 def joined(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a checkpoint, those of a matrix in fewer bits as one by its name, without those of activations.
+    """Return the tensors of a checkpoint without activation scales; a matrix in fewer bits is one entry by its name.
 
     Raises CheckpointError for tensors of a form that is not read.
     """
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     taken: set[str] = set()
     for form in FILE_FORMS:
         first, *others = (part.end for part in form.parts)
@@ -202,21 +202,21 @@ def joined(stored: Mapping[str, Stored]) -> dict[str, Stored]:
             hub = name.removesuffix(first)
             names = [name, *(hub + end for end in others)]
             if name.endswith(first) and name not in taken and all(each in stored for each in names):
-                found[hub] = _quantised(form, hub, [(each, stored[each]) for each in names])
+                tensors[hub] = _quantised(form, hub, [(each, stored[each]) for each in names])
                 taken.update(names)
-    return found | {
-        name: place for name, place in stored.items() if name not in taken and not name.endswith(ACTIVATIONS)
+    return tensors | {
+        name: in_file for name, in_file in stored.items() if name not in taken and not name.endswith(ACTIVATIONS)
     }
 
 
 def _quantised(form: FileForm, hub: str, tensors: Sequence[tuple[str, Stored]]) -> Quantised:
-    places = [place for _, place in tensors]
+    places = [in_file for _, in_file in tensors]
     shape = form.shape(*places)
     if shape is None:
-        rest = " and ".join(f"{place.dtype} {list(place.shape)}" for place in places[1:])
+        rest = " and ".join(f"{in_file.dtype} {list(in_file.shape)}" for in_file in places[1:])
         raise CheckpointError(
             f"{places[0].file}: {hub} is {places[0].dtype} {list(places[0].shape)} with scales {rest}, which is not "
             f"{form.name}; of weights in fewer bits MXFP8 is read, e4m3 with a scale for each output channel, and NVFP4"
         )
-    nbytes = sum(place.nbytes for place in places)
+    nbytes = sum(in_file.nbytes for in_file in places)
     return Quantised(places[0].file, shape, form.dtype, nbytes, form=form, tensors=tuple(tensors))

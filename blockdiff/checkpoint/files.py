@@ -101,15 +101,17 @@ class Carried:
 
     def over(self, directory: Path) -> Carried:
         """The same with the files of another directory in place of those of the same names, first in order."""
-        own = tuple(directory / name for name in SIDE_FILES if (directory / name).is_file())
-        names = {file.name for file in own}
+        adapter_files = tuple(directory / name for name in SIDE_FILES if (directory / name).is_file())
+        names = {file.name for file in adapter_files}
         has_tokenizer = not names.isdisjoint(VOCABULARY_FILES)  # a mixture of two would be neither
-        left = [f for f in self.side_files if not (f.name in names or (has_tokenizer and f.name in TOKENIZER_FILES))]
-        return replace(self, side_files=(*own, *left))
+        kept_files = [
+            f for f in self.side_files if not (f.name in names or (has_tokenizer and f.name in TOKENIZER_FILES))
+        ]
+        return replace(self, side_files=(*adapter_files, *kept_files))
 
     def directories(self) -> set[Path]:
         """The directories of the files to copy through."""
-        files = [*self.side_files, *(place.file for place in self.stored.values())]
+        files = [*self.side_files, *(in_file.file for in_file in self.stored.values())]
         return {file.absolute().parent for file in files}
 
 
@@ -132,12 +134,12 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
             raise CheckpointError(
                 f"{path}: a run that has no model yet; {saved} (sample, eval, export: --checkpoint last)"
             )
-        found = path / inside[0] if inside else path
+        directory = path / inside[0] if inside else path
         if inside:
             _warn_of_newer(path, inside[0])
         for name in (CONFIG, WEIGHTS, INDEX, ADDED, *SIDE_FILES):
-            require_regular(found / name)
-        return found
+            require_regular(directory / name)
+        return directory
     if path.exists():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory with {CONFIG} and {WEIGHTS}")
     if not is_hub_id(str(path_or_hub_id)):
@@ -224,7 +226,7 @@ def read_tensors(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator
 
 
 def read_blocks(
-    stored: Mapping[str, Stored], wanted: Iterable[tuple[str, Block | None]]
+    stored: Mapping[str, Stored], blocks: Iterable[tuple[str, Block | None]]
 ) -> Iterator[tuple[str, Block | None, Tensor]]:
     """The wanted blocks of tensors as stored, on the CPU, file by file and one at a time.
 
@@ -232,7 +234,7 @@ def read_blocks(
     Raises CheckpointError for one that cannot be read.
     """
     wanted_of: dict[Path, list[tuple[str, Block | None]]] = {}
-    for name, block in wanted:
+    for name, block in blocks:
         wanted_of.setdefault(stored[name].file, []).append((name, block))
     for file, here in wanted_of.items():
         try:
@@ -264,9 +266,11 @@ def fingerprint(directory: Path) -> str:
     """
     stored = stored_tensors(directory)
     hashed = hashlib.blake2b(digest_size=16)
-    for name, place in sorted(stored.items()):
-        hashed.update(f"{name} {place.shape} {place.dtype}\n".encode())
-    in_middle = [(name, _in_middle(place.shape)) for name, place in sorted(stored.items()) if 0 not in place.shape]
+    for name, in_file in sorted(stored.items()):
+        hashed.update(f"{name} {in_file.shape} {in_file.dtype}\n".encode())
+    in_middle = [
+        (name, _in_middle(in_file.shape)) for name, in_file in sorted(stored.items()) if 0 not in in_file.shape
+    ]
     for _, _, numbers in read_blocks(stored, sorted(in_middle, key=lambda each: str(stored[each[0]].file))):
         hashed.update(numbers.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()

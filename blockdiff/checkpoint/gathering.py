@@ -38,13 +38,13 @@ class Gathering:
         target = dtype or tensor.dtype
 
         def read() -> Tensor:
-            self._read.add(id(made))
+            self._read.add(id(gathered_source))
             whole = gathered(tensor)
             return whole.to("cpu", target) if self.is_writer else whole
 
-        made = TensorSource(tuple(tensor.shape), target, read)
-        self._spread.add(id(made))
-        return made
+        gathered_source = TensorSource(tuple(tensor.shape), target, read)
+        self._spread.add(id(gathered_source))
+        return gathered_source
 
     def run(self, write: Callable[[], None]) -> None:
         """Call `write` where files are written; an error there is raised on all ranks."""
@@ -60,8 +60,8 @@ class Gathering:
         for source in self.order:
             if id(source) in self._spread and id(source) not in self._read:
                 source.read()
-        said = from_all(None if problem is None else str(problem), device=self._device)
+        problems = from_all(None if problem is None else str(problem), device=self._device)
         if problem is not None:
             raise problem
-        if said[0] is not None:
-            raise CheckpointError(said[0])
+        if problems[0] is not None:
+            raise CheckpointError(problems[0])

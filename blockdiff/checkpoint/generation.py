@@ -75,11 +75,15 @@ class Generation:
         the file cannot be used.
         """
         file = find(path, with_weights=False) / GENERATION
-        own = {} if config is None else {"max_new_tokens": config.answer_length, _THEIRS["max_steps"]: steps_of(config)}
+        defaults = (
+            {} if config is None else {"max_new_tokens": config.answer_length, _THEIRS["max_steps"]: steps_of(config)}
+        )
         if not file.exists():
-            return cls.from_dict(own)
+            return cls.from_dict(defaults)
         try:
-            return cls.from_dict(own | {name: value for name, value in read_json(file).items() if value is not None})
+            return cls.from_dict(
+                defaults | {name: value for name, value in read_json(file).items() if value is not None}
+            )
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{file}: {error}") from error
 
@@ -132,8 +136,8 @@ def special_tokens(config: Family | None, generation: Generation | None = None, 
     """
 
     def first(name: str, in_settings: str) -> tuple[int, ...]:
-        said = (getattr(each, name, None) for each in (config, tokenizer))
-        return next((ids for ids in map(_ids, (getattr(generation, in_settings, None), *said)) if ids), ())
+        elsewhere = (getattr(each, name, None) for each in (config, tokenizer))
+        return next((ids for ids in map(_ids, (getattr(generation, in_settings, None), *elsewhere)) if ids), ())
 
     eos_ids = first("eos_token_id", "eos_ids")
     if tokenizer is not None and eos_ids and not (generation and generation.eos_ids):
@@ -161,9 +165,9 @@ def steps_of(config: Family) -> int:
     return max(Generation.max_steps, config.canvas_length if config.mask is not None else 1)
 
 
-def _ids(said: int | Sequence[int] | None) -> tuple[int, ...]:
+def _ids(ids: int | Sequence[int] | None) -> tuple[int, ...]:
     """Token ids as files say them: one number, several, or nothing, for which some files have a number below 0."""
-    given = () if said is None else (said,) if isinstance(said, int) else tuple(said)
-    if not all(isinstance(token, int) for token in given):
-        raise ValueError(f"token ids must be integers, got {said!r:.80}")
-    return tuple(token for token in given if token >= 0)
+    tokens = () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    if not all(isinstance(token, int) for token in tokens):
+        raise ValueError(f"token ids must be integers, got {ids!r:.80}")
+    return tuple(token for token in tokens if token >= 0)

@@ -64,7 +64,7 @@ def with_image_side(model: BlockDiffusionModel) -> BlockDiffusionModel:
             raise CheckpointError(f"tensor {hub} has shape {sizes[0]}, the config asks for {sizes[1]}")
         fill(side, ours, tensor.to(model.device, model.dtype, copy=True))
     model.image_side = side.train(model.training)
-    left = {hub: x for hub, x in carried.tensors.items() if names.is_carried(hub, has_images=True)}
-    still = {hub: place for hub, place in carried.stored.items() if names.is_carried(hub, has_images=True)}
-    model.carried = replace(carried, stored=still, tensors=left)
+    still_carried = {hub: x for hub, x in carried.tensors.items() if names.is_carried(hub, has_images=True)}
+    still = {hub: in_file for hub, in_file in carried.stored.items() if names.is_carried(hub, has_images=True)}
+    model.carried = replace(carried, stored=still, tensors=still_carried)
     return model

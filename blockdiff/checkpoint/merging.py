@@ -89,9 +89,9 @@ def export(
         adapted = base or (adapted_checkpoint(beside) if adapter is None else str(source))
         return read_back(save_adapter(model, directory, adapted))
     stored = stored_weights(model, weights)
-    kept = stored[model.typical].dtype if dtype == "auto" else resolve_dtype(dtype)
-    model.to(kept)
-    read_added(model, weights, kept, torch.device("cpu"))
+    target = stored[model.typical].dtype if dtype == "auto" else resolve_dtype(dtype)
+    model.to(target)
+    read_added(model, weights, target, torch.device("cpu"))
     model.carried = carried_by(weights, model)
     stored |= {name: TensorSource.of(tensor) for name, tensor in model.state_dict().items() if name not in stored}
     sums: dict[str, TensorSource] = {}
@@ -99,10 +99,10 @@ def export(
         model.carried = model.carried.over(beside)
         rounded_below = {} if below is None else _rounded(model, weights, below)
         sums_in = partial(_sums, model, stored | rounded_below, beside)
-        sums = sums_in(kept)
+        sums = sums_in(target)
         for name, form in list(_rounded_again(model, weights, sums, below, quantize).items())[:1]:
             _refuse_loss(stored_matrices(model, weights)(name, form), sums_in(torch.float32)[name], quantize)
-    written = _written(model, weights, stored | sums, sums, kept, quantize or below, keeps_sums=quantize is None)
+    written = _written(model, weights, stored | sums, sums, target, quantize or below, keeps_sums=quantize is None)
     return read_back(save(model, directory, weights=written))
 
 
@@ -148,9 +148,9 @@ def _refuse_loss(matrix: StoredMatrix, sum_of: TensorSource, quantize: str | Non
 
 def lost_share(matrix: StoredMatrix, change: Tensor) -> float:
     """The share of a change of a stored matrix that is lost when their sum is rounded to the form again."""
-    own = matrix.decoded(torch.float32)
-    kept = type(matrix).nearest(own + change).decoded(torch.float32) - own
-    return 1 - float((kept * change).sum() / change.square().sum())
+    numbers = matrix.decoded(torch.float32)
+    kept_change = type(matrix).nearest(numbers + change).decoded(torch.float32) - numbers
+    return 1 - float((kept_change * change).sum() / change.square().sum())
 
 
 def _written(
@@ -187,21 +187,21 @@ def _written(
     for name, (module, weight) in frozen.items():
         assert module.stored is not None
         for n, (leaf, part) in enumerate(module.named_parts(weight, module.held(weight))):
-            place = f"{name.removesuffix(weight)}{leaf}"
+            tensor_name = f"{name.removesuffix(weight)}{leaf}"
             read_part = partial(_part, rounded, name, module.stored, n)
-            written[place] = TensorSource(tuple(part.shape), part.dtype, read_part)
+            written[tensor_name] = TensorSource(tuple(part.shape), part.dtype, read_part)
     return written
 
 
 def _rounded(model: BlockDiffusionModel, directory: Path, form: str) -> dict[str, TensorSource]:
     """The weights that a word stores in fewer bits, decoded, each when it is asked for."""
-    read, found = stored_matrices(model, directory), {}
+    read, sources = stored_matrices(model, directory), {}
     for layer, stored in chosen_layers(model, directory, form).items():
         for leaf, parameter in model.get_submodule(layer).named_parameters(recurse=False):
             name = f"{layer}.{leaf}"
             value = partial(_decoded, read, name, stored)
-            found[name] = TensorSource(tuple(parameter.shape), torch.float32, value)
-    return found
+            sources[name] = TensorSource(tuple(parameter.shape), torch.float32, value)
+    return sources
 
 
 def _decoded(read: Callable[[str, Form], StoredMatrix], name: str, form: Form) -> Tensor:
@@ -216,7 +216,7 @@ def _part(read: Callable[[str, Form], Any], name: str, form: Form, part: int) ->
 def _sums(
     model: BlockDiffusionModel,
     weights: Mapping[str, TensorSource],
-    place: Path,
+    directory: Path,
     dtype: torch.dtype,
 ) -> dict[str, TensorSource]:
     """The weights that the adapter in a directory changes, each read and summed when it is asked for.
@@ -224,10 +224,10 @@ def _sums(
     Raises CheckpointError for an adapter that does not fit an empty model like this one.
     """
     model = empty(model.config, "torch")
-    adapter = read_adapter(place, model)
+    adapter = read_adapter(directory, model)
     require_mergeable(adapter.modules.values())
     adapt(model, adapter.modules, adapter.tokens)
-    check_parts(model, adapter.parts, str(place))
+    check_parts(model, adapter.parts, str(directory))
     changed: dict[str, TensorSource] = {}
     for name, module in adapters_of(model).items():
         assert module.low_rank is not None

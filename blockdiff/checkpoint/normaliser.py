@@ -40,9 +40,9 @@ def require_bounded(directory: Path) -> None:
 def _values(text: str, key: str) -> Iterator[Any]:
     """The objects that stand under a key anywhere in a JSON text: of 20 MB most are tokens, which need no reading."""
     letters = "".join(rf"(?:{letter}|\\u00{ord(letter):02x})" for letter in key)
-    for found in re.finditer(rf'"{letters}"\s*:\s*(?=\{{)', text, re.IGNORECASE):
+    for match in re.finditer(rf'"{letters}"\s*:\s*(?=\{{)', text, re.IGNORECASE):
         try:
-            yield json.JSONDecoder().raw_decode(text, found.end())[0]
+            yield json.JSONDecoder().raw_decode(text, match.end())[0]
         except (ValueError, RecursionError):  # tokenizers says so when it reads the file
             continue
 
@@ -53,17 +53,17 @@ def _growth(value: Any) -> float:
         return 1.0
     parts = [each for name in ("normalizers", "decoders") if isinstance(value.get(name), list) for each in value[name]]
     content = value.get("content")
-    own = 1.0
+    factor = 1.0
     if isinstance(content, str) and isinstance(value.get("pattern"), Mapping):
         replaced = value["pattern"].get("String")
         # a regular expression may match between any two characters
-        own = max(1.0, len(content) / max(1, len(replaced))) if isinstance(replaced, str) else 1.0 + len(content)
-        own = 1.0 if not content else own
+        factor = max(1.0, len(content) / max(1, len(replaced))) if isinstance(replaced, str) else 1.0 + len(content)
+        factor = 1.0 if not content else factor
     elif isinstance(value.get("prepend"), str):
-        own = 1.0 + len(value["prepend"])
+        factor = 1.0 + len(value["prepend"])
     elif isinstance(value.get("precompiled_charsmap"), str):
-        own = _longest(value["precompiled_charsmap"])
-    return own * prod(map(_growth, parts))
+        factor = _longest(value["precompiled_charsmap"])
+    return factor * prod(map(_growth, parts))
 
 
 def _longest(charsmap: str) -> float:

@@ -165,7 +165,7 @@ def with_adapter(model: BlockDiffusionModel, adapter: str | Path) -> BlockDiffus
         warn_of_other_weights(directory, origin)
     tensors = [*model.parameters(), *model.buffers()]
     other = deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    found = read_adapter(directory, other)
-    adapt(other, found.modules, found.tokens)
-    fill_adapters(other, found.parts, str(directory))
+    read = read_adapter(directory, other)
+    adapt(other, read.modules, read.tokens)
+    fill_adapters(other, read.parts, str(directory))
     return other.eval()

@@ -1,6 +1,6 @@
-"""The words of a config.json about weights in fewer bits: what they say of a model's layers, and what is written.
+"""The `quantization_config` of a config.json: the stored forms of a model's layers, read and written.
 
-Files are told by their tensors; the words are for what has none at hand, a plan, and for the programs that read them.
+Tensors decide how weights are read. This entry serves a plan, which has no tensors, and other programs.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import stored_layers
 
 
-def said(config: Family) -> Mapping[str, Any]:
-    """The words of a config about weights in fewer bits; empty if it has none."""
-    found = config.values.get(QUANTIZATION)
-    return found if isinstance(found, Mapping) else {}
+def quantization_words(config: Family) -> Mapping[str, Any]:
+    """Return the `quantization_config` of a model; empty if it has none."""
+    words = config.values.get(QUANTIZATION)
+    return words if isinstance(words, Mapping) else {}
 
 
-def layers_said(model: BlockDiffusionModel) -> dict[str, Form]:
-    """The layers that the config says are in fewer bits, each with its form."""
-    found, groups = {}, list(_groups(said(model.config)))
+def layers_described(model: BlockDiffusionModel) -> dict[str, Form]:
+    """Return the layers that the config describes as stored in fewer bits, each with its form."""
+    layers, groups = {}, list(_groups(quantization_words(model.config)))
     for layer, module in model.named_modules():
         names = _hub_modules(model, layer, module)
         form = next((form for targets, form in groups if names and _matches(names[0], targets)), None)
-        if form is not None and not _matches(names[0], _ignored_by(said(model.config))):
-            found[layer] = form
-    return found
+        if form is not None and not _matches(names[0], _ignored_by(quantization_words(model.config))):
+            layers[layer] = form
+    return layers
 
 
 def _groups(words: Mapping[str, Any]) -> Iterator[tuple[list[str], Form]]:
-    """Patterns of the modules of a form, and the form."""
+    """Yield the module patterns of each form with the form."""
     groups = words.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -63,7 +63,7 @@ def _ignored_by(words: Mapping[str, Any]) -> list[str]:
 
 
 def _matches(module: str, patterns: list[str]) -> bool:
-    """True for a module that one of the patterns names, in the ways of compressed-tensors and of ModelOpt."""
+    """True if a pattern matches a module, in the syntax of compressed-tensors or of ModelOpt."""
     return any(
         re.match(pattern[3:], module) is not None
         if pattern.startswith("re:")
@@ -73,7 +73,7 @@ def _matches(module: str, patterns: list[str]) -> bool:
 
 
 def _hub_modules(model: BlockDiffusionModel, layer: str, module: nn.Module) -> list[str]:
-    """The names that files have of a linear layer's module, or of those of the first expert."""
+    """Return the Hub names of a linear layer's module, or of the first expert's modules."""
     if not isinstance(module, Linear | Experts):
         return []
     names = model.config.names
@@ -83,10 +83,10 @@ def _hub_modules(model: BlockDiffusionModel, layer: str, module: nn.Module) -> l
 
 
 def written_words(model: BlockDiffusionModel, forms: Mapping[str, FileForm]) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's config.json; None for one without weights in fewer bits.
+    """Return the `quantization_config` of a model's config.json; None if no weight is stored in fewer bits.
 
-    forms: of stored weights. Words that were read are kept with the weights that were; what is no longer in fewer bits
-    is ignored then, too.
+    forms: the form in files of each stored weight. If all are as they were read, the entry is as it was read, and
+    modules that are no longer stored in fewer bits are added to its `ignore`.
     """
     if not stored_layers(model):
         return None
@@ -94,7 +94,10 @@ def written_words(model: BlockDiffusionModel, forms: Mapping[str, FileForm]) -> 
     if forms.items() <= read_forms.items():
         gone = {name.rpartition(".")[0] for name in read_forms.keys() - forms.keys()}
         modules = [each for layer in gone for each in _hub_modules(model, layer, model.get_submodule(layer))]
-        return {**said(model.config), "ignore": [*_ignored_by(said(model.config)), *sorted(modules)]}
+        return {
+            **quantization_words(model.config),
+            "ignore": [*_ignored_by(quantization_words(model.config)), *sorted(modules)],
+        }
     kept_in = {module.stored for module in stored_layers(model).values()}
     in_turn = [form for form in WRITTEN if form in kept_in]
     groups = {
@@ -116,33 +119,33 @@ def written_words(model: BlockDiffusionModel, forms: Mapping[str, FileForm]) -> 
 
 
 def _targets(model: BlockDiffusionModel, form: Form) -> list[str]:
-    """Patterns of the modules of the layers in a form: by what follows the number of a layer."""
+    """Return patterns of the modules in a form, by the part of their names behind the layer number."""
     layers = {layer: module for layer, module in stored_layers(model).items() if module.stored is form}
     modules = {_tail(name) for layer, module in layers.items() for name in _hub_modules(model, layer, module)}
     return sorted(f"re:.*{re.escape(tail)}$".replace(r"\.0\.", r"\.\d+\.") for tail in modules)
 
 
 def _ignored(model: BlockDiffusionModel) -> list[str]:
-    """Patterns of the names of linear layers that are not in fewer bits."""
+    """Return patterns of the linear layers that are not stored in fewer bits."""
     names = model.config.names
-    found = ["lm_head"]
+    patterns = ["lm_head"]
     for layer, module in model.named_modules():
         hub = names.to_hub(f"{layer}.weight")
         if isinstance(module, nn.Linear) and getattr(module, "stored", None) is None and hub is not None:
-            found.append(f"re:.*{re.escape(_tail(hub.removesuffix(WEIGHT)))}$")
-    found += [f"re:.*{re.escape(start.strip('.').rpartition('.')[2])}.*" for start in names.carried]
-    return sorted(set(found))
+            patterns.append(f"re:.*{re.escape(_tail(hub.removesuffix(WEIGHT)))}$")
+    patterns += [f"re:.*{re.escape(start.strip('.').rpartition('.')[2])}.*" for start in names.carried]
+    return sorted(set(patterns))
 
 
 def _tail(module: str) -> str:
-    """The name of a module behind the number of its layer, or its last two words."""
+    """Return the part of a module's name behind the layer number, or its last two words."""
     _, number, rest = module.rpartition(".layers.")
     return rest.partition(".")[2] if number else ".".join(rest.split(".")[-2:])
 
 
 def warn_of_activations(config: Family, directory: Path) -> None:
     """Warn if another program's checkpoint rounds inputs, or keys and values, which stay as they are here."""
-    words = said(config)
+    words = quantization_words(config)
     groups = [group for group in (words.get("config_groups") or {}).values() if isinstance(group, Mapping)]
     what = ["the inputs of layers"] * any(group.get("input_activations") for group in groups)
     what += ["keys and values"] * bool(words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo"))

@@ -51,13 +51,15 @@ def empty(
     model: a subclass of the family's model class to make instead; what it adds is saved beside the weights. Raises
     CheckpointError for a config of an unknown family, or that says what its models do not do.
     """
-    own = config.model_class
+    family_class = config.model_class
     if model is not None and not isinstance(model, type):
         raise CheckpointError(f"model: an instance of {type(model).__name__}; give the class, which is filled anew")
-    if model is not None and not issubclass(model, own):
-        raise CheckpointError(f"{model.__name__} is no subclass of {own.__name__}, the model of {config.model_type}")
+    if model is not None and not issubclass(model, family_class):
+        raise CheckpointError(
+            f"{model.__name__} is no subclass of {family_class.__name__}, the model of {config.model_type}"
+        )
     with torch.device("meta"):
-        return (model or own)(config, kernels=kernels)
+        return (model or family_class)(config, kernels=kernels)
 
 
 def load_weights(
@@ -89,10 +91,10 @@ def load_weights(
     _require_numbers(model, source, stored)
 
     target = resolve_dtype(dtype, stored[source[model.typical]])
-    place = resolve_device(device)
+    target_device = resolve_device(device)
     require_dtype(model, target)
-    require_room(model, target, place)
-    read_added(model, directory, target, place)
+    require_room(model, target, target_device)
+    read_added(model, directory, target, target_device)
     state = model.state_dict()
     filled: dict[tuple[str, Block | None], list[str]] = {}
     frozen = frozen_weights(model)
@@ -102,15 +104,15 @@ def load_weights(
         block = piece_of(state[ours]).block if is_spread(state[ours]) else None
         filled.setdefault((hub, block), []).append(ours)
     sums = {}
-    made = {hub: place for hub, place in stored.items() if isinstance(place, Assembled)}
-    whole = [wanted for wanted in filled if wanted[0] not in made]
-    parted = [wanted for wanted in filled if wanted[0] in made]
-    for hub, block, tensor in chain(read_blocks(stored, whole), read_assembled(made, parted)):
+    from_parts = {hub: in_file for hub, in_file in stored.items() if isinstance(in_file, Assembled)}
+    whole = [block_of for block_of in filled if block_of[0] not in from_parts]
+    parted = [block_of for block_of in filled if block_of[0] in from_parts]
+    for hub, block, tensor in chain(read_blocks(stored, whole), read_assembled(from_parts, parted)):
         for ours in filled[hub, block]:
             # A copy even where nothing changes: the tensor read is a view of the file.
             is_float = state[ours].is_floating_point()
             kept_as = dtype_of(ours, target) if is_float else state[ours].dtype
-            filling = torch.empty(tensor.shape, dtype=kept_as, device=place).copy_(tensor)
+            filling = torch.empty(tensor.shape, dtype=kept_as, device=target_device).copy_(tensor)
             fill(model, ours, filling, is_local=True)
         if tensor.dim() and is_float:  # a number by itself may be a limit that nothing reaches
             sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
@@ -118,11 +120,11 @@ def load_weights(
         module, weight = frozen[ours]
         assert module.stored is not None
         # Of a tensor that is spread a device has room for this rank's part alone.
-        device = torch.device("cpu") if is_spread(state[ours]) else place
+        device = torch.device("cpu") if is_spread(state[ours]) else target_device
         matrix = _stored_matrix(stored, source[ours], module.stored, device)
         for leaf, part in module.named_parts(weight, matrix):
             name = f"{ours.removesuffix(weight)}{leaf}"
-            fill(model, name, part if is_spread(state[name]) else part.to(place))
+            fill(model, name, part if is_spread(state[name]) else part.to(target_device))
             if part.is_floating_point():
                 sums[name], source[name] = part.sum(), source[ours]
     _warn_of_not_finite(model, directory, sums, source)
@@ -144,8 +146,8 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
     source = _match(shapes, stored, directory, names)
     _require_numbers(model, source, stored)
     for ours, hub in source.items():
-        place = stored[hub]
-        sources[ours] = TensorSource(place.shape, DTYPES[place.dtype], partial(read_whole, place, hub))
+        in_file = stored[hub]
+        sources[ours] = TensorSource(in_file.shape, DTYPES[in_file.dtype], partial(read_whole, in_file, hub))
     return sources
 
 
@@ -175,11 +177,11 @@ def _warn_of_not_finite(
 
 def _stored_matrix(stored: Mapping[str, Stored], hub: str, form: Form, device: torch.device) -> StoredMatrix:
     """A weight in a form on a device: as a checkpoint has it, or rounded there from what it has."""
-    place = stored[hub]
-    if isinstance(place, Assembled) and place.form is form:
-        parts: Any = read_stored(place)
+    in_file = stored[hub]
+    if isinstance(in_file, Assembled) and in_file.form is form:
+        parts: Any = read_stored(in_file)
         return form(*(part.to(device, copy=True) for part in parts))
-    return form.nearest(read_whole(place, hub).to(device))
+    return form.nearest(read_whole(in_file, hub).to(device))
 
 
 def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str, Stored] | None = None) -> Carried:
@@ -188,8 +190,8 @@ def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str,
     has_images = model.image_side is not None
     return Carried(
         forms=forms_in_files(assembled(stored, names), model),
-        activations={hub: place for hub, place in stored.items() if hub.endswith(ACTIVATIONS)},
-        stored={hub: place for hub, place in stored.items() if names.is_carried(hub, has_images)},
+        activations={hub: in_file for hub, in_file in stored.items() if hub.endswith(ACTIVATIONS)},
+        stored={hub: in_file for hub, in_file in stored.items() if names.is_carried(hub, has_images)},
         side_files=(
             *(directory / name for name in SIDE_FILES if (directory / name).is_file()),
             *code_files(model.config.values, directory),
@@ -203,8 +205,10 @@ def require_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     for name, tensor in model.state_dict().items():
         is_fixed = tensor.dtype == torch.uint8 or is_scale(name) or is_wide(name) or is_adapter(name)
         if is_spread(tensor) and tensor.dtype != dtype and not is_fixed:
-            asked = str(dtype).removeprefix("torch.")
-            raise CheckpointError(f"{name} is sharded as {tensor.dtype}, {asked} was asked for; cast the model before")
+            name_of_dtype = str(dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{name} is sharded as {tensor.dtype}, {name_of_dtype} was asked for; cast the model before"
+            )
 
 
 def require_room(model: BlockDiffusionModel, dtype: torch.dtype, device: torch.device) -> None:
@@ -230,10 +234,10 @@ def resolve_dtype(dtype: str | torch.dtype, table: Stored | None = None) -> torc
             raise CheckpointError(f"{table.file}: the table is stored as {table.dtype}; name a dtype")
         return DTYPES[table.dtype]
     named = {str(known).removeprefix("torch."): known for known in DTYPES.values()}
-    found = named.get(str(dtype).removeprefix("torch."))
-    if found is None:
+    result = named.get(str(dtype).removeprefix("torch."))
+    if result is None:
         raise CheckpointError(f"dtype {str(dtype)!r} is not one of auto, {', '.join(named)}")
-    return found
+    return result
 
 
 def weights_dtype(dtype: str, path_or_hub_id: str | None) -> torch.dtype:
@@ -264,16 +268,16 @@ def _match(
     extra = [hub for hub in stored if names.ours_among(hub, shapes) is None and not names.is_carried(hub)]
     if extra:
         raise CheckpointError(f"{directory}: {_are(extra, 'not part of a model of this config')}")
-    for hub, place in stored.items():
+    for hub, in_file in stored.items():
         ours_name = names.ours_among(hub, shapes)
-        if ours_name is not None and place.shape != shapes[ours_name]:
+        if ours_name is not None and in_file.shape != shapes[ours_name]:
             raise CheckpointError(
-                f"{place.file}: tensor {hub} has shape {list(place.shape)}, "
+                f"{in_file.file}: tensor {hub} has shape {list(in_file.shape)}, "
                 f"the config asks for {list(shapes[ours_name])}"
             )
-        if ours_name is not None and place.dtype not in (*DTYPES, INTEGER):
+        if ours_name is not None and in_file.dtype not in (*DTYPES, INTEGER):
             raise CheckpointError(
-                f"{place.file}: tensor {hub} is stored as {place.dtype}; quantized weights are not read"
+                f"{in_file.file}: tensor {hub} is stored as {in_file.dtype}; quantized weights are not read"
             )
     return source
 

@@ -16,8 +16,8 @@ def named_code(values: Mapping[str, Any]) -> list[str]:
     """The names of the files that the content of a config.json names, without those of other repositories."""
     entries = values.get("auto_map")
     classes = entries.values() if isinstance(entries, Mapping) else ()
-    found = (name.partition(".")[0] for name in classes if isinstance(name, str) and "--" not in name)
-    return sorted({f"{module}.py" for module in found if module.isidentifier()})
+    modules = (name.partition(".")[0] for name in classes if isinstance(name, str) and "--" not in name)
+    return sorted({f"{module}.py" for module in modules if module.isidentifier()})
 
 
 def code_files(values: Mapping[str, Any], directory: Path) -> tuple[Path, ...]:

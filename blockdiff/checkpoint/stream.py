@@ -40,7 +40,7 @@ WORDS: dict[torch.dtype, str] = {
     torch.uint64: "U64",
 }
 DTYPE_OF = {word: dtype for dtype, word in WORDS.items()}
-_PLACE = {dtype: place for place, dtype in enumerate(WORDS)}
+_PLACE = {dtype: rank for rank, dtype in enumerate(WORDS)}
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class TensorSource:
         return [first for source in self.of_sources for first in source.first_sources()] or [self]
 
     @classmethod
-    def stored(cls, name: str, place: Stored) -> TensorSource:
+    def stored(cls, name: str, entry: Stored) -> TensorSource:
         """A tensor in a file, as it lies there."""
-        return cls(place.shape, DTYPE_OF[place.dtype], lambda: next(read_tensors({name: place}, [name]))[1])
+        return cls(entry.shape, DTYPE_OF[entry.dtype], lambda: next(read_tensors({name: entry}, [name]))[1])
 
 
 def in_order(sources: Mapping[str, TensorSource]) -> list[str]:

@@ -85,8 +85,8 @@ def mask_token(tokenizer: Any, vocab_size: int, name: str | None, reserved: Coll
         free = rows_needed(tokenizer)
         token = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else free if free < vocab_size else None
     if token is None:
-        found = "the tokenizer has no mask token" if name is None else f"{name!r} is no token of the tokenizer"
-        raise CheckpointError(f"{found}; {remedy}")
+        problem = "the tokenizer has no mask token" if name is None else f"{name!r} is no token of the tokenizer"
+        raise CheckpointError(f"{problem}; {remedy}")
     if token in reserved or token >= vocab_size:
         what = "is the bos, eos or pad token" if token in reserved else f"is none of the model's {vocab_size} tokens"
         raise CheckpointError(f"{tokenizer.convert_ids_to_tokens(token)!r} {what}; {remedy}")
@@ -112,19 +112,19 @@ def sequence_decoder(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
     decode, size = decoder(tokenizer), len(tokenizer)
 
     def texts(ids: Sequence[int]) -> list[str]:
-        found = [decode(token) for token in ids]
+        decoded = [decode(token) for token in ids]
         start = 0
-        while start < len(found):
+        while start < len(decoded):
             end = start + 1
-            if BROKEN in found[start]:
-                for last in range(start + 2, min(start + LONGEST, len(found)) + 1):
+            if BROKEN in decoded[start]:
+                for last in range(start + 2, min(start + LONGEST, len(decoded)) + 1):
                     own_ids = [token for token in ids[start:last] if token < size]
                     together = str(tokenizer.decode(own_ids, skip_special_tokens=False))
                     if BROKEN not in together:
-                        found[start:last] = [*[""] * (last - start - 1), together]
+                        decoded[start:last] = [*[""] * (last - start - 1), together]
                         end = last
                         break
             start = end
-        return found
+        return decoded
 
     return texts

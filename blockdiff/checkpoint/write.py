@@ -76,12 +76,12 @@ def save(
     if weights is None:
         fixed = {f"{name}.{leaf}" for name, module in stored_layers(model).items() for leaf in module._buffers}
         casts = {name: None if cast is None or name in fixed else dtype_of(name, cast) for name in state}
-        own = {name: gathering.source(state[name], casts[name]) for name in state}
+        sources = {name: gathering.source(state[name], casts[name]) for name in state}
     else:
-        own = dict(weights)
+        sources = dict(weights)
     if (words := words_of_missing(model.config.values, carried.side_files)) is not None:
         warnings.warn(words, stacklevel=2)
-    files, index = _divided_into_files(model, own, carried, shard_bytes)
+    files, index = _divided_into_files(model, sources, carried, shard_bytes)
     in_turn = [file[name] for file in files.values() for name in in_order(file)]
     gathering.order = [first for source in in_turn for first in source.first_sources()]
 
@@ -94,9 +94,9 @@ def save(
                     diffusion.save(fresh)
         except (OSError, SafetensorError) as error:
             bytes_to_write = sum(source.nbytes for sources in files.values() for source in sources.values())
-            kept = "what stood there is as it was" if target.exists() else "nothing is left of it"
+            outcome = "what stood there is as it was" if target.exists() else "nothing is left of it"
             raise CheckpointError(
-                f"{unwritten(target, error, bytes_to_write)}; {kept}; {room_remedy(error)}, or choose another place"
+                f"{unwritten(target, error, bytes_to_write)}; {outcome}; {room_remedy(error)}, or choose another place"
             ) from error
 
     gathering.run(write)
@@ -138,8 +138,8 @@ def _write(
             if file.is_file() and not (fresh / file.name).exists():
                 shutil.copyfile(file, fresh / file.name)
     if generation is not None or not (fresh / GENERATION).exists():
-        given = _default_generation(model.config, tokenizer) if generation is None else generation
-        write_json(fresh / GENERATION, given.to_dict() if isinstance(given, Generation) else given)
+        settings = _default_generation(model.config, tokenizer) if generation is None else generation
+        write_json(fresh / GENERATION, settings.to_dict() if isinstance(settings, Generation) else settings)
     if index is not None:
         write_json(fresh / INDEX, index)
     metadata = {name: {"format": "pt"} | (added_metadata(model) if name == ADDED else {}) for name in files}
@@ -149,7 +149,7 @@ def _write(
 
 
 def _divided_into_files(
-    model: BlockDiffusionModel, own: dict[str, TensorSource], carried: Carried, shard_bytes: int
+    model: BlockDiffusionModel, tensors: dict[str, TensorSource], carried: Carried, shard_bytes: int
 ) -> tuple[dict[str, dict[str, TensorSource]], dict[str, Any] | None]:
     """The tensors of every file, and the index where there are several with the weights.
 
@@ -158,17 +158,17 @@ def _divided_into_files(
     from huggingface_hub import split_state_dict_into_shards_factory
 
     names = model.config.names
-    added = {name: own.pop(name) for name in added_to(model)}
+    added = {name: tensors.pop(name) for name in added_to(model)}
     sources: dict[str, TensorSource] = {}
     forms = written_forms(model)
-    for weight, part, source in parts_in_files(model, own, forms):
+    for weight, part, source in parts_in_files(model, tensors, forms):
         sources |= file_tensors(str(names.to_hub(weight)), source, names, part)
-    for name, source in own.items():
+    for name, source in tensors.items():
         sources |= file_tensors(str(names.to_hub(name)), source, names)
     sources = fused_in_files(sources, names)
     sources |= {name: TensorSource.of(tensor) for name, tensor in carried.tensors.items()}
     as_they_are = {**carried.stored, **activations_of(model, forms)}
-    sources |= {name: TensorSource.stored(name, place) for name, place in as_they_are.items()}
+    sources |= {name: TensorSource.stored(name, in_file) for name, in_file in as_they_are.items()}
     split: Any = split_state_dict_into_shards_factory(
         {name: sources[name].nbytes for name in sorted(sources)},
         get_storage_size=int,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.quantization_config import layers_said
+from blockdiff.checkpoint.quantization_config import layers_described
 from blockdiff.models.adapters import adapt
 from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
@@ -54,7 +54,7 @@ def plan_sampling(
     adapter: the directory of one that the model gets, unmerged.
     """
     model = checkpoint.empty(config, kernels_for(device)).to(dtype).eval()
-    store(model, (layers_said(model) if quantize is None else {}) | quantised_layers(model, quantize))
+    store(model, (layers_described(model) if quantize is None else {}) | quantised_layers(model, quantize))
     if adapter is not None:
         found = checkpoint.read_adapter(adapter, model)
         adapt(model, found.modules, found.tokens)
