@@ -69,19 +69,20 @@ class BlockDiffusionModel(nn.Module):
         images: RowImages | None = None,
         shown: Sequence[int] = (),
     ) -> tuple[Tensor, list[KV]]:
-        """Run the layers over any geometry: hidden states [B, T, D] after the final norm, and each layer's kv.
+        """Run the layers on tokens; return hidden states [B, T, D] after the final norm, and each layer's kv.
 
-        spans: by kind of layer; past: each layer's prefix tensors, dense or as in
-        `span_attention/paged.py`; is_noisy: False = clean tokens (encode), True = tokens of canvases (denoise), or
-        which they are as booleans [B, T]; soft_BTD: the signal of noisy tokens (None: none); rope: what
-        `rope(positions_BT)` gives, for who has it; images: those of the rows, with features, which stand in place of
-        their placeholders' embeddings; shown: layers whose outputs are wanted, too: they stand behind the hidden
-        states, [B, T, (1 + layers) * D]. The kv of a call that is all noisy is left out (an empty list):
-        nothing ever sees those tokens again. A layer that wrote its kv into the pages of `past` has an empty tuple.
+        spans: by kind of layer. past: each layer's prefix tensors, dense or in pages (`span_attention/paged.py`).
+        is_noisy: False for clean tokens (encode), True for tokens of canvases (denoise), or booleans [B, T]. soft_BTD:
+        the signal of noisy tokens (None: none). rope: the result of `rope(positions_BT)`, if already computed. images:
+        the rows' images with features, which replace the embeddings of their placeholders. shown: layers whose outputs
+        are appended to the hidden states, [B, T, (1 + layers) * D].
 
-        In one sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s and say which tokens are
-        noisy; `soft_BTD` is of the canvases only, and no kv is given back. Where these do not want the clean tokens'
-        hidden states, the last layer may make keys and values of them alone; then the result is [B, C * L, D].
+        If all tokens are noisy the list of kv is empty, since no later call sees them. A layer that wrote its kv to the
+        pages of `past` has an empty tuple.
+
+        In a sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s, which determine the noisy
+        tokens; soft_BTD is of the canvases only, and no kv is returned. If the sweep does not need the clean tokens'
+        hidden states, the last layer may compute only their keys and values; the result is then [B, C * L, D].
         """
         rope = self.rope(positions_BT) if rope is None else rope
         x, kv, outputs = self.embedded(tokens_BT), list[KV](), dict[int, Tensor]()
@@ -213,10 +214,10 @@ class BlockDiffusionModel(nn.Module):
     ) -> Prefix:
         """Encode clean tokens; with `prefix`, append them to it (and consume it).
 
-        tokens_BS: int64, rows right-padded; lengths: valid tokens of each row, int64 [B] (None: all valid); images: of
-        each row, by columns of this call (`images.images_between` has those of a part of a row).
-        Returns the Prefix that `denoise` and further calls read; its `hidden` is [B, S, D]. Raises BlockdiffError for
-        lengths that the rows do not have, and for rows to append to that end within a block of `config.block` tokens.
+        tokens_BS: int64, right-padded. lengths: number of valid tokens of each row, int64 [B] (None: all valid).
+        images: of each row, with columns of this call (`images.images_between` selects those of a part of a row).
+        Returns the Prefix for `denoise` and further calls; its `hidden` is [B, S, D]. Raises BlockdiffError for lengths
+        outside 0 to S, and if a row of `prefix` ends within a block of `config.block` tokens.
         """
         _require_lengths(lengths, tokens_BS)
         placed = None if images is None else self.placed(images, tokens_BS.shape[1])

@@ -1,9 +1,9 @@
-"""Held-out evaluation and sampling over ranks, each of which may hold only pieces of the model.
+"""Held-out evaluation and sampling over ranks that may each hold only pieces of the model.
 
-To run such a model is work of all ranks together, and here they have unequal numbers of batches, prompts and denoising
-steps. So before every call they agree what is called next. Who has nothing to call then calls it with one token, drops
-the result, and is asked again. Where all ranks have the same rows (tensor parallelism over all of them) they make the
-same calls anyway, and agree only whether they go on.
+All ranks must take part in every call of such a model, but they have unequal numbers of batches, prompts and denoising
+steps. So before every call they agree on the next one. A rank that has nothing to compute takes part with one token and
+drops the result. If all ranks have the same rows (tensor parallelism over all of them) they make the same calls anyway,
+and only agree whether to continue.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.tensor_pieces import is_spread
 
-# What a rank says: which call it is about to make, or how its work ended.
+# The votes of a rank: the call that it makes next, or how its work ended.
 _MODEL, _VOCABULARY, _IMAGES, _DONE, _FAILED, _INTERRUPTED = range(6)
 
 
 @contextmanager
 def measuring(module: nn.Module, ranks: Ranks, doing: str) -> Iterator[Callable[[], None]]:
-    """Inside, ranks measure a model, which may be spread over them, as often as each wants.
+    """Let ranks call a model that may be spread over them, each any number of times, inside the `with` block.
 
-    module: the model, or an objective of it. doing: what they are at, for messages. Gives `look`, to be called between
-    pieces of the work: it raises Interrupted on all ranks when one of them was asked to stop.
+    module: the model, or an objective of it. doing: a name of the work for messages. Yields `look`, to be called
+    between pieces of the work; it raises Interrupted on all ranks if one was asked to stop.
 
-    All ranks enter and leave together, as `Ranks.at_own_pace` says. Nobody changes what another one computes.
+    All ranks enter and leave together (see `Ranks.at_own_pace`). No rank affects another's results.
     """
     if ranks.world > 1 and ranks.row_world == 1:  # they run every call together, and so have to leave after the same
 
@@ -118,16 +118,16 @@ class _Turns:
         self.depth -= 1
 
     def tell(self, error: BaseException) -> None:
-        """Let the others know that this rank leaves, if they still wait for what it is going to say."""
+        """Tell the other ranks that this one leaves, if they still wait for its vote."""
         if self.depth == 0 and not self.is_over:
             with suppress(RunError, Interrupted, RuntimeError):  # the first error counts
                 self._agreed(_INTERRUPTED if isinstance(error, Interrupted) else _FAILED)
 
     def _agreed(self, mine: int) -> int:
-        """The next call of all ranks: the model if anybody wants that, else another one, or nothing any more."""
+        """Vote `mine` and return the next call of all ranks: the model if a rank needs it, else another, or the end."""
         votes = torch.zeros(6, dtype=torch.int64)
         votes[mine] = 1
-        self.is_over = True  # whatever interrupts this, nobody waits for this rank any more
+        self.is_over = True  # if anything interrupts this, no rank waits for this one any more
         dist.all_reduce(votes, group=_group(dist.group.WORLD, self.ranks.timeout))
         if votes[_FAILED]:
             raise RunError("another rank failed; its message says why")
