@@ -1,4 +1,4 @@
-"""Calibration: a temperature for each type or question of a form, fitted on labelled rows and kept with the model."""
+"""Calibration: a temperature per question or question type of a form, fitted on labelled rows, saved with the model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ FEW = 50  # rows under which a fit says that it cannot hold
 
 
 def key_of(asked: Question | str, asking: Asking, reader: Mapping[str, Any]) -> str:
-    """The key of a question, or of all questions of a type, read in one way: a digest.
+    """Return the digest that identifies the fit of a question, or of all questions of a type.
 
-    asked: the question, or the type; reader: what else the probabilities depend on, as `reader_of` says.
+    asked: the question, or the type; asking: the form in which it is read; reader: everything else that the
+    probabilities depend on, from `reader_of`.
     """
     parts: list[Any] = [VERSION, asdict(asking), dict(sorted(reader.items()))]
     if isinstance(asked, str):
@@ -39,13 +40,13 @@ def key_of(asked: Question | str, asking: Asking, reader: Mapping[str, Any]) -> 
 
 
 def reader_of(model: BlockDiffusionModel, settings: SamplingSettings, asking: Asking) -> dict[str, Any]:
-    """The facts of a model and its settings that calibration depends on: the stored forms, and how it denoises."""
+    """Return the properties of model and settings that a fit depends on: stored weight forms, and the strategy."""
     forms = sorted({type(module.stored).__name__ for module in stored_layers(model).values()})
     return {"stored": forms, "strategy": repr(settings.strategy) if asking.steps > 1 else None}
 
 
 def temperatures(model: BlockDiffusionModel, settings: SamplingSettings, asking: Asking) -> TemperatureOf:
-    """The temperature of each question, by its own fit or that of its type; None if nothing was fitted."""
+    """Return a function from a question to its temperature: its own fit's, else its type's, else None."""
     fits, reader = settings.diffusion.calibration, reader_of(model, settings, asking)
 
     def found(question: Question) -> float | None:
@@ -68,15 +69,15 @@ class Fit:
 
     @property
     def is_at_bound(self) -> bool:
-        """True if the fit ended at a bound of the temperatures: more rows are needed."""
+        """True if the fitted temperature is the lowest or highest allowed one: more rows are needed."""
         return self.temperature in (LOWEST, HIGHEST)
 
 
 def fit_temperature(scores: Sequence[Tensor], targets: Sequence[Tensor]) -> Fit:
-    """The temperature with the least NLL, by golden-section search on its logarithm.
+    """Fit the temperature with the least NLL, by golden-section search on its logarithm.
 
-    scores: for each row the log-probabilities of its options, [X], of any of its draws [N, X], whose distributions are
-    averaged; targets: the truth as a distribution, [X].
+    scores: for each row the log-probabilities of its options, [X], or those of N draws [N, X], whose distributions are
+    averaged; targets: the true distribution of each row, [X].
     """
 
     def loss(temperature: float) -> float:

@@ -1,4 +1,4 @@
-"""Deciding: the questions about a state become reads of one denoising step, and these become answers."""
+"""Decisions: questions about a state become reads of one denoising step, and the reads become answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Answer:
     """The probabilities of a question's options, in their order.
 
     label_mass: the probability of all labels together among all tokens; spread: the standard deviation of each
-    probability over draws; temperature: that was applied; is_calibrated: whether it was fitted on labelled rows.
+    probability over draws; temperature: the temperature that was applied; is_calibrated: whether it was fitted on
+    labelled rows.
     """
 
     question: Question
@@ -56,12 +57,12 @@ class Answer:
 
     @property
     def score(self) -> float:
-        """The expected index of the options: of a score its expected level, of a predicate the probability of true."""
+        """The expected index of the options: the expected level of a score, the probability of true of a predicate."""
         return sum(place * p for place, p in enumerate(self.probabilities))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts of an answer beyond its record."""
+        """The fields of an answer that its record does not contain."""
         return {
             "label_mass": self.label_mass,
             "temperature": self.temperature,
@@ -70,7 +71,7 @@ class Answer:
         }
 
     def to_record(self) -> dict[str, Any]:
-        """The answer as `POST /v1/decisions` writes it."""
+        """Return the answer in the form of `POST /v1/decisions`."""
         kind, options = self.question.type, self.question.options
         head: dict[str, Any] = {"type": kind, "name": self.question.name}
         if kind == "predicate":
@@ -87,12 +88,12 @@ TemperatureOf = Callable[[Question], float | None]  # None: not calibrated
 
 
 def uncalibrated(question: Question) -> None:
-    """No temperature for any question."""
+    """Return None, no temperature, for any question."""
 
 
 @dataclass(eq=False)
 class RunningDecision:
-    """The questions about one state under way: `sequences` are for an engine, `answers` is for when they are done."""
+    """The questions about one state: an engine runs `sequences`, then `answers` has the results."""
 
     asked: list[Asked]
     reads: list[RunningRead]
@@ -107,10 +108,10 @@ class RunningDecision:
         asking: Asking = ONE_BY_ONE,
         seed: int = 0,
     ) -> RunningDecision:
-        """The reads of the questions about the state that a request has as text or messages.
+        """Prepare the reads of questions about the state, the request's text or messages.
 
-        RequestError says what cannot be asked. The state is encoded once, as far as its pages are whole; every
-        question's text behind it is encoded for itself.
+        The state is encoded once, up to its last whole page; each question's text after it is encoded separately.
+        Raises RequestError for questions that cannot be asked.
         """
         if request.tokens is not None:
             raise RequestError("a decision is asked about text or messages; give one of them, not tokens")
@@ -142,9 +143,9 @@ class RunningDecision:
 
     @property
     def scores(self) -> list[Tensor]:
-        """The log-probabilities of the labels of each question in every draw, in order, fp64 [N, X].
+        """The log-probabilities of each question's labels in every draw, in order, fp64 [N, X].
 
-        Of a label that is read with a space before it and without, the likelier one.
+        A label that is read with and without a space before it gets the higher of the two.
         """
         return [by_space_SNX.amax(0) for by_space_SNX in self._by_space()]
 
@@ -168,7 +169,7 @@ class RunningDecision:
 
 
 def answer_of(question: Question, by_space_SNX: Tensor, temperature: float | None) -> Answer:
-    """The answer from the log-probabilities of S spellings of the labels in N draws."""
+    """Make an answer from the log-probabilities of the labels in N draws, for S spellings of each label."""
     p_NX = (by_space_SNX.amax(0) / (temperature or 1.0)).softmax(-1)
     mass = float(by_space_SNX.exp().sum((0, 2)).mean())
     p_X, spread_X = p_NX.mean(0).tolist(), p_NX.std(0, correction=0).tolist()
@@ -176,7 +177,7 @@ def answer_of(question: Question, by_space_SNX: Tensor, temperature: float | Non
 
 
 def _jointly(questions: Sequence[Question], form: Form, request: Request, settings: SamplingSettings) -> list[Asked]:
-    """As few canvases as hold all questions, with as even numbers of them as possible."""
+    """Distribute the questions over as few canvases as hold them all, as evenly as possible."""
     room = settings.first_canvas(request)
     for count in range(1, len(questions) + 1):
         size = math.ceil(len(questions) / count)

@@ -282,7 +282,7 @@ class Engine(OneCaller):
         addition to them.
         """
         self._has_room = True
-        self._proposed([])  # steps that follow read the pages where they lie then
+        self._proposed([])  # later steps load the pages' new addresses
         if not self._unfinished:  # requests under way are left alone
             self._calls.measure()
         has_room = self.pages.grow(tokens, rows, self._scheduler.most_added(run))

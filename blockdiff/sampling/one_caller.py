@@ -15,14 +15,17 @@ T = TypeVar("T")
 
 
 class OneCaller:
-    """An object whose methods under `one_caller` are called by one thread at a time, and not after it is closed."""
+    """An object whose `one_caller` methods may be called by one thread at a time, and not after it is closed."""
 
     def __init__(self) -> None:
         self.caller, self.is_closed = threading.RLock(), False
 
 
 def one_caller(call: abc.Callable[Concatenate[C, P], T]) -> abc.Callable[Concatenate[C, P], T]:
-    """A method that raises EngineError, and changes nothing, while another thread is in one of these methods."""
+    """Let only one thread at a time call a method of an object, and none after it is closed.
+
+    Any other call raises EngineError and changes nothing.
+    """
 
     @functools.wraps(call)
     def checked(engine: C, /, *args: P.args, **options: P.kwargs) -> T:

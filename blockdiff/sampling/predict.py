@@ -1,4 +1,4 @@
-"""From hidden states to what a denoising step needs of every position: the one place where this happens."""
+"""From hidden states to the statistics of every position that a denoising step needs, computed only here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PredictInputs:
     step_B: Tensor | None = None
 
     def select(self, rows: Sequence[int]) -> PredictInputs:
-        """The inputs of some canvases."""
+        """Return the inputs of the canvases at `rows`."""
         chosen = torch.tensor(rows, device=self.tokens_BL.device)
         return PredictInputs(
             hidden_BLD=self.hidden_BLD[chosen],
@@ -57,11 +57,11 @@ def predict(
     shapes: Sequence[Shape] | None = None,
     mask_id: int | None = None,
 ) -> Stats:
-    """The statistics of a step over B canvases, each [B, L] (the soft embedding [B, L, D]).
+    """Compute the statistics of a step over B canvases, each [B, L] (the soft embedding [B, L, D]).
 
-    `controls` say what may stand in rows, where not every token may; `shapes` what else is done to the distributions of
-    the other rows (None: nothing). With mask noise the mask is never predicted, and a token that is not a mask stays
-    what it is.
+    controls: the allowed tokens of rows that have a control; shapes: the filters of the other rows, and whether they
+    draw (None: they draw without filters). Under mask noise the mask is never predicted, and a token that is not a mask
+    is predicted as itself.
     """
     distinct = {id(shape): shape for shape in shapes or ()}.values()
     if all(shape.is_plain and not shape.greedy for shape in distinct):
@@ -85,7 +85,7 @@ def predict(
 
 
 def _in_order(parts: Sequence[Stats], order: Sequence[int]) -> Stats:
-    """The parts as one, in which part i has the next rows of `order`."""
+    """Concatenate parts and sort their rows; `order` has the row numbers of all parts in turn."""
     if len(parts) == 1 and list(order) == sorted(order):
         return parts[0]
     back = torch.tensor(order, device=parts[0].argmax.device).argsort()
@@ -98,7 +98,7 @@ def _free(
     shapes: Sequence[Shape] | None,
     mask_id: int | None,
 ) -> Stats:
-    """The statistics of rows in which every token can stand anywhere; those of like shapes are computed together."""
+    """Compute the statistics of rows without control; rows whose shapes have the same filters are computed together."""
     if shapes is None:
         return _alike(model, inputs, mask_id)
     rows_of: dict[Shape, list[int]] = {}
@@ -114,7 +114,7 @@ def _free(
 
 @functools.lru_cache(maxsize=1024)
 def _at_any_temperature(shape: Shape) -> Shape:
-    """The shape of a group: the temperatures of its rows are their own."""
+    """Return the shape at temperature 1, the key under which rows of any temperature are grouped."""
     return replace(shape, temperature=1.0)
 
 
@@ -125,7 +125,7 @@ def _alike(
     shaping: Shaping | None = None,
     greedy: bool = False,
 ) -> Stats:
-    """The statistics of rows in which every token can stand anywhere, and whose distributions are shaped alike."""
+    """Compute the statistics of rows without control that all have the same filters."""
     vocabulary, tokens_BL, allowed_BLW = model.vocabulary, inputs.tokens_BL, None
     if mask_id is not None:
         allowed_BLW = vocabulary.all_but(mask_id, tokens_BL.device).expand(*tokens_BL.shape, -1)
@@ -136,11 +136,11 @@ def _alike(
 
 
 def carried_over(stats: Stats, tokens_BL: Tensor, mask_id: int) -> Stats:
-    """Statistics in which a token that is not masked stays what it is, with certainty (entropy 0).
+    """Make tokens that are not masked certain: each is its own argmax and sample, with entropy 0.
 
     Under mask noise a visible token is the true one, so the reverse process never changes it (carry-over unmasking,
-    arXiv 2406.07524): what is accepted stays, and masks are filled in the order of their entropies. What the model
-    itself would write there is in `best`.
+    arXiv 2406.07524): accepted tokens stay, and masks are filled in the order of their entropies. `best` still has the
+    model's own prediction.
     """
     is_masked_BL = tokens_BL == mask_id
     return stats._replace(
@@ -152,7 +152,7 @@ def carried_over(stats: Stats, tokens_BL: Tensor, mask_id: int) -> Stats:
 
 
 def with_given(stats: Stats, given_BL: Tensor) -> Stats:
-    """Statistics in which tokens that are given (-1: none is) are certain."""
+    """Make given tokens certain (-1: none is given), in argmax and sample, with entropy 0."""
     is_open_BL = given_BL < 0
     return stats._replace(
         entropy=stats.entropy * is_open_BL,
@@ -169,9 +169,10 @@ def controlled_stats(
     mask_id: int | None = None,
     greedy: Sequence[bool] | None = None,
 ) -> Stats:
-    """The statistics of canvases under a control; nothing here waits for the device.
+    """Compute the statistics of canvases under a control, without waiting for the device.
 
-    greedy: the canvases that draw nothing (None: none), whose best tokens are those of another call at temperature 1.
+    greedy: for each canvas whether nothing is drawn (None: all draw); greedy canvases get their samples from a second
+    call at temperature 1.
     """
     found = _controlled(model, inputs, control, mask_id)
     if greedy is None or not any(greedy):
@@ -191,12 +192,12 @@ def _controlled(
     mask_id: int | None,
     draws: bool = True,
 ) -> Stats:
-    """The statistics of canvases under a control, by the distributions at their temperatures.
+    """Compute the statistics of canvases under a control, at their temperatures.
 
-    draws: whether the sample is drawn, and not the argmax. Without a constraint the best token of a place is the
-    likeliest one that may stand there. Under a constraint what is visible is given, argmax is the best canvas that
-    satisfies it, the sample a canvas drawn from the model's distribution given that it is satisfied, and the entropy
-    that of each position's marginal of that distribution.
+    draws: whether the sample is drawn; else it is the argmax. Without a constraint, argmax is the likeliest allowed
+    token of each position. Under a constraint, visible tokens are given, argmax is the best canvas that satisfies it,
+    the sample is a canvas drawn from the model's distribution conditioned on it, and the entropy is that of each
+    position's marginal.
     """
     assert control.classes is not None and inputs.step_B is not None, "canvases under a control draw by their steps"
     stats = model.vocabulary.class_stats(
@@ -256,7 +257,7 @@ def _constrained(
     pinned_BL: Tensor,
     step_B: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The classes of the best and of a random canvas [B, L], entropies, and log-probabilities of classes [B, L, C]."""
+    """Return the best and a random canvas as classes [B, L], entropies, and log-probabilities of classes [B, L, C]."""
     assert control.is_text_BL is not None and control.state_B is not None and control.is_final_BS is not None
     assert control.seed_B is not None and control.number_B is not None
     is_text_BL, tail = control.is_text_BL, control.tail
@@ -281,7 +282,7 @@ def _constrained(
 def _given(
     weights: tuple[Tensor, Tensor], automaton: TokenAutomaton, pinned_BL: Tensor, is_text_BL: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logarithmic weights of classes [B, L, C], without ends where text stands, and at pins of their class alone."""
+    """Mask log weights of classes [B, L, C]: no end within the text, and only the pin's class at pinned positions."""
     first_BLC, second_BLC = (
         each.masked_fill(is_text_BL[..., None] & automaton.is_end_C, -torch.inf) for each in weights
     )

@@ -1,4 +1,4 @@
-"""The settings by which a model answers, and the sequences that answer a request, or the refusal of either."""
+"""Make the settings by which a model answers, and the sequences that answer a request; or refuse either."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def sampling_settings(
     diffusion: DiffusionSettings | None = None,
     strategy: Strategy | str | None = None,
 ) -> SamplingSettings:
-    """The settings of a model, of which those that are given replace its own.
+    """Make the sampling settings of a model; the arguments that are given replace the model's own.
 
-    `tokenizer` may be None when every request brings its tokens. `generation` defaults to generation_config.json and
-    `diffusion` to blockdiff.json, both beside the weights that the model was loaded from, else to transformers'
-    settings and to the noise of the model's config. Where the generation settings name no eos, the model's config does,
-    else the tokenizer; with none, every response runs to its full length. `strategy` (text may name one,
-    docs/sampling.md) defaults to that of `diffusion`, else to the family's, else to the released model's rules with
-    the numbers of the generation settings; a causal model is sampled token by token, and a `Drafted` one verified.
-    Noise and prediction are those of what drafts canvases.
+    `tokenizer` may be None if every request has its prompt as tokens. `generation` defaults to generation_config.json
+    and `diffusion` to blockdiff.json, both in the directory that the model was loaded from, else to transformers'
+    settings and to the noise of the model's config. If the generation settings name no eos, the model's config does,
+    else the tokenizer; with none, every response runs to its full length. `strategy` (an object or its text form,
+    docs/sampling.md) defaults to that of `diffusion`, else to the family's, else to the released model's rules with the
+    numbers of the generation settings; a causal model is sampled token by token, and a `Drafted` one verified. Noise
+    and prediction are those of the model that drafts canvases.
     """
     if not hasattr(model, "vocab_size"):
         raise RequestError(f"model: {model!r:.60} is none; give what blockdiff.load(path) returns")
@@ -108,20 +108,20 @@ def sampling_settings(
 
 
 def _drafter(model: BlockDiffusionModel) -> BlockDiffusionModel | None:
-    """The model that drafts for a target; None if the model does all by itself."""
+    """Return the model that drafts for a target; None if the model has no drafter."""
     denoiser = getattr(model, "denoiser", model)
     return None if denoiser is model else denoiser
 
 
 def _diffusion(origin: Path | None, config: Any) -> DiffusionSettings:
-    """The settings of diffusion beside a checkpoint; without one, those of its family."""
+    """Return the diffusion settings stored with a checkpoint; if there are none, those of its family."""
     if origin is not None:
         return DiffusionSettings.from_pretrained(origin, config)
     return DiffusionSettings() if config is None else DiffusionSettings.of_family(config)
 
 
 def _image_reader(model: BlockDiffusionModel, tokenizer: PreTrainedTokenizerBase | None) -> ImageReader | None:
-    """The reader of images for a model that takes them; the files that it carries say how they are cut."""
+    """Return the image reader of a model with images; the checkpoint's files determine how images are cut."""
     config: Any = getattr(model, "config", None)
     carried = getattr(model, "carried", None)
     tokens = None if config is None else config.image_tokens()
@@ -133,7 +133,7 @@ def _image_reader(model: BlockDiffusionModel, tokenizer: PreTrainedTokenizerBase
 
 
 def _origin(model: BlockDiffusionModel) -> Path | None:
-    """The directory of the checkpoint that a model came from, if files were carried from one."""
+    """Return the directory of the model's checkpoint, if files were carried over from it."""
     carried = getattr(model, "carried", None)
     return next((file.parent for file in carried.side_files), None) if carried is not None else None
 
@@ -141,10 +141,10 @@ def _origin(model: BlockDiffusionModel) -> Path | None:
 def prepare_sequences(
     request: Request, settings: SamplingSettings, seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[Sequence]:
-    """The answers to a request that are to be drawn: one, or `best_of`; RequestError says why it cannot be answered.
+    """Make the sequences that answer a request: one, or `best_of`; RequestError if it cannot be answered.
 
-    seed: what the request's own seed follows from where it brings none; device: the model's. The seeds of answers after
-    the first follow from that one's.
+    seed: the seed from which the request's seed derives if it has none; device: the model's. The seeds of later answers
+    derive from the first one's.
     """
     prompt, tokens, images = request.as_tokens(settings.tokenizer, settings.vocab_size, settings.image_reader)
     if request.prompt is not None and settings.diffusion.prompts == "chat":
@@ -221,7 +221,7 @@ def prepare_sequences(
 
 
 def another_draw(first: Sequence, draw: int) -> None:
-    """Add another answer to the draws of `first`, before it has begun, with a seed that follows from its own."""
+    """Add another answer to the draws of `first`, before it begins, with a seed derived from the first one's."""
     seed, round = child_seed(first.seed, draw), replace(first.round)
     own = replace(first, draw=draw, seed=seed, round=round, tokens=[], steps=[], top_logprobs=[], token_ids=[])
     own.control = None if first.control is None else first.control.copy()
@@ -229,7 +229,7 @@ def another_draw(first: Sequence, draw: int) -> None:
 
 
 def _require_plain(strategy: Strategy, max_steps: int) -> None:
-    """Raise RequestError for a strategy that changes the distributions of a step."""
+    """Raise RequestError for a strategy with top_k, top_p or min_p."""
     if not all(strategy.shape(step, max_steps).is_plain for step in range(max_steps)):
         raise RequestError(
             "a strategy with top_k, top_p or min_p changes the draws that a template, a constraint, banned texts, "

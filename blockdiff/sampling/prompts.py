@@ -1,4 +1,4 @@
-"""Reading a prompts file: one request per line; a line that is no request becomes an error, and the others are read.
+"""Read a prompts file: one request per line. An invalid line becomes a failed result; the others are still read.
 
 Lines are read as training reads rows, by `blockdiff.data.rows`.
 """
@@ -40,13 +40,13 @@ NEAR = 5  # letters of a key; a longer one is refused if it is nearly an option
 
 
 def read_prompts(path: str | Path) -> list[Request | Result]:
-    """One entry per line that is not blank: a request, or the failed result of a line that is none.
+    """Read a prompts file: for each line that is not blank a request, or a failed result if the line is invalid.
 
-    path: a JSONL file, or `-` for standard input. A line is a row as training reads them, whose response, or answer
-    at the end of the messages, is left out, and may have `id` (else its number, from 1) and the fields of a `Request`.
-    Paths of images are seen from the file's folder, and stay in it. A key that is written like an option and is none
-    is an error; other keys are data. `Sampler.generate` takes the entries as they are. Raises DataError for a file that
-    cannot be read or in which no line is a request.
+    path: a JSONL file, or `-` for standard input. A line is a row as training reads it, whose response, or final answer
+    of the messages, is left out. It may have `id` (default: its line number, from 1) and the fields of a `Request`.
+    Paths of images are relative to the file's folder and must stay in it. A key that is spelled almost like an option
+    is an error; other keys are data. `Sampler.generate` accepts the entries as they are. Raises DataError for a file
+    that cannot be read or has no valid line.
     """
     entries: list[Request | Result] = []
     line_of_id: dict[str, int] = {}
@@ -77,7 +77,7 @@ def read_prompts(path: str | Path) -> list[Request | Result]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, with their numbers."""
+    """Yield the lines of a file that are not blank, with their numbers."""
     try:
         with _opened(path) as file:
             for number, line in enumerate(file, start=1):
@@ -118,7 +118,7 @@ def _request(id: str | int, record: dict[str, Any], where: str) -> Request:
 
 @lru_cache(maxsize=1024)
 def _option(key: str) -> str | None:
-    """The option or setting that a key is, or is nearly written like; None for a key that is data."""
+    """Return the option that a key is, or is nearly spelled like; None for a key that is data."""
     name = key.strip().lower().replace("-", "_").replace(" ", "_")
     known = {each.replace("_", ""): each for each in (*SETTINGS, *OPTIONS)}
     is_long = len(name) > NEAR  # a short word, such as score, is near to others by chance

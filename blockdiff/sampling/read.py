@@ -59,11 +59,11 @@ class Read:
 
 @dataclass(eq=False)
 class RunningRead:
-    """A read of one prompt under way: its draws are `sequences` for an engine, and `answer` is for when they are done.
+    """A read of one prompt: an engine runs its draws, `sequences`, then `answer` has the result.
 
     holes: by name, the positions in the canvas and the tokens of each choice (None: a free hole's position).
-    log_probabilities: by the number of each draw that is done and by hole, those of its choices among all tokens, in
-    nats, fp64 (of a free hole those of all tokens, -inf for what is no text).
+    log_probabilities: by the index of each finished draw and by hole, the log-probabilities of its choices among all
+    tokens, in nats, fp64 (for a free hole of all tokens, -inf for tokens without text).
     """
 
     model: BlockDiffusionModel
@@ -84,10 +84,10 @@ class RunningRead:
         draws: int = 4,
         seed: int = 0,
     ) -> RunningRead:
-        """The read of a request's prompt; RequestError says what of it cannot be.
+        """Prepare the read of a request's prompt; RequestError for a read that cannot be done.
 
-        steps: denoising steps before the distributions are read; draws: of the noise, by seeds that follow from the
-        request's, or from `seed` where it brings none.
+        steps: denoising steps before the distributions are read; draws: the number of draws of the noise, with seeds
+        derived from the request's seed, or from `seed` if it has none.
         """
         for name, value, most in (("steps", steps, MOST_STEPS), ("draws", draws, MOST_DRAWS)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
@@ -132,7 +132,7 @@ class RunningRead:
         return reading
 
     def answer(self) -> Read:
-        """The distributions over all draws; RequestError if a draw could not be read."""
+        """Average the distributions over all draws; RequestError if a draw could not be read."""
         self.require_read()
         tokenizer = require_tokenizer("a read", self.settings)
         probabilities, spread = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
@@ -162,7 +162,7 @@ class RunningRead:
         return torch.stack([self.log_probabilities[n][name] for n in range(len(self.sequences))])
 
     def _reader(self, draw: int) -> abc.Callable[[Tensor], None]:
-        """The reader of a draw's last step."""
+        """Return the callback that reads the holes from a draw's last hidden states."""
 
         def read(hidden_LD: Tensor) -> None:
             self.log_probabilities[draw] = {
@@ -173,7 +173,7 @@ class RunningRead:
         return read
 
     def _log_probabilities(self, hidden_nD: Tensor, choices: dict[str, list[int]] | None) -> Tensor:
-        """Those of a hole's choices, or of all tokens at a free position, at temperature 1."""
+        """Return the log-probabilities of a hole's choices, or of all tokens at a free position, at temperature 1."""
         logits_nV = self.model.vocabulary.logits(hidden_nD).double()
         if choices is not None:
             ids_Xn = torch.tensor([*choices.values()], device=logits_nV.device)
@@ -187,9 +187,9 @@ class RunningRead:
 def _holes(
     template: str, choices: Choices | None, request: Request, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, tuple[int, dict[str, list[int]] | None]], str]:
-    """The holes of a template by name, and the template with their sizes in the place of their names.
+    """Return a template's holes by name, and the template with sizes in place of names.
 
-    A hole has its number of tokens, and the tokens of each choice (None: it is free).
+    A hole is its number of tokens, and the tokens of each choice (None: it is free).
     """
     holes, filled = dict[str, tuple[int, dict[str, list[int]] | None]](), ""
     for part in parse_template(template):
@@ -208,7 +208,7 @@ def _holes(
 
 
 def _choices(hole: Hole, choices: Choices | None, others: abc.Container[str]) -> abc.Sequence[str]:
-    """The choices of a hole, none for a free one; RequestError for holes and choices that do not belong together."""
+    """Return the choices of a hole, empty for a free one; RequestError if hole and choices do not fit together."""
     if hole.name is None:
         raise RequestError(f"the template's hole <?{hole.tokens}> has no name; a read tells holes apart by <?name>")
     if hole.name in others:
@@ -228,7 +228,7 @@ def _choices(hole: Hole, choices: Choices | None, others: abc.Container[str]) ->
 
 
 def _size(hole: Hole, tokens: dict[str, list[int]]) -> int:
-    """The number of tokens of a hole's choices; RequestError if they have not equally many."""
+    """Return the number of tokens of a hole's choices; RequestError if the choices differ in it."""
     (one, first), *others = tokens.items()
     for other, its in others:
         if len(its) != len(first):

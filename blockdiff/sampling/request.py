@@ -72,7 +72,7 @@ class Request(RequestOptions):
             raise RequestError(f"the id of a request must be text or an integer, got {self.id!r:.80}")
 
     def __repr__(self) -> str:
-        """The id, and the fields that are not at their defaults."""
+        """The id, and the fields that differ from their defaults."""
         asked = {
             each.name: getattr(self, each.name) for each in sorted(fields(self), key=lambda each: bool(each.kw_only))
         }
@@ -81,12 +81,12 @@ class Request(RequestOptions):
 
     @property
     def form(self) -> str | None:
-        """The name of the field that says the form of the whole response; None if none does."""
+        """The name of the field that determines the form of the whole response; None if none does."""
         return next((name for name in FORMS if getattr(self, name) is not None), None)
 
     @property
     def control_in_words(self) -> str:
-        """The control in words, as "regex '[0-9]+'"; empty where everything may stand in the response."""
+        """The control in words, such as "regex '[0-9]+'"; empty if the response is unrestricted."""
         words = []
         if self.template is not None:
             words.append(f"template {self.template!r}")
@@ -115,7 +115,7 @@ class Request(RequestOptions):
             raise DataError(str(error)) from None
 
     def check(self) -> None:
-        """Raise RequestError, with one line that says what is wrong, for fields that cannot be answered."""
+        """Raise RequestError, with one line that names the mistake, for fields that cannot be answered."""
         if wrong := broken_rule(self, RULES) or self._contradiction():
             raise RequestError(wrong)
         for name in ("stop", "banned"):
@@ -128,7 +128,7 @@ class Request(RequestOptions):
                 raise RequestError(str(error)) from None
 
     def _contradiction(self) -> str | None:
-        """The first fields that do not go together, in words; None if all do."""
+        """The first fields that contradict each other, in words; None if none do."""
         given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
             return f"give exactly one of prompt, messages and tokens, got {' and '.join(given) or 'none'}"
@@ -164,9 +164,9 @@ class Request(RequestOptions):
     def as_tokens(
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, reader: ImageReader | None = None
     ) -> PromptTokens:
-        """The prompt as text ("" where it came as tokens), as tokens and with its images.
+        """Return the prompt as text ("" if it came as tokens), as tokens and with its images.
 
-        reader: of images, for a model that takes them. RequestError says what is wrong with the prompt.
+        reader: the image reader of a model with images. Raises RequestError for an invalid prompt.
         """
         self.check()
         try:
@@ -189,7 +189,7 @@ class Request(RequestOptions):
         return prompt
 
     def spelt(self, text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-        """The tokens of a text, such as the draft, called `name` in messages; RequestError if they spell another."""
+        """Return the tokens of a text, called `name` in messages; RequestError if they do not decode to it."""
         try:
             tokens = text_tokens(text, tokenizer, self.control_tokens, f"{name} {text!r:.60}")
         except DataError as error:
@@ -201,18 +201,18 @@ class Request(RequestOptions):
 
     @property
     def control_tokens(self) -> ControlTokens:
-        """The way to read control tokens that the texts of the request spell: allow them, or take them as text."""
+        """How control tokens that the request's texts spell are read: as control tokens, or as text."""
         return "allow" if self.allow_control_tokens else "text"
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """The model calls that an answer took part in; other requests may have shared them.
+    """The number of model calls that an answer took part in; other requests may have shared them.
 
     denoise: steps of its canvases; draft: passes of a drafter over its blocks; encode: chunks of the prompt that no
-    other request had encoded, committed canvases that were read by later ones or scored, and of `next_token` every
-    token but the last; verify: drafts that the next-token head has read, with a drafter the model's every call behind
-    the prompt. Calls that were repeated after a preemption count again.
+    other request had encoded, committed canvases that were read by later ones or scored, and under `next_token` every
+    token except the last; verify: drafts that the next-token head read, or with a drafter every call after the prompt.
+    Calls that were repeated after a preemption count again.
     """
 
     denoise: int = 0
@@ -233,7 +233,7 @@ class Forwards:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The tokens of a prompt, the log-probabilities of all but the first, and the likeliest tokens in their places."""
+    """A prompt's tokens, the log-probabilities of all except the first, and the likeliest tokens at their positions."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -274,21 +274,21 @@ class Result:
 
     @property
     def tokens_per_forward(self) -> float:
-        """The tokens for each model call: denoising steps, encodes and verifications, those of the prompt included."""
+        """The number of tokens per model call; denoising steps, encodes (the prompt's too) and verifications count."""
         return len(self.tokens) / max(1, self.forwards.total)
 
     @property
     def score(self) -> float | None:
-        """The mean log-probability per token, in nats; None if it was not asked for."""
+        """The mean log-probability per token, in nats; None if it was not requested."""
         return None if self.logprobs is None else sum(self.logprobs) / max(1, len(self.logprobs))
 
     @classmethod
     def failed(cls, id: str | int, error: object) -> Result:
-        """The result of a request that could not be answered, with the reason."""
+        """Return the result of a request that could not be answered, with the reason."""
         return cls(id, "", [], "error", [], error=str(error))
 
     def to_record(self) -> dict[str, Any]:
-        """The fields of an output line."""
+        """Return the fields of an output line."""
         names = ("id", "text", "tokens", "finish_reason", "steps")
         optional = {name: getattr(self, name) for name in ("reasoning", "tool_calls", *SCORES, "error")}
         record = {name: getattr(self, name) for name in names} | {"forwards": asdict(self.forwards)}
@@ -300,7 +300,7 @@ Prompt = str | Sequence[Message] | Request
 
 
 def as_request(prompt: Prompt, place: int) -> Request:
-    """A prompt in any accepted form as a request; its id is its place in the list unless it brings one."""
+    """Convert a prompt in any accepted form to a request; the id defaults to its index `place` in the list."""
     if isinstance(prompt, Request):
         return prompt
     if isinstance(prompt, str):
@@ -313,7 +313,7 @@ def as_request(prompt: Prompt, place: int) -> Request:
 
 
 def require_seed(seed: object) -> None:
-    """Raise RequestError for a seed that is not a whole number of 64 bits."""
+    """Raise RequestError for a seed that is not a 64-bit integer."""
     if not is_integer(seed) or not RULES["seed"].is_met(seed):
         raise RequestError(f"seed must be {RULES['seed'].words}, got {seed!r:.80}")
 

@@ -1,7 +1,7 @@
-"""A response is parsed into the model's reasoning, its text, and its calls of tools: whole, or as its tokens come.
+"""Parse a response into the model's reasoning, its text and its tool calls, all at once or as its tokens arrive.
 
-The formats of reasoning are here, those of calls in `tool_calls.py`. Only tokens count: a text that spells one of
-their marks neither thinks nor calls.
+The formats of reasoning are here, those of calls in `tool_calls.py`. Only tokens mark reasoning and calls: a text that
+spells a mark is plain text.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CONTEXT = 16  # tokens that are decoded again with new ones, for those before a 
 
 @dataclass(frozen=True)
 class ParsedResponse:
-    """The text of a response, the reasoning before it, and its calls of tools in the form that messages have them.
+    """The text of a response, the reasoning before it, and its tool calls in the form of messages.
 
-    reasoning, tool_calls: None if there are none. is_call_cut: the response ended within a call, which is left out.
-    Special tokens have no text.
+    reasoning, tool_calls: None if there are none. is_call_cut: True if the response ended within a call, which is left
+    out. Special tokens have no text.
     """
 
     text: str = ""
@@ -45,16 +45,16 @@ class ParsedResponse:
 
 
 class GrowingText:
-    """The text of tokens to which others are added, of which the last `CONTEXT` are decoded again with the new ones.
+    """The text of a growing list of tokens; only the last `CONTEXT` known tokens are decoded again with the new ones.
 
-    All tokens are decoded where new ones have changed the text of those before them.
+    All tokens are decoded if new ones change the text of earlier ones.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]):
         self._decode, self._tokens, self._text = decode, list[int](), ""
 
     def read(self, tokens: list[int]) -> str:
-        """The text of these tokens, of which those that were read before are not all decoded again."""
+        """Return the text of `tokens`, with the decoded text of the previous call if they begin with its tokens."""
         count = len(self._tokens)
         if tokens[:count] != self._tokens:
             self._tokens, self._text, count = [], "", 0
@@ -67,11 +67,11 @@ class GrowingText:
 
 
 class ResponseParser:
-    """Parses the response to a request; give `add` its tokens, in one piece or as they are committed.
+    """Parses the response to a request. Pass its tokens to `add`, all at once or as they are committed.
 
-    Reasoning is what stands between its tokens, wherever and however often; the text is all that stands outside and is
-    no call of a tool. Reasoning that is never closed has no text after it. If the request has an empty list of tools,
-    nothing is a call. prompt: its text, which may have opened the reasoning.
+    Reasoning is all text between the reasoning tokens, wherever and however often they occur; the text is everything
+    outside that is no tool call. Reasoning that is never closed is followed by no text. If the request has an empty
+    list of tools, nothing is a call. prompt: the prompt's text, which may have opened the reasoning.
     """
 
     def __init__(self, request: Request, settings: SamplingSettings, prompt: str):
@@ -93,7 +93,7 @@ class ResponseParser:
         self._thoughts.append(([], GrowingText(self._settings.text)))
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take the next tokens of the response."""
+        """Add the next tokens of the response."""
         for token in tokens:
             if token == self._opens:
                 self._is_open = True
@@ -109,10 +109,10 @@ class ResponseParser:
             self._parsed = end
 
     def whole(self, is_stopped: bool = False, is_cut: bool = False) -> ParsedResponse:
-        """The response when no more tokens come.
+        """Return the parsed response after its last token.
 
-        is_stopped: a stop text has ended it, before which its text or its reasoning ends; is_cut: it has no more room.
-        A call that is not whole then is left out.
+        is_stopped: a stop text ended the response, so its text or reasoning ends before that text; is_cut: the response
+        reached its token limit. In both cases an unfinished call is left out.
         """
         rest, begun = self._answer[self._parsed :], None
         if self._calls_format and (is_stopped or is_cut) and not self._is_open:
@@ -127,13 +127,13 @@ class ResponseParser:
         return ParsedResponse(text, reasoning, self._calls or None, begun is not None)
 
     def _before_stop(self, text: str, tokens: list[int]) -> str:
-        """The text of tokens up to the first stop text, which the last of them has completed."""
+        """Return the text of tokens up to the first stop text, which the last token completed."""
         before = len(self._settings.text(tokens[:-1]).rstrip(HALF))
         places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops)
         return text[: min((place for place in places if place >= 0), default=None)]
 
     def _sure(self, text: str) -> str:
-        """The text without its end, if that may be half a character or begin a stop text."""
+        """Return the text without an end that may be half a character or the beginning of a stop text."""
         text = text.rstrip(HALF)
         for stop in self._stops:
             begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
@@ -141,9 +141,9 @@ class ResponseParser:
         return text
 
     def so_far(self) -> ParsedResponse:
-        """The beginning of the response that more tokens do not change.
+        """Return the part of the response that later tokens cannot change.
 
-        Halves of characters are held back, and what may begin a stop text or a call.
+        It leaves out half characters and possible beginnings of a stop text or call.
         """
         rest = self._answer[self._parsed :]
         if self._calls_format and (begun := self._calls_format.begin(rest, self._tools)) is not None:
@@ -154,7 +154,10 @@ class ResponseParser:
         return ParsedResponse(text, self._reasoning(may_go_on=self._is_open), list(self._calls) or None)
 
     def _reasoning(self, may_go_on: bool = False, is_stopped: bool = False) -> str | None:
-        """All reasoning, each on a line of its own; None if there is none. is_stopped: a stop text ends the last."""
+        """Return all reasoning, one piece per line; None if there is none.
+
+        may_go_on: the last piece may grow; is_stopped: a stop text ends the last piece.
+        """
         texts = [text.read(tokens) for tokens, text in self._thoughts]
         if is_stopped:
             texts[-1] = self._before_stop(texts[-1], self._thoughts[-1][0])
@@ -165,7 +168,7 @@ class ResponseParser:
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """True if the text of a prompt ends with the beginning of reasoning, as some chat templates write it."""
+    """True if a prompt ends with the beginning of reasoning, as some chat templates write it."""
     return prompt.rstrip().endswith(tuple((opens + name).rstrip() for opens, _, name in REASONING))
 
 
@@ -177,7 +180,7 @@ def parse(
     is_stopped: bool = False,
     is_cut: bool = False,
 ) -> ParsedResponse:
-    """The parts of a response whose tokens are all there, as `ResponseParser.whole` has them."""
+    """Parse a complete response; the arguments and the result are those of `ResponseParser.whole`."""
     parser = ResponseParser(request, settings, prompt)
     parser.add(tokens)
     return parser.whole(is_stopped, is_cut)
@@ -185,7 +188,7 @@ def parse(
 
 @functools.lru_cache(maxsize=4)
 def reasoning_format(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int | None, int | None, str]:
-    """The tokens around reasoning that a vocabulary has, and the text after the first; None if it has none."""
+    """Return the vocabulary's tokens before and after reasoning, and the text after the first; None if it has none."""
     for opens, closes, name in REASONING if tokenizer is not None else ():
         if (ids := token_ids(tokenizer, opens, closes)) is not None:
             return ids[0], ids[1], name

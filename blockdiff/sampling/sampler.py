@@ -1,4 +1,4 @@
-"""The simple door: prompts in, results out."""
+"""The simple interface: prompts in, results out."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ OnStep = Callable[[Any], object]
 
 
 class Sampler:
-    """Answers prompts with a model; what may be left out is said at `sampling_settings`.
+    """Answers prompts with a model; `sampling_settings` documents the arguments that may be left out.
 
-    A sampler makes one engine, with its first call, and goes on with it: captured steps and the memory of pages are
-    there for the next call (`release` gives them back). Weights may change in place between calls; where they have
-    moved to another device or dtype the engine is made anew. Calls may overlap, in turns or from several threads: their
-    requests share the engine's rows, those of the call that began first before the others', and whoever steps
-    steps for all. Under autocast every call has an engine of its own: its steps read the weights as torch has cast
-    them, which are gone when autocast ends.
+    A sampler makes one engine at its first call and keeps it, with its captured steps and pages, for the next ones
+    (`release` frees their memory). Weights may change in place between calls; if they have moved to another device or
+    dtype, the engine is made again. Calls may overlap, in turns or from several threads: their requests share the
+    engine's rows, those of the call that began first before the others', and a step by one caller advances all. Under
+    autocast every call has an engine of its own, because its steps read weights that torch has cast, which are freed
+    when autocast ends.
 
-    Prompts that begin alike share their beginning, within a call and from call to call while the weights stay as they
-    are. pages: where prefixes lie (None: pages of its own, which grow to hold the largest call so far).
+    Prompts with the same beginning share its pages, within a call and from call to call while the weights do not
+    change. pages: the store of prefixes (None: the sampler makes its own, which grows to hold the largest call so far).
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Sampler:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer, which turns words into tokens and back."""
+        """The tokenizer."""
         return self.settings.tokenizer
 
     @property
     def generation(self) -> Generation:
-        """The settings, with the special tokens that are in force."""
+        """The generation settings, with the special tokens that are in force."""
         return self.settings.generation
 
     @property
@@ -95,12 +95,12 @@ class Sampler:
         return self.settings.strategy
 
     def release(self) -> None:
-        """Give back the memory that the engine keeps from call to call; calls under way keep theirs to their end."""
+        """Free the memory that the engine keeps between calls; running calls keep theirs to their end."""
         with self._turn:
             self._engine = None
 
     def forget(self) -> None:
-        """Let the next calls encode anew what earlier ones did, as after writes to weights that torch does not see."""
+        """Make the next calls encode prefixes again, as after writes to weights that torch does not track."""
         with self._turn:
             pages = self.pages if self._engine is None else self._engine.pages
             if pages is not None:
@@ -122,12 +122,12 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         over: BlockDiffusionModel | None = None,
     ) -> Sampler:
-        """A sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; the rest as in `load`.
+        """Load a sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; see also `load`.
 
-        adapter: a directory in PEFT's format; a tokenizer and settings beside it go before the model's. What cannot be
-        used is refused before the weights are read. mesh: over which ranks the weights are split; each then makes the
-        same calls. generation, tokenizer: replace those of the checkpoint. over: the model of the checkpoint, where it
-        is loaded already: the adapter goes over its weights, which both then share.
+        adapter: a directory in PEFT's format; a tokenizer and settings in it take precedence over the model's. Invalid
+        arguments are refused before the weights are read. mesh: the ranks over which the weights are split; each rank
+        must make the same calls. generation, tokenizer: replace those of the checkpoint. over: the checkpoint's model,
+        if it is loaded already; the adapter is put over its weights, which both then share.
         """
         files = model_files(path_or_hub_id, adapter, with_weights=False)
         config = read_config(files.weights)
@@ -163,12 +163,12 @@ class Sampler:
         """Answer prompts: raw texts, message lists or `Request`s; one `Result` each, in the same order.
 
         `batch_size` rows run together. `max_new_tokens` is rounded up to whole canvases. `on_canvas` is called with
-        every committed canvas and `on_step` with every denoising step (which costs a copy to the host each) and, of
-        verified canvases, with every `Verification`. `graphs` is that of `Engine`. A `Result` among the
-        prompts, as `read_prompts` has for a line that is none, is returned as it is.
+        every committed canvas, and `on_step` with every denoising step (each costs a copy to the host) and, for
+        verified canvases, with every `Verification`. `graphs` is that of `Engine`. A `Result` among the prompts, as
+        `read_prompts` returns for an invalid line, is returned unchanged.
 
-        Raises RequestError, before any is answered, for a prompt that cannot be. An answer that fails on the way has an
-        `error`, and the others are given all the same.
+        Raises RequestError for a prompt that cannot be answered, before any is. An answer that fails later has an
+        `error`, and the others are still returned.
         """
         entries = self._entries(prompts, seed, max_new_tokens, max_steps, is_strict=True)
         answers = dict(self._answers(entries, batch_size, on_canvas, on_step, graphs))
@@ -185,10 +185,10 @@ class Sampler:
         on_step: OnStep | None = None,
         graphs: bool | None = None,
     ) -> Iterator[tuple[int, Result]]:
-        """The results of `generate` as they come: the place of a prompt and its result.
+        """Yield the results of `generate` as they are finished: the index of a prompt, and its result.
 
-        A prompt that cannot be answered gives a result with an `error`, and the others are answered. Thousands of
-        prompts are taken a part at a time, so that not all of their images have to be held.
+        A prompt that cannot be answered yields a result with an `error`, and the others are answered. Thousands of
+        prompts are prepared in parts, so that not all of their images are in memory.
         """
         prompts = _listed(prompts)
         _require_batch_size(batch_size)
@@ -208,9 +208,9 @@ class Sampler:
         is_strict: bool,
         first: int = 0,
     ) -> list[list[Sequence] | Result]:
-        """The draws of each prompt; of one that cannot be answered its failed result, or where strict RequestError.
+        """Return the draws of each prompt, or its failed result if it is invalid; if `is_strict`, RequestError instead.
 
-        first: the place of the first one.
+        first: the index of the first prompt.
         """
         prompts = _listed(prompts)
         require_seed(seed)
@@ -245,11 +245,11 @@ class Sampler:
         seed: int = 0,
         batch_size: int = 32,
     ) -> list[Read]:
-        """The distributions of a template's holes for prompts as in `generate`, one `Read` each, in the same order.
+        """Read the distributions of a template's holes, for prompts as in `generate`: one `Read` each, in order.
 
-        `<?answer>` is a hole for one of `choices["answer"]`, texts of equally many tokens; `<?answer:3>` a free one of
-        three tokens. They are read after `steps` denoising steps, and averaged over `draws` draws of the noise. Raises
-        RequestError for what cannot be read, before anything runs.
+        `<?answer>` is a hole for one of `choices["answer"]`, texts with the same number of tokens; `<?answer:3>` is a
+        free hole of three tokens. Holes are read after `steps` denoising steps and averaged over `draws` draws of the
+        noise. Raises RequestError for a read that cannot be done, before anything runs.
         """
         prompts = _listed(prompts)
         require_seed(seed)
@@ -277,10 +277,10 @@ class Sampler:
         batch_size: int = 32,
         is_calibrated: bool = True,
     ) -> list[list[Answer]]:
-        """The answers to typed questions about each of the prompts, text or messages as in `generate`, in order.
+        """Answer typed questions about each prompt (text or messages, as in `generate`), in order.
 
-        asking: the form of the questions, how many steps and draws they take, and whether they share canvases;
-        is_calibrated: whether temperatures that were fitted to such questions are applied. Raises RequestError for what
+        asking: the form of the questions, the number of steps and draws, and whether questions share canvases;
+        is_calibrated: whether temperatures fitted to such questions are applied. Raises RequestError for questions that
         cannot be asked, before anything runs.
         """
         prompts = _listed(prompts)
@@ -297,7 +297,7 @@ class Sampler:
         return [each.answers(fitted) for each in running]
 
     def run(self, decisions: Iterable[RunningDecision], batch_size: int = 32) -> None:
-        """Run decisions that were prepared with the model and the settings of this sampler; each says what failed."""
+        """Run decisions prepared with this sampler's model and settings; each one records its own error."""
         for _ in self._answers([draws for each in decisions for draws in each.sequences], batch_size, None, None, None):
             pass
 
@@ -309,7 +309,7 @@ class Sampler:
         on_step: OnStep | None,
         graphs: bool | None,
     ) -> Iterator[tuple[int, Result]]:
-        """The results of entries as they come, after their places; those that are there already come first."""
+        """Yield the index and result of each entry as it is finished; entries that are results already come first."""
         _require_batch_size(batch_size)
         yield from ((place, entry) for place, entry in enumerate(entries) if isinstance(entry, Result))
         asked = [(place, entry) for place, entry in enumerate(entries) if not isinstance(entry, Result)]
@@ -358,7 +358,7 @@ class Sampler:
         return 0 if self._engine is None else self._engine.encoded_tokens
 
     def _engine_for(self, rows: int, room: tuple[int, int, int], graphs: bool | None) -> Engine:
-        """The engine for a call of so many rows; room: what `Engine.grow` is asked for."""
+        """Return the engine for a call of `rows` rows; room: the arguments of `Engine.grow`."""
         model, engine = self.model, self._engine
         if torch.is_autocast_enabled(model.device.type):
             return self._made_engine(rows, room)
@@ -390,7 +390,7 @@ class Sampler:
         return engine
 
     def _step(self, engine: Engine, events: list[tuple[Sequence, Event]]) -> list[tuple[Sequence, Event]]:
-        """The events of a call, after a step for all calls where there are none yet."""
+        """Return the events of a call; if there are none yet, first run a step for all calls."""
         with self._turn:
             if not events:
                 if engine.is_closed:
@@ -416,7 +416,7 @@ def _require_batch_size(batch_size: object) -> None:
 
 
 def _listed(prompts: Iterable[_T]) -> list[_T]:
-    """The prompts; RequestError if they are no list."""
+    """Return the prompts as a list; RequestError if they are one text or not iterable."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         given = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
         raise RequestError(f"prompts must be a list, got {given}; write [prompt]")
@@ -424,12 +424,12 @@ def _listed(prompts: Iterable[_T]) -> list[_T]:
 
 
 def _named(error: RequestError, place: int, prompts: list[_T]) -> RequestError:
-    """The error of one of the prompts, which names its place where there are several."""
+    """Return the error of one prompt, with its index if there are several."""
     return RequestError(f"prompts[{place}]: {error}") if len(prompts) > 1 else error
 
 
 def _with_defaults(request: Request, settings: Generation) -> Request:
-    """A request with the settings of the call where it brings none of its own."""
+    """Fill a request's missing settings with those of the call."""
     return replace(
         request,
         max_new_tokens=settings.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens,

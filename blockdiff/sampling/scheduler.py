@@ -23,17 +23,18 @@ MOST_OWNERS = 1000  # whose turns are remembered
 
 @dataclass
 class Scheduler:
-    """The sequences that are admitted, and a queue of at most `max_waiting` before them.
+    """The admitted sequences, and a queue of at most `max_waiting` sequences.
 
-    They come in the order of their arrival, or by turns of their owners: rows and chunks of prompts alike.
+    Sequences are admitted in order of arrival, or, if they have owners, by turns of the owners; prompt chunks likewise.
 
-    At most `max_rows` sequences run. Up to as many more are encoded meanwhile, in groups, so that another one can take
-    the place of a sequence that ends in the same step.
+    At most `max_rows` sequences run. Up to as many more are admitted and encoded meanwhile, in groups, so that a
+    sequence that ends can be replaced in the same step.
 
-    chunk_tokens: a prompt is encoded in chunks that end at multiples of it, and a response in chunks of `answer_chunk`;
-    round_length: that of the settings; tokens_per_step: the tokens that a step encodes and denoises: prompts wait where
-    canvases and commits leave no room, but one chunk is encoded in every step; preemptions: the number of sequences
-    sent back to the queue so far; turns: the steps that encoded prompts of each owner, the one longest ago first.
+    chunk_tokens: prompts are encoded in chunks that end at multiples of it, responses in chunks of `answer_chunk`;
+    round_length: as in the settings; tokens_per_step: the tokens that a step encodes and denoises. Prompts wait if
+    canvases and commits leave no room, but every step encodes at least one chunk. preemptions: the number of times that
+    a sequence was sent back to the queue; turns: for each owner the number of steps that encoded its prompts, least
+    recently served first.
     """
 
     pages: Pages
@@ -50,9 +51,9 @@ class Scheduler:
     turns: dict[str, int] = field(default_factory=dict)
 
     def limit(self, max_rows: int, tokens_per_step: int | None = None) -> None:
-        """Set how many sequences run at most, and the tokens of a step; ValueError for too few tokens.
+        """Set the most sequences that run and the tokens of a step; ValueError for fewer tokens than a canvas has.
 
-        tokens_per_step: at least those of a canvas (None: twice the canvases of so many rows).
+        tokens_per_step: None for twice the canvases of `max_rows` rows.
         """
         self.tokens_per_step = tokens_per_step or max(2 * max_rows * self.round_length, self.answer_chunk)
         if self.tokens_per_step < self.round_length:
@@ -60,15 +61,16 @@ class Scheduler:
         self.max_rows = min(max_rows, self.tokens_per_step // self.round_length)
 
     def add(self, *sequences: Sequence) -> None:
-        """Let sequences wait to be admitted, all or none; raises Full if the queue has no room for them."""
+        """Put sequences into the queue, all or none; raises Full if it has no room for them."""
         if len(self.waiting) + len(sequences) > self.max_waiting:
             raise Full(f"{len(self.waiting)} requests wait already, and no more than {self.max_waiting} may; ask later")
         self.waiting.extend(sequences)
 
     def admit(self) -> None:
-        """Admit sequences that wait, as long as memory has room for all their tokens and a canvas.
+        """Admit waiting sequences while memory has room for all their tokens and a canvas.
 
-        An owner who has none comes at once, if need be in the place of one of another owner's several.
+        A sequence whose owner has none admitted is admitted at once, if need be in place of a sequence of an owner with
+        several.
         """
         max_admitted = self.max_rows * (2 if self.running else 1)
         begins_group = 2 * (len(self.admitted) - len(self.running)) < self.max_rows
@@ -96,7 +98,7 @@ class Scheduler:
             self.admitted.append(first)
 
     def _free_place(self) -> bool:
-        """Send the last sequence that does not run of the owner with most back to the queue; False if none has two."""
+        """Preempt one sequence that does not run, of the owner with the most admitted; False if no owner has two."""
         counts, running = Counter(each.owner for each in self.admitted), set(map(id, self.running))
         several = [each for each in reversed(self.admitted) if counts[each.owner] > 1 and id(each) not in running]
         if several:
@@ -104,14 +106,14 @@ class Scheduler:
         return bool(several)
 
     def _next(self) -> Sequence:
-        """The next sequence to admit: the first of those whose owner has the fewest."""
+        """Return the next sequence to admit: the first one whose owner has the fewest admitted."""
         if not self.waiting[0].owner:
             return self.waiting[0]
         counts = Counter(each.owner for each in self.admitted)
         return min(self.waiting, key=lambda each: counts[each.owner])
 
     def give_way(self) -> None:
-        """Send sequences between two canvases back to the queue while there is no row for those of poorer owners."""
+        """Preempt sequences between two canvases if owners with fewer running sequences have no free row."""
         running = [each for each in self.running if each.paged is not None]
         if not any(each.owner for each in running):
             return
@@ -126,11 +128,11 @@ class Scheduler:
                 free += 1
 
     def most_added(self, run: int) -> int:
-        """The most tokens of a sequence that go into one call, where its longest run of images has so many."""
+        """The most tokens of a sequence that one call encodes, if its longest run of image tokens has `run`."""
         return max(self.chunk_tokens, self.round_length) + run
 
     def leave(self, sequence: Sequence) -> None:
-        """Take away a sequence's place in the queue, or among the admitted, with its pages."""
+        """Remove a sequence from the queue or the admitted ones, and free its pages."""
         if sequence.paged is None:
             self.waiting.remove(sequence)
         else:
@@ -138,15 +140,15 @@ class Scheduler:
             self._release(sequence)
 
     def preempt_all(self) -> None:
-        """Send all sequences back to the queue, in their order; each keeps its committed canvases."""
+        """Send all admitted sequences back to the queue in their order; each keeps its committed canvases."""
         for sequence in reversed(self.admitted.copy()):
             self._preempt(sequence)
         self.running = []
 
     def chunks(self, of_running: bool = False) -> list[tuple[Sequence, int]]:
-        """The pairs (sequence, number of its tokens to encode in this step): committed canvases first, then prompts.
+        """Return pairs of a sequence and the number of its tokens to encode in this step.
 
-        of_running: whether only sequences that were running in the step before are asked for.
+        Committed canvases come before prompts. of_running: consider only sequences that ran in the step before.
         """
         candidates = [each for each in self.running if each.paged is not None] if of_running else self.admitted
         unencoded = [each for each in candidates if each.round.to_encode(each) > 0]
@@ -175,10 +177,10 @@ class Scheduler:
         return [(sequence, count) for sequence, count in chosen if sequence.paged is not None]
 
     def _by_turns(self, prompting: list[Sequence]) -> list[Sequence]:
-        """Prompts in the order in which they are encoded: that of their admission, or by turns of their owners.
+        """Sort prompts for encoding: in order of admission, or by turns of their owners.
 
-        An owner's prompts come in the order of their admission and the shortest first, by turns, so that no long one
-        keeps the others waiting and none waits for ever.
+        An owner's turns alternate between its earliest and its shortest prompt, so that a long prompt does not block
+        the others and none waits for ever.
         """
         if not any(each.owner for each in prompting):
             return prompting
@@ -194,7 +196,7 @@ class Scheduler:
         return [each for rank in ranks for each in rank if each is not None]
 
     def start_running(self) -> list[Sequence]:
-        """Choose the running sequences among those with nothing left to encode; those that were running come first."""
+        """Choose the running sequences among those with nothing left to encode, first those that already ran."""
         running = [each for each in self.running if each.paged is not None and not each.round.to_encode(each)]
         if len(running) < self.max_rows:
             still_running = set(map(id, running))
@@ -207,7 +209,7 @@ class Scheduler:
         return running
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Share pages in which other sequences have encoded the same tokens; tokens to be scored are encoded anew."""
+        """Share pages in which other sequences encoded the same tokens, except for tokens that must be scored."""
         assert sequence.paged is not None
         end = (
             sequence.first_scored + len(sequence.logprobs or ()) - 1 if sequence.is_scored else len(sequence.token_ids)
@@ -219,9 +221,9 @@ class Scheduler:
         sequence.shared_tokens += max(0, found - max(before, sequence.num_preempted))
 
     def _shares_soon(self, sequence: Sequence, pages: set[tuple[int, ...]]) -> bool:
-        """True if a sequence gets no chunk now: all of it is encoded, or another one encodes its next page.
+        """True if a sequence needs no chunk now: all of it is encoded, or another sequence encodes its next page.
 
-        pages: the pages that sequences before it encode in this step; its own next page is added.
+        pages: the pages that earlier sequences encode in this step; the sequence's next page is added.
         """
         if can_share := sequence.num_computed % self.pages.page_tokens == 0:
             self._reuse(sequence)
@@ -234,7 +236,7 @@ class Scheduler:
         return False
 
     def _next_page(self, sequence: Sequence) -> int:
-        """The end of the next full page behind which another sequence could go on."""
+        """The end of the sequence's next full page that does not cut through a run of image tokens."""
         size = self.pages.page_tokens
         end = (sequence.num_computed // size + 1) * size
         while run_end(sequence.images, end) != end:
@@ -242,9 +244,9 @@ class Scheduler:
         return end
 
     def _chunk(self, sequence: Sequence) -> int:
-        """The number of tokens of a sequence that go into one call: up to the next multiple of a chunk, or a proposal.
+        """The number of a sequence's tokens that one call encodes: its proposal, or up to the next multiple of a chunk.
 
-        A chunk that would end within a run of placeholders ends with it.
+        A chunk that would end within a run of image tokens ends with the run.
         """
         at, prompt = sequence.num_computed, sequence.num_prompted
         if at < prompt:
@@ -255,7 +257,7 @@ class Scheduler:
         return min(end, len(sequence.token_ids)) - at
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Make room for more tokens of a sequence, if need be by preempting those admitted after it, or itself."""
+        """Reserve pages for `count` more tokens; if need be, preempt the sequences admitted last, even this one."""
         while sequence.paged is not None:
             if self.pages.reserve(sequence.paged, count):
                 return True
@@ -266,7 +268,7 @@ class Scheduler:
         return False
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Send a sequence back to the head of the queue; it keeps its committed canvases and draws the others again."""
+        """Send a sequence to the head of the queue. It keeps committed canvases; the others are denoised again."""
         self.preemptions += 1
         sequence.num_preempted = max(sequence.num_preempted, sequence.num_computed)
         self.admitted.remove(sequence)

@@ -50,10 +50,10 @@ class Score:
 def next_token_logprobs(
     model: BlockDiffusionModel, before_D: Tensor, hidden_TD: Tensor, tokens_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities fp32 [T] of tokens (int64 [T]) given all before them, and the most probable tokens there.
+    """Compute log-probabilities, fp32 [T], of tokens (int64 [T]) given all before them, and the likeliest tokens.
 
-    before_D: the hidden state of the token before the first one; hidden_TD: those of the tokens themselves, of which
-    the last is not needed (so [T - 1, D] will do).
+    before_D: the hidden state of the token before the first one; hidden_TD: the hidden states of the tokens, of which
+    the last is not needed ([T - 1, D] is enough).
     """
     hidden_TD = torch.cat([before_D[None], hidden_TD[: len(tokens_T) - 1]])
     loss_T, argmax_T = model.vocabulary.scores(hidden_TD, tokens_T)
@@ -67,10 +67,11 @@ def score(
     continuations: Sequence[Sequence[int]],
     batch_size: int = 32,
 ) -> list[Score]:
-    """The score of each continuation after its context, in order; rows of similar length are encoded together.
+    """Score each continuation after its context, in order; rows of similar length are encoded together.
 
-    Every context needs a token (bos, say), for which ValueError is raised; a continuation may be empty. Source: the
-    definition, log p(y | x) = sum_i log p(y_i | x, y_<i). Raises BlockdiffError for a model without a next-token head.
+    Every context needs at least one token (such as bos), else ValueError is raised; a continuation may be empty.
+    Source: the definition, log p(y | x) = sum_i log p(y_i | x, y_<i). Raises BlockdiffError for a model without a
+    next-token head.
     """
     if not model.config.predicts_next_tokens:
         raise BlockdiffError(f"scores: {NO_HEAD}; ask it for answers, which canvases give")
@@ -88,12 +89,12 @@ def score(
 
 
 def best(answers: Sequence[Result]) -> Result:
-    """The answer with the highest mean log-probability per token, the earliest of equal ones.
+    """Return the answer with the highest mean log-probability per token, the earliest of equal ones.
 
-    Answers of the same tokens are equal, whatever rounding says of their scores. One that failed, or whose tokens have
-    not all been scored, comes last.
+    Answers with the same tokens are equal, whatever the rounding of their scores. Failed answers, and those with
+    unscored tokens, come last.
 
-    The mean and not the sum: every token costs, so by the sum the shortest answer would win, and an empty one always.
+    The mean is used because by the sum the shortest answer would win, and an empty one always.
     """
 
     def mean(answer: Result) -> float:
@@ -107,7 +108,7 @@ def best(answers: Sequence[Result]) -> Result:
 
 
 def _scores(pairs: list[tuple[list[int], list[int]]], model: BlockDiffusionModel) -> list[Score]:
-    """The scores of one batch: all but the last tokens are encoded, in chunks of columns."""
+    """Score one batch: all tokens except the last are encoded, in chunks of columns."""
     rows = [[*context, *continuation] for context, continuation in pairs]
     width, device = max(map(len, rows)), model.device
     tokens_BS = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)

@@ -33,8 +33,8 @@ NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtyp
 class Proposal:
     """Tokens at the end of a sequence's token_ids that are to be verified; there may be none.
 
-    given: the number of first ones that are accepted already; steps: the denoising steps, or passes of a drafter, that
-    made them; last_step: the number of the last of these.
+    given: the number of leading tokens that are accepted already; steps: the number of denoising steps or drafter
+    passes that made the tokens; last_step: the index of the last one.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -48,8 +48,8 @@ class Round(ABC):
     """The way in which one answer grows, with its state.
 
     head: the next-token sampling that decides every token (None: nothing is verified); proposal: the tokens at the end
-    of token_ids that the next call encodes and the head verifies (None: there is no proposal); places: those of
-    `Result`, of all answers to the request together.
+    of token_ids that the next call encodes and the head verifies (None: there is no proposal); places: as in `Result`,
+    counted over all answers to the request.
 
     As class attributes: denoises: whether canvases are denoised; leads: the number of accepted tokens that are encoded
     together with a proposal.
@@ -66,7 +66,7 @@ class Round(ABC):
     @classmethod
     @abstractmethod
     def of(cls, strategy: Strategy, settings: SamplingSettings) -> Self:
-        """The round of an answer that has not begun."""
+        """Return the round of an answer that has not begun."""
 
     @classmethod
     def steps(cls, strategy: Strategy, max_steps: int) -> int:
@@ -80,78 +80,78 @@ class Round(ABC):
 
     @classmethod
     def answer_chunk(cls, settings: SamplingSettings, chunk_tokens: int) -> int:
-        """The number of tokens of a response, such as one that was preempted, that one call encodes."""
+        """The number of response tokens that one call encodes, as for a response that was preempted."""
         return settings.canvas_length
 
     # -- asked of an answer ------------------------------------------------------------------------------------
 
     def to_encode(self, sequence: Sequence) -> int:
-        """The number of tokens at the end of token_ids that are to be encoded before the next proposal."""
+        """The number of tokens at the end of token_ids that must be encoded before the next proposal."""
         return sequence.num_uncomputed
 
     @property
     def is_between(self) -> bool:
-        """True if a preemption now would lose no proposal, finished or not."""
+        """True if a preemption now would lose no proposal, whether finished or in progress."""
         return self.proposal is None
 
     def awaits_head(self, sequence: Sequence) -> bool:
-        """True if the tokens that were just encoded are not accepted before the head has read them."""
+        """True if the head must verify the tokens just encoded before they are accepted."""
         return self.proposal is not None
 
     @property
     def forward(self) -> str:
-        """The name in `Forwards` of the next call that encodes."""
+        """The field of `Forwards` that counts the next call that encodes."""
         return "encode" if self.proposal is None else "verify"
 
     def propose(self, sequence: Sequence, proposal: Proposal) -> None:
-        """Put a proposal behind the tokens until it is settled."""
+        """Append a proposal to token_ids, to be encoded and verified."""
         sequence.token_ids += proposal.tokens
         self.proposal = proposal
 
     def retract(self, sequence: Sequence) -> Proposal:
-        """Take the proposal away from the end of token_ids, and return it, empty if there is none."""
+        """Remove the proposal from the end of token_ids and return it; empty if there is none."""
         proposal, self.proposal = self.proposal or Proposal(), None
         del sequence.token_ids[len(sequence.token_ids) - len(proposal.tokens) :]
         return proposal
 
     @abstractmethod
     def settle(self, sequence: Sequence, verification: Verification, pages: Pages, settings: SamplingSettings) -> None:
-        """Commit what the head has accepted of the proposal, which was encoded, and drop the rest."""
+        """Commit the tokens of the encoded proposal that the head accepts, and drop the rest."""
 
     def verifications(self, sequence: Sequence) -> int:
-        """The number of verifications so far, of the canvas if the way has canvases."""
+        """The number of verifications so far: of the current canvas if canvases are verified, else of the response."""
         return len(sequence.steps)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Drop what the pages of a sequence have held and its tokens do not: the proposal, finished or not."""
+        """Drop the proposal, finished or not, because the pages that hold it are freed."""
         self.retract(sequence)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer to a request; `prepare_sequences` makes it, the engine extends it, and `result` gives the end of it.
+    """One answer to a request. `prepare_sequences` makes it, the engine extends it, and `result` returns its result.
 
-    What is asked: prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it;
-    seed: that of its draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas;
-    round: the way in which it grows, with the state of that; canvas_length: of its canvases, 1 for next tokens; images:
-    those of the prompt; draw: the number of this answer among the request's `best_of`; tail_length: the number of the
-    prompt's last tokens that stand in the first canvas, because that begins before the response does.
+    From the request: prompt, prompt_tokens: the prompt as text ("" if it came as tokens) and as the model's tokens;
+    seed: the seed of its draws; max_tokens, max_steps: the most tokens of the response, and the most steps of a canvas;
+    round: the way in which it grows, with its state; canvas_length: the length of its canvases, 1 for next tokens;
+    images: the prompt's images; draw: the index of this answer among the request's `best_of`; tail_length: the number
+    of last prompt tokens that are part of the first canvas, because that canvas begins before the response.
 
-    What all answers to the request share: draws: all of them, this one included; calls: their model calls so far, by
-    the names of `Forwards`.
+    Shared by all answers to the request: draws: all answers, this one included; calls: their model calls so far, by the
+    names of `Forwards`.
 
-    The response so far: `tokens`, with the `steps` of each canvas, the `logprobs` and `top_logprobs` of those that are
-    scored, and a `finish_reason` or an `error` at its end. control: what may stand in it, and the state of that.
+    The response so far: `tokens`, the `steps` of each canvas, the `logprobs` and `top_logprobs` of scored tokens, and
+    finally a `finish_reason` or an `error`. control: the tokens that the response may have, and the state of that.
 
-    The rest is the engine's. owner: who asked, if others are to get their turns beside it ("": in the order of
-    arrival); token_ids: the prompt and the committed tokens, which the next ones must see, with the round's proposal at
-    the end, but without the prompt's tail as long as the first canvas has it; paged: the pages with the keys and values
-    of those that are encoded (None while the sequence is not admitted); hidden_TD: the hidden states of the encoded
-    tokens that are not accepted yet, because the head has to read them (None: all are accepted); last_hidden_D: that of
-    the last accepted token, from which the next one is scored, drawn or verified; num_preempted: the number of
-    token_ids that were encoded when it was preempted; shared_tokens: the number of token_ids that others had encoded;
-    is_watched: whether its steps are recorded; may_capture: whether its steps may be captured; events: the caller's
-    list, which gets pairs of the sequence and an event; is_done: whether it has left the engine.
+    Set by the engine: owner: the caller, if callers take turns ("": in order of arrival); token_ids: the prompt and the
+    committed tokens, which the next ones see, followed by the round's proposal, but without the prompt's tail until the
+    first canvas is committed; paged: the pages with the keys and values of encoded tokens (None while the sequence is
+    not admitted); hidden_TD: the hidden states of encoded tokens that the head must still verify (None: all are
+    accepted); last_hidden_D: the hidden state of the last accepted token, from which the next token is scored, drawn or
+    verified; num_preempted: the number of token_ids that were encoded when it was preempted; shared_tokens: the number
+    of token_ids that other sequences had encoded; is_watched: whether its steps are recorded; may_capture: whether its
+    steps may be captured; events: the caller's list, to which pairs of the sequence and an event are added; is_done:
+    whether it has left the engine.
     """
 
     request: Request
@@ -196,43 +196,43 @@ class Sequence:
 
     @property
     def id(self) -> str | int:
-        """The id of the request, or of an answer to it after the first one "ID draw N"."""
+        """The id of the request; for later answers of `best_of` "ID draw N"."""
         return f"{self.request.id} draw {self.draw}" if self.draw else self.request.id
 
     @property
     def is_scored(self) -> bool:
-        """True if its tokens are scored."""
+        """True if the log-probabilities of its tokens are needed."""
         return self.request.scores or self.request.best_of > 1
 
     @property
     def num_prompted(self) -> int:
-        """The number of the prompt's tokens that are encoded before the first canvas."""
+        """The number of prompt tokens that are encoded before the first canvas."""
         return len(self.prompt_tokens) - self.tail_length
 
     @property
     def tail(self) -> list[int]:
-        """The prompt's last tokens, with which the next canvas begins: none once the first one is committed."""
+        """The last prompt tokens, with which the first canvas begins; empty once it is committed."""
         return self.prompt_tokens[len(self.token_ids) :]
 
     @property
     def identities(self) -> list[int]:
-        """The identities of the token_ids, by which pages are shared."""
+        """The identities of the token_ids, which decide whether pages can be shared."""
         if not self.images:
             return self.token_ids
         return [*self._prompt_identities[: len(self.token_ids)], *self.token_ids[len(self.prompt_tokens) :]]
 
     @property
     def longest_run(self) -> int:
-        """The tokens of the longest run of images, which one call encodes."""
+        """The number of tokens of the longest run of images, which one call must encode together."""
         return max((end - first for first, end in runs_of(self.images)), default=0)
 
     @property
     def first_scored(self) -> int:
-        """The place of the first token that is scored, where any is."""
+        """The index of the first token that is scored, if any is."""
         return 1 if self.request.scores_prompt else len(self.prompt_tokens)
 
     def placed_images(self, start: int, count: int) -> list[PlacedImage]:
-        """The images in so many token_ids from `start` on, with columns counted from there."""
+        """The images in `count` token_ids from `start` on, with columns counted from `start`."""
         return images_between(self.images, start, start + count) if self.images else []
 
     @property
@@ -252,7 +252,7 @@ class Sequence:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing is left to do for it: it has failed, or it has ended and all its tokens are encoded."""
+        """True if it has failed, or if it has ended and all its tokens are encoded."""
         return self.error is not None or (self.finish_reason is not None and not self.num_uncomputed)
 
     def num_tokens_until_commit(self, canvas_length: int) -> int:
@@ -260,10 +260,10 @@ class Sequence:
         return self.num_uncomputed + canvas_length
 
     def commit(self, tokens: list[int], steps: int, settings: SamplingSettings) -> int:
-        """Add tokens to the response, up to the first that ends it, and make that an event; returns their number.
+        """Add tokens to the response up to the first that ends it, add an event, and return the number added.
 
-        A response ends with an eos, with a stop text or at its last place. steps: the denoising steps that made the
-        tokens. They join the token_ids if the next ones, or scores, need them.
+        A response ends with an eos, a stop text or its last position. steps: the number of denoising steps that made
+        the tokens. The tokens join token_ids if later tokens or scores need them.
         """
         number, fresh = len(self.steps), tokens[: self.max_tokens - len(self.tokens)]
         end = next((place + 1 for place, token in enumerate(fresh) if token in settings.generation.eos_ids), None)
@@ -298,7 +298,7 @@ class Sequence:
         return kept
 
     def would_end(self, tokens: list[int], settings: SamplingSettings) -> bool:
-        """True if the response would end in the next tokens, with eos or a stop text."""
+        """True if `tokens` would end the response with an eos or a stop text."""
         if not set(tokens).isdisjoint(settings.generation.eos_ids):
             return True
         last = self.tokens[-self._stop_width(0) :] + tokens
@@ -307,10 +307,10 @@ class Sequence:
         return self._has_stop_text(self.tokens + tokens, settings.text)
 
     def _stop_width(self, fresh: int) -> int:
-        """The number of last tokens that have each stop text which ends in the last `fresh` ones.
+        """The number of last tokens to search for a stop text that ends in the last `fresh` ones.
 
-        Only special tokens have no bytes, so a text of n bytes begins in the n tokens before its last one, or in a few
-        more.
+        Only special tokens have no bytes, so a text of n bytes begins within n tokens, plus `STOP_SPARE` for special
+        ones.
         """
         return fresh + max((len(text.encode()) for text in self.request.stop), default=0) + STOP_SPARE
 
@@ -319,9 +319,9 @@ class Sequence:
         return any(each in text for each in self.request.stop)
 
     def _stop(self, fresh: int, text_of: abc.Callable[[list[int]], str]) -> int:
-        """End the response at the first of its stop texts; returns how many of its last `fresh` tokens that cuts off.
+        """End the response at its first stop text; return how many of the last `fresh` tokens are cut off.
 
-        A response ends with the token that completes the text.
+        The token that completes the text is kept.
         """
         if not self.request.stop or not self._has_stop_text(self.tokens[-self._stop_width(fresh) :], text_of):
             return 0
@@ -334,7 +334,7 @@ class Sequence:
         return 0
 
     def result(self, settings: SamplingSettings) -> Result:
-        """The result, as the caller of the engine gets it."""
+        """Return the result for the caller."""
         if self.error is not None:
             return Result.failed(self.request.id, self.error)
         is_stopped, is_cut = self.finish_reason == "stop", self.finish_reason == "length" and not self.request.form
@@ -364,5 +364,5 @@ class Sequence:
 
 
 def _text(settings: SamplingSettings, tokens: list[int], count: int) -> str:
-    """The text of the first tokens of a response."""
+    """Return the text of the first `count` tokens of a response."""
     return settings.text(tokens[:count])

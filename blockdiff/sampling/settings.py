@@ -61,11 +61,11 @@ class SamplingSettings:
 
     @property
     def round_length(self) -> int:
-        """The most tokens of a canvas or of a drafter's block; 1 where next tokens are drawn one by one."""
+        """The most tokens of a canvas or of a drafter's block; 1 if next tokens are drawn one by one."""
         return self.block or self.canvas_length
 
     def ending(self, count: int) -> list[int]:
-        """Return the `count` tokens behind a response in its last canvas: `closing`, or else an eos, then fill."""
+        """Return `count` tokens that fill the last canvas after a response: `closing` or an eos, then fill tokens."""
         if not count:
             return []
         eos_id = self.generation.eos_ids[0]
@@ -73,24 +73,24 @@ class SamplingSettings:
         return tokens[:count]
 
     def tail(self, prompt: int) -> int:
-        """The number of the last tokens of a prompt of `prompt` tokens that stand in the response's first canvas."""
+        """The number of last tokens of a prompt of `prompt` tokens that are part of the response's first canvas."""
         return prompt % self.canvas_length if self.aligned else 0
 
     def first_canvas(self, request: Request) -> int:
-        """The number of places of the first canvas that are the response's."""
+        """The number of response tokens in the first canvas."""
         if not self.aligned:
             return self.canvas_length
         tokens = request.as_tokens(self.tokenizer, self.vocab_size, self.image_reader).tokens
         return self.canvas_length - self.tail(len(tokens))
 
     def in_blocks(self, tokens: int) -> int:
-        """Round `tokens` up to whole blocks, if clean tokens see such: pages and chunks of prompts end there."""
+        """Round `tokens` up to whole blocks if clean tokens see whole blocks: pages and chunks must end there."""
         return -(-tokens // self.canvas_length) * self.canvas_length if self.aligned else tokens
 
     def max_tokens(self, max_new_tokens: int, prompt: int = 0) -> int:
-        """The most tokens of a response: `max_new_tokens`, in whole canvases behind a prompt of `prompt` tokens.
+        """The most tokens of a response to a prompt of `prompt` tokens: `max_new_tokens` rounded up to whole canvases.
 
-        Raises RequestError if no prompt fits before them.
+        Raises RequestError if that leaves no position for a prompt.
         """
         tail = self.tail(prompt)
         max_tokens = -(-(tail + max_new_tokens) // self.canvas_length) * self.canvas_length - tail
@@ -102,7 +102,7 @@ class SamplingSettings:
         return max_tokens
 
     def excess(self, request: Request) -> int:
-        """The number of tokens that a request's prompt is too long for the positions; 0 or less where it fits."""
+        """The number of tokens by which a request exceeds the model's positions; 0 or less if it fits."""
         if self.positions is None:
             return 0
         tokens = request.as_tokens(self.tokenizer, self.vocab_size, self.image_reader).tokens
@@ -110,7 +110,7 @@ class SamplingSettings:
         return len(tokens) + self.max_tokens(asked, len(tokens)) - self.positions
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of a response without its special tokens; "" where there is no tokenizer."""
+        """Return the text of a response without special tokens; "" without a tokenizer."""
         if self.tokenizer is None:
             return ""
         size = len(self.tokenizer)

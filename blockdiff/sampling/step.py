@@ -31,11 +31,11 @@ STEPS_AHEAD = 8
 
 @dataclass(frozen=True)
 class StepCall:
-    """The call of a step: `count` canvases, followed by canvases of padding up to `padded`.
+    """The arguments of a step over `count` canvases, followed by padding canvases up to `padded`.
 
-    ids: the ids of the canvases' sequences; groups: each strategy, with the canvases that it decides (None: all);
+    ids: the ids of the canvases' sequences; groups: each strategy with the indices of its canvases (None: all);
     controls: the controls of canvases that have one; shapes: the shape that each canvas draws from; has_signal: whether
-    the signal is read, which is 0 before a canvas's first prediction.
+    the self-conditioning signal is read, which is 0 before a canvas's first prediction.
     """
 
     count: int
@@ -54,11 +54,11 @@ class StepCall:
 
 @dataclass
 class CanvasState:
-    """The state of every canvas between two steps; the names are those of `Canvases`.
+    """The state of every canvas between two steps, with the names of `Canvases`.
 
-    offset_B: the number of the engine's step minus that of the canvas's; uniform_BTL and noise_BTL: the draws of
-    STEPS_AHEAD steps, of which the first is the last multiple of STEPS_AHEAD; standing_BL: the tokens that the next
-    step sees where kept_BL is True.
+    offset_B: the number of the engine's step minus that of the canvas's step; uniform_BTL and noise_BTL: the draws of
+    STEPS_AHEAD steps, beginning at the last multiple of STEPS_AHEAD; standing_BL: the input tokens of the next step
+    where kept_BL is True.
     """
 
     seed_B: Tensor
@@ -78,7 +78,7 @@ class CanvasState:
     def begin(
         cls, canvases: Sequence[RunningCanvas], model: BlockDiffusionModel, settings: SamplingSettings
     ) -> CanvasState:
-        """The state of canvases before their first steps."""
+        """Return the state of canvases before their first steps."""
         numbers = [
             (
                 signed(canvas.sequence.seed),
@@ -99,7 +99,7 @@ class CanvasState:
 
     @classmethod
     def buffers(cls, count: int, model: BlockDiffusionModel, settings: SamplingSettings) -> CanvasState:
-        """The state of `count` canvases, all zeros: room that is written to later."""
+        """Allocate the state of `count` canvases, filled with zeros."""
         L, D = settings.canvas_length, model.vocabulary.signal_width
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -121,24 +121,24 @@ class CanvasState:
         )
 
     def write(self, to: Tensor | slice, other: CanvasState) -> None:
-        """Write the state of other canvases to these places."""
+        """Copy the state of other canvases to the indices `to`."""
         for mine, its in zip(self, other, strict=True):
             if not (isinstance(to, slice) and mine is its):
                 mine[to] = its
 
     def move(self, to: Tensor, come: Tensor) -> None:
-        """Copy the state of the canvases in the places `come` to the places `to`; the two may overlap."""
+        """Copy the state of the canvases at indices `come` to indices `to`; the two may overlap."""
         for each in self:
             each[to] = each[come]
 
     def part(self, of: slice) -> CanvasState:
-        """The state of neighbouring canvases, as views of the same memory."""
+        """Return the state of a slice of canvases, as views."""
         return CanvasState(*(each[of] for each in self))
 
     def draw_on(self, steps: Sequence[int], settings: SamplingSettings) -> list[int]:
-        """Draw anew for canvases that have used up their draws; returns their places.
+        """Make new draws for canvases that have used up theirs; return the indices of those canvases.
 
-        steps: the step that each canvas is at.
+        steps: the step number of each canvas.
         """
         due = [place for place, step in enumerate(steps) if step and step % STEPS_AHEAD == 0]
         if due:
@@ -151,7 +151,7 @@ class CanvasState:
         return due
 
     def seen(self, noise_BL: Tensor, mask_id: int | None, start_BL: Tensor, pinned_BL: Tensor) -> Tensor:
-        """The tokens [B, L] that a step sees; start_BL, pinned_BL: tokens that are given, -1 elsewhere."""
+        """Return the input tokens [B, L] of a step; start_BL, pinned_BL: given tokens, -1 elsewhere."""
         if mask_id is not None:
             noise_BL = torch.full_like(noise_BL, mask_id)
         tokens_BL = self.standing_BL.where(self.kept_BL, noise_BL)
@@ -169,7 +169,7 @@ class CanvasState:
         stats: Stats,
         pinned_BL: Tensor,
     ) -> Canvases:
-        """The canvases by which a strategy decides, after a step that saw these tokens."""
+        """Return the `Canvases` that a strategy decides, after a step with the input tokens `tokens_BL`."""
         mask_id = settings.diffusion.mask_id
         is_masked_BL = torch.zeros_like(self.kept_BL) if mask_id is None else tokens_BL == mask_id
         return Canvases(
@@ -195,12 +195,12 @@ class CanvasState:
 
 
 class CanvasStep:
-    """The step of at most `most` canvases.
+    """The denoising step of at most `most` canvases, padding included.
 
-    From step to step the host writes the number of the step alone, into `now`; a step leaves its state in the buffers
-    for the next one, and draws and temperatures stand there for several steps ahead. What it launches, and on which
-    memory, follows from the `StepCall` and from the key that `StepBuffers.load` returned for the rows. most: canvases
-    that there may be, padding included; keeps: as in `StepBuffers`, False if steps are captured.
+    Between steps the host only writes the step number, to `now`. A step writes its state to buffers for the next one;
+    draws and temperatures are stored there several steps ahead. The `StepCall` and the key that `StepBuffers.load`
+    returned for the rows determine the launched kernels and their memory. keeps: as in `StepBuffers`, False if steps
+    are captured.
     """
 
     def __init__(self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, most: int, keeps: bool):
@@ -217,14 +217,14 @@ class CanvasStep:
         self._every_B = torch.arange(B, device=device)
 
     def write_given(self, buffer_BL: Tensor, of_canvases: Sequence[Tensor | None]) -> None:
-        """Write the given tokens of canvases into a buffer, from its first place on, and -1 where no token is given."""
+        """Write the given tokens of canvases to the first rows of a buffer, and -1 where no token is given."""
         buffer_BL[: len(of_canvases)] = -1
         for place, given_BL in enumerate(of_canvases):
             if given_BL is not None:
                 buffer_BL[place] = given_BL[0]
 
     def __call__(self, call: StepCall) -> tuple[PredictInputs, Stats, Decision]:
-        """Denoise every canvas once and decide what stays."""
+        """Denoise every canvas once and decide which tokens are kept."""
         of, padded, mask_id = slice(call.count), slice(call.padded), self.settings.diffusion.mask_id
         state, every_B = self.state.part(padded), self._every_B[padded]
         step_B = self.now - state.offset_B
@@ -258,7 +258,7 @@ class CanvasStep:
 
 
 def step_report(stats: Stats, decision: Decision) -> Tensor:
-    """The report of a step to the host, int64 [B, 2 + L]: whether canvases stop, are finite, and their tokens."""
+    """Return the step's report to the host, int64 [B, 2 + L]: is stopped, is finite, and the final tokens."""
     is_finite_B = stats.entropy.isfinite().all(-1)
     is_stopped_B = torch.zeros_like(is_finite_B) if decision.stop_B is None else decision.stop_B
     final_BL = stats.argmax if decision.final_BL is None else decision.final_BL
@@ -268,10 +268,10 @@ def step_report(stats: Stats, decision: Decision) -> Tensor:
 def draw_ahead(
     seed_B: Tensor, canvas_B: Tensor, first_B: Tensor, length: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The draws of STEPS_AHEAD steps of every canvas, from its own first one on (all int64 [B]).
+    """Draw the random numbers of STEPS_AHEAD steps of every canvas, from its step `first_B` on (all int64 [B]).
 
-    The numbers that pick samples, float32 [B, STEPS_AHEAD, L] in [0, 1), and the noise that fills what is not accepted,
-    int64 tokens of that shape.
+    Returns the numbers that pick samples, float32 [B, STEPS_AHEAD, L] in [0, 1), and noise tokens for positions that
+    are not accepted, int64 of the same shape.
     """
     step_BT = first_B[:, None] + torch.arange(STEPS_AHEAD, device=seed_B.device)
     words_BTN = words(seed_B[:, None], Stream.SAMPLE, (canvas_B[:, None], step_BT), 2 * length)
@@ -279,5 +279,5 @@ def draw_ahead(
 
 
 def second_draws(seed_B: Tensor, canvas_B: Tensor, step_B: Tensor, length: int) -> Tensor:
-    """A second uniform number per position of a step, float32 [B, L], for strategies that draw what to keep."""
+    """Draw a second uniform number per position of a step, float32 [B, L], for strategies that draw their decision."""
     return uniform(seed_B, Stream.DECIDE, (canvas_B, step_B), length)

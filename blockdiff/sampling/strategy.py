@@ -1,6 +1,6 @@
-"""The contract of a strategy: the distribution that a denoising step draws from, and the samples that stay.
+"""The contract of a strategy: the distribution that a denoising step draws from, and the samples that are kept.
 
-The strategies there are lie in `strategies/`. Tensors: B canvases, L positions.
+The strategies are in `strategies/`. Tensors: B canvases, L positions.
 """
 
 from __future__ import annotations
@@ -56,52 +56,52 @@ class Shape:
 
 @dataclass
 class Canvases:
-    """B canvases that a strategy decides for, after a step has seen them.
+    """B canvases after a step, as input of a strategy's decision.
 
-    Every row is decided on its own: the others of the step change nothing. Tensors lie on the model's device, and
-    reading one on the host makes that wait. Steps that follow write over them: clone what `decide` keeps for itself.
+    Each row is decided independently of the others. Tensors are on the model's device; reading one on the host waits
+    for the device. Later steps overwrite them: `decide` must clone the tensors that it keeps.
     """
 
     ids: Sequence[str | int]  # the requests they belong to
     step_B: Tensor  # int64: this step of the canvas, counted from 0
     steps_B: Tensor  # int64: the most steps that the canvas may take
     temperature_B: Tensor  # fp32
-    tokens_BL: Tensor  # int64: what the step saw
-    stats: Stats  # of this step, as the shape says; of visible tokens under masks only `best` is the model's own
+    tokens_BL: Tensor  # int64: the step's input tokens
+    stats: Stats  # of this step's shaped distributions; under masks, only `best` of visible tokens is the model's own
     previous_BL: Tensor  # int64: the argmax of the step before; -1 in a canvas's first step
     unchanged_B: Tensor  # int64: for how many steps in a row the argmax has been the same
-    kept_BL: Tensor  # bool: positions whose token was kept or stayed at the step before; False in the first step
+    kept_BL: Tensor  # bool: positions whose token the step before kept, new or old; False in the first step
     is_pinned_BL: Tensor  # bool: positions whose token is given
-    is_masked_BL: Tensor  # bool: positions that the step saw masked; under other noise none is
+    is_masked_BL: Tensor  # bool: positions that are masked in the input; none under other noise
     whole_B: Tensor  # int64: for how many steps in a row, this one included, no position has been masked; else 0
     end_ids: Sequence[int]  # the tokens that end a response
-    noise_probability: float  # of each token under the noise: 1 / V, or 0 where all noise is the mask
-    draw: Callable[[], Tensor]  # what `uniform_BL` is made by, for strategies that ask for it
+    noise_probability: float  # of each token under the noise: 1 / V, or 0 if the noise is the mask
+    draw: Callable[[], Tensor]  # makes `uniform_BL`, for strategies that read it
 
     @cached_property
     def uniform_BL(self) -> Tensor:
-        """Numbers in [0, 1), fp32, one per position, independent of those that picked the samples."""
+        """Numbers in [0, 1), fp32, one per position, independent of those that drew the samples."""
         return self.draw()
 
     @property
     def are_masks(self) -> bool:
-        """True if all noise is the mask."""
+        """True if the noise is the mask token."""
         return self.noise_probability == 0
 
     @property
     def is_open_BL(self) -> Tensor:
-        """Positions that a token is new to, bool: masks, or where other noise is what was neither kept nor given."""
+        """Positions without a settled token, bool: masks, or under other noise positions neither kept nor given."""
         return self.is_masked_BL if self.are_masks else ~(self.kept_BL | self.is_pinned_BL)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision about every position, and about every canvas.
+    """A decision about every position and every canvas.
 
-    keep_BL: the sample, or the token of `tokens_BL`, stands in the canvas of the next step. stay_BL: the token that the
-    step saw stands there again (where both are True, it is the new one). Every other position gets fresh noise. stop_B:
-    the canvas is finished; None = no canvas is, before its last step. final_BL: what a canvas that is finished becomes;
-    None = its argmax. tokens_BL: tokens in the place of the samples; None = the samples.
+    keep_BL: the sample, or the token of `tokens_BL`, is in the next step's canvas. stay_BL: the step's input token
+    remains there (where both are True, the new token wins). Every other position gets fresh noise. stop_B: the canvas
+    is finished; None = no canvas is, before its last step. final_BL: the tokens of a finished canvas; None = its
+    argmax. tokens_BL: replacements for the samples; None = the samples.
     """
 
     keep_BL: Tensor
@@ -111,45 +111,44 @@ class Decision:
     tokens_BL: Tensor | None = None
 
     def new(self, canvases: Canvases) -> Tensor:
-        """The tokens that stand wherever `keep_BL` is True, int64 [B, L]."""
+        """Return the tokens that are used where `keep_BL` is True, int64 [B, L]."""
         return canvases.stats.sample if self.tokens_BL is None else self.tokens_BL
 
     def standing(self, canvases: Canvases) -> Tensor:
-        """The tokens of the next step's canvas wherever `kept_BL` is True, int64 [B, L]; elsewhere any."""
+        """Return the next canvas's tokens where `kept_BL` is True, int64 [B, L]; other values have no meaning."""
         new_BL = self.new(canvases)
         return new_BL if self.stay_BL is None else new_BL.where(self.keep_BL, canvases.tokens_BL)
 
     @property
     def kept_BL(self) -> Tensor:
-        """`Canvases.kept_BL` of the next step."""
+        """The positions that keep a token, new or old: `Canvases.kept_BL` of the next step."""
         return self.keep_BL if self.stay_BL is None else self.keep_BL | self.stay_BL
 
 
 class Strategy(Protocol):
-    """A frozen dataclass: canvases of equal strategies are decided together.
+    """A frozen dataclass that decides denoising steps. Canvases of equal strategies are decided together.
 
-    A class with `is_capturable = True` (or a property) says that its steps can be captured in a CUDA graph: `decide`
-    computes with the tensors of canvases alone, without reading one on the host, and never looks at `ids`. A class
-    that inherits it says nothing. One with `post_steps` (a number) may
-    take so many steps more than a canvas has otherwise.
+    A class with `is_capturable = True` (or a property) declares that a CUDA graph can hold its steps: `decide` only
+    computes with the tensors of canvases, reads none on the host, and ignores `ids`. The declaration is not inherited.
+    A class with `post_steps` (a number) may take that many steps more than `max_steps`.
     """
 
     def __hash__(self) -> int:
         """The hash of its fields: equal strategies decide alike."""
 
     def shape(self, step: int, steps: int) -> Shape:
-        """The distribution that step `step` (from 0) of at most `steps` draws from."""
+        """Return the distribution that step `step` (from 0) of at most `steps` draws from."""
 
     def decide(self, canvases: Canvases) -> Decision:
-        """The decision about the step's samples, and about the canvases that are finished."""
+        """Return the decision about a step's samples, and about the canvases that are finished."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A field of a strategy, or of a part of one, as its text form `NAME:key=value,...` has it.
+    """The annotation of a strategy's field that the text form `NAME:key=value,...` can set.
 
-    It annotates the field, whose type says which words are values. meaning: its purpose, in the help; settings: the
-    field of `Generation` that has the value of a text without the key (None: the default of the field).
+    The field's type decides which values are allowed. meaning: the field's purpose, for the help; settings: the field
+    of `Generation` that provides the default (None: the field's own default).
     """
 
     meaning: str
@@ -162,7 +161,7 @@ MinP = Annotated[float, Key("draw from tokens that are at least so many times as
 
 
 def checked_decision(strategy: Strategy, canvases: Canvases) -> Decision:
-    """The decision of a strategy; RequestError if that is no decision about these canvases."""
+    """Return a strategy's decision; RequestError if its types or shapes do not fit the canvases."""
     decision = strategy.decide(canvases)
     if not isinstance(decision, Decision):
         raise _refusal(strategy, f"decide() gave a {type(decision).__name__}, not a Decision")
@@ -185,7 +184,7 @@ def _refusal(strategy: Strategy, given: str) -> RequestError:
 
 @lru_cache(maxsize=64)
 def require_shapes(strategy: Strategy, steps: int) -> None:
-    """Raise RequestError if a strategy gives something else than shapes that a step can draw from."""
+    """Raise RequestError if a strategy's `shape` does not return a valid `Shape` for every step."""
     for step in range(steps):
         try:
             shape: object = strategy.shape(step, steps)
@@ -196,15 +195,15 @@ def require_shapes(strategy: Strategy, steps: int) -> None:
 
 
 def declares_capturable(rule: object) -> bool:
-    """True if the class of a strategy or a rule itself says that a CUDA graph can hold it (see `Strategy`)."""
+    """True if the class of a strategy or rule itself declares that a CUDA graph can hold it (see `Strategy`)."""
     return "is_capturable" in vars(type(rule)) and bool(rule.is_capturable)  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=64)
 def captured_shape(strategy: Strategy, steps: int) -> Shape | None:
-    """The shape that all of so many steps share at temperature 1, where they can be captured in CUDA graphs; else None.
+    """Return the shape, at temperature 1, that all steps share if they can be captured in CUDA graphs, else None.
 
-    That is where the strategy says so, and its shapes have the same filters.
+    They can if the strategy declares it and all of its shapes have the same filters.
     """
     if not declares_capturable(strategy):
         return None
@@ -213,7 +212,7 @@ def captured_shape(strategy: Strategy, steps: int) -> Shape | None:
 
 
 def group_canvases(strategies: Sequence[Strategy], device: torch.device) -> tuple[tuple[Strategy, Tensor | None], ...]:
-    """The pairs of each strategy and the canvases that have it (None: all have it)."""
+    """Group canvases by strategy: pairs of a strategy and the indices of its canvases (None: all canvases)."""
     places: dict[Strategy, list[int]] = {}
     for place, strategy in enumerate(strategies):
         places.setdefault(strategy, []).append(place)
@@ -223,7 +222,7 @@ def group_canvases(strategies: Sequence[Strategy], device: torch.device) -> tupl
 
 
 def decide_groups(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]) -> Decision:
-    """The decision about all canvases, made of the decisions of each strategy about its own."""
+    """Let each strategy decide its own canvases, and merge the results into one decision."""
     strategy, places = groups[0]
     if places is None:
         return checked_decision(strategy, canvases)
@@ -246,7 +245,7 @@ def decide_groups(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | 
 
 
 def _some(canvases: Canvases, places: Tensor) -> Canvases:
-    """The canvases in some places."""
+    """Select canvases by index."""
     return replace(
         canvases,
         ids=[canvases.ids[place] for place in places.tolist()],

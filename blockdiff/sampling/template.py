@@ -1,4 +1,4 @@
-"""Templates: text that stands as it is written, and holes that the model fills with text."""
+"""Templates: fixed text, and holes that the model fills with text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_TOKENS = 1 << 20  # of a hole
 
 @dataclass(frozen=True)
 class Hole:
-    """A hole of so many tokens; None if only its name is given, for a read that has choices for it."""
+    """A hole of `tokens` tokens; None if it has only a name, for a read that provides its choices."""
 
     tokens: int | None
     name: str | None = None

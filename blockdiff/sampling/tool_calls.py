@@ -24,16 +24,16 @@ TAG = re.compile(r"\s*<(/?)([^<>\s]+)(?:\s+name=\"([^\"]+)\")?\s*>", re.DOTALL)
 
 @dataclass(frozen=True)
 class EnclosedCalls:
-    """Calls between two tokens, `opens` and `closes`; `decode` says which call the tokens between them are."""
+    """Calls between two tokens, `opens` and `closes`; `decode` parses the tokens between them."""
 
     tokenizer: PreTrainedTokenizerBase
     opens: int
     closes: int
 
     def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        """The start and the end of the first whole call from a place on, and the call; None: there is none.
+        """Return the start, the end and the calls of the first whole call from `start` on; None if there is none.
 
-        The call is as messages have it, and left out where the tokens spell none: they are text then.
+        The list of calls, in the form of messages, is empty if the tokens are not a valid call: they are then text.
         """
         try:
             start = tokens.index(self.opens, start)
@@ -46,11 +46,11 @@ class EnclosedCalls:
             return start, end + 1, []
 
     def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
-        """The place from which tokens may be the beginning of a call; None: none may."""
+        """Return the index from which tokens may be the beginning of a call; None if there is none."""
         return tokens.index(self.opens) if self.opens in tokens else None
 
     def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The call that the tokens spell, in the form of messages; ValueError if they spell none."""
+        """Parse tokens as a call in the form of messages; ValueError if they are none."""
         raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ class GemmaCalls(EnclosedCalls):
     MARKS: ClassVar = ("<|tool_call>", "<tool_call|>", '<|"|>')
 
     def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The call that the tokens spell, see `EnclosedCalls.decode`."""
+        """Parse tokens as a call, see `EnclosedCalls.decode`."""
         parts, start = list[str](), 0  # texts without quotes and strings in turns
         for place, token in enumerate((*tokens, self.quote)):
             if token == self.quote:
@@ -78,7 +78,10 @@ class GemmaCalls(EnclosedCalls):
 
 
 def _quoted(bare: re.Match[str]) -> str:
-    """A key or value of Gemma's without quotes as JSON: a value that is no number, true, false or null is a text."""
+    """Return an unquoted key or value of Gemma's as JSON.
+
+    A value that is not a number, true, false or null gets quotes.
+    """
     word, colon = bare[1].strip(), bare[2]
     if not word:
         return bare[0]
@@ -90,7 +93,7 @@ def _quoted(bare: re.Match[str]) -> str:
 
 
 def _no_number(text: str) -> Any:
-    """NaN and Infinity are no JSON; they stay the text they are."""
+    """Raise ValueError: NaN and Infinity are no JSON and remain text."""
     raise ValueError(text)
 
 
@@ -99,7 +102,7 @@ class TaggedCalls:
     """Calls of MiniMax M3: tags, each after a token `E` that no text spells.
 
     E<tool_call> E<invoke name="NAME"> E<KEY>VALUE E</KEY> E</invoke> E</tool_call>. A value may hold further keys, or
-    E<item> for each entry of a list. The tags say no types, so the tools' declarations do.
+    E<item> for each entry of a list. The tools' declarations provide the types, because the tags have none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -110,7 +113,7 @@ class TaggedCalls:
     LAST: ClassVar = "</tool_call>"
 
     def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        """See `EnclosedCalls.find`: the calls between the first outer tags; tools: they declare types."""
+        """Find the calls between the first outer tags, as `EnclosedCalls.find`; tools: the declarations, for types."""
         places = [place for place in range(start, len(tokens)) if tokens[place] == self.opens]
         pieces = [self._text(tokens[place + 1 : end]) for place, end in pairwise([*places, len(tokens)])]
         first = next((n for n, piece in enumerate(pieces) if piece.startswith(self.FIRST)), len(pieces))
@@ -128,7 +131,7 @@ class TaggedCalls:
         return places[first], end, calls
 
     def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
-        """The place from which tokens may be the beginning of a call; None: none may."""
+        """Return the index from which tokens may be the beginning of a call; None if there is none."""
         return tokens.index(self.opens) if self.opens in tokens else None
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -142,7 +145,7 @@ class HermesCalls(EnclosedCalls):
     MARKS: ClassVar = ("<tool_call>", "</tool_call>")
 
     def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The call that the tokens spell, see `EnclosedCalls.decode`."""
+        """Parse tokens as a call, see `EnclosedCalls.decode`."""
         return _json_call(json.loads(str(self.tokenizer.decode(list(tokens)))))
 
 
@@ -159,7 +162,7 @@ class LlamaCalls:
     KEYS: ClassVar = ("name", "type", "parameters", "arguments")  # with which a call begins
 
     def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        """See `EnclosedCalls.find`: the call with which the tokens from a place on begin, once it is whole."""
+        """Find the call with which the tokens from `start` on begin, once it is whole; see `EnclosedCalls.find`."""
         rest = tokens[start:]
         if self.begin(rest, tools) is None or self._object(rest) is None:
             return None
@@ -173,7 +176,7 @@ class LlamaCalls:
         return start, start + count, [call] * (is_declared and not after)
 
     def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
-        """0 where tools are declared and the tokens begin as a call does; else None."""
+        """Return 0 if tools are declared and the tokens begin like a call, else None."""
         if not tools or not tokens:
             return None
         text = self._text(tokens[:16])
@@ -183,7 +186,7 @@ class LlamaCalls:
         return 0 if any(word == name if is_whole else name.startswith(word) for name in self.KEYS) else None
 
     def _object(self, tokens: Sequence[int]) -> tuple[Any, str] | None:
-        """The JSON value with which tokens begin, and what else their text has; None if it is not whole."""
+        """Return the JSON value with which tokens begin, and the text after it; None if the value is not whole."""
         text = self._text(tokens)
         try:
             value, end = json.JSONDecoder().raw_decode(text)
@@ -196,7 +199,7 @@ class LlamaCalls:
 
 
 def _json_call(value: Any) -> dict[str, Any]:
-    """A call in the form of messages; ValueError if a JSON value is none."""
+    """Return a JSON value as a call in the form of messages; ValueError if it is none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -211,7 +214,7 @@ CallFormat = EnclosedCalls | TaggedCalls | LlamaCalls
 
 @functools.lru_cache(maxsize=4)
 def call_format(tokenizer: PreTrainedTokenizerBase | None) -> CallFormat | None:
-    """The format of which a vocabulary has the tokens; None if it has none."""
+    """Return the call format whose tokens the vocabulary has; None if it has none."""
     if tokenizer is None:
         return None
     if (edge := token_ids(tokenizer, TaggedCalls.EDGE)) is not None:
@@ -225,13 +228,13 @@ def call_format(tokenizer: PreTrainedTokenizerBase | None) -> CallFormat | None:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, *marks: str) -> list[int] | None:
-    """The ids of tokens by their texts; None if the vocabulary does not have them all."""
+    """Return the ids of tokens by their texts; None if the vocabulary lacks one of them."""
     ids = [tokenizer.convert_tokens_to_ids(mark) for mark in marks]
     return None if {None, tokenizer.unk_token_id} & set(ids) else ids
 
 
 def _tagged_calls(pieces: list[str], schemas: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The calls that the pieces between the first and the last tag spell; ValueError if they spell none."""
+    """Parse the pieces between the outer tags as calls; ValueError if they are none."""
     left, calls = pieces[::-1], []
     while left:
         closes, tag, name, _ = _tag(left.pop())
@@ -246,7 +249,7 @@ def _tagged_calls(pieces: list[str], schemas: Mapping[str, Mapping[str, Any]]) -
 
 
 def _tagged_value(left: list[str], tag: str, text: str, schema: Mapping[str, Any]) -> Any:
-    """The value up to the end of `tag`, whose pieces are taken from `left`; `text` follows its beginning."""
+    """Parse the value up to the end of `tag`; its further pieces are popped from `left`, `text` is its beginning."""
     entries: list[tuple[str, Any]] = []
     while left:
         closes, inner, _, after = _tag(left.pop())
@@ -264,7 +267,7 @@ def _tagged_value(left: list[str], tag: str, text: str, schema: Mapping[str, Any
 
 
 def _tag(piece: str) -> tuple[bool, str, str | None, str]:
-    """A tag taken apart: True if it closes, its name, the name that it gives, and the text after it."""
+    """Split a tag: whether it closes, its name, the name attribute, and the text after the tag."""
     found = TAG.match(piece)
     if found is None:
         raise ValueError

@@ -46,9 +46,9 @@ class Verification:
     """The verification of one draft of a canvas by the model's next-token predictions.
 
     `step` is the number of the denoising step that finished the draft, and `draft` has all tokens of the canvas. Its
-    first `given` tokens stood before; its first `accepted` ones stand now, because the head's tokens are the same.
-    `own` is the head's token after those: it replaces the draft's, or begins the next canvas (None: all were accepted,
-    and no canvas follows).
+    first `given` tokens were accepted before; its first `accepted` ones are accepted now, because they equal the head's
+    tokens. `own` is the head's token after those: it replaces the draft's token, or begins the next canvas (None: all
+    were accepted, and no canvas follows).
     """
 
     id: str | int
@@ -67,10 +67,10 @@ def step_records(
     decision: Decision,
     pinned_BL: Tensor,
 ) -> list[Step]:
-    """The records of one denoising step of some canvases of a batch.
+    """Make the records of one denoising step, for some canvases of a batch.
 
-    steps: by the places of these canvases, the number of their first places that the prompt's tail has, which are left
-    out, and their requests' ids, numbers, steps and temperatures; pinned_BL: tokens that are given, -1 elsewhere.
+    steps: by a canvas's row in the batch, the number of its first positions to leave out (the prompt's tail), and the
+    request's id, canvas number, step and temperature; pinned_BL: given tokens, -1 elsewhere.
     """
     if not steps:
         return []
@@ -92,10 +92,10 @@ def step_records(
 class CommittedCanvas:
     """A committed canvas: all its `tokens`, and how many of them are `kept` (up to the first eos).
 
-    `prompt` and `text` are the prompt and the whole response so far; `steps` counts the denoising steps of
-    this canvas; `finish_reason` is "eos" or "length" with the last canvas of a request, else None. Where they are said:
-    `max_steps` is the most steps that the canvas might take, and `control` says in words what the request pins or
-    demands ("template 'a <?4>'", "regex '[0-9]+'").
+    `prompt` and `text` are the prompt and the whole response so far; `steps` counts the denoising steps of this canvas;
+    `finish_reason` is the response's if this canvas ends it, else None. Optional: `max_steps` is the most steps that
+    the canvas could take, and `control` describes what the request pins or demands ("template 'a <?4>'", "regex
+    '[0-9]+'").
     """
 
     id: str | int
@@ -111,7 +111,7 @@ class CommittedCanvas:
 
     @classmethod
     def undecoded(cls, decode: Callable[[], str], **fields: Any) -> CommittedCanvas:
-        """A canvas whose `text` is decoded when it is first read, and not at every commit of a long response."""
+        """Return a canvas whose `text` is decoded at its first use, and not at every commit of a long response."""
         canvas = cls(**fields, text="")
         object.__delattr__(canvas, "text")
         object.__setattr__(canvas, "_decode", decode)

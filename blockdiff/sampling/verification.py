@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 def verify(
     model: BlockDiffusionModel, settings: SamplingSettings, sequences: abc.Sequence[Sequence]
 ) -> list[Verification | None]:
-    """The verification of each sequence's draft; None if logits are not finite.
+    """Verify each sequence's draft against the head's tokens; None if logits are not finite.
 
-    The draft is the `proposal` at the end of the sequence's token_ids, and may be of no token. Its hidden states are
-    the last ones of `hidden_TD`. That of the token before it is there, too, where both were encoded in the same call,
-    else in `last_hidden_D`. Tokens are drawn by their places in the response.
+    The draft is the `proposal` at the end of the sequence's token_ids, and may be empty. Its hidden states are the last
+    ones of `hidden_TD`. The hidden state of the token before it is there too if both were encoded in the same call,
+    else in `last_hidden_D`. Tokens are drawn by their positions in the response.
     """
     mask_id, device = settings.diffusion.mask_id, model.device
     hidden, shapes, places = list[Tensor](), list[Shape](), list[range]()
@@ -75,12 +75,12 @@ def verify(
 
 @functools.lru_cache(maxsize=64)
 def _shape(head: NextToken) -> Shape:
-    """The distribution that a head draws from."""
+    """Return the distribution that a head draws from; cached."""
     return head.shape(0, 1)
 
 
 def _draws(sequences: abc.Sequence[Sequence], places: abc.Sequence[range], device: torch.device) -> Tensor:
-    """The numbers [N, 1] by which the tokens in these places of each response are drawn; zeros where no head draws."""
+    """Return the random numbers [N, 1] that draw the tokens at `places` of each response; zeros if no head draws."""
     heads = [sequence.round.head for sequence in sequences]
     if not any(head is not None and head.temperature for head in heads):
         return torch.zeros(sum(map(len, places)), 1, device=device)
@@ -91,9 +91,9 @@ def _draws(sequences: abc.Sequence[Sequence], places: abc.Sequence[range], devic
 
 
 def head_controls(sequence: Sequence, proposal: Proposal, count: int) -> abc.Sequence[CanvasControl | None]:
-    """The control of the `count` tokens after those of a proposal that are given, as next-token sampling has it.
+    """Return the control of the `count` tokens after a proposal's given ones, as next-token sampling applies it.
 
-    One None stands for each token of a sequence without control.
+    For a sequence without control, one None for each token.
     """
     control = sequence.control
     if control is None or control.classes is None:
@@ -102,9 +102,10 @@ def head_controls(sequence: Sequence, proposal: Proposal, count: int) -> abc.Seq
 
 
 def _compared(sequence: Sequence, found: abc.Sequence[abc.Sequence[int]]) -> Verification | None:
-    """A draft beside the head's tokens in the places that did not stand before, and perhaps in the one after it.
+    """Compare a draft with the head's tokens at its open positions, and perhaps at the position after it.
 
-    found: of each place the likeliest token, the one that is drawn, and whether the logits are finite.
+    found: for each position the likeliest token, the drawn token, and whether the logits are finite. None if the logits
+    up to the first mismatch are not finite.
     """
     head, proposal = sequence.round.head, sequence.round.proposal or Proposal()
     assert head is not None

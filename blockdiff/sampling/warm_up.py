@@ -1,6 +1,6 @@
-"""Calls that traffic will bring, made before there is any: kernels are compiled, steps captured, memory is measured.
+"""Warm-up calls: before any request they compile kernels, capture steps and measure memory.
 
-The rows stand in for real ones: their tokens are written where padding is, so that calls of any size need no pages.
+Their rows stand in for real ones and write to the padding page, so that calls of any size need no pages.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ KEPT_BYTES = 1 << 30  # for the features of images and the workspaces of librari
 
 @dataclass
 class WarmUp:
-    """The calls of an engine with these parts, each of which can be made without any request.
+    """Calls of an engine's parts that need no request.
 
-    peaks: the bytes that the largest call of every kind takes, once they are known.
+    peaks: the bytes that the largest call of each kind takes, once measured.
     """
 
     pages: Pages
@@ -49,10 +49,10 @@ class WarmUp:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Find the bytes that pages have to leave free, where they take all at once, by the largest call of every kind.
+        """Measure the bytes that pages must leave free for the largest call of each kind, if they take memory at once.
 
         Captured steps have memory of their own, and a step runs before it is captured, so steps count twice. Raises
-        BlockdiffError if the device has no memory for the calls.
+        BlockdiffError if the device has too little memory for the calls.
         """
         if self.pages.grows or self.peaks:
             return
@@ -74,16 +74,16 @@ class WarmUp:
         self.peaks = peaks
 
     def encode(self) -> None:
-        """Encode as many tokens as a step does at most."""
+        """Encode as many tokens as a step encodes at most."""
         tokens = min(self.scheduler.chunk_tokens, self._positions())
         rows = max(1, self.scheduler.tokens_per_step // tokens)
         tokens_BT = torch.arange(rows * tokens).view(rows, tokens) % self.settings.vocab_size
         self.pages.encode([self.pages.stand_in(0, tokens) for _ in range(rows)], tokens_BT, [tokens] * rows)
 
     def step(self, rows: int, times: int = 1, **asked: Any) -> None:
-        """Denoise the canvases of so many rows, or draft blocks, and encode what was drafted where that is captured.
+        """Let `rows` rows propose `times` times, and encode the proposals if that call is captured.
 
-        The second time the step is captured, where that can be done. asked: fields of their requests.
+        The second time captures the step, if possible. asked: fields of the rows' requests.
         """
         before, sequences = self.proposer.denoised, self._sequences(rows, **asked)
         for step in range(times):
@@ -97,14 +97,14 @@ class WarmUp:
         self.proposer.denoised = before
 
     def filtered(self, rows: int = 1) -> None:
-        """Denoise and verify rows of which tokens are drawn with top_p, unless the strategy has no filters."""
+        """Denoise and verify rows that draw with top_p, unless the strategy has no filters."""
         with suppress(RequestError):
             self._asked(
                 rows, strategy=adjusted(self.settings.strategy, temperature=1.0, top_p=0.9)
             )  # 0 would draw nothing
 
     def constrained(self) -> None:
-        """Denoise and verify a row with a constraint, unless the engine has no tokenizer, say, which that takes."""
+        """Denoise and verify a row with a constraint, unless that is refused, as without a tokenizer."""
         with suppress(RequestError):
             self._asked(1, regex=".*")
 
@@ -113,13 +113,13 @@ class WarmUp:
         self.verify(rows, **asked)
 
     def verify(self, rows: int | None = None, **asked: Any) -> None:
-        """Verify a draft of so many rows (None: of as many as there may be), where drafts are verified."""
+        """Verify a draft of `rows` rows (None: of `max_rows`), if drafts are verified."""
         sequences = self._sequences(rows or self.scheduler.max_rows, **asked)
         if all(each.round.proposal is not None for each in sequences):
             verify(self.pages.model, self.settings, sequences)
 
     def _sequences(self, rows: int, **asked: Any) -> list[Sequence]:
-        """Answers to the same request, each of which is about to propose."""
+        """Return sequences of equal requests, each ready to propose."""
         length = self.settings.round_length
         prompt = [0] * max(1, min(PREFIX_TOKENS, self._positions() - length))
         found = list[Sequence]()
@@ -135,7 +135,7 @@ class WarmUp:
         return found
 
     def _hidden(self, tokens: int) -> Tensor:
-        """Hidden states [tokens, D] of nothing."""
+        """Return hidden states [tokens, D] of zeros."""
         model = self.pages.model
         return torch.zeros(tokens, model.vocabulary.table.shape[1], dtype=model.dtype, device=model.device)
 
@@ -144,7 +144,7 @@ class WarmUp:
         return self.settings.positions or PREFIX_TOKENS + self.settings.canvas_length
 
     def _image_bytes(self) -> int:
-        """The bytes of what turns images into embeddings, where it comes with the first image."""
+        """The bytes of the image encoder, if it is loaded with the first image."""
         model = self.pages.model
         if self.settings.image_reader is None or model.image_side is not None:
             return 0

@@ -1,4 +1,4 @@
-"""Automata over the bytes of a text; that of all texts without certain words, and that of the texts of two."""
+"""Automata over the bytes of a text; all texts without certain words, and the texts common to two automata."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ByteAutomaton:
         return bool(self.is_accepting_S[state])
 
     def trimmed(self) -> ByteAutomaton:
-        """The same language without the states that cannot be reached or cannot accept; NoText if it is empty."""
+        """Remove the states that cannot be reached or cannot accept; NoText if the language is empty."""
         S = self.states
         can_accept = reaching(self.next_SB, self.is_accepting_S)
         if not bool(can_accept[0]):
@@ -58,7 +58,7 @@ class ByteAutomaton:
         return ByteAutomaton(next_SB, is_accepting_S)
 
     def without(self, other: ByteAutomaton) -> ByteAutomaton:
-        """The texts of this language that are not in another one; NoText if there is none."""
+        """Return the automaton of the texts that another language does not contain; NoText if there are none."""
         # The dead state of the other language is alive in its complement.
         dead = torch.full((1, 256), other.states + 1, dtype=torch.int32)
         return self.both(
@@ -66,7 +66,7 @@ class ByteAutomaton:
         )
 
     def both(self, other: ByteAutomaton) -> ByteAutomaton:
-        """The texts that are in both languages; NoText if there is none, RequestError for too many states."""
+        """Return the intersection of two languages; NoText if it is empty, RequestError for too many states."""
         # Bytes that neither of the two tells apart lead to the same pair, so one of each such class is followed.
         class_B, first_C = byte_classes(torch.cat((self.next_SB, other.next_SB)))
         one_SC, two_SC = self.next_SB[:, first_C].tolist(), other.next_SB[:, first_C].tolist()
@@ -94,7 +94,7 @@ class ByteAutomaton:
 
 
 def byte_classes(next_SB: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes that no state tells apart: the class of each byte, int64 [256], and the first byte of each class."""
+    """Group the bytes that no state distinguishes: the class of each byte, int64 [256], and each class's first byte."""
     columns, column_B = next_SB.unique(dim=1, return_inverse=True)
     first_C = torch.full((columns.shape[1],), 256).scatter_reduce_(0, column_B, torch.arange(256), "amin")
     first_C, order_C = first_C.sort()
@@ -102,7 +102,10 @@ def byte_classes(next_SB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reaching(next_SX: Tensor, is_aim_S: Tensor) -> Tensor:
-    """The states from which some aim can be reached, bool [S + 1]; next_SX: the state after each input, [S + 1, X]."""
+    """Return the states from which a state of `is_aim_S` can be reached, bool [S + 1].
+
+    next_SX: the state after each input, [S + 1, X].
+    """
     S = len(next_SX) - 1
     edges = (next_SX.long() * (S + 1) + torch.arange(S + 1)[:, None]).unique()
     before: dict[int, list[int]] = {}
@@ -121,7 +124,10 @@ def reaching(next_SX: Tensor, is_aim_S: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def texts_without(words: tuple[bytes, ...]) -> ByteAutomaton:
-    """All texts in which none of the words occurs (Aho and Corasick 1975); RequestError for words that are too long."""
+    """Make the automaton of all texts that contain none of the words (Aho and Corasick 1975).
+
+    Raises RequestError for words that are too long.
+    """
     if (size := sum(map(len, words))) > MOST_STATES:
         raise RequestError(f"the banned texts have {size:,} bytes; {MOST_STATES:,} are the most")
     next_of: list[dict[int, int]] = [{}]

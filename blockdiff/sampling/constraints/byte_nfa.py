@@ -17,10 +17,10 @@ _PLANES = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000
 
 
 class ByteNfa:
-    """An automaton that grows: each method adds a piece behind a state and returns the state at its end.
+    """A growing automaton: each method appends a piece after state `start` and returns the state at the piece's end.
 
-    edges: the (lowest byte, highest byte, next state) triples of each state; free: the states that it leads to without
-    a byte. State 0 is the start. RequestError as soon as there are more than `most` states.
+    edges: the (lowest byte, highest byte, next state) triples of each state; free: the states reached without a byte.
+    State 0 is the start. Raises RequestError if there are more than `most` states.
     """
 
     def __init__(self, most: int = MOST_STATES):
@@ -30,7 +30,7 @@ class ByteNfa:
         self.added = 0  # edges of characters and languages
 
     def state(self) -> int:
-        """Add a state."""
+        """Add a state and return it."""
         if len(self.edges) >= self.most:
             raise too_large(len(self.edges))
         if len(self.edges) % 1024 == 0:
@@ -46,7 +46,7 @@ class ByteNfa:
             raise too_large(len(self.edges))
 
     def join(self, start: int, end: int) -> int:
-        """Let a state lead to another one without a byte."""
+        """Add a transition without a byte from one state to another."""
         self.free[start].append(end)
         return end
 
@@ -59,7 +59,7 @@ class ByteNfa:
         return start
 
     def space(self, start: int) -> int:
-        """Add one space or none."""
+        """Add an optional space."""
         return self.join(start, self.text(start, " "))
 
     def character(self, start: int, ranges: Ranges) -> int:
@@ -88,7 +88,7 @@ class ByteNfa:
         return end
 
     def automaton(self, end: int, most: int = MOST_STATES) -> ByteAutomaton:
-        """The deterministic automaton of the texts from state 0 to `end`; RequestError if it has too many states."""
+        """Make the deterministic automaton of the texts from state 0 to `end`; RequestError for too many states."""
         bounds = sorted({0, 256, *(bound for edges in self.edges for a, b, _ in edges for bound in (a, b + 1))})
         class_of = {byte: number for number, byte in enumerate(bounds)}
         reached: dict[int, frozenset[int]] = {}
@@ -119,7 +119,7 @@ class ByteNfa:
         return ByteAutomaton(next_SB, torch.tensor([*(end in states for states in order), False])).trimmed()
 
     def _closed(self, states: Sequence[int], end: int, reached: dict[int, frozenset[int]]) -> frozenset[int]:
-        """The states that some lead to without a byte, and that read one or are the end."""
+        """Return the states reachable without a byte, keeping those that read a byte or are the end."""
         found: set[int] = set()
         for state in states:
             if state not in reached:
@@ -135,7 +135,7 @@ class ByteNfa:
 
 @lru_cache(maxsize=16)
 def _edges(automaton: ByteAutomaton) -> list[list[tuple[int, int, int]]]:
-    """The (lowest byte, highest byte, next state) triples of each state."""
+    """Return the (lowest byte, highest byte, next state) triples of each state."""
     next_SB = automaton.next_SB[:-1]
     begins = torch.ones_like(next_SB, dtype=torch.bool)
     begins[:, 1:] = next_SB.diff(dim=1) != 0
@@ -153,7 +153,7 @@ def _edges(automaton: ByteAutomaton) -> list[list[tuple[int, int, int]]]:
 
 @lru_cache(maxsize=64)
 def utf8_ranges(ranges: Ranges) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The sequences of byte ranges that spell the characters of some ranges of code points."""
+    """Return the sequences of byte ranges that encode the characters of some code point ranges."""
     found = list[tuple[tuple[int, int], ...]]()
     for low, high in ranges:
         for first, last in _PLANES:
@@ -163,7 +163,7 @@ def utf8_ranges(ranges: Ranges) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def _equally_long(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The sequences of a range whose characters have equally many bytes."""
+    """Yield the byte range sequences of a code point range whose characters have the same number of bytes."""
     for following in range(1, len(chr(low).encode())):  # bytes of six bits each
         rest = (1 << 6 * following) - 1
         if low | rest == high | rest:

@@ -18,7 +18,7 @@ END = "\U0010ffff"
 
 
 def main() -> None:
-    """Answer one request, with no more memory than it says."""
+    """Answer one request, within the memory limit that it contains."""
     request = json.loads(sys.stdin.readline())
     with suppress(ValueError, OSError):  # a machine that knows no such limit, or has a lower one already
         resource.setrlimit(resource.RLIMIT_AS, (request["bytes"], request["bytes"]))
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """The first line of the answer, and the bytes after it."""
+    """Return the first line of the answer, and the bytes after it."""
     try:
         return _automaton(request["regex"], request["states"])
     except ImportError:

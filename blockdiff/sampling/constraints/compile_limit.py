@@ -1,4 +1,4 @@
-"""Limits of compiling: the time that all constraints of a request take together; refusals beyond it."""
+"""Limits of compilation: the time that all constraints of a request may take together, and the errors beyond it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ADVICE = "shorten its counted repetitions, or name fewer characters in them"
 
 
 class TooSlow(RequestError):
-    """A constraint takes longer to compile than its limit."""
+    """Compiling a constraint takes longer than its limit."""
 
 
 class TooLarge(RequestError):
-    """A constraint needs more states than there may be."""
+    """A constraint needs more states than allowed."""
 
 
 _limit: ContextVar[tuple[float, float] | None] = ContextVar("compile_limit", default=None)  # seconds, and their end
@@ -26,9 +26,9 @@ _limit: ContextVar[tuple[float, float] | None] = ContextVar("compile_limit", def
 
 @contextlib.contextmanager
 def compile_limit(seconds: float = COMPILE_SECONDS) -> Iterator[None]:
-    """Raises TooSlow if compiling inside this block takes longer altogether; in any thread.
+    """Limit the total time of compilation inside this block, in any thread; beyond it TooSlow is raised.
 
-    Inside another limit the outer one holds, so a caller may shorten or lengthen what a request has.
+    Inside another limit the outer one applies, so a caller can shorten or extend a request's limit.
     """
     token = _limit.set(_limit.get() or (seconds, time.monotonic() + seconds))
     try:
@@ -38,7 +38,7 @@ def compile_limit(seconds: float = COMPILE_SECONDS) -> Iterator[None]:
 
 
 def seconds_left() -> float:
-    """The seconds that compiling may go on for; TooSlow if none is left."""
+    """Return the seconds left for compilation; TooSlow if there are none."""
     limit = _limit.get()
     left = COMPILE_SECONDS if limit is None else limit[1] - time.monotonic()
     if left <= 0:
@@ -47,11 +47,11 @@ def seconds_left() -> float:
 
 
 def too_large(states: int) -> TooLarge:
-    """The refusal of an automaton of too many states."""
+    """Return the error for an automaton with too many states."""
     return TooLarge(f"the constraint has {states:,} states or more; {ADVICE} ({{1,200}} makes 200 states)")
 
 
 def too_slow() -> TooSlow:
-    """The refusal of a constraint whose time is over."""
+    """Return the error for a constraint whose time has run out."""
     seconds = (_limit.get() or (COMPILE_SECONDS,))[0]
     return TooSlow(f"the constraint takes more than {seconds:g} seconds to compile; {ADVICE}")

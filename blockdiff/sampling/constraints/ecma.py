@@ -32,16 +32,16 @@ MOST_REPEATED = 10_000
 
 
 class _Parser:
-    """Reads a pattern from a place on; RequestError for what an automaton cannot follow.
+    """Parses a pattern from index `at` on; RequestError for syntax that an automaton cannot follow.
 
-    is_loose: classes of characters are as large as they are to any validator, else as small.
+    is_loose: character classes are as large as in any validator; else as small as in any.
     """
 
     def __init__(self, pattern: str, at: int = 0, is_loose: bool = False):
         self.pattern, self.at, self.is_loose = pattern, at, is_loose
 
     def alternatives(self) -> Alternatives:
-        """Read up to the end of a group, or of the pattern."""
+        """Parse up to the end of a group or of the pattern."""
         ways: Alternatives = [[]]
         while self.at < len(self.pattern) and self.pattern[self.at] != ")":
             if self.pattern[self.at] == "|":
@@ -78,7 +78,7 @@ class _Parser:
         return self._character(in_set=False)
 
     def _character(self, in_set: bool, is_negated: bool = False) -> Ranges:
-        """One character, or a class of characters that is written as an escape; is_negated: these are left out."""
+        """Parse one character, or a character class written as an escape; is_negated: the set excludes it."""
         found = _PIECE.match(self.pattern, self.at)
         assert found is not None
         piece = found[0]
@@ -107,7 +107,7 @@ class _Parser:
         return ((code, code),)
 
     def _set(self) -> Ranges:
-        """The characters of brackets."""
+        """Parse the characters of a bracket expression."""
         first = self.at
         self.at += 1
         is_negated = self.pattern.startswith("^", self.at)
@@ -158,13 +158,13 @@ class _Parser:
         return atom, least, most
 
     def error(self, what: str, back: int = 0) -> RequestError:
-        """The refusal of the pattern for what is read last."""
+        """Return the error for the part of the pattern that was read last."""
         at = self.at - back
         return RequestError(f"has {what} at character {at} ({self.pattern[at : at + 12]!r})")
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """The characters of some ranges that are in none of others."""
+    """Subtract character ranges from others."""
     found, left_out = list[tuple[int, int]](), sorted(others)
     for low, high in ranges:
         for first, last in left_out:
@@ -179,7 +179,7 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 def _inner(ways: Alternatives, is_first: bool, is_last: bool, is_loose: bool) -> Alternatives:
-    """The alternatives without `^` at their beginning and `$` at their end; those that have them elsewhere go."""
+    """Remove `^` at the beginning and `$` at the end of alternatives; alternatives with them elsewhere are dropped."""
     found: Alternatives = []
     for way in ways:
         items, is_possible = list[Item](), True
@@ -206,7 +206,7 @@ def _inner(ways: Alternatives, is_first: bool, is_last: bool, is_loose: bool) ->
 
 
 def _write(nfa: ByteNfa, start: int, ways: Alternatives) -> int:
-    """Add the texts of alternatives behind a state."""
+    """Add the texts of alternatives after a state."""
     end = nfa.state()
     for way in ways:
         state = start
@@ -242,11 +242,11 @@ def _once(nfa: ByteNfa, start: int, atom: Ranges | Alternatives | str) -> int:
 def expression_automaton(
     regex: str, is_open: bool = False, is_anywhere: bool = False, is_loose: bool = False
 ) -> ByteAutomaton:
-    """The texts that match an expression as a whole, as they are written in a JSON string.
+    """Make the automaton of the texts that match a whole expression, as written in a JSON string.
 
-    is_open: anything may follow an expression that does not end in `$`; is_anywhere: or be before one that does not
-    begin with `^`. is_loose: no text is left out that matches to some validator. RequestError, which says what of it,
-    for an expression that an automaton cannot follow; NoText for one that matches nothing.
+    is_open: anything may follow an expression without `$` at its end; is_anywhere: anything may precede one without `^`
+    at its beginning. is_loose: the automaton has every text that matches in some validator. Raises RequestError for an
+    expression that an automaton cannot follow, and names the part; NoText for one that matches nothing.
     """
     if regex.startswith("^(?!"):  # what must not follow at the beginning
         parser = _Parser(regex, at=4, is_loose=True)

@@ -1,4 +1,4 @@
-"""The pieces of JSON documents as they are added to an automaton, with one space or none between their parts."""
+"""Pieces of JSON documents for an automaton, with an optional space between their parts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Write = Callable[[int], "int | None"]  # adds a piece behind a state; None if th
 
 
 class JsonNfa(ByteNfa):
-    """An automaton of JSON texts; most_items: of an array or object that has a largest number of them.
+    """An automaton of JSON texts. most_items: the largest size of arrays and objects that have a maximum.
 
-    Methods add a piece behind a state and return the state at its end; None if no text is added.
+    Methods append a piece after state `start` and return the state at its end; None if the piece has no text.
     """
 
     def __init__(self, most_items: int):
@@ -27,7 +27,7 @@ class JsonNfa(ByteNfa):
         return self.text(any_string(self, self.text(start, '"')), '"')
 
     def joined(self, ends: Sequence[int | None]) -> int | None:
-        """Join the ends of several ways; None are left out."""
+        """Join the ends of alternatives into one state; None entries are skipped."""
         found = [end for end in ends if end is not None]
         if len(found) < 2:
             return found[0] if found else None
@@ -37,7 +37,7 @@ class JsonNfa(ByteNfa):
         return end
 
     def value(self, start: int, value: Any) -> int:
-        """Add one value."""
+        """Add one fixed value."""
         if isinstance(value, Mapping):
             state = self.text(start, "{")
             for number, (key, inner) in enumerate(value.items()):
@@ -55,7 +55,10 @@ class JsonNfa(ByteNfa):
     def in_order(
         self, start: int, signs: str, entries: Sequence[tuple[Write, bool]], least: int, most: int | None
     ) -> int | None:
-        """Add entries in their order between two signs, each once; those that are not required may be left out."""
+        """Add entries in a fixed order between two signs; entries that are not required may be left out.
+
+        least, most: bounds on the number of entries. None if they cannot be satisfied.
+        """
         count = len(entries)
         needed = [number for number, (_, is_required) in enumerate(entries) if is_required]
         most = None if most is None or most >= count else most
@@ -93,7 +96,7 @@ class JsonNfa(ByteNfa):
     def entries(
         self, start: int, ways: Sequence[tuple[Write, Write]], least: int = 0, most: int | None = None
     ) -> int | None:
-        """Add an object of any number of entries, each with one of some pairs of a key and a value."""
+        """Add an object of `least` to `most` entries, each with any of the given pairs of a key and a value."""
 
         def entry(state: int) -> int | None:
             ends = list[int | None]()
@@ -109,7 +112,7 @@ class JsonNfa(ByteNfa):
     def sequence(
         self, start: int, writes: Sequence[Write], rest: Write | None, least: int, most: int | None
     ) -> int | None:
-        """Add an array of items in their places, and others behind them."""
+        """Add an array whose first items are `writes`, in order, and whose further items are `rest`."""
         end = self.state()
         state = self.text(start, "[")
         for number, write in enumerate(writes):
@@ -134,7 +137,7 @@ class JsonNfa(ByteNfa):
         return end
 
     def repeated(self, start: int, signs: str, item: Write, least: int = 0, most: int | None = None) -> int | None:
-        """Add at least and at most so many items between two signs."""
+        """Add `least` to `most` items between two signs."""
         end = self.state()
         first = self.space(self.text(start, signs[0]))
         if least == 0:
@@ -146,7 +149,7 @@ class JsonNfa(ByteNfa):
         return end
 
     def items(self, start: int, item: Write, least: int, most: int | None) -> int | None:
-        """Add items with commas between them, of which there are some, and a space."""
+        """Add `least` to `most` items, at least one, separated by commas, and an optional space after them."""
         last = self.state()
         most = None if most is None else max(least, min(most, self.most_items))
         state = start

@@ -58,7 +58,7 @@ def any_object() -> ByteAutomaton:
 
 
 def _after(stack: str, place: str, byte: int) -> State | None:
-    """The state after a byte; None if it cannot stand."""
+    """Return the state after a byte; None if the byte is not allowed."""
     kind, _, rest = place.partition(":")
     if kind in ("key", "text"):
         return _in_string(stack, kind, rest, byte)
@@ -77,7 +77,7 @@ def _after(stack: str, place: str, byte: int) -> State | None:
 
 
 def _between(stack: str, place: str, byte: int) -> State | None:
-    """The state after a byte that begins or ends a part."""
+    """Return the state after a byte that begins or ends a part."""
     if place == "start":
         return ("o", "first key") if byte == ord("{") else None
     if place in ("first key", "next key"):
@@ -107,7 +107,7 @@ def _closed(stack: str) -> State:
 
 
 def _in_string(stack: str, kind: str, rest: str, byte: int) -> State | None:
-    """The state after a byte of a string; `rest` is what of an escape or of a character is still to come."""
+    """Return the state after a byte of a string; `rest` describes the bytes that an escape or character still needs."""
     if not rest:
         if byte == ord('"'):
             return stack, "colon" if kind == "key" else "comma"

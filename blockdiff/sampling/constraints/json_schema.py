@@ -50,10 +50,10 @@ BOUNDS = (
 
 
 def schema_automaton(schema: str | Mapping[str, Any]) -> ByteAutomaton:
-    """The documents of a schema, with one space or none between their parts.
+    """Make the automaton of a schema's documents, with an optional space between their parts.
 
-    Not every document is among them: properties come in the order of the schema, and others than the named ones not at
-    all. RequestError for a schema that is no JSON, or says what an automaton cannot hold.
+    It does not contain every valid document: properties come in the schema's order, and only named ones occur. Raises
+    RequestError for a schema that is not JSON, or has keywords that an automaton cannot follow.
     """
     try:
         text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema, allow_nan=False)
@@ -65,7 +65,7 @@ def schema_automaton(schema: str | Mapping[str, Any]) -> ByteAutomaton:
 
 @lru_cache(maxsize=32)
 def _compiled(schema: str) -> ByteAutomaton:
-    """The automaton of a schema's text, with the largest bounds that its states allow."""
+    """Make the automaton of a schema's text, with the largest bounds that do not need too many states."""
     for bounds in BOUNDS:
         most = MOST_STATES if bounds is BOUNDS[-1] else MOST_TOKEN_STATES - 1
         try:
@@ -81,8 +81,8 @@ def _compiled(schema: str) -> ByteAutomaton:
 class _Writer:
     """Writes the schemas of a document into an automaton.
 
-    where: the place of a schema, for messages; within: the $refs around it. Methods return the state after what they
-    add, and None if no finite document satisfies the schema.
+    where: the path of a schema, for messages; within: the $refs around it. Methods append after state `start` and
+    return the state at the end, or None if no finite document satisfies the schema.
     """
 
     def __init__(self, document: Any, bounds: Bounds):
@@ -90,7 +90,7 @@ class _Writer:
         self.reason = ""  # why there is no document
 
     def automaton(self, most: int) -> ByteAutomaton:
-        """The automaton of the document's schema, of at most `most` states."""
+        """Make the automaton of the document's schema, with at most `most` states."""
         end = self.write(0, self.rewriting.document, "", ())
         if end is not None:
             return self.nfa.automaton(end, most)
@@ -102,7 +102,7 @@ class _Writer:
         )
 
     def write(self, start: int, schema: Any, where: str, within: tuple[str, ...]) -> int | None:
-        """Add the documents of a schema, or the piece that a schema was replaced with."""
+        """Add the documents of a schema; a callable schema adds itself."""
         if callable(schema):
             return schema(start)
         if schema is True or schema == {}:
@@ -141,7 +141,7 @@ class _Writer:
         return None if automaton is None else self.nfa.language(start, automaton)
 
     def _free(self, start: int, depth: int) -> int | None:
-        """Add any value, with at most so many arrays and objects within each other."""
+        """Add any value with at most `depth` levels of arrays and objects."""
         ends = [self._of_type(start, type, {}, "", ()) for type in ("string", "number", "boolean", "null")]
         if depth > 0:
             ends.append(self.nfa.repeated(start, "[]", lambda state: self._free(state, depth - 1)))
@@ -252,10 +252,10 @@ class _Writer:
         return self.nfa.sequence(start, writes, rest, least, most)
 
     def _parts(self, schema: Any, where: str, within: tuple[str, ...]) -> list[Write]:
-        """Pieces of which no two have a document in common, for an array of different items.
+        """Return disjoint parts of a schema's documents, from which an array of different items is built.
 
-        The values of an enum are one piece each, other texts are divided by their beginnings, objects by a property
-        that they require, and arrays by their first item.
+        The values of an enum are one part each; other texts are divided by their beginnings, objects by a property that
+        they require, and arrays by their first item.
         """
         place, pieces, types = where or "its top", list[Write](), list[str]()
         values = list[Any]()
@@ -359,7 +359,7 @@ class _Writer:
         return found
 
     def _counts(self, plain: Mapping[str, Any], of: str, place: str) -> tuple[int, int | None]:
-        """The values of minX and maxX (None: no end)."""
+        """Return the values of minX and maxX (None: no maximum)."""
         least, most = plain.get(f"min{of}", 0), plain.get(f"max{of}")
         if most is not None and most < least:
             raise RequestError(f"the JSON schema's max{of} {most} at {place} is less than its min{of} {least}")

@@ -63,7 +63,7 @@ BLOCK = 8
 
 
 def any_character(nfa: ByteNfa, start: int, end: int | None = None) -> int:
-    """Add one character of a JSON string, or a letter behind a backslash."""
+    """Add one character of a JSON string, or an escape of a letter."""
     after = nfa.character(start, (*ASCII, *OTHERS))
     _escape(nfa, start, after)
     return after if end is None else nfa.join(after, end)
@@ -91,12 +91,12 @@ def strings(
     is_open: bool = False,
     is_anywhere: bool = False,
 ) -> ByteAutomaton:
-    """The texts between the quotes of strings that match patterns, have formats and at least and at most so many
-    characters.
+    """Make the automaton of strings, without quotes, that match all patterns and formats and have an allowed length.
 
-    in_blocks: characters that are not ASCII's count for up to eight, so that there are fewer states. is_open: anything
-    may follow a pattern without `$`; is_anywhere: all strings in which patterns match to some validator. RequestError,
-    which says what of a pattern an automaton cannot follow, and NoText.
+    least, most: the number of characters (None: no maximum). in_blocks: characters outside ASCII may count for up to
+    eight, which needs fewer states. is_open: anything may follow a pattern without `$`; is_anywhere: accept every
+    string in which the patterns match in some validator. Raises RequestError, which names the part of a pattern that an
+    automaton cannot follow, and NoText.
     """
     parts = [expression_automaton(pattern, is_open, is_anywhere, is_anywhere) for pattern in patterns]
     parts += [expression_automaton(FORMATS[name]) for name in formats if name in FORMATS]
@@ -106,7 +106,7 @@ def strings(
 
 
 def _of_length(least: int, most: int | None, in_blocks: bool) -> ByteAutomaton:
-    """The texts of strings of some length."""
+    """Make the automaton of strings with `least` to `most` characters."""
     nfa = ByteNfa()
     state, end = 0, nfa.state()
     for _ in range(least):

@@ -1,4 +1,4 @@
-"""The numbers between bounds, and the multiples of a number, as JSON writes them."""
+"""Numbers between bounds, and multiples of a number, in JSON's notation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MOST_REMAINDERS = 2_000
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers from `least` to `most` (None: no bound); `over` leaves out the least one and `under` the most.
+    """The numbers from `least` to `most` (None: no bound); `over` excludes `least`, and `under` excludes `most`.
 
-    factor: they are multiples of it.
+    factor: the numbers are multiples of it.
     """
 
     least: int | float | None = None
@@ -58,7 +58,7 @@ class Numbers:
         return reduce(ByteAutomaton.both, parts)
 
     def _listed(self, is_integer: bool) -> ByteAutomaton | None:
-        """The multiples of a factor one by one; None if they are many or without end."""
+        """List the multiples of a factor one by one; None if there are too many."""
         assert self.factor is not None
         if self.least is None or self.most is None:
             return None
@@ -92,7 +92,7 @@ def _automaton(numbers: Numbers, is_integer: bool) -> ByteAutomaton | None:
 
 @lru_cache(maxsize=32)
 def _multiples(factor: int | float) -> ByteAutomaton | None:
-    """The texts of a factor's multiples; None if there are too many remainders, or doubles do not hold the factor."""
+    """Make the automaton of a factor's multiples; None for too many remainders or an inexact factor."""
     places = 0
     exact = Fraction(factor)
     while (exact * 10**places).denominator > 1 and places < 6:
@@ -130,28 +130,28 @@ def _digits(nfa: ByteNfa, state: int, remainder: int, following: list[int], firs
 
 
 def _exact(bound: int | float) -> Decimal:
-    """A bound as its digits are written; a large one as the double is, for integers are compared with that."""
+    """Return a bound by its written digits, but a large one by the double's value, for comparison with integers."""
     if abs(bound) < 10**DIGITS:
         return Decimal(repr(bound))
     return Decimal(max(-LARGEST, min(LARGEST, int(bound))))
 
 
 def _above(bound: Decimal, is_strict: bool) -> str:
-    """An expression of the numbers from a bound on."""
+    """Return an expression for the numbers from a bound upwards."""
     if bound >= 0:
         return _at_least(bound, is_strict)
     return rf"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|-(?:{_at_most(-bound, is_strict)})"
 
 
 def _below(bound: Decimal, is_strict: bool) -> str:
-    """An expression of the numbers up to a bound."""
+    """Return an expression for the numbers from a bound downwards."""
     if bound < 0 or (bound == 0 and is_strict):
         return f"-(?:{_at_least(-bound, is_strict)})"
     return rf"-(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|{_at_most(bound, is_strict)}"
 
 
 def _at_least(bound: Decimal, is_strict: bool) -> str:
-    """The numbers without a sign from a bound on."""
+    """Return an expression for the numbers without sign that are at least a bound (above it if `is_strict`)."""
     whole, part, places = _parts(bound)
     any_part = rf"(?:\.[0-9]{{1,{places}}})?" if places else ""
     ways = [f"(?:{_upto(int(whole) + 1, None)}){any_part}"]
@@ -167,7 +167,10 @@ def _at_least(bound: Decimal, is_strict: bool) -> str:
 
 
 def _at_most(bound: Decimal, is_strict: bool) -> str:
-    """The numbers without a sign up to a bound, which is more than 0 or not strict."""
+    """Return an expression for the numbers without sign that are at most a bound (below it if `is_strict`).
+
+    The bound is more than 0, or not strict.
+    """
     whole, part, places = _parts(bound)
     ways = (
         [rf"(?:{_upto(0, int(whole) - 1)})" + (rf"(?:\.[0-9]{{1,{places}}})?" if places else "")] if int(whole) else []
@@ -185,14 +188,14 @@ def _at_most(bound: Decimal, is_strict: bool) -> str:
 
 
 def _parts(bound: Decimal) -> tuple[str, str, int]:
-    """The digits before and behind the point, and how many more may be behind it."""
+    """Return the digits before and after the point, and the number of further decimal places allowed."""
     whole, _, part = f"{bound:f}".partition(".")
     part = part.rstrip("0")
     return whole, part, max(0, min(PLACES, DIGITS - len(whole) - len(part)))
 
 
 def _upto(low: int, most: int | None) -> str:
-    """The integers between two bounds, of which there are some."""
+    """Return an expression for the integers from `low` to `most` (None: no end); there must be at least one."""
     ways, length = [], len(str(low))
     if most is None:
         ways.append(rf"[1-9][0-9]{{{length},}}")
@@ -205,7 +208,7 @@ def _upto(low: int, most: int | None) -> str:
 
 
 def _of_equal_length(low: str, high: str) -> str:
-    """The numbers of as many digits between two."""
+    """Return an expression for the integers between two with the same number of digits."""
     if not low:
         return ""
     rest = len(low) - 1

@@ -19,7 +19,10 @@ COMPILE_BYTES = 1 << 29  # of memory, for one call of outlines-core
 
 
 def call_outlines(**request: Any) -> tuple[dict[str, Any], bytes]:
-    """The answer of `compile_child` and what follows it; RequestError if there is no outlines-core, or no end."""
+    """Return the answer of `compile_child` and the bytes after it.
+
+    Raises RequestError if outlines-core is not installed, or if compilation exceeds its limits.
+    """
     line = json.dumps(request | {"bytes": COMPILE_BYTES}).encode() + b"\n"
     command = [sys.executable, "-P", compile_child.__file__]
     try:

@@ -38,11 +38,11 @@ def paths(
     uniform_BL2: Tensor,
     kernels: Kernels = IN_TORCH,
 ) -> Paths:
-    """The canvases from the states `start_B` to any final state.
+    """Find the best and a random canvas from the states `start_B` to any final state.
 
-    log_sum_BLC and maximum_BLC: fp64, of the logits of each class's tokens, -inf for a class that cannot stand there.
-    is_final_BS: bool [B, S + 1]. uniform_BL2: numbers in [0, 1) that pick the random canvas: the state that follows,
-    and the class that leads there.
+    log_sum_BLC and maximum_BLC: fp64, of the logits of each class's tokens, -inf for a class that is not allowed.
+    is_final_BS: bool [B, S + 1]. uniform_BL2: numbers in [0, 1) that pick the random canvas: the next state, and the
+    class that leads to it.
     """
     B, L, _ = log_sum_BLC.shape
     rows = max(1, NUMBERS // (L * max(automaton.successor_SK.numel(), 1)))
@@ -53,9 +53,9 @@ def paths(
 
 @functools.lru_cache(maxsize=64)
 def completable(automaton: TokenAutomaton, tokens: int) -> Tensor:
-    """The states from which n tokens, fill included, can lead to acceptance, for n = 0, 1, ...: bool [N, S + 1].
+    """Return the states from which n tokens, fill included, can reach acceptance, for n = 0, 1, ...: bool [N, S + 1].
 
-    There are rows for at most so many tokens, and none after one from which on they would all be equal.
+    There are at most `tokens` + 1 rows, and none after the row from which on all would be equal.
     """
     rows_NS = [automaton.is_accepting_S]
     for _ in range(tokens):
@@ -184,13 +184,13 @@ def _paths(
 
 
 def _chunks(length: int, size: int) -> list[slice]:
-    """Runs of positions, each with `size` numbers a position, of which about NUMBERS fit."""
+    """Split positions into slices of about NUMBERS numbers, at `size` numbers per position."""
     some = max(1, NUMBERS // max(size, 1))
     return [slice(lo, min(lo + some, length)) for lo in range(0, length, some)]
 
 
 def _of_pairs(of_classes_BLC: Tensor, automaton: TokenAutomaton, is_sum: bool) -> Tensor:
-    """The log-sum or the maximum over the classes that lead from a state to its k-th successor: [B, l, S K]."""
+    """Reduce classes to pairs of a state and its k-th successor, by log-sum or maximum: [B, l, S K]."""
     pair_E, size = automaton.pair_E, automaton.successor_SK.numel()
     of_edges = of_classes_BLC[..., automaton.class_E]
     index = pair_E.expand_as(of_edges)

@@ -53,14 +53,14 @@ def regex_automaton(regex: str) -> ByteAutomaton:
 
 
 def without_ends(regex: str) -> str:
-    """An expression without a `^` at its beginning and a `$` at its end, which say nothing more of a whole text."""
+    """Remove `^` at the beginning and `$` at the end of an expression, which match the whole text anyway."""
     whole = regex.removeprefix("^")
     backslashes = len(whole) - len(whole.removesuffix("$").rstrip("\\")) - 1
     return whole[:-1] if whole.endswith("$") and backslashes % 2 == 0 else whole
 
 
 def characters_written(regex: str) -> int:
-    """The most characters that one way through an expression spells out, repetitions by their count."""
+    """Count the most characters that one way through an expression writes out, with repetitions multiplied."""
     # of each open group: the longest alternative so far, this one, and its last part, which a repetition multiplies
     groups = [[0, 0, 0]]
     for piece in _PIECE.finditer(regex):
@@ -87,7 +87,7 @@ def characters_written(regex: str) -> int:
 
 
 def mistake_in(regex: str) -> str | None:
-    """The mistake in an expression that was refused, and its place; None if the text does not tell."""
+    """Return the mistake in a refused expression and its position; None if it cannot be found."""
     try:
         re.compile(_RUST_ONLY.sub(lambda found: "." * len(found[0]), regex))
     except re.error as error:
@@ -118,7 +118,7 @@ def _there(regex: str, at: int) -> str:
 
 
 def _cause(message: str) -> str:
-    """The part of outlines-core's message that says why."""
+    """Return the cause of a refusal from outlines-core's message."""
     if "anchored universal start state" in message:
         return "it looks around at its beginning; `^` and `$` can only stand at its ends"
     if "vocabulary provided is incompatible" in message:

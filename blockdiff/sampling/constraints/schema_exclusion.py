@@ -15,9 +15,9 @@ Holds = Callable[[Any, Any], bool]
 
 
 def apart(one: Plain, other: Plain, holds: Holds, difference: Difference) -> list[Plain] | None:
-    """Plain schemas whose documents satisfy one schema and not the other; None if they cannot be told apart.
+    """Return plain schemas for documents that satisfy `one` and not `other`; None if no such schemas are known.
 
-    They may hold less than the difference. The other one may hold more than is to be excluded.
+    They may accept less than the difference. `other` may accept more than must be excluded.
     """
     if "enum" in one:
         values = [value for value in one["enum"] if not holds(value, other)]
@@ -40,7 +40,7 @@ def apart(one: Plain, other: Plain, holds: Holds, difference: Difference) -> lis
 
 
 def _is_of(type: str, other: Plain) -> bool:
-    """True if the other schema may have values of a type."""
+    """True if the other schema allows values of a type."""
     if "enum" in other:
         kinds = {"string": str, "number": int | float, "integer": int | float, "object": Mapping, "array": list}
         kind = kinds.get(type, bool if type == "boolean" else None.__class__)
@@ -51,7 +51,7 @@ def _is_of(type: str, other: Plain) -> bool:
 
 
 def _without_values(one: Plain, values: list[Any]) -> list[Plain]:
-    """A schema of strings or numbers without some values, where they are at an end."""
+    """Exclude values from a schema of strings, which is possible only for the empty string; else an empty list."""
     if one["type"] == ["string"] and all(value == "" for value in values if isinstance(value, str)):
         return _not_between(one, {"maxLength": 0}, "Length")
     return []
@@ -71,7 +71,7 @@ def _numbers(one: Plain, other: Plain, _: Difference) -> list[Plain]:
 
 
 def _not_between(one: Plain, other: Plain, of: str) -> list[Plain]:
-    """The schemas of fewer or more characters, items or properties than the other one has."""
+    """Return the schemas with fewer, and with more, characters, items or properties than the other one allows."""
     found = []
     if other.get(f"min{of}", 0) > 0:
         found.append(one | {f"max{of}": min(other[f"min{of}"] - 1, one.get(f"max{of}", other[f"min{of}"]))})

@@ -1,4 +1,4 @@
-"""JSON schemas as far as they are merged: without notes and older spellings, and two as one."""
+"""Merging of JSON schemas: removing annotations and older spellings, and combining two schemas into one."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MOST_BOUND = 1e300
 
 
 def unheld(keyword: str, place: str, advice: str = "leave it out") -> RequestError:
-    """The refusal of a keyword that cannot be held."""
+    """Return the error for a keyword that an automaton cannot follow."""
     return RequestError(f"the JSON schema says {keyword} at {place}, which cannot be held there; {advice}")
 
 
 def simplified(schema: Any, place: str) -> dict[str, Any] | Literal[False]:
-    """A schema without notes and older spellings; False for one that nothing satisfies, {} for one that all do."""
+    """Remove annotations and older spellings; False for a schema that nothing satisfies, {} if everything does."""
     if isinstance(schema, bool):
         return {} if schema else False
     if not isinstance(schema, Mapping):
@@ -107,7 +107,7 @@ def simplified(schema: Any, place: str) -> dict[str, Any] | Literal[False]:
 
 
 def both_of(one: Any, other: Any, place: str) -> Any:
-    """The schema of what satisfies two schemas; keywords that combine schemas are put off with an allOf."""
+    """Return the schema of values that satisfy both schemas; combining keywords are deferred to an allOf."""
     first, second = simplified(one, place), simplified(other, place)
     if first is False or second is False:
         return False
@@ -153,7 +153,7 @@ def both_of(one: Any, other: Any, place: str) -> Any:
 
 
 def _put_off(one: Any, other: Any) -> Any:
-    """The schema of two that is merged when it is written."""
+    """Combine two schemas in an allOf, merged when it is written; a schema that allows everything is left out."""
     if one is False or other is False:
         return False
     if one in (True, {}) or one == other:
@@ -167,7 +167,7 @@ def _item(schema: Mapping[str, Any], index: int) -> Any:
 
 
 def _objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of an object's properties in what satisfies two schemas."""
+    """Merge the property keywords of two object schemas."""
     found = dict[str, Any]()
     names = dict.fromkeys([*first.get("properties", {}), *second.get("properties", {})])
     if names:
@@ -201,7 +201,7 @@ def of_name(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """True if two JSON values are the same: 1 and 1.0 are, 1 and true are not."""
+    """True if two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -212,7 +212,7 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def written_types(plain: Mapping[str, Any]) -> list[str]:
-    """The types that a plain schema is written with: without a type those of its keywords, or else all."""
+    """Return the types of a plain schema: its `type`, else the types of its keywords, else all types."""
     if "type" in plain:
         return list(plain["type"])
     types = [type for type in OF_TYPE if type != "integer" and OF_TYPE[type] & plain.keys()]

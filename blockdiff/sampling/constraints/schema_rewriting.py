@@ -23,16 +23,16 @@ Way = tuple[dict[str, Any], tuple[str, ...]]  # a plain schema, and the $refs ar
 
 
 class Rewriting:
-    """Rewrites the schemas of one document; refs_within: a schema that refers to itself is written out so deep."""
+    """Rewrites the schemas of one document. refs_within: the depth to which a recursive schema is expanded."""
 
     def __init__(self, document: Any, refs_within: int):
         self.document, self.refs_within = rooted(document), refs_within
         self.refs, self.last_ref = 0, ""
 
     def ways(self, schema: Any, place: str, within: tuple[str, ...], is_loose: bool = False) -> list[Way]:
-        """The plain schemas of which a document of the schema satisfies one.
+        """Return plain schemas such that each document of the schema satisfies one of them.
 
-        They may hold less than the schema. is_loose: they hold no less; exclusions are left out.
+        They may accept less than the schema. is_loose: they accept no less, and exclusions are ignored.
         """
         done, todo = list[Way](), [(schema, within, list[Way](), within)]
         while todo:
@@ -67,7 +67,7 @@ class Rewriting:
         return [(kept, refs) for plain, refs in done for kept in self._without_excluded(plain, place)]
 
     def _without_excluded(self, plain: dict[str, Any], place: str) -> list[dict[str, Any]]:
-        """The plain schemas of what a plain one holds and those that it excludes do not."""
+        """Return plain schemas for a plain schema's documents minus those that its exclusions accept."""
         kept = [{key: value for key, value in plain.items() if key != EXCLUDED}]
         for schema, keyword in plain.get(EXCLUDED, ()):
             for other, _ in self.ways(schema, place, (), is_loose=True):
@@ -79,7 +79,7 @@ class Rewriting:
         return kept
 
     def _apart(self, one: dict[str, Any], other: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
-        """The plain schemas of what satisfies one plain schema and not another; None if they cannot be told apart."""
+        """Return plain schemas for documents that satisfy `one` and not `other`; None if no such schemas are known."""
 
         def difference(own: Any, excluded: Any) -> list[dict[str, Any]] | None:
             kept = [plain for plain, _ in self.ways(own, place, ())]
@@ -93,7 +93,7 @@ class Rewriting:
         return apart(one, other, lambda value, schema: holds(value, schema, place, self.look_up), difference)
 
     def look_up(self, name: Any, place: str) -> Any:
-        """The schema that a $ref names."""
+        """Return the schema that a $ref names."""
         if name != "#" and not str(name).startswith("#/"):
             raise RequestError(
                 f"the JSON schema refers to {name!r:.80} at {place}; only # can be looked up, and what follows #/"
@@ -108,7 +108,7 @@ class Rewriting:
         return found
 
     def _referred(self, name: Any, place: str, within: tuple[str, ...]) -> tuple[Any, tuple[str, ...]] | None:
-        """The schema of a $ref and the $refs around it; None if the document refers to itself too deeply."""
+        """Return the schema of a $ref and the $refs around it; None if the document's recursion is too deep."""
         found = self.look_up(name, place)
         self.refs, self.last_ref = self.refs + 1, name
         if self.refs > MOST_REFS:
@@ -161,7 +161,7 @@ class Rewriting:
 
 
 def rooted(document: Any, root: str = "#", where: str = "#") -> Any:
-    """A document in which every $ref begins at its top, those within a part that has an $id of its own, too."""
+    """Return a document whose $refs all start at its top, including those in a part with its own $id."""
     if isinstance(document, list):
         return [rooted(each, root, f"{where}/{number}") for number, each in enumerate(document)]
     if not isinstance(document, Mapping):
@@ -181,7 +181,7 @@ def rooted(document: Any, root: str = "#", where: str = "#") -> Any:
 
 
 def _with_most(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
-    """The $refs around two schemas of one value: each as often as around the schema that has more of it."""
+    """Merge the $refs around two schemas of one value; each occurs as often as in the schema with more of it."""
     return tuple((Counter(one) | Counter(other)).elements())
 
 

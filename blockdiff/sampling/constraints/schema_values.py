@@ -1,4 +1,4 @@
-"""The judgement of one JSON value by a schema, for the values of an `enum` or a `const`."""
+"""Check one JSON value against a schema, for the values of an `enum` or a `const`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LookUp = Callable[[Any, str], Any]
 
 
 def holds(value: Any, schema: Any, place: str, look_up: LookUp) -> bool:
-    """True if a value satisfies a schema; RequestError for a keyword that is not judged."""
+    """True if a value satisfies a schema; RequestError for a keyword that is not supported here."""
     plain = simplified(schema, place)
     if isinstance(plain, bool):
         return plain
@@ -47,7 +47,7 @@ def holds(value: Any, schema: Any, place: str, look_up: LookUp) -> bool:
 
 
 def types_of(value: Any) -> set[str]:
-    """The types of a value; a whole number has two."""
+    """Return the types of a value; a whole number has two."""
     if value is None or isinstance(value, bool):
         return {"null" if value is None else "boolean"}
     if isinstance(value, int | float):

@@ -46,11 +46,11 @@ class TokenAutomaton:
         return len(self.next_SC) - 1
 
     def on(self, device: torch.device) -> TokenAutomaton:
-        """The same on another device, made once."""
+        """Return the automaton on another device; cached."""
         return self if self.class_V.device == device else _on(self, device)
 
     def run(self, tokens: Sequence[int], state: int = 0) -> int:
-        """The state after some tokens; `states` if they cannot stand there."""
+        """Return the state after some tokens; `states` if they are not allowed."""
         for place in self.class_V[list(tokens)].tolist():
             state = self.states if place == self.next_SC.shape[1] else int(self.next_SC[state, place])
         return state
@@ -70,11 +70,11 @@ def token_automaton(
     banned: Sequence[int] = (),
     allows_special: bool = False,
 ) -> TokenAutomaton:
-    """The automaton over tokens of a language of texts; the response is the tokens before the first eos.
+    """Make the automaton over tokens of a language of texts; the response is the tokens before the first eos.
 
     Any of `eos_ids` leads from an accepting state to the end, where only those and `pad_id` follow. Tokens without a
-    text can stand nowhere, or with `allows_special` everywhere before the end, for they change no text. RequestError
-    if the tokens cannot write any text of the language, and if it needs too many states.
+    text are never allowed, or with `allows_special` everywhere before the end, because they add no text. Raises
+    RequestError if the tokens cannot write any text of the language, or if it needs too many states.
     """
     V = tokens.vocab_size
     ends = {id for id in (*eos_ids, pad_id) if id is not None and 0 <= id < V}
@@ -165,7 +165,7 @@ def _reached(automaton: ByteAutomaton, tokens: Tokens) -> tuple[list[int], Tenso
 
 
 def _after(automaton: ByteAutomaton, texts: Sequence[bytes], order: Sequence[int], place: Tensor) -> Tensor:
-    """The state that each text leads to from each state, as its place in the order: int64 [states, texts]."""
+    """Return the state after each text from each state, as its index in `order`: int64 [states, texts]."""
     columns = []
     start = torch.tensor(order)
     for text in texts:

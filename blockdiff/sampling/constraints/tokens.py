@@ -1,4 +1,4 @@
-"""The tokens of a vocabulary as texts: the bytes that each stands for, and all of them as a tree."""
+"""The tokens of a vocabulary as texts: the bytes of each token, and all of them as a tree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokens:
-    """The texts of a vocabulary as a tree of bytes, so that an automaton reads a beginning that tokens share once."""
+    """The texts of a vocabulary as a tree of bytes, so that an automaton reads a shared beginning of tokens once."""
 
     def __init__(self, texts: Sequence[bytes], vocab_size: int):
         self.vocab_size = vocab_size
@@ -51,7 +51,7 @@ class Tokens:
             first, above = first + int(begins.sum()), node
 
     def read_by(self, automaton: ByteAutomaton) -> TextTree:
-        """The tree without what an automaton never accepts, in which bytes that it does not tell apart are one."""
+        """Prune the tree to texts that an automaton can accept, and merge bytes that it does not distinguish."""
         class_B, first_C = byte_classes(automaton.next_SB)
         is_dead_C = (automaton.next_SB[:, first_C] == automaton.states).all(0)
         C, levels, seen = len(first_C), [], 0
@@ -84,7 +84,7 @@ class TextTree:
     leaf_N: Tensor
 
     def after(self, automaton: ByteAutomaton, states_K: Tensor) -> Tensor:
-        """The states after every text from some states, and the dead one: int64 [K, M + 1]."""
+        """Return the states after every text from some states and from the dead state: int64 [K, M + 1]."""
         parts, current = [], states_K[:, None]
         for parent, byte in self.levels:
             current = automaton.next_SB[current[:, parent].long(), byte]
@@ -95,7 +95,7 @@ class TextTree:
 
 @functools.lru_cache(maxsize=4)
 def token_texts(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tokens:
-    """The tokens of a tokenizer, and further ones without a text up to the size of the model's vocabulary."""
+    """Return the tokens of a tokenizer, padded with tokens without text to the size of the model's vocabulary."""
     return Tokens(token_bytes(tokenizer), vocab_size)
 
 

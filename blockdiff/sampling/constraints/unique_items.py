@@ -12,11 +12,11 @@ _WHOLE += [f"{digit}[0-9]{{3,}}" for digit in range(1, 10)]
 
 
 def distinct_texts(texts: ByteAutomaton, beginnings: int) -> list[ByteAutomaton]:
-    """Parts of a language in a fixed order, such that texts of different parts are different values.
+    """Divide a language into parts, in a fixed order, such that texts of different parts are different values.
 
-    beginnings: into so many sets ASCII's letters and digits are divided, one of which has the first character of a
-    string; those of one more part have another one or none. 0: the texts are numbers, which differ in what is before
-    the point: up to 99 in all of it, above in its first digit, as negative ones do.
+    beginnings: the number of sets of ASCII letters and digits, by which strings are divided according to their first
+    character; strings that begin otherwise, or are empty, are one more part. 0: the texts are numbers, divided by their
+    digits before the point: all of them up to 99, above only the first digit, and the first digit for negative ones.
     """
     if beginnings:
         size = -(-len(LETTERS) // beginnings)

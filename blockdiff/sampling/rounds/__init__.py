@@ -1,17 +1,16 @@
-"""Rounds: the ways in which answers grow, a class each, which holds the state of one answer.
+"""Rounds: the ways in which answers grow, one class each, which holds the state of one answer.
 
-`CanvasRound` proposes a canvas over denoising steps and commits it as it is; `SeededRound` likewise, but that the head
-draws its first token. `VerifiedRound` proposes a canvas over the
-few steps of a round. The next call encodes it, the head accepts its tokens up to the first that it draws otherwise, and
-the next round starts from the rest; the canvas is committed once all of it is accepted. `NextTokenRound` proposes the
-tokens of a drafter's pass, or none. The next call encodes them behind the last token of the response, and the accepted
-ones are committed with the head's own next one.
+`CanvasRound` denoises a canvas over several steps and commits it as it is. `SeededRound` does the same, except that the
+head draws the first token. `VerifiedRound` denoises a canvas over the few steps of a round. The next call encodes it,
+the head accepts its tokens up to the first mismatch, and the next round starts from the rest; the canvas is committed
+once all of it is accepted. `NextTokenRound` proposes the tokens of a drafter's pass, or none. The next call encodes
+them after the last token of the response, and the accepted ones are committed with the head's own next token.
 
-All rows of an engine propose in one call, `Proposer.propose`: canvases of both sorts in a `CanvasBatch`, next tokens in
-a `BlockBatch`. The head reads all rows of a call together, too (`verification.py`). What else differs between the ways
-is asked of the round: when a sequence is ready for the next proposal, what it keeps when it is preempted, how many
-tokens a call encodes, and how it looks to the calls that warm an engine up. The table below says which round a request
-has. The rows of an engine have canvases all, verified or not, or next tokens all.
+All rows of an engine propose in one call, `Proposer.propose`: canvases of all kinds in a `CanvasBatch`, next tokens in
+a `BlockBatch`. The head also reads all rows of a call together (`verification.py`). The round answers everything else
+that differs: when a sequence is ready for the next proposal, what it keeps when it is preempted, how many tokens a call
+encodes, and which warm-up calls an engine needs. The table below maps requests to rounds. All rows of an engine have
+canvases, verified or not, or all have next tokens.
 """
 
 from __future__ import annotations
@@ -56,35 +55,35 @@ ROUNDS: dict[type[Strategy], type[Round]] = {
 
 
 def round_of(strategy: Strategy, is_seeded: bool = False) -> type[Round]:
-    """The way in which responses grow under a strategy; is_seeded: as in `SamplingSettings`."""
+    """Return the round class for a strategy; is_seeded: as in `SamplingSettings`."""
     canvases = SeededRound if is_seeded else CanvasRound
     return next((its for kind, its in ROUNDS.items() if isinstance(strategy, kind)), canvases)
 
 
 class Proposer(Protocol):
-    """The buffers of an engine in which all its rows propose at once.
+    """The buffers of an engine in which all its rows propose together.
 
-    denoised: the number of canvases, or of blocks of a drafter, that were run, padding included.
+    denoised: the number of canvases, or of a drafter's blocks, that were run, padding included.
     """
 
     denoised: int
 
     def propose(self, rows: abc.Sequence[Sequence], now: int) -> list[RunningCanvas]:
-        """Advance the proposal of every row by one step, and return the canvases that are finished with it.
+        """Advance the proposal of every row by one step, and return the canvases that this finishes.
 
-        now: the number of the engine's step. Without rows it lets go of those before.
+        now: the number of the engine's step. An empty `rows` drops the previous rows.
         """
 
 
 def proposer_for(
     model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, max_rows: int, graphs: Graphs
 ) -> Proposer:
-    """The buffers for at most `max_rows` rows of an engine, whose steps `graphs` captures if they can be."""
+    """Make the buffers for at most `max_rows` rows of an engine; `graphs` captures their steps if possible."""
     return (CanvasBatch if settings.denoises else BlockBatch)(model, settings, pages, max_rows, graphs)
 
 
 def require_head(strategy: Strategy, predicts_next_tokens: bool) -> None:
-    """Raise RequestError for a strategy that asks the next-token head of a model that has none."""
+    """Raise RequestError for a strategy that needs a next-token head if the model has none."""
     if next_token_head(strategy) is not None and not predicts_next_tokens:
         names = {named.strategy: name for name, named in NAMES.items()}
         name = names.get(type(strategy), type(strategy).__name__)
@@ -92,7 +91,7 @@ def require_head(strategy: Strategy, predicts_next_tokens: bool) -> None:
 
 
 def require_fitting(strategy: Strategy, settings: SamplingSettings) -> None:
-    """Raise RequestError for a strategy that a model, or the drafter beside it, cannot answer by."""
+    """Raise RequestError for a strategy that the model, or its drafter, cannot use."""
     way = round_of(strategy)
     require_head(strategy, settings.predicts_next_tokens)
     if isinstance(strategy, Speculative) and settings.block is None:

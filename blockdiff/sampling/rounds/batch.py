@@ -1,7 +1,7 @@
 """The canvases that are denoised together, each with its own step, temperature, draws and prefix.
 
-This is the host's side: which canvas has which place in the buffers, and what a step is asked. `step` is the
-device's. Tensors: B canvases, L positions.
+This is the host's side: it assigns canvases to rows of the buffers and makes the arguments of a step. `step` is the
+device's side. Tensors: B canvases, L positions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class CanvasBatch:
-    """The batch of running canvases, each in its place of the buffers.
+    """The batch of running canvases, each in its own row of the buffers.
 
-    Sequences that stay keep their places; one that leaves is replaced by a new one, else by the last. graphs: for the
-    steps that can be captured.
+    A canvas keeps its row while its sequence runs. The row of a sequence that leaves goes to a new one, else to the
+    last. graphs: for steps that can be captured.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class CanvasBatch:
         self._captured: tuple[Shape, abc.Hashable] | None = None
 
     def can_capture(self, shape: Shape) -> bool:
-        """True if a step of this shape only launches kernels; top_p in torch asks how many tokens it needs."""
+        """True if a step of this shape only launches kernels; top_p in torch reads a token count on the host."""
         return shape.top_p >= 1 or self.model.kernels.filters_on_device
 
     # -- the canvases and their places -------------------------------------------------------------------------
 
     def _arrange(self, running: list[RunningCanvas]) -> None:
-        """Make these canvases the batch; those without an index begin now."""
+        """Make `running` the batch: assign rows, and write the state of canvases that begin now."""
         self._running, step, device = running, self._step, self.model.device
         self.canvases = canvases = self._placed(running)
         moved = [(n, canvas.index) for n, canvas in enumerate(canvases) if canvas.index not in (None, n)]
@@ -96,7 +96,7 @@ class CanvasBatch:
             step.may_stop = {each: stops for each, stops in step.may_stop.items() if each in used}
 
     def _placed(self, running: abc.Sequence[RunningCanvas]) -> list[RunningCanvas]:
-        """The running canvases in the order of their places."""
+        """Return the running canvases in the order of their rows."""
         of_round = {canvas.round: canvas for canvas in running}
         places = [of_round.pop(before.round, None) for before in self.canvases]
         new = [canvas for canvas in running if canvas.round in of_round]
@@ -110,7 +110,7 @@ class CanvasBatch:
         return [canvas for canvas in places if canvas is not None] + new
 
     def _shape_to_capture(self) -> Shape | None:
-        """The shape that all canvases draw from, at whatever temperatures; None if their step cannot be captured."""
+        """Return the shape that all canvases share, up to temperature; None if the step cannot be captured."""
         rows = [canvas.sequence for canvas in self.canvases]
         strategies = {row.strategy for row in rows}
         is_observed = any(canvas.sequence.is_watched or canvas.round.is_observed for canvas in self.canvases)
@@ -126,7 +126,7 @@ class CanvasBatch:
         return None if shapes or shape is None or not self.can_capture(shape) else shape
 
     def _prepared(self, shape: Shape, prefixes: abc.Hashable) -> abc.Hashable:
-        """Fill the buffers that a captured step reads beside those of its rows; returns the key of the step's graph.
+        """Fill the buffers that a captured step reads in addition to its rows' buffers; return the graph's key.
 
         prefixes: the key of the rows' buffers.
         """
@@ -141,10 +141,10 @@ class CanvasBatch:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def propose(self, rows: abc.Sequence[Sequence], now: int) -> list[RunningCanvas]:
-        """Denoise the canvas of every row once, and return those that are finished with it.
+        """Denoise the canvas of every row once, and return the canvases that this finishes.
 
-        Records of watched sequences become events. now: the number of the engine's step. Without rows it lets go of
-        those before; pages may have moved before the next call.
+        Records of watched sequences become events. now: the number of the engine's step. An empty `rows` drops the
+        previous canvases, so that pages may move before the next call.
         """
         rounds = cast("list[CanvasRound]", [row.round for row in rows])
         each = zip(rounds, rows, strict=True)
@@ -186,7 +186,7 @@ class CanvasBatch:
         return finished
 
     def _call(self, steps: abc.Sequence[int]) -> StepCall:
-        """The call of a step; steps: the step that each canvas is at."""
+        """Return the arguments of a step; steps: the step number of each canvas."""
         canvases = self.canvases
         shapes, controls = [self._shape(n, step) for n, step in enumerate(steps)], self._canvas_controls
         groups = group_canvases([canvas.sequence.strategy for canvas in canvases], self.model.device)
@@ -200,12 +200,12 @@ class CanvasBatch:
         return StepCall(count, padded, (), groups, controls, [self._captured[0]] * count, has_signal)
 
     def _temperatures(self, place: int, step: int) -> list[float]:
-        """The temperatures of a canvas in the STEPS_AHEAD steps of which this step is one."""
+        """Return the temperatures of a canvas in the group of STEPS_AHEAD steps that contains `step`."""
         first = step - step % STEPS_AHEAD
         return [self._shape(place, first + ahead).temperature for ahead in range(STEPS_AHEAD)]
 
     def _shape(self, place: int, step: int) -> Shape:
-        """The shape of a step of the canvas in this place; steps after the last one have that one's."""
+        """Return the shape of a canvas's step; steps after the last one have the last one's shape."""
         sequence, shapes = self.canvases[place].sequence, self._shapes_B[place]
         step = min(step, sequence.max_steps - 1)
         while len(shapes) <= step:
@@ -213,7 +213,7 @@ class CanvasBatch:
         return shapes[step]
 
     def _finished(self, report_BN: Tensor | None, steps: abc.Sequence[int]) -> list[RunningCanvas]:
-        """The canvases that a step has finished; report_BN: by `step_report` (None: no canvas can have ended)."""
+        """Return the canvases that a step finished; report_BN: as in `step_report` (None: no canvas can have ended)."""
         for canvas in self.canvases:
             canvas.has_begun = True
         if report_BN is None:
@@ -230,7 +230,7 @@ class CanvasBatch:
         return finished
 
     def _record(self, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision) -> None:
-        """Make the step an event of each watched sequence; one that a preemption repeats is recorded once."""
+        """Add the step to the events of each watched sequence; a step repeated after a preemption is recorded once."""
         watched = {}
         for place, (canvas, step) in enumerate(zip(self.canvases, steps, strict=True)):
             sequence, number = canvas.sequence, canvas.number

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class RunningCanvas:
     """The canvas of a sequence that is being denoised.
 
-    round: the round of the sequence; number: its index in the response; step_offset: the number of the engine's step
-    minus that of the canvas's, which begins with `first_step`: 0, or later if it starts from given tokens; control:
-    what may stand in it; index: its place in the buffers of the batch (None: it has none yet); has_begun: whether a
-    step has denoised it; final: its tokens (None: it is not finished), after so many `steps`; is_finite: False if its
-    logits were not finite.
+    round: the round of the sequence; number: the canvas's index in the response; step_offset: the number of the
+    engine's step minus that of the canvas's step; first_step: the canvas's first step, later than 0 if it starts from
+    given tokens; control: the tokens that it may have; index: its row in the buffers of the batch (None: not assigned
+    yet); has_begun: whether a step has denoised it; final: its final tokens (None: it is not finished), after `steps`
+    steps; is_finite: False if its logits were not finite.
     """
 
     sequence: Sequence
@@ -62,7 +62,7 @@ class CanvasRound(Round):
 
     @classmethod
     def of(cls, strategy: Strategy, settings: SamplingSettings) -> Self:
-        """No canvas yet."""
+        """Return a round without a canvas."""
         return cls()
 
     @classmethod
@@ -77,22 +77,22 @@ class CanvasRound(Round):
 
     @property
     def is_observed(self) -> bool:
-        """True if a function is called with tensors of the steps."""
+        """True if a callback receives tensors of the steps."""
         return self.on_inputs is not None or self.on_last_hidden is not None
 
     def running(self, sequence: Sequence, now: int, settings: SamplingSettings, device: torch.device) -> RunningCanvas:
-        """The canvas that is denoised; between two canvases a new one, whose first step is the engine's step `now`."""
+        """Return the canvas being denoised; if there is none, begin one at the engine's step `now`."""
         if self.canvas is None:
             first, control = self.first_step(sequence), self.control(sequence, settings, device)
             self.canvas = RunningCanvas(sequence, self, len(sequence.steps), now - first, control, first)
         return self.canvas
 
     def first_step(self, sequence: Sequence) -> int:
-        """The number of the first step of a new canvas, not 0 if it starts from a noised draft."""
+        """The first step of a new canvas; later than 0 if it starts from a noised draft."""
         return 0 if sequence.control is None else sequence.control.first_step
 
     def control(self, sequence: Sequence, settings: SamplingSettings, device: torch.device) -> CanvasControl | None:
-        """The control of a new canvas; the prompt's tail, with which it may begin, is pinned."""
+        """Return the control of a new canvas, with the prompt's tail pinned if it begins with it."""
         tail = sequence.tail
         if sequence.control is not None:
             return sequence.control.begin(sequence.seed, tail)
@@ -102,7 +102,7 @@ class CanvasRound(Round):
         return CanvasControl(free).behind(tail)
 
     def finish(self, canvas: RunningCanvas, pages: Pages, settings: SamplingSettings) -> None:
-        """Take the finished canvas, or set the error of the sequence."""
+        """Take the tokens of a finished canvas, or set the sequence's error if they are invalid."""
         sequence = canvas.sequence
         tokens = (canvas.final or [])[len(sequence.tail) :]
         if not canvas.is_finite:
@@ -121,9 +121,9 @@ class CanvasRound(Round):
         score_end(canvas.sequence, pages.model)
 
     def settle(self, sequence: Sequence, verification: Verification, pages: Pages, settings: SamplingSettings) -> None:
-        """Nothing is left to settle: no head reads what was encoded."""
+        """Do nothing: no head verifies the encoded tokens."""
 
     def preempt(self, sequence: Sequence) -> None:
-        """Drop the canvas, which is denoised again from its first step on, with the same numbers."""
+        """Drop the canvas; it is denoised again from its first step with the same random numbers."""
         super().preempt(sequence)
         self.canvas = None

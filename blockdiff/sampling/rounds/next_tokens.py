@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class NextTokenRound(Round):
-    """The growth of an answer by next tokens, of which a drafter proposes at most `most` behind the last one.
+    """The growth of an answer by next tokens; a drafter proposes at most `most` of them per round.
 
-    follows: whether later rounds go by what was accepted lately; recent: the number of drafted tokens of a round that
-    were accepted lately (None: there was none).
+    follows: whether the number of drafted tokens adapts to recent acceptance; recent: the moving average of accepted
+    tokens per round (None: nothing was drafted yet).
     """
 
     most: int = 0
@@ -45,42 +45,42 @@ class NextTokenRound(Round):
 
     @classmethod
     def of(cls, strategy: Strategy, settings: SamplingSettings) -> Self:
-        """Nothing is drafted yet; tokens are drafted for `Speculative` alone."""
+        """Return a round without a proposal; only `Speculative` drafts tokens."""
         most = settings.block or 1
         block = strategy.block if isinstance(strategy, Speculative) else 1
         return cls(next_token_head(strategy), most=min(block or most, most) - 1, follows=block is None)
 
     @classmethod
     def steps(cls, strategy: Strategy, max_steps: int) -> int:
-        """One: nothing is denoised."""
+        """Return 1: nothing is denoised."""
         return 1
 
     @classmethod
     def answer_chunk(cls, settings: SamplingSettings, chunk_tokens: int) -> int:
-        """A chunk of a prompt: tokens that are encoded again need not go one by one."""
+        """Return the chunk length of a prompt: tokens that are encoded again can share a call."""
         return chunk_tokens
 
     @property
     def reach(self) -> int:
-        """The number of tokens to draft: the most, or half as many again as were accepted lately, and one more."""
+        """The number of tokens to draft: at most `most`; if it adapts, 1.5 times `recent` plus 1."""
         return min(self.most, 1 + round(1.5 * self.recent)) if self.follows and self.recent is not None else self.most
 
     def to_encode(self, sequence: Sequence) -> int:
-        """All but the last token of a response that has begun: it is encoded together with a proposal."""
+        """All unencoded tokens, except the response's last one, which is encoded together with a proposal."""
         count = sequence.num_uncomputed
         return 0 if count == 1 and sequence.tokens and self.proposal is None else count
 
     def awaits_head(self, sequence: Sequence) -> bool:
-        """True behind a proposal and behind the prompt, whose last token the head reads."""
+        """True after a proposal and after the end of the prompt: the head reads the last hidden state."""
         return self.proposal is not None or not sequence.num_uncomputed
 
     @property
     def forward(self) -> str:
-        """A call without a drafter verifies nothing."""
+        """The field of `Forwards` that counts the next encode: "verify" if a drafter's proposal is in it."""
         return "verify" if self.proposal is not None and self.most else "encode"
 
     def settle(self, sequence: Sequence, verification: Verification, pages: Pages, settings: SamplingSettings) -> None:
-        """Commit the accepted tokens of the block and the head's own token behind them."""
+        """Commit the accepted tokens of the block and the head's own token after them."""
         self.retract(sequence)
         accepted, own = verification.accepted, verification.own
         assert own is not None
@@ -91,20 +91,20 @@ class NextTokenRound(Round):
         accept(sequence, encoded_end, pages)
 
     def note(self, verification: Verification) -> None:
-        """Take note of a round; `recent` is by a quarter the newest and by three what it was."""
+        """Update `recent` with a round's accepted number, at a weight of 1/4."""
         if verification.draft:
             before = float(verification.accepted) if self.recent is None else self.recent
             self.recent = before + (verification.accepted - before) / 4
 
     def _count_places(self, verification: Verification, count: int) -> None:
-        """Count the first `count` drafted tokens of a block by their places, and those that were accepted."""
+        """Count the first `count` drafted tokens of a block by position, and those that were accepted."""
         for place in range(count)[: len(verification.draft)]:
             drafted, accepted = self.places[place] if place < len(self.places) else (0, 0)
             self.places[place : place + 1] = [(drafted + 1, accepted + (place < verification.accepted))]
 
 
 class BlockBatch:
-    """The rows whose next tokens are drawn, at most `most` of them, and the model that drafts for them, if any."""
+    """At most `most` rows that grow by next tokens, and the model that drafts for them, if any."""
 
     def __init__(self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, most: int, graphs: Graphs):
         self.pages, self.graphs, self.denoised = pages, graphs, 0
@@ -122,7 +122,7 @@ class BlockBatch:
             self._drafted_BK = torch.zeros(most, length - 1, dtype=torch.int64, device=drafter.device)
 
     def propose(self, rows: abc.Sequence[Sequence], now: int) -> list[RunningCanvas]:
-        """Put a proposal, which may be of no token, behind each row; there are no canvases."""
+        """Append a proposal, which may be empty, to each row; returns no canvases."""
         asked = list[tuple["Sequence", int]]()
         for each in rows:
             assert isinstance(each.round, NextTokenRound)
@@ -138,7 +138,7 @@ class BlockBatch:
         return []
 
     def _likeliest(self, sequences: list[Sequence], count: int) -> list[list[int]]:
-        """The `count` tokens that the drafter takes for the likeliest behind each sequence."""
+        """Draft the `count` tokens that follow each sequence."""
         steps = self._steps
         rows = [each.paged for each in sequences if each.paged is not None]
         rows += [self.pages.empty] * self.graphs.padding(len(rows))

@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 class SeededRound(CanvasRound):
     """The growth of an answer by denoised canvases that begin with the head's next token.
 
-    The call that encodes the prompt, or a committed canvas, gives that token. first: it (None: nothing was encoded, as
-    in an engine's warm-up).
+    The call that encodes the prompt or a committed canvas also yields that token. first: the token (None: nothing was
+    encoded, as in an engine's warm-up).
     """
 
     first: int | None = None
 
     @classmethod
     def of(cls, strategy: Strategy, settings: SamplingSettings) -> Self:
-        """A round whose head draws as the strategy does in the first step of a canvas."""
+        """Return a round whose head draws like the first step of a canvas under the strategy."""
         shape = strategy.shape(0, 1)
         temperature = 0.0 if shape.greedy else shape.temperature
         return cls(NextToken(temperature, shape.top_k, shape.top_p, shape.min_p))
 
     def awaits_head(self, sequence: Sequence) -> bool:
-        """True behind the prompt and behind a canvas, unless that has ended the response."""
+        """True after the prompt and after a canvas, unless the response has ended."""
         return not sequence.num_uncomputed and sequence.finish_reason is None
 
     def settle(self, sequence: Sequence, verification: Verification, pages: Pages, settings: SamplingSettings) -> None:
-        """Take the head's token for the next canvas, or commit it by itself if it ends the response."""
+        """Take the head's token as the next canvas's first; commit it alone if it ends the response."""
         assert verification.own is not None
         self.first = verification.own
         accept(sequence, len(sequence.token_ids), pages)
@@ -52,7 +52,7 @@ class SeededRound(CanvasRound):
             score_end(sequence, pages.model)
 
     def control(self, sequence: Sequence, settings: SamplingSettings, device: torch.device) -> CanvasControl | None:
-        """The request's own, with the head's token pinned at the first place."""
+        """Return the control of a new canvas, with the head's token pinned at its first position."""
         control = super().control(sequence, settings, device)
         if self.first is None:
             return control
@@ -63,7 +63,7 @@ class SeededRound(CanvasRound):
         return replace(control, pinned_BL=pinned_BL)
 
     def take(self, canvas: RunningCanvas, tokens: list[int], pages: Pages, settings: SamplingSettings) -> None:
-        """Commit the tokens of a finished canvas, whose last call gives the next first one."""
+        """Commit the tokens of a finished canvas; the call that encodes it yields the next first token."""
         self.first = None
         super().take(canvas, tokens, pages, settings)
 

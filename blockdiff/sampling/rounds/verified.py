@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class VerifiedRound(CanvasRound):
     """The growth of an answer by canvases that the head verifies.
 
-    round_steps: the denoising steps of a round at most. Of the canvas over all its rounds: draft: the tokens of the
-    last round, of which the first `num_verified` are accepted and the others are where the next round starts; before
-    the first round none, or the one that the verification of the canvas before has added. num_rounds, num_steps:
-    verifications and denoising steps so far.
+    round_steps: the most denoising steps of a round. For the current canvas: draft: the tokens of the last round, of
+    which the first `num_verified` are accepted and the others start the next round. Before the first round it is empty,
+    or the one token that the previous canvas's verification added. num_rounds, num_steps: the verifications and
+    denoising steps so far.
     """
 
     round_steps: int = 1
@@ -39,28 +39,28 @@ class VerifiedRound(CanvasRound):
 
     @classmethod
     def of(cls, strategy: Strategy, settings: SamplingSettings) -> Self:
-        """Nothing is drafted yet."""
+        """Return a round without a draft."""
         return cls(next_token_head(strategy), round_steps=cls.steps(strategy, 1))
 
     @classmethod
     def steps(cls, strategy: Strategy, max_steps: int) -> int:
-        """The number of steps that the strategy says."""
+        """Return the strategy's number of denoising steps per round."""
         assert isinstance(strategy, Verified)
         return strategy.steps
 
     @classmethod
     def rounds(cls, settings: SamplingSettings) -> int:
-        """One for each token: a round accepts one at least."""
+        """Return the canvas length: every round accepts at least one token."""
         return settings.canvas_length
 
     def first_step(self, sequence: Sequence) -> int:
-        """The steps of a canvas go on through its rounds."""
+        """The first step of the next round; step numbers continue over the rounds of a canvas."""
         return self.num_rounds * self.round_steps
 
     def control(self, sequence: Sequence, settings: SamplingSettings, device: torch.device) -> CanvasControl | None:
-        """The request's own, with accepted tokens pinned; the rest of the draft is what the canvas starts from.
+        """Return the control of a round, with accepted tokens pinned; it starts from the rest of the draft.
 
-        Under mask noise it starts from masks, because tokens that a canvas starts from would never change.
+        Under mask noise it starts from masks, because given tokens would never change.
         """
         control, length = super().control(sequence, settings, device), settings.canvas_length
         if not self.draft:
@@ -72,12 +72,12 @@ class VerifiedRound(CanvasRound):
         return replace(control, pinned_BL=pinned_BL, start_BL=start_BL if settings.diffusion.mask_id is None else None)
 
     def take(self, canvas: RunningCanvas, tokens: list[int], pages: Pages, settings: SamplingSettings) -> None:
-        """Propose the denoised canvas, which the next call encodes; accepted tokens stay."""
+        """Propose the denoised canvas, with accepted tokens unchanged; the next call encodes it."""
         tokens, last = self.draft[: self.num_verified] + tokens[self.num_verified :], canvas.first_step + canvas.steps
         self.propose(canvas.sequence, Proposal(tokens, self.num_verified, canvas.steps, last - 1))
 
     def settle(self, sequence: Sequence, verification: Verification, pages: Pages, settings: SamplingSettings) -> None:
-        """Commit the canvas once all of it is accepted or the accepted tokens end the response; else keep the draft."""
+        """Commit the canvas if all of it is accepted or the accepted tokens end the response; else keep the draft."""
         proposal = self.retract(sequence)
         encoded_end = len(sequence.token_ids) + verification.accepted
         self._note(verification, proposal.steps)
@@ -85,7 +85,7 @@ class VerifiedRound(CanvasRound):
         if not self._can_commit(sequence, accepted, settings):
             accept(sequence, len(sequence.token_ids), pages)
             return
-        # what is behind the end of a response, nobody has verified
+        # tokens after the end of a response are not verified
         is_whole = verification.own is not None and verification.accepted == len(verification.draft)
         following = [verification.own] if is_whole and verification.own is not None else []
         self._begin(following)
@@ -97,7 +97,7 @@ class VerifiedRound(CanvasRound):
             score_end(sequence, pages.model)
 
     def _note(self, verification: Verification, steps: int) -> None:
-        """Take the accepted tokens of a round of so many steps, the last of them perhaps the head's own."""
+        """Record a round's accepted tokens and its `steps`; the head's token replaces the first rejected one."""
         self.draft, self.num_verified = list(verification.draft), verification.accepted
         if self.num_verified < len(self.draft):
             assert verification.own is not None
@@ -106,13 +106,13 @@ class VerifiedRound(CanvasRound):
         self.num_rounds, self.num_steps = self.num_rounds + 1, self.num_steps + steps
 
     def _begin(self, accepted: list[int]) -> None:
-        """Begin the next canvas with tokens that are accepted."""
+        """Begin the next canvas with accepted tokens."""
         self.draft, self.num_verified, self.num_rounds, self.num_steps = accepted, len(accepted), 0, 0
 
     def _can_commit(self, sequence: Sequence, accepted: list[int], settings: SamplingSettings) -> bool:
-        """True if accepted tokens are a whole canvas, or end the response."""
+        """True if the accepted tokens are a whole canvas or end the response."""
         return len(accepted) == settings.canvas_length or sequence.would_end(accepted, settings)
 
     def verifications(self, sequence: Sequence) -> int:
-        """The rounds of the canvas so far."""
+        """The number of rounds of the current canvas so far."""
         return self.num_rounds

@@ -1,4 +1,4 @@
-"""The strategies there are."""
+"""The strategies, by which canvases are denoised or next tokens are drawn."""
 
 from blockdiff.sampling.strategies.acceptance import Confident, EntropyBound, Quota, Sequential
 from blockdiff.sampling.strategies.denoising import Ancestral, Composed, JointThreshold, released

@@ -1,4 +1,4 @@
-"""The rules of which samples of a denoising step stay, by the model's certainty of them or by their places."""
+"""Rules that decide which samples of a denoising step are kept, by the model's certainty or by position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Acceptance(Protocol):
     """A frozen dataclass."""
 
     def accept(self, canvases: Canvases) -> Decision:
-        """The decision about every position; when a canvas ends is not its matter."""
+        """Return the decision about every position; it does not decide when a canvas ends."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class EntropyBound:
         return Decision(self.within(canvases.stats.entropy))
 
     def within(self, entropy_BL: Tensor) -> Tensor:
-        """The accepted positions, bool [B, L]."""
+        """Return the accepted positions, bool [B, L]."""
         # Stable, so that among equal entropies the first position wins whatever the batch.
         sorted_BL, order_BL = entropy_BL.sort(dim=-1, stable=True)
         is_within_BL = sorted_BL.cumsum(-1) - sorted_BL <= self.bound
@@ -50,9 +50,9 @@ class EntropyBound:
 
 @dataclass(frozen=True)
 class Confident:
-    """Accept every sample that is likelier than `threshold` (arXiv 2505.22618), and every token that is given.
+    """Accept every sample with a probability above `threshold` (arXiv 2505.22618), and every given token.
 
-    The `least` likeliest at open positions are accepted in any case, so every step keeps new ones.
+    At least the `least` likeliest samples at open positions are accepted, so that every step adds tokens.
     """
 
     threshold: Annotated[float, Key("the probability above which a sample is kept")] = 0.9
@@ -73,9 +73,9 @@ class Confident:
 
 
 def _highest(score_BL: Tensor, count: Tensor | int) -> Tensor:
-    """The positions of the highest scores, bool [B, L]: `count` (one number, or [B, 1]) of each row.
+    """Return the positions of each row's `count` highest scores, bool [B, L]; count: one number, or [B, 1].
 
-    Of equal scores the first position's wins, whatever the batch.
+    Of equal scores the first position wins, independently of the batch.
     """
     order_BL = score_BL.argsort(dim=-1, descending=True, stable=True)
     is_within_BL = (torch.arange(score_BL.shape[-1], device=score_BL.device) < count).expand_as(order_BL)
@@ -84,11 +84,12 @@ def _highest(score_BL: Tensor, count: Tensor | int) -> Tensor:
 
 @dataclass(frozen=True)
 class Quota:
-    """Accept as many of the likeliest samples as the step should have reached.
+    """Accept the likeliest samples, up to the number of positions due at the step.
 
-    After k of N steps these are L k / N positions (pace linear), or L (1 - cos(pi k / 2N)), few at first and more and
-    more (pace cosine: MaskGIT, arXiv 2202.04200), rounded up. Masks are filled for good, at least one at every step, by
-    as many as a step adds to that; with the linear pace L / N rounded down, and one more in the first L mod N steps.
+    After k of N steps L k / N positions are due (pace linear), or L (1 - cos(pi k / 2N)), which is few at first and
+    then more (pace cosine: MaskGIT, arXiv 2202.04200), rounded up. Under mask noise tokens stay for good, and each step
+    fills as many masks as its due number grows, at least one; with the linear pace L / N rounded down, plus one in the
+    first L mod N steps.
     """
 
     pace: Annotated[Literal["linear", "cosine"], Key("how the share of kept positions grows")] = "linear"
@@ -108,11 +109,11 @@ class Quota:
         return Decision(is_new_BL | ~is_open_BL)
 
     def score(self, canvases: Canvases) -> Tensor:
-        """A number for each position, [B, L]: the highest ones are kept first."""
+        """Return the priority of each position, [B, L]: the highest are kept first."""
         return canvases.stats.log_probability
 
     def of_step(self, step_B: Tensor, steps_B: Tensor, length: int) -> Tensor:
-        """The number of masks, of `length` at first, that this step fills, int64 [B]."""
+        """Return the number of masks that a step fills, out of `length` in the empty canvas, int64 [B]."""
         if self.pace == "linear":
             count_B = length // steps_B + (step_B < length % steps_B)
         else:
@@ -121,7 +122,7 @@ class Quota:
         return count_B.clamp(min=1)
 
     def of_steps(self, done_B: Tensor, steps_B: Tensor, length: int) -> Tensor:
-        """The number of `length` positions that are kept when so many of the steps are done, int64 [B]."""
+        """Return the number of positions out of `length` that are due after `done_B` steps, int64 [B]."""
         if self.pace == "linear":  # in integers: no rounding is rounded up
             return (done_B * length + steps_B - 1) // steps_B
         share_B = 1 - torch.cos(done_B.double() / steps_B * (math.pi / 2))
@@ -130,11 +131,11 @@ class Quota:
 
 @dataclass(frozen=True)
 class Sequential(Quota):
-    """Accept as many samples as the step should have reached, from the first position on."""
+    """Accept the first samples from the left, up to the number of positions due at the step."""
 
     is_capturable: ClassVar[bool] = True
 
     def score(self, canvases: Canvases) -> Tensor:
-        """The first positions have the highest."""
+        """Return a number for each position that falls from left to right, so that the first ones win."""
         place_BL = torch.arange(canvases.kept_BL.shape[-1], 0, -1, device=canvases.kept_BL.device)
         return place_BL.float().expand(canvases.kept_BL.shape)

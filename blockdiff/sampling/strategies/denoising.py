@@ -18,15 +18,15 @@ from blockdiff.sampling.strategy import Canvases, Decision, Key, MinP, Shape, To
 
 @dataclass(frozen=True, kw_only=True)
 class Denoising:
-    """The part that all of them share: the temperature, the end of a canvas, and the rest of a `Shape`.
+    """The shared part of denoising strategies: the temperature, the end of a canvas, and the filters of a `Shape`.
 
     With n of N steps remaining the temperature is t_min + (t_max - t_min) n / N: it falls from t_max and never quite
-    reaches t_min, as that of transformers' LinearTemperatureScheduleLogitsProcessor, in the same float32 arithmetic.
+    reaches t_min, as in transformers' LinearTemperatureScheduleLogitsProcessor, in the same float32 arithmetic.
 
-    A canvas ends before its last step where its argmax has been the same for `stability` steps and the mean entropy of
-    its tempered distributions, in nats, is less than `confidence`. With stability 0 the entropy alone decides, with
-    confidence inf the argmax alone; with confidence 0 every canvas takes all its steps. A canvas of masks also ends,
-    whatever these say, where no mask is left, or none before a token that ends the response.
+    A canvas ends before its last step if its argmax has been the same for `stability` steps and the mean entropy of its
+    tempered distributions, in nats, is less than `confidence`. With stability 0 only the entropy decides, with
+    confidence inf only the argmax; with confidence 0 every canvas takes all its steps. A canvas of masks also ends if
+    no mask is left, or none before a token that ends the response.
     """
 
     t_min: Annotated[float, Key("the temperature that later steps fall to", settings="t_min")] = 0.4
@@ -49,11 +49,11 @@ class Denoising:
         Shape(1.0, self.top_k, self.top_p, self.min_p)  # refuses filters that cannot be
 
     def shape(self, step: int, steps: int) -> Shape:
-        """The temperature of the step, with the filters, and whether nothing is drawn."""
+        """Return the step's temperature and filters, and whether nothing is drawn."""
         return _shape(self, step, steps)
 
     def adjusted(self, temperature: float | None, filters: dict[str, Any]) -> Self:
-        """The strategy with these filters, and this temperature at the first step; see `adjusted` of `named`."""
+        """Return the strategy with these filters, and this temperature at the first step; see `adjusted` of `named`."""
         if not 0 <= (temperature or 0) < math.inf:
             raise ValueError(f"temperature must be at least 0, got {temperature}")
         if temperature is not None:
@@ -63,9 +63,9 @@ class Denoising:
         return replace(self, **filters)
 
     def ended(self, decision: Decision, canvases: Canvases) -> Decision:
-        """A decision about every position with that about which canvases end, and as what.
+        """Add to a decision which canvases end, and their final tokens.
 
-        Where masks are filled for good, the new tokens are part of the canvas that is finished.
+        Under mask noise the newly filled tokens are part of the finished canvas.
         """
         stop_B = self.stop(canvases)
         if not canvases.are_masks:
@@ -79,7 +79,7 @@ class Denoising:
         return replace(decision, stop_B=is_over_B if stop_B is None else stop_B | is_over_B, final_BL=final_BL)
 
     def stop(self, canvases: Canvases) -> Tensor | None:
-        """The canvases that end by entropy and argmax, bool [B]; None if none does before its last step."""
+        """Return the canvases that end by entropy and argmax, bool [B]; None if none can end before its last step."""
         if self.confidence == 0:
             return None
         is_stable_B = canvases.unchanged_B >= self.stability
@@ -88,7 +88,7 @@ class Denoising:
 
 @lru_cache(maxsize=1024)
 def _shape(strategy: Denoising, step: int, steps: int) -> Shape:
-    """Every canvas of a batch asks for the same few shapes, step after step."""
+    """Return a strategy's shape; cached, because every canvas of a batch requests the same few shapes."""
     remaining = torch.tensor(steps - step, dtype=torch.int32)
     temperature = float(strategy.t_min + (strategy.t_max - strategy.t_min) * (remaining / steps))
     return Shape(temperature, strategy.top_k, strategy.top_p, strategy.min_p, strategy.greedy)
@@ -96,27 +96,27 @@ def _shape(strategy: Denoising, step: int, steps: int) -> Shape:
 
 @dataclass(frozen=True)
 class Composed(Denoising):
-    """The released model's strategy, or that with another rule of which samples stay."""
+    """The released model's strategy, with its own or another acceptance rule."""
 
     acceptance: Acceptance = field(default_factory=EntropyBound)
 
     @property
     def is_capturable(self) -> bool:
-        """True if the acceptance is."""
+        """True if the acceptance rule declares that it can be captured."""
         return declares_capturable(self.acceptance)
 
     def decide(self, canvases: Canvases) -> Decision:
-        """The decision: positions that the acceptance keeps, and canvases that end."""
+        """Return the positions that the acceptance rule keeps, and the canvases that end."""
         return self.ended(self.acceptance.accept(canvases), canvases)
 
 
 @dataclass(frozen=True)
 class JointThreshold(Denoising):
-    """Masks are filled as `confident` fills them, and visible tokens are edited (LLaDA2.1).
+    """Fill masks as `confident` does, and edit visible tokens (LLaDA2.1).
 
-    At every step each visible token that was not given is replaced where the model's own likeliest token is another
-    one, of a probability above `edit_threshold`. A canvas ends with the first step that saw no mask and edits nothing,
-    or with the last of `post_steps` that saw none.
+    Each step replaces every visible token that was not given if the model's likeliest token differs from it and has a
+    probability above `edit_threshold`. A canvas ends with the first step that has no mask in its input and edits
+    nothing, or after `post_steps` steps without a mask.
     """
 
     threshold: Annotated[float, Key("the probability above which a mask is filled; the likeliest always is")] = 0.9
@@ -133,7 +133,7 @@ class JointThreshold(Denoising):
             raise ValueError(f"post_steps must be at least 1, got {self.post_steps}")
 
     def decide(self, canvases: Canvases) -> Decision:
-        """The decision: masks that are filled, tokens that are edited, and canvases that end."""
+        """Return the masks that are filled, the tokens that are edited, and the canvases that end."""
         if not canvases.are_masks:
             raise RequestError("strategy joint_threshold edits canvases of masks, and this model's noise is no mask")
         keep_BL, stats = Confident(self.threshold).accept(canvases).keep_BL, canvases.stats
@@ -160,7 +160,7 @@ class Ancestral(Denoising):
     is_capturable: ClassVar[bool] = True
 
     def decide(self, canvases: Canvases) -> Decision:
-        """The next noise level's canvas: positions that are predicted, that stay, and that are noise."""
+        """Sample the canvas of the next noise level: predicted positions, positions that stay, and noise."""
         seen_BL, pi = canvases.tokens_BL, canvases.noise_probability
         before_B1 = (canvases.step_B / canvases.steps_B)[:, None]
         after_B1 = ((canvases.step_B + 1) / canvases.steps_B)[:, None]
@@ -176,7 +176,7 @@ class Ancestral(Denoising):
 
 
 def released(generation: Generation) -> Composed:
-    """The strategy of the released model, as generation settings (transformers' names) say it."""
+    """Return the released model's strategy, with the numbers of generation settings (transformers' names)."""
     return Composed(
         EntropyBound(generation.entropy_bound),
         t_min=generation.t_min,

@@ -1,7 +1,7 @@
-"""Strategies as they are asked for: by the text `NAME:key=value,...`, and by a temperature and a top-p.
+"""Strategies by name: the text `NAME:key=value,...`, and overrides of temperature and filters.
 
 The command line, recipes and requests in files name a strategy by text. Its keys are the fields of the strategy's
-dataclass, and of the part that the name says, which a `Key` annotates.
+dataclass, and of its acceptance rule if the name determines one, that are annotated with a `Key`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = 10**9  # an integer in the text of a strategy is no larger than this
 
 @dataclass(frozen=True)
 class TextKey:
-    """A key of the text: the type and the default of the field that it sets, and the `Key` that annotates it."""
+    """A key of the text form: the type and default of its field, and the `Key` that annotates the field."""
 
     type: Any
     default: Any
@@ -31,17 +31,17 @@ class TextKey:
 
     @property
     def default_in_words(self) -> str:
-        """The value of a text without the key, as the help says it."""
+        """The default value, as the help shows it."""
         if self.key.settings is not None:
             return "the model's"
         return "none" if self.default is None else str(self.default).lower()
 
     def unsaid(self, generation: Generation) -> Any:
-        """The value of a text without the key."""
+        """Return the default value, from the field or from the generation settings."""
         return self.default if self.key.settings is None else getattr(generation, self.key.settings)
 
     def read(self, word: str) -> Any:
-        """The value that a word says; ValueError says what the key takes."""
+        """Parse a value; ValueError names the values that the key accepts."""
         if self.type is bool or get_origin(self.type) is Literal:
             if word not in (words := get_args(self.type) or ("true", "false")):
                 raise ValueError(f"one of {', '.join(words)}")
@@ -57,7 +57,7 @@ class TextKey:
 
 @dataclass(frozen=True)
 class Named:
-    """A name: what it is, the class of the strategy, and that of its first field where the text says that, too."""
+    """A named strategy: its description, its class, and the class of its first field if the name determines one."""
 
     meaning: str
     strategy: type[Any]
@@ -65,7 +65,7 @@ class Named:
 
     @property
     def keys(self) -> dict[str, TextKey]:
-        """The keys that its text may give."""
+        """The keys that the text form accepts."""
         return {**({} if self.part is None else text_keys(self.part)), **text_keys(self.strategy)}
 
 
@@ -91,7 +91,7 @@ NAMES: Mapping[str, Named] = {
 
 
 def text_keys(made: type[Any]) -> dict[str, TextKey]:
-    """The keys of a dataclass, by their names, which are those of its fields."""
+    """Return the keys of a dataclass's annotated fields, by name."""
     hints, found = get_type_hints(made, include_extras=True), {}
     for each in fields(made):
         for key in getattr(hints[each.name], "__metadata__", ()):
@@ -100,7 +100,7 @@ def text_keys(made: type[Any]) -> dict[str, TextKey]:
 
 
 def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
-    """The strategy that `NAME` or `NAME:key=value,...` says; what is not said is as the settings have it.
+    """Parse `NAME` or `NAME:key=value,...` as a strategy; missing keys get their values from `generation`.
 
     Raises RequestError, one line that names the nearest known word, for an unknown name or key and for a bad value.
     """
@@ -135,10 +135,10 @@ def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
 
 
 def as_strategy(given: Strategy | str | None, generation: Generation, denoises: bool = True) -> Strategy:
-    """A strategy given as such or as text; without one that of the kind of model, with the numbers of the settings.
+    """Return a strategy that is given as an object or text, or the default for None, with the settings' numbers.
 
-    denoises: whether the model has canvases; then it is the released model's, else next-token sampling. Raises
-    RequestError for what is none.
+    denoises: whether the model denoises canvases; the default is then the released model's strategy, else next-token
+    sampling. Raises RequestError if `given` is no strategy.
     """
     if given is None:
         return released(generation) if denoises else NextToken.of(generation)
@@ -155,7 +155,7 @@ def as_strategy(given: Strategy | str | None, generation: Generation, denoises: 
 
 
 def strategies_table() -> str:
-    """Every name with its keys, their defaults and what they are for, as lines of text."""
+    """Return every name with its keys, their defaults and meanings, as lines of text."""
     lines = list[str]()
     for name, named in NAMES.items():
         own = text_keys(named.part or named.strategy)
@@ -181,12 +181,12 @@ def _nearest(word: str, words: Mapping[str, object]) -> str:
 
 
 def adjusted(strategy: Strategy, temperature: float | None = None, **filters: float | None) -> Strategy:
-    """The strategy with this temperature and these filters (top_k, top_p, min_p); None leaves what it has.
+    """Return the strategy with this temperature and these filters (top_k, top_p, min_p); None keeps a value.
 
-    In next-token sampling, and in that of verified canvases, all mean what they mean in transformers. Where canvases
-    are denoised, `temperature` is that of the first step, and those of later steps keep their ratio to it; with 0
-    nothing is drawn, and entropies stay those at the strategy's temperatures. Filters hold for what every step draws
-    from. Raises RequestError for values that cannot be, and for a strategy that has none of them.
+    In next-token sampling, and for verified canvases, they mean the same as in transformers. If canvases are denoised,
+    `temperature` is that of the first step, and later temperatures keep their ratio to it; with 0 nothing is drawn, and
+    entropies are still computed at the strategy's temperatures. Filters apply to the draws of every step. Raises
+    RequestError for invalid values, and for a strategy that has no such settings.
     """
     changes: dict[str, Any] = {name: value for name, value in filters.items() if value is not None}
     if temperature is None and not changes:

@@ -39,9 +39,9 @@ MOST_STEPS = 1000  # of a draft
 
 @dataclass(frozen=True)
 class NextToken:
-    """Greedy at temperature 0, else a draw from the tempered distribution that the filters of `Shape` leave.
+    """Next-token sampling: greedy at temperature 0, else a draw from the tempered and filtered distribution.
 
-    The draw is that of every sampling here: one addressed number in [0, 1) into the cumulative distribution.
+    Like every draw of this package, it looks up one addressed number in [0, 1) in the cumulative distribution.
     """
 
     temperature: Annotated[
@@ -58,7 +58,7 @@ class NextToken:
 
     @property
     def head(self) -> NextToken:
-        """Itself: it decides every token."""
+        """The strategy itself: it decides every token."""
         return self
 
     def adjusted(self, temperature: float | None, filters: dict[str, Any]) -> NextToken:
@@ -67,17 +67,17 @@ class NextToken:
 
     @classmethod
     def of(cls, generation: Generation) -> NextToken:
-        """The strategy of a model's settings, with transformers' names and meaning."""
+        """Return the strategy of generation settings, with transformers' names and meaning."""
         return cls(generation.temperature, generation.top_k, generation.top_p)
 
     def shape(self, step: int, steps: int) -> Shape:
-        """The tempered distribution with the filters; greedy decoding looks at the argmax alone."""
+        """Return the tempered and filtered distribution; greedy decoding uses only the argmax."""
         if not self.temperature:
             return Shape(1.0)
         return Shape(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def decide(self, canvases: Canvases) -> Decision:
-        """Every canvas is finished, with its sample."""
+        """Finish every canvas with its sample."""
         stats, is_all_BL = canvases.stats, torch.ones_like(canvases.kept_BL)
         final_BL = stats.sample if self.temperature else stats.argmax
         return Decision(is_all_BL, is_all_BL[:, 0], final_BL=final_BL)
@@ -101,7 +101,7 @@ class Verified:
 
     @property
     def is_capturable(self) -> bool:
-        """True if the steps of the draft are; a verification is not captured."""
+        """True if the draft's steps can be captured; a verification is not captured."""
         return declares_capturable(self.denoising)
 
     def adjusted(self, temperature: float | None, filters: dict[str, Any]) -> Self:
@@ -109,11 +109,11 @@ class Verified:
         return replace(self, head=self.head.adjusted(temperature, filters))
 
     def shape(self, step: int, steps: int) -> Shape:
-        """The draft's distribution in this step of its round."""
+        """Return the draft's distribution in this step of its round."""
         return self.denoising.shape(step % self.steps, self.steps)
 
     def decide(self, canvases: Canvases) -> Decision:
-        """The draft's decision; a canvas is finished, and verified, after the last step of a round at the latest."""
+        """Return the draft's decision; the last step of a round finishes the canvas, which is then verified."""
         step_B = canvases.step_B % self.steps
         decision = self.denoising.decide(
             replace(canvases, step_B=step_B, steps_B=torch.full_like(canvases.steps_B, self.steps))
@@ -124,10 +124,10 @@ class Verified:
 
 @dataclass(frozen=True)
 class Speculative:
-    """Rounds of a drafter's pass over a block, and its verification; the response has the tokens of `head`.
+    """Rounds of one drafter pass over a block and its verification; the response has the tokens of `head`.
 
-    block: the most tokens of a block, the one that stands included (None: as many as the drafter has, and fewer where
-    fewer were right lately).
+    block: the most tokens of a block, the accepted first one included (None: as many as the drafter has, and fewer if
+    few were accepted recently).
     """
 
     head: NextToken = field(default_factory=NextToken)
@@ -151,6 +151,6 @@ class Speculative:
 
 
 def next_token_head(strategy: Strategy) -> NextToken | None:
-    """The next-token sampling that decides every token of a response; None if canvases are committed as they are."""
+    """Return the next-token sampling that decides every token; None if canvases are committed without verification."""
     head = getattr(strategy, "head", None)
     return head if isinstance(head, NextToken) else None
