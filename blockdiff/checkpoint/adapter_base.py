@@ -96,7 +96,7 @@ def require_every_target(
 
 
 def _is_target(config: Mapping[str, Any], name: str, is_module: bool, patterns: NamePatterns) -> bool:
-    """True where a config of PEFT adapts the module or parameter of this name in transformers."""
+    """True if a config of PEFT adapts the module or parameter of this name in transformers."""
     if not is_module:
         return _matches(config, "target_parameters", name, patterns)
     layers, number = config.get("layers_to_transform"), re.search(r"\.(\d+)\.", name)
@@ -131,7 +131,7 @@ def _words(shape: Mapping[str, Any]) -> str:
 
 
 def _base_of(directory: Path) -> dict[str, Any]:
-    """The record of its base in the file of an adapter; empty where there is none, as in those of PEFT."""
+    """The record of its base in the file of an adapter; empty if there is none, as in those of PEFT."""
     file = directory / WEIGHTS
     try:
         record = json.loads(metadata_in(file).get(BASE, "{}")) if file.exists() else {}

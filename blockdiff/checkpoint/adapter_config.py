@@ -163,7 +163,7 @@ def _suffixes(parameters: Sequence[str], every: Sequence[str]) -> list[str]:
 
 
 def require_plain(config: Mapping[str, Any], directory: Path, patterns: NamePatterns) -> None:
-    """Raises CheckpointError for settings that no plain LoRA has, and for those that cannot be read."""
+    """Raise CheckpointError for settings that no plain LoRA has, and for those that cannot be read."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{directory / CONFIG}: peft_type is {kind!r}; only LORA is read")

@@ -124,7 +124,7 @@ def _is_of_expert(key: str, names: Names) -> bool:
 
 
 def adapts_images(directory: Path, model: BlockDiffusionModel) -> bool:
-    """True where the adapter in a directory has learnt something of the image side of a model's family."""
+    """True if the adapter in a directory has learnt something of the image side of a model's family."""
     names, file = model.config.names, directory / WEIGHTS
     stored = tensors_in(file) if file.exists() else {}
     beginnings = tuple(PREFIX + names.to_module(hub) for _, hub in names.images)
@@ -251,7 +251,7 @@ def fused_rank(low_rank: LowRank, count: int) -> LowRank:
 def fused(module: str, parts: Mapping[tuple[str, int], Tensor], count: int) -> dict[str, Tensor]:
     """A and B of a whole of `count` matrices, of those of each by ("lora_A" or "lora_B", its place).
 
-    Raises CheckpointError where some of them have no adapter, or one of another rank.
+    Raises CheckpointError if some of them have no adapter, or one of another rank.
     """
     As, Bs = ([parts[leaf, n] for n in range(count) if (leaf, n) in parts] for leaf in ("lora_A", "lora_B"))
     if len(As) < count or len({x.shape for x in As}) > 1:

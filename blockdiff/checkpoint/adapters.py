@@ -180,7 +180,7 @@ def fill_adapters(model: BlockDiffusionModel, parts: Mapping[str, Part], where: 
 
 
 def check_parts(model: BlockDiffusionModel, parts: Mapping[str, Part], where: str) -> None:
-    """Raises CheckpointError where these are not the tensors of the adapters of a model; `where` names them."""
+    """Raise CheckpointError if these are not the tensors of the adapters of a model; `where` names them."""
     model_shapes = {name: list(tensor.shape) for name, tensor in adapter_tensors(model).items()}
     for name in sorted({*model_shapes, *parts}):
         actual = list(parts[name].shape) if name in parts else "missing"

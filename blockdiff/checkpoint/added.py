@@ -46,7 +46,7 @@ def beyond_family(model: BlockDiffusionModel) -> Shapes:
 
 
 def check_whole(model: BlockDiffusionModel) -> None:
-    """Raises CheckpointError for a model that could not be loaded again.
+    """Raise CheckpointError for a model that could not be loaded again.
 
     It lacks tensors that its config asks for, has some of another shape, or has more than its class says.
     """
@@ -74,7 +74,7 @@ def added_metadata(model: BlockDiffusionModel) -> dict[str, str]:
 def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Fill what the class of a model adds from `directory`; where that has no such file, the class draws it.
 
-    Raises CheckpointError where the file is of another class.
+    Raises CheckpointError if the file is of another class.
     """
     file, added = directory / ADDED, added_to(model)
     if not file.exists():

@@ -90,13 +90,13 @@ def preset_config(preset: str | Path) -> Family:
 
 
 def released_preset(hub_id: str) -> str | None:
-    """The name of the preset that has the shape of a released model; None where there is none."""
+    """The name of the preset that has the shape of a released model; None if there is none."""
     directory = _preset_directory()
     return next((name for name in presets() if read_json(directory / f"{name}.json").get(HUB_ID) == hub_id), None)
 
 
 def fitted(config: Family, tokenizer: Any) -> Family:
-    """`config` with the vocabulary size, the special tokens (None where there are none) and the tokens of images.
+    """`config` with the vocabulary size, the special tokens (None if there are none) and the tokens of images.
 
     If it names a mask and the tokenizer has none, the mask is a row of its own, which no text has.
     """

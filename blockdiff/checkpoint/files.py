@@ -119,7 +119,7 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
     """The directory of a checkpoint: the path itself, the model or adapter in that run directory, or the copy of a Hub
     repository.
 
-    Without weights only the small files beside them are fetched from the Hub. Raises CheckpointError where there is
+    Without weights only the small files beside them are fetched from the Hub. Raises CheckpointError if there is
     none, and for one with a pipe or a device among its files: reading those may never end.
     """
     path = Path(path_or_hub_id).expanduser()
@@ -174,7 +174,7 @@ def _warn_of_newer(run: Path, exported: str) -> None:
 
 
 def require_regular(file: Path) -> None:
-    """Raises CheckpointError for what is there but is no file that can be read to its end."""
+    """Raise CheckpointError for what is there but is no file that can be read to its end."""
     if file.exists() and not file.is_file():
         raise CheckpointError(f"{file}: not a regular file; remove it or put a file there")
 

@@ -10,7 +10,7 @@ from blockdiff.files import is_hub_id
 
 
 def require_hub_id(hub_id: str) -> None:
-    """Raises CheckpointError for what names no repository of the Hub."""
+    """Raise CheckpointError for what names no repository of the Hub."""
     if "/" not in hub_id or not is_hub_id(hub_id):
         raise CheckpointError(f"{hub_id!r} is no hub id; give OWNER/NAME")
 

@@ -1,4 +1,4 @@
-"""`load_weights`: an empty model gets the weights of a checkpoint, tensor by tensor."""
+"""`load_weights`: fill an empty model with the weights of a checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def empty(
 ) -> BlockDiffusionModel:
     """A model whose weights have shapes but no memory (torch's meta device), to be filled or counted.
 
-    model: a subclass of the family's model class to make instead; what it adds is saved beside the weights. Raises
-    CheckpointError for a config of an unknown family, or that says what its models do not do.
+    model: a subclass of the family's model class to make instead; the tensors that it adds are saved beside the
+    weights. Raises CheckpointError for a config of an unknown family, or one that its models do not support.
     """
     family_class = config.model_class
     if model is not None and not isinstance(model, type):
@@ -70,13 +70,13 @@ def load_weights(
 ) -> BlockDiffusionModel:
     """Fill an empty model with the weights of a checkpoint, one tensor at a time; returns it, in evaluation mode.
 
-    dtype: of all text parameters, or "auto" for the dtype the embedding table is stored in. device: "auto" is cuda
-    where there is one. The host holds one tensor beside the model. Of a model that is sharded each rank reads only its
-    own part of every tensor, into the memory, on the device and in the dtype that its parameters have already. What is
-    frozen stays frozen. Image tensors are loaded into an image side that is there; else saving copies them through.
-    What the model's class adds to its family is read from `blockdiff.safetensors`; where there is none,
-    `reset_parameters` of the modules that hold it sets it. Weights that the model stores in fewer bits are
-    rounded to these if the file has others. Raises CheckpointError.
+    dtype: of all text parameters, or "auto" for the dtype of the stored embedding table. device: "auto" is cuda if
+    there is a GPU. The host holds one tensor in addition to the model. Each rank of a sharded model reads only its part
+    of every tensor, on the device and in the dtype that its parameters have. Frozen parameters stay frozen. Image
+    tensors fill the image side if the model has one; else saving copies them through. Tensors that the model's class
+    adds to its family are read from `blockdiff.safetensors`; without that file, `reset_parameters` of their modules
+    sets them. Weights that the model stores in fewer bits are rounded to that form if the file has another.
+    Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
     names = model.config.names
@@ -134,9 +134,9 @@ def load_weights(
 
 
 def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, TensorSource]:
-    """The tensors of a model that a checkpoint has, by our names and in any form that `load_weights` takes.
+    """Return the tensors of a model in a checkpoint, by our names and in any form that `load_weights` accepts.
 
-    Each is read when it is asked for. Raises CheckpointError.
+    Each tensor is read on use. Raises CheckpointError.
     """
     model.config.require_written()
     names, added = model.config.names, added_to(model)
@@ -152,7 +152,7 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
 
 
 def stored_matrices(model: BlockDiffusionModel, directory: Path) -> Callable[[str, Form], StoredMatrix]:
-    """A function that reads a weight of a checkpoint by our name in a form: as it is stored, or rounded."""
+    """Return a function that reads a weight, by our name, in a form: as it is stored, or rounded to the form."""
     names = model.config.names
     stored = assembled(stored_apart(directory, names), names)
     source = _match(tensor_shapes(model), stored, directory, names)
@@ -162,8 +162,10 @@ def stored_matrices(model: BlockDiffusionModel, directory: Path) -> Callable[[st
 def _warn_of_not_finite(
     model: nn.Module, directory: Path, sums: Mapping[str, Tensor], source: Mapping[str, str]
 ) -> None:
-    """One warning for weights that are not finite. Their sums say so, which cost the least to make; large weights may
-    give an infinite sum, too, so those are looked at. Of a sharded model each rank looks at its own."""
+    """Warn once of weights that are not finite. Each rank of a sharded model checks its own.
+
+    sums: of the weights, which are cheap. Large weights may have an infinite sum, too, so those weights are checked.
+    """
     is_finite = torch.stack(list(sums.values())).isfinite().tolist()
     state = model.state_dict()
     wrong = [
@@ -176,7 +178,7 @@ def _warn_of_not_finite(
 
 
 def _stored_matrix(stored: Mapping[str, Stored], hub: str, form: Form, device: torch.device) -> StoredMatrix:
-    """A weight in a form on a device: as a checkpoint has it, or rounded there from what it has."""
+    """Return a weight in a form on a device: as the checkpoint has it, or rounded there."""
     in_file = stored[hub]
     if isinstance(in_file, Assembled) and in_file.form is form:
         parts: Any = read_stored(in_file)
@@ -185,7 +187,7 @@ def _stored_matrix(stored: Mapping[str, Stored], hub: str, form: Form, device: t
 
 
 def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str, Stored] | None = None) -> Carried:
-    """The contents of a checkpoint directory beside the weights that the model runs."""
+    """Return the contents of a checkpoint directory except the weights that the model runs."""
     names, stored = model.config.names, stored_apart(directory, model.config.names) if stored is None else stored
     has_images = model.image_side is not None
     return Carried(
@@ -201,7 +203,7 @@ def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str,
 
 
 def require_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises CheckpointError where a model was sharded in another dtype, which its parameters keep."""
+    """Raise CheckpointError if a model was sharded in another dtype, which its parameters keep."""
     for name, tensor in model.state_dict().items():
         is_fixed = tensor.dtype == torch.uint8 or is_scale(name) or is_wide(name) or is_adapter(name)
         if is_spread(tensor) and tensor.dtype != dtype and not is_fixed:
@@ -212,7 +214,7 @@ def require_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def require_room(model: BlockDiffusionModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises BlockdiffError where a device has no room for the weights of an empty model.
+    """Raise BlockdiffError if a device has no room for the weights of an empty model.
 
     Those of a sharded one have their memory already.
     """

@@ -21,7 +21,7 @@ LONGEST = 8  # tokens that may share their characters before they count as broke
 def load_tokenizer(path_or_hub_id: str | Path) -> Any:
     """The tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     from transformers import AutoTokenizer, PreTrainedConfig
 
@@ -55,7 +55,7 @@ def rows_needed(tokenizer: Any) -> int:
 
 
 def mismatch(tokenizer: Any, vocab_size: int) -> str | None:
-    """The reason, in words, why a tokenizer is hardly that of a model with so many tokens; None where it may be.
+    """The reason, in words, why a tokenizer is hardly that of a model with so many tokens; None if it may be.
 
     Tables are often padded: up to PADDING rows, or a tenth of them, may have no token.
     """
@@ -76,7 +76,7 @@ def require_same_tokens(draft_model: str | Path, model: str | Path) -> None:
 def mask_token(tokenizer: Any, vocab_size: int, name: str | None, reserved: Collection[int | None]) -> int:
     """The token that stands where a drafter predicts: of this name, else the mask token, else a row without a token.
 
-    Raises CheckpointError where there is none, and for one of the `reserved` special tokens.
+    Raises CheckpointError if there is none, and for one of the `reserved` special tokens.
     """
     remedy = "name one of its tokens that no text contains, --mask-token"
     if name is not None:

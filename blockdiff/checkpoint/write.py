@@ -107,7 +107,7 @@ def save(
 
 
 def _require_free(target: Path, overwrite: bool) -> None:
-    """Raises CheckpointError where something stands that must not be replaced."""
+    """Raise CheckpointError if something stands that must not be replaced."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         if not (target / CONFIG).is_file():
             raise CheckpointError(f"{target} exists and is no checkpoint; choose another directory")

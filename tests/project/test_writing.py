@@ -36,7 +36,6 @@ VAGUE |= {"left", "made", "of", "own", "place", "said", "sent", "wanted"}
 # The bindings of such names that each part still has. A number here only ever falls: lower it with the code.
 VAGUE_COUNTS = {
     "blockdiff": 30,
-    "blockdiff/checkpoint": 0,
     "blockdiff/data": 124,
     "blockdiff/decisions": 19,
     "blockdiff/evals": 30,
