@@ -1,4 +1,4 @@
-"""The device that work runs on: the one that was asked for, or the best there is."""
+"""The device that work runs on: a requested one, or the best available."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def resolve_device(device: Any) -> torch.device:
             warnings.warn(f"{there}, but the CPU is used: {_why_not_cuda()}", stacklevel=2)
         return torch.device("cpu")
     try:
-        place = torch.device(device)
+        torch_device = torch.device(device)
     except RuntimeError:
         raise CheckpointError(f"device {str(device)!r} is not known; use auto, cpu or cuda") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError(f"device {str(device)!r} was asked for: {_why_not_cuda()}")
-    return place
+    if torch_device.type == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError(f"device {str(device)!r} is not available: {_why_not_cuda()}")
+    return torch_device
 
 
 def _gpus() -> int:
-    """The number of GPUs that the driver has found, whether or not this process may use them."""
+    """The number of GPUs of the machine, whether or not this process may use them."""
     return len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
 
 
 def _why_not_cuda() -> str:
-    """The reason for which torch has no CUDA device in this process, in one line."""
+    """Explain in one line why torch has no CUDA device in this process."""
     import torch
 
     if torch.version.cuda is None:

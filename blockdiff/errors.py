@@ -1,10 +1,10 @@
-"""The few errors a user meets. Each message is one line: what is wrong, where, and what to do."""
+"""The exceptions that a user meets. Each message is one line: what is wrong, where, and what to do."""
 
 RESUME = "go on with --resume (from Python resume=True)"  # the remedy that many messages name
 
 
 class BlockdiffError(Exception):
-    """Base of every error that the command line prints as one line instead of a traceback."""
+    """The base of all errors that the command line prints as one line instead of a traceback."""
 
 
 class DataError(BlockdiffError):
@@ -12,7 +12,7 @@ class DataError(BlockdiffError):
 
 
 class CheckpointError(BlockdiffError):
-    """A checkpoint cannot be read or written as it should be."""
+    """A checkpoint cannot be read or written."""
 
 
 class RecipeError(BlockdiffError):
@@ -28,20 +28,20 @@ class RequestError(BlockdiffError):
 
 
 class NoText(RequestError):
-    """No text satisfies what a request asks for."""
+    """No text satisfies the constraint of a request."""
 
 
 class Full(BlockdiffError):
-    """An engine's queue has no place for another request now; ask again when some are answered."""
+    """The queue of an engine is full; send the request again later."""
 
 
 class EngineError(BlockdiffError):
-    """An engine failed, was closed or was called by two threads at once; no request is to blame."""
+    """An engine failed, was closed or was called by two threads at once. The request is not the cause."""
 
 
 class TimedOut(EngineError):
-    """An answer took longer than its request, or the server, lets it."""
+    """An answer took longer than the time limit of its request or of the server."""
 
 
 class Closed(EngineError):
-    """An engine was closed, or is about to be; another one has to be asked."""
+    """An engine was closed or is about to be; send the request to another one."""

@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all, and the one test of what can be a name on the Hub."""
+"""Atomic writes of files and directories, their digests, and the test for names on the Hub."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-PIECE = 1 << 22  # bytes of a large file that are hashed apart
+PIECE = 1 << 22  # bytes of the pieces of a large file that are hashed separately
 _READ = 1 << 20  # bytes that are read at a time
 WORKERS = min(8, os.cpu_count() or 1)  # threads that hash
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATTERN = re.compile(r"[*?\[]")
-# A name that ends like this is that of a file, even where it could be the id of a repository.
+# A name with one of these suffixes is a file's, even if it could be the id of a repository.
 _FILE = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|gz|txt|ya?ml|safetensors)$", re.IGNORECASE)
 
 
 def is_hub_id(name: str) -> bool:
-    """True for a name that can be `owner/name` on the Hub; look for a path of that name first."""
+    """Whether a name may be `owner/name` on the Hub. Look for a path of that name first."""
     return bool(_HUB_ID.fullmatch(name)) and not _FILE.search(name)
 
 
 def is_pattern(name: str) -> bool:
-    """True for a name with wildcards; look for a path of that very name first."""
+    """Whether a name has wildcards. Look for a path of that name first."""
     return bool(_PATTERN.search(name))
 
 
 def matching(name: str | Path) -> list[Path]:
-    """The files of a path or a pattern: the path itself if it exists, else the files that match, sorted by name."""
+    """The files of a pattern, sorted by name; a path that exists is returned itself."""
     path = Path(name).expanduser()
     if path.exists():
         return [path]
-    found = glob.glob(str(path), recursive=True) if is_pattern(str(path)) else []
-    return sorted(each for each in map(Path, found) if each.is_file())
+    names = glob.glob(str(path), recursive=True) if is_pattern(str(path)) else []
+    return sorted(each for each in map(Path, names) if each.is_file())
 
 
 def read_text(path: Path, most: int) -> str:
-    """The UTF-8 text of a file of at most `most` bytes. Raises OSError for one that is longer or cannot be read."""
+    """Read a UTF-8 file of at most `most` bytes. Raises OSError if it is longer or cannot be read."""
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -56,7 +56,7 @@ def read_text(path: Path, most: int) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file beside `path`, sync it and rename it: a kill leaves the old file or the new one.
+    """Write a temporary file, sync it and rename it to `path`: a kill leaves the old file or the new one.
 
     Raises OSError with `path` as its filename.
     """
@@ -72,7 +72,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Write an object as JSON, as `write_text` writes."""
+    """Write an object as JSON with `write_text`."""
     write_text(path, json.dumps(dict(values), indent=2, sort_keys=True) + "\n")
 
 
@@ -100,14 +100,14 @@ def whole_directory(target: Path) -> Iterator[Path]:
 
 
 def hidden_directory(target: Path) -> Path:
-    """A new directory beside `target`, to write into before `publish`; `remove_leftovers` removes one that is left."""
+    """Make a hidden directory next to `target`, for `publish`. `remove_leftovers` removes unpublished ones."""
     fresh = _hidden(target)
     fresh.mkdir(parents=True)
     return fresh
 
 
 def publish(fresh: Path, target: Path) -> None:
-    """Rename a directory whose files are on the disk to `target`; what stood there is removed.
+    """Rename a directory whose files are on the disk to `target`, and remove what was there.
 
     After an OSError that still stands there.
     """
@@ -127,12 +127,12 @@ def publish(fresh: Path, target: Path) -> None:
 
 
 def json_digest(value: Any) -> str:
-    """A digest of what JSON writes of a value."""
+    """The digest of a value's JSON."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def digest(path: Path, size: int | None = None) -> str:
-    """A hash of a small file, or of its first `size` bytes. Raises OSError with a filename."""
+    """The hash of a small file, or of its first `size` bytes. Raises OSError with a filename."""
     try:
         with path.open("rb") as file:
             if size is None:
@@ -162,7 +162,7 @@ class PiecewiseDigest:
         self._pool.shutdown(cancel_futures=True)
 
     def update(self, content: memoryview) -> None:
-        """Take the bytes that come next, which must stay as they are until `settle`."""
+        """Add the next bytes, which must not change before `settle`."""
         start = min(-len(self._rest) % PIECE, len(content))
         self._rest += content[:start]
         end = start + (len(content) - start) // PIECE * PIECE
@@ -174,19 +174,19 @@ class PiecewiseDigest:
         self._rest += content[end:]
 
     def submit(self, work: Callable[..., bytes], *arguments: Any) -> Future[bytes]:
-        """Let a thread hash the next piece; waits where many are waiting already."""
+        """Hash the next piece in a thread. Waits if many pieces are waiting already."""
         if len(self._waiting) > 2 * WORKERS:
             self._whole.update(self._waiting.popleft().result())
         self._waiting.append(self._pool.submit(work, *arguments))
         return self._waiting[-1]
 
     def settle(self) -> None:
-        """Wait until nothing is needed any more of what was given."""
+        """Wait until all bytes that were added are hashed, so that they may change."""
         wait(self._lent)
         self._lent.clear()
 
     def hexdigest(self) -> str:
-        """The digest of all that was taken."""
+        """The digest of all bytes that were added."""
         if self._rest:
             self.submit(_hash, self._rest)
         while self._waiting:
@@ -197,11 +197,11 @@ class PiecewiseDigest:
 def piecewise_digest(path: Path) -> str:
     """The `PiecewiseDigest` of a file. Raises OSError with a filename."""
     try:
-        with path.open("rb", buffering=0) as file, PiecewiseDigest() as found:
+        with path.open("rb", buffering=0) as file, PiecewiseDigest() as hashing:
             size = os.fstat(file.fileno()).st_size
             for start in range(0, size, PIECE):
-                found.submit(_hash_of_file, file.fileno(), start, min(PIECE, size - start))
-            return found.hexdigest()
+                hashing.submit(_hash_of_file, file.fileno(), start, min(PIECE, size - start))
+            return hashing.hexdigest()
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -222,28 +222,28 @@ def _hash_of_file(handle: int, start: int, size: int) -> bytes:
 
 
 def seal(values: Any) -> str:
-    """A hash of JSON values, the same for what is read back from a file as for what was written."""
+    """The hash of JSON values, the same after they are written and read back."""
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def unwritten(path: Path, error: Exception, needed: int) -> str:
-    """One line: why a directory could not be written, and how many bytes it needs where the disk may be full."""
+    """Explain in one line why a directory could not be written, with the needed bytes if the disk may be full."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     reason = (error.strerror if isinstance(error, OSError) else None) or text
-    existing = next((place for place in path.absolute().parents if place.is_dir()), Path("/"))
+    existing = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
     free = shutil.disk_usage(existing).free
     room = f"; it needs {needed:,} bytes, {free:,} are free" if free < needed or "space" in reason else ""
     return f"{path}: cannot be written ({reason}{room})"
 
 
 def room_remedy(error: Exception) -> str:
-    """The first thing to do where something could not be written: make room, unless the place is the reason."""
+    """The remedy for a failed write: more room, or the permissions of the path."""
     is_place = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
     return "see to the permissions of the place" if is_place else "make room"
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory whose name goes first, so that a kill leaves nothing that looks complete.
+    """Remove a directory. It is renamed first, so that a kill leaves nothing that looks complete.
 
     Of a link to one the link goes, and what it points to stays.
     """
@@ -251,22 +251,22 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path, name: str = "*", seconds: float = 0.0) -> None:
-    """Remove what killed calls left beside `directory`/`name` (a pattern), if nobody wrote to it for `seconds`."""
-    for left in directory.glob(f".{name}.*.tmp"):
-        with suppress(OSError):  # whoever wrote it has just finished
-            written = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
+    """Remove temporary files and directories of `directory`/`name` (a pattern) that nobody wrote to for `seconds`."""
+    for leftover in directory.glob(f".{name}.*.tmp"):
+        with suppress(OSError):  # its writer has just finished
+            written = max(path.lstat().st_mtime for path in (leftover, *leftover.rglob("*")))
             if not seconds or time.time() - written > seconds:
-                _remove(left)
+                _remove(leftover)
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """The sizes of the files of a directory, by their paths in it."""
+    """The sizes of the files in a directory, by their relative paths."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory with all that is in it, a file, or a link without what it points to."""
+    """Remove a directory with its content, a file, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

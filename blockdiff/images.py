@@ -30,15 +30,15 @@ class ImageInput:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its tensors."""
+        """The size of its tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.values.values())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ImageInput:
-        """The same with each of its tensors changed, to lie elsewhere, say."""
+        """Apply a function to each tensor, for example to move it to a device."""
         return replace(self, values={name: change(x) for name, x in self.values.items()})
 
     def to(self, device: torch.device | str) -> ImageInput:
-        """The same on another device."""
+        """Copy it to a device."""
         return self.map(lambda x: x.to(device))
 
 
@@ -51,7 +51,7 @@ class PlacedImage:
 
     @property
     def end(self) -> int:
-        """The first column after its placeholders."""
+        """The column after the last placeholder."""
         return self.column + self.image.tokens
 
 
@@ -63,7 +63,7 @@ def runs_of(images: Iterable[PlacedImage]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for placed in sorted(images, key=lambda each: each.column):
         if runs and placed.column < runs[-1][1]:
-            raise BlockdiffError(f"two images overlap at column {placed.column} of a row; each has columns of its own")
+            raise BlockdiffError(f"two images overlap at column {placed.column} of a row; place them apart")
         if runs and placed.column == runs[-1][1]:
             runs[-1] = (runs[-1][0], placed.end)
         else:
@@ -105,7 +105,7 @@ class RowImages:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
-        """Of the images of rows of `width` columns; None where no row has any."""
+        """The images of rows of `width` columns; None if no row has any."""
         if not any(rows):
             return None
         inputs = {placed.image.digest: placed.image for images in rows for placed in images}
@@ -128,23 +128,23 @@ class RowImages:
 
     @classmethod
     def nowhere(cls, image: ImageInput, rows: int, width: int) -> RowImages:
-        """An image whose features are made, and that stands in no row."""
+        """An image without a row, whose features are computed nevertheless."""
         none = torch.zeros(0, dtype=torch.int64)
         return cls((image,), none, none, none, _runs_of_one(rows, width))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RowImages:
-        """The same with each of its tensors changed, to lie elsewhere, say."""
+        """Apply a function to each tensor, for example to move it to a device."""
         inputs = tuple(each.map(change) for each in self.inputs)
         features = None if self.features_MD is None else change(self.features_MD)
         row_N, column_N, source_N = change(self.row_N), change(self.column_N), change(self.source_N)
         return RowImages(inputs, row_N, column_N, source_N, change(self.run_BS2), features)
 
     def to(self, device: torch.device | str) -> RowImages:
-        """The same on another device."""
+        """Copy it to a device."""
         return self.map(lambda x: x.to(device))
 
     def select(self, rows: Tensor) -> RowImages:
-        """The images of some rows, int64 indices without repetition."""
+        """Select the images of some rows. rows: distinct int64 indices."""
         place_B = torch.full_like(self.run_BS2[:, 0, 0], -1)
         place_B[rows] = torch.arange(len(rows), device=rows.device)
         is_kept_N = place_B[self.row_N] >= 0
@@ -152,23 +152,23 @@ class RowImages:
         return RowImages(self.inputs, *kept, self.run_BS2[rows], self.features_MD)
 
     def first_columns(self, columns: int) -> RowImages:
-        """The images in the first so many columns of each row."""
+        """Select the images in the first `columns` columns of each row."""
         is_kept_N = self.column_N < columns
         kept = self.row_N[is_kept_N], self.column_N[is_kept_N], self.source_N[is_kept_N]
         return RowImages(self.inputs, *kept, self.run_BS2[:, :columns].clamp(max=columns), self.features_MD)
 
     def with_features(self, features_MD: Tensor) -> RowImages:
-        """The same with the features of its inputs, one after the other [sum of their tokens, D]."""
+        """Add the features of its inputs, concatenated [sum of their tokens, D]."""
         return replace(self, features_MD=features_MD)
 
     def into(self, x_BTD: Tensor) -> Tensor:
-        """Embeddings of a call with the features in place of the placeholders'."""
-        assert self.features_MD is not None, "features are made before the call"
+        """Replace the placeholders' embeddings of a call by the features."""
+        assert self.features_MD is not None, "features are computed before the call"
         features_ND = self.features_MD[self.source_N].to(x_BTD.dtype)
         return x_BTD.index_put((self.row_N, self.column_N), features_ND)
 
 
 def _runs_of_one(rows: int, width: int) -> Tensor:
-    """The runs [rows, width, 2] of tokens without images."""
-    own = torch.arange(width)
-    return torch.stack([own, own + 1], -1).repeat(rows, 1, 1)
+    """The runs [rows, width, 2] of tokens without images: each token is a run."""
+    column = torch.arange(width)
+    return torch.stack([column, column + 1], -1).repeat(rows, 1, 1)

@@ -1,4 +1,4 @@
-"""The memory of a device, and the line that says, before anything is read, what does not fit into it."""
+"""The memory of devices, and the check that a model fits before it is read."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from blockdiff.errors import BlockdiffError
 
 
 def available_bytes(device: Any) -> int | None:
-    """Bytes that this process can still allocate on a device of torch, or by its name; None where that is not known.
+    """The bytes that this process can still allocate on a device; None if that is unknown.
 
-    Memory of a CUDA device that only garbage or torch's cache holds is given back before.
+    On a CUDA device, garbage and torch's cache are freed first.
     """
     import torch
 
-    place = torch.device(device)
-    if place.type == "cuda":
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda":
         gc.collect()
-        with torch.cuda.device(place):
+        with torch.cuda.device(torch_device):
             torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(place)[0])
-    return _host_bytes(Path("/")) if place.type == "cpu" else None
+        return int(torch.cuda.mem_get_info(torch_device)[0])
+    return _host_bytes(Path("/")) if torch_device.type == "cpu" else None
 
 
 def total_bytes(device: Any) -> int | None:
-    """Bytes of a device of torch, whoever uses them; of the host no more than this process's control groups allow."""
+    """The total bytes of a device; of the host at most the limit of this process's control groups."""
     import torch
 
-    place = torch.device(device)
-    if place.type == "cuda":
-        return int(torch.cuda.mem_get_info(place)[1])
-    return _host_bytes(Path("/"), is_whole=True) if place.type == "cpu" else None
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda":
+        return int(torch.cuda.mem_get_info(torch_device)[1])
+    return _host_bytes(Path("/"), is_whole=True) if torch_device.type == "cpu" else None
 
 
-_MOST: dict[Any, int] = {}  # the most bytes of a device that were allocated before `peak_of` began to count anew
+_MOST: dict[Any, int] = {}  # the peak of each device before `peak_of` reset torch's count
 
 
 def most_allocated(device: Any) -> int:
-    """The most bytes that tensors of this process had on a CUDA device so far."""
+    """The peak of the bytes of this process's tensors on a CUDA device."""
     import torch
 
-    place = torch.device(device)
-    return max(_MOST.get(place, 0), torch.cuda.max_memory_allocated(place))
+    torch_device = torch.device(device)
+    return max(_MOST.get(torch_device, 0), torch.cuda.max_memory_allocated(torch_device))
 
 
 def peak_of(work: Callable[[], object], device: Any) -> int:
-    """Bytes of a CUDA device that torch reserves for work, beyond those that it held before.
+    """The bytes of a CUDA device that torch reserves for a call, beyond those that it had before.
 
-    Reserved memory is in pieces, so it is more than what tensors have. torch's own counts of peaks begin anew.
+    They are more than the tensors' bytes, because reserved memory is in blocks. torch's peak counters are reset.
     """
     import torch
 
-    place = torch.device(device)
-    torch.cuda.synchronize(place)
-    with torch.cuda.device(place):
+    torch_device = torch.device(device)
+    torch.cuda.synchronize(torch_device)
+    with torch.cuda.device(torch_device):
         torch.cuda.empty_cache()
-    _MOST[place], before = most_allocated(place), torch.cuda.memory_reserved(place)
-    torch.cuda.reset_peak_memory_stats(place)
+    _MOST[torch_device], before = most_allocated(torch_device), torch.cuda.memory_reserved(torch_device)
+    torch.cuda.reset_peak_memory_stats(torch_device)
     work()
-    torch.cuda.synchronize(place)
-    return torch.cuda.max_memory_reserved(place) - before
+    torch.cuda.synchronize(torch_device)
+    return torch.cuda.max_memory_reserved(torch_device) - before
 
 
 def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | None = None) -> None:
@@ -72,29 +72,29 @@ def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | 
     needs: bytes by what they hold (weights, gradients, ...); smaller: all that would be needed instead, by what the
     user would have to say. Raises BlockdiffError, naming those of `smaller` that fit.
     """
-    total, available, asked = total_bytes(device), available_bytes(device), sum(needs.values())
+    total, available, needed = total_bytes(device), available_bytes(device), sum(needs.values())
     parts = ", ".join(f"{name} {size(count)}" for name, count in needs.items())
-    if total is not None and asked > total:
+    if total is not None and needed > total:
         fitting = [f"{choice} ({size(count)})" for choice, count in (smaller or {}).items() if count <= total]
         larger = "take a machine with more memory" if str(device).startswith("cpu") else "take a GPU with more memory"
         remedy = f"what would fit: {', '.join(fitting)}" if fitting else f"{larger}, or a smaller model"
-        raise BlockdiffError(f"{device}: needs {size(asked)} ({parts}), it has {size(total)}; {remedy}")
-    if available is not None and asked > available:
+        raise BlockdiffError(f"{device}: needs {size(needed)} ({parts}), it has {size(total)}; {remedy}")
+    if available is not None and needed > available:
         has = "" if total is None else f" of its {size(total)}"
         warnings.warn(
-            f"{device}: needs {size(asked)} ({parts}), {size(available)}{has} are free now; end other programs, or "
+            f"{device}: needs {size(needed)} ({parts}), {size(available)}{has} are free now; end other programs, or "
             "it may be stopped when memory runs out",
             stacklevel=2,
         )
 
 
 def of_training(numbers: int, trained: int) -> dict[str, int]:
-    """Bytes of training `trained` of `numbers` weights in fp32 with AdamW, without activations, by what they hold."""
+    """The bytes of training `trained` of `numbers` weights in fp32 with AdamW, without activations, by their use."""
     return {"weights": 4 * numbers, "gradients": 4 * trained, "optimiser": 8 * trained}
 
 
 def size(count: float) -> str:
-    """Bytes in words: `1.5 GiB`, or `2.0 MiB` where it is less than one."""
+    """Format bytes as `1.5 GiB`, or as `2.0 MiB` below one GiB."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
@@ -127,7 +127,7 @@ def _left_in_group(group: Path, is_whole: bool) -> list[int]:
 
 
 def _text(file: Path) -> str:
-    """The content of a small file, empty where it cannot be read."""
+    """The content of a small file; empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError:

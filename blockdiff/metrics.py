@@ -1,4 +1,4 @@
-"""Metrics of a run: the table of them, and metrics.jsonl, the log of their records."""
+"""The table of a run's metrics, and metrics.jsonl, the log of their records."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ Kind = Literal["train", "heldout", "sample", "skipped"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number in the records of one kind: its name in words, how it is written, and which values are better.
+    """A metric in the records of one kind: its label, its format, and which values are better.
 
-    in_line: whether the line of a record shows it; in_report: whether the report has its last value ("last"), shows it
-    in its line, too ("line"), or has the best value beside it ("best": in the line, "best, silent": not).
+    in_line: show it in the line of a record.
+    in_report: put its last value into the report ("last"), show it in the report's line, too ("line"), or also add the
+        best value ("best" with the line, "best, silent" without).
     """
 
     kind: Kind
     label: str
     better: Literal["lower", "higher"] | None = None
     format: str = ".4f"
-    unit: str = ""  # follows the number in a line of text; without one the label stands before it
+    unit: str = ""  # written after the number; without a unit the label is written before it
     in_line: bool = False
     in_report: Literal["", "last", "line", "best", "best, silent"] = ""
 
     def number(self, value: float) -> str:
-        """A value as it is written: "3.2500", "50.0%"."""
+        """Format a value: "3.2500", "50.0%"."""
         return format(value, self.format)
 
     def text(self, value: float) -> str:
-        """A value in words: "canvas loss 3.2500", "6.0 steps per canvas"."""
+        """Format a value with its label or unit: "canvas loss 3.2500", "6.0 steps per canvas"."""
         return f"{self.number(value)} {self.unit}" if self.unit else f"{self.label} {self.number(value)}"
 
 
 def _of_part(part: str) -> dict[str, Metric]:
-    """The held-out metrics of the positions that the noise drew for replacement ("corrupted"), or of the others."""
+    """The held-out metrics of "corrupted" positions, which the noise chose for replacement, or of "kept" ones."""
     shown = part == "corrupted"
     metrics = {
         f"heldout_{part}_loss": Metric("heldout", f"held-out {part} loss", "lower", in_line=shown),
@@ -154,14 +155,14 @@ UNTOLD_AT_0 = ("skipped", "reward_failures")  # counts of what went wrong
 
 
 def metric(key: str) -> Metric:
-    """The metric of a key; one that the table does not have is called by its key in words."""
+    """The metric of a key. One that is not in the table gets a label from its key."""
     kinds: tuple[Kind, ...] = ("heldout", "sample")
     kind: Kind = next((kind for kind in kinds if key.startswith(f"{kind}_")), "train")
     return METRICS.get(key) or Metric(kind, key.replace("_", " "), in_line=True)
 
 
 def unlisted_keys(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The keys of numbers in records that the table does not have: of a kind of run, or a trainer, of one's own."""
+    """The keys of numbers in records that are not in the table, from a user's kind of run or trainer."""
     numbers = (key for record in records for key, value in record.items() if type(value) in (int, float))
     return [key for key in dict.fromkeys(numbers) if key not in METRICS and key != "step"]
 
@@ -175,21 +176,21 @@ def measured(record: Mapping[str, Any], key: str) -> float | None:
 
 
 def texts(record: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
-    """The metrics of a record in words, by key and in the order of `keys`; what was not measured is left out."""
-    found = {key: metric(key).text(value) for key in keys if (value := measured(record, key)) is not None}
-    if "sample_steps_per_canvas" in found:
-        found["sample_steps_per_canvas"] += at_limit(record["sample_steps_per_canvas"], record.get("sample_max_steps"))
-    return found
+    """Format the metrics of a record, in the order of `keys`. Values that were not measured are left out."""
+    words = {key: metric(key).text(value) for key in keys if (value := measured(record, key)) is not None}
+    if "sample_steps_per_canvas" in words:
+        words["sample_steps_per_canvas"] += at_limit(record["sample_steps_per_canvas"], record.get("sample_max_steps"))
+    return words
 
 
 def at_limit(steps_per_canvas: float, max_steps: int | None) -> str:
-    """A remark for people where canvases took all the steps that they may, on average; else nothing."""
+    """A remark if canvases used all allowed steps on average, else an empty text."""
     is_limit = max_steps is not None and steps_per_canvas >= max_steps
     return " (the limit: no canvas converged)" if is_limit else ""
 
 
 def decisive_metrics() -> list[str]:
-    """The keys that can decide which weights are the best: of held-out and sampled metrics with a better direction."""
+    """The keys that `evaluation.best` may have: held-out and sampled metrics with a better direction."""
     return [
         key
         for key, metric in METRICS.items()
@@ -198,13 +199,13 @@ def decisive_metrics() -> list[str]:
 
 
 class MetricsLog:
-    """Appends records to a JSONL file, which a reader can follow line by line meanwhile."""
+    """A JSONL file of records, which can be followed line by line while it is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, record: Record) -> None:
-        """Write one record as one line. Values must be finite: JSON has no NaN. Raises OSError naming the file."""
+        """Append a record as one line. Values must be finite: JSON has no NaN. Raises OSError with the file's name."""
         line = json.dumps(record, allow_nan=False) + "\n"
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -213,11 +214,11 @@ class MetricsLog:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def write(self, records: Iterable[Record]) -> None:
-        """Write all of the file anew: it has the old records or these."""
+        """Replace all records atomically."""
         write_text(self.path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
 
     def cut(self, step: int) -> list[Record]:
-        """Forget what was logged after optimiser step `step`, and a last line cut short; returns the rest."""
+        """Drop records after optimiser step `step` and an incomplete last line. Returns the rest."""
         if not self.path.exists():
             return []
         records = [record for record in read(self.path) if record["step"] <= step]
@@ -226,13 +227,13 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a metrics file; a last line that a kill cut short is left out.
+    """Read the records of a metrics file without an incomplete last line.
 
     Raises RunError naming the line when anything else is not a record.
     """
     lines = path.read_bytes().split(b"\n")
     records = []
-    # A complete file ends in a newline, so what follows the last one was cut short.
+    # A complete file ends in a newline, so text after the last one is an incomplete line.
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line.decode("utf-8"), parse_constant=_no_number)
@@ -254,6 +255,6 @@ def of_kind(records: Iterable[Record], kind: Kind) -> list[Record]:
 
 
 def reproducible(records: Iterable[Record]) -> list[Record]:
-    """The records without what clocks and machines say: the rest of a resumed run equals an uninterrupted one's."""
+    """The records without values that depend on clocks and machines; they are equal for resumed runs."""
     of_machine = {key for key, metric in METRICS.items() if metric.unit in MACHINE_UNITS}
     return [{key: value for key, value in record.items() if key not in of_machine} for record in records]

@@ -1,4 +1,4 @@
-"""Values that processes tell one another as JSON in tensors of bytes, so nobody unpickles what another one sent."""
+"""Exchange of values between processes as JSON in tensors of bytes, without pickle."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def from_all(value: Any, group: Any = None, device: torch.device | str = "cpu") 
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
     values = []
-    for length, sent in zip(lengths, _gathered(padded, group, device), strict=True):
+    for length, data in zip(lengths, _gathered(padded, group, device), strict=True):
         received = bytearray(length)
-        torch.frombuffer(received, dtype=torch.uint8).copy_(sent[:length])
+        torch.frombuffer(received, dtype=torch.uint8).copy_(data[:length])
         values.append(json.loads(received))
     return values
 
 
-def _gathered(own: Tensor, group: Any, device: torch.device | str) -> list[Tensor]:
-    """A tensor of every process, of equal shapes."""
-    own = own.to(device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
+def _gathered(local: Tensor, group: Any, device: torch.device | str) -> list[Tensor]:
+    """Gather a tensor of every process, of equal shapes."""
+    local = local.to(device)
+    everyone = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, local, group=group)
     return everyone

@@ -156,4 +156,4 @@ class RequestOptions:
 
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(RequestOptions)}
 # By the name of a field, that of the server's bodies.
-SERVED = {name: its.served for name, its in OPTIONS.items() if its.served is not None}
+SERVED = {name: rule.served for name, rule in OPTIONS.items() if rule.served is not None}

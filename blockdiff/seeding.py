@@ -95,12 +95,12 @@ def words(
     mixed = _splitmix64(mixed + int(stream))
     counter = torch.empty((4, *shape, blocks), dtype=torch.int64, device=device)
     counter[0] = torch.arange(blocks, device=device)
-    for place, entry in enumerate(address[1:], start=1):
+    for number, entry in enumerate(address[1:], start=1):
         word = entry & MASK32
         if isinstance(word, Tensor):
-            counter[place] = word.to(device).unsqueeze(-1)
+            counter[number] = word.to(device).unsqueeze(-1)
         else:
-            counter[place].fill_(word)  # a CUDA graph can hold that, and no number that comes from the host
+            counter[number].fill_(word)  # a CUDA graph can hold that, and no number that comes from the host
     if isinstance(mixed, Tensor):
         key = torch.stack((mixed & MASK32, (mixed >> 32) & MASK32)).to(device)
         key = key.view(2, *(1,) * (len(shape) - mixed.dim()), *mixed.shape, 1)

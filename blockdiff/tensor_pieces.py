@@ -1,4 +1,4 @@
-"""Pieces of tensors: the part that lies in this process, all of an ordinary one, a block of a DTensor."""
+"""Pieces of tensors: the part in this process, which is all of an ordinary tensor and a block of a DTensor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Block:
-    """A box of a tensor: where it begins and how long it is, in every dimension."""
+    """A block of a tensor: its offset and size in every dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Block:
-        """All of a tensor of this shape."""
+        """The block that is a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -29,18 +29,18 @@ class Block:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes it out of the tensor."""
+        """The index of the block in the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def within(self, other: Block) -> Block | None:
-        """The box that both have, with offsets of the tensor; None where they have nothing in common."""
+        """The intersection of two blocks of a tensor; None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = tuple(min(a + n, b + m) for a, n, b, m in zip(*_sides(self), *_sides(other), strict=True))
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Block(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def seen_from(self, offsets: tuple[int, ...]) -> Block:
-        """The same box in a tensor that begins at `offsets`."""
+        """The same block with offsets relative to `offsets`."""
         return Block(tuple(a - b for a, b in zip(self.offsets, offsets, strict=True)), self.sizes)
 
 
@@ -59,17 +59,17 @@ class Piece:
 
 
 def is_spread(tensor: Any) -> bool:
-    """True for a DTensor, which may hold a part only; DTensor is not imported to know it."""
+    """Whether a tensor is a DTensor, of which this process may have only a part. DTensor is not imported."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is in this process's memory, which it shares."""
-    own = tensor.detach()
-    if type(tensor) in (Tensor, nn.Parameter):  # quicker to see than what a tensor does not have
-        return own
-    spread: Any = own
-    local: Tensor = spread.to_local() if is_spread(tensor) else own
+    """The part of a tensor in this process, which shares the tensor's memory."""
+    detached = tensor.detach()
+    if type(tensor) in (Tensor, nn.Parameter):  # the quicker check
+        return detached
+    spread: Any = detached
+    local: Tensor = spread.to_local() if is_spread(tensor) else detached
     return local
 
 
@@ -86,16 +86,16 @@ def piece_of(tensor: Tensor, rank: int = 0) -> Piece:
         return Piece(tuple(tensor.shape), Block.whole(tuple(tensor.shape)), local, rank == 0)
     spread: Any = tensor
     mesh, shape = spread.device_mesh, tuple(spread.shape)
-    place, offsets, sizes = mesh.get_coordinate(), [0] * len(shape), list(shape)
+    coordinate, offsets, sizes = mesh.get_coordinate(), [0] * len(shape), list(shape)
     is_owned = bool((mesh.mesh == 0).any())
     for index, placement in sorted(enumerate(spread.placements), key=lambda each: hasattr(each[1], "split_factor")):
         if placement.is_partial():
             raise ValueError("a tensor of partial sums has no pieces")
         if placement.is_replicate():
-            is_owned = is_owned and place[index] == 0
+            is_owned = is_owned and coordinate[index] == 0
             continue
         length = -(-sizes[placement.dim] // mesh.size(index))
-        start = min(place[index] * length, sizes[placement.dim])
+        start = min(coordinate[index] * length, sizes[placement.dim])
         sizes[placement.dim] = min(length, sizes[placement.dim] - start)
         offsets[placement.dim] += start
     block = Block(tuple(offsets), tuple(sizes))
@@ -106,22 +106,22 @@ def piece_of(tensor: Tensor, rank: int = 0) -> Piece:
 
 @torch.no_grad()
 def fill_piece(tensor: Tensor, whole: Tensor) -> None:
-    """Copy this process's part of `whole` into a tensor, in its dtype and on its device."""
+    """Copy this process's part of `whole` into a tensor."""
     piece = piece_of(tensor)
     piece.local.copy_(whole[piece.block.slices] if piece.block.sizes else whole)
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor of the same shape, spread in the same way, whose part in this process is `local`."""
+    """A tensor that is sharded like another one, whose part in this process is `local`."""
     if not is_spread(tensor):
         return local
     from torch.distributed.tensor import DTensor
 
     spread: Any = tensor
-    made: Tensor = DTensor.from_local(
+    sharded: Tensor = DTensor.from_local(
         local, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
     )
-    return made
+    return sharded
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class PlannedMesh:
     ranks: int
 
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks of the mesh."""
         return self.ranks
 
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Changes that a chat template makes to messages beside writing them, and how often it does."""
+"""The changes that a chat template makes to messages, and their counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockdiff.data.messages import Message
 from blockdiff.data.template import RefusedByTemplate
 
 CALL = {"type": "function", "id": "1", "function": {"name": "probe", "arguments": {}}}
-# What became of messages, and in what words it is told.
+# The kinds of changes, and the words that report their counts.
 WORDS = {
     "stripped": "{:,} texts stripped of white space",
     "glued": "{:,} assistant messages glued to the one before",
@@ -29,30 +29,30 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Alterations:
-    """The changes of one template: it `strips` texts of these roles, `glues` messages of the assistant, and so on."""
+    """The changes that one template makes."""
 
-    strips: frozenset[str]
-    glues: bool
-    moves: bool  # a text beside a call behind the answer of the tool
+    strips: frozenset[str]  # the roles whose texts lose white space at both ends
+    glues: bool  # consecutive assistant messages become one
+    moves: bool  # a text next to a call is moved behind the tool's answer
 
     def count(self, messages: Sequence[Message]) -> Counter[str]:
-        """The number of altered messages of a conversation, by the keys of WORDS."""
-        found: Counter[str] = Counter()
+        """Count the changed messages of a conversation by the keys of WORDS."""
+        counts: Counter[str] = Counter()
         for message in messages:
             content = message["content"]
             if isinstance(content, str) and message["role"] in self.strips and content != content.strip():
-                found["stripped"] += 1
+                counts["stripped"] += 1
         for before, after in pairwise(messages):
             if self.glues and before["role"] == after["role"] == "assistant":
-                found["glued"] += 1
+                counts["glued"] += 1
             if self.moves and before.get("tool_calls") and before["content"].strip() and after["role"] == "tool":
-                found["moved"] += 1
-        found["unanswered"] += messages[-1]["role"] != "assistant"
-        return found
+                counts["moved"] += 1
+        counts["unanswered"] += messages[-1]["role"] != "assistant"
+        return counts
 
 
 def find_alterations(written: Callable[[Sequence[Message]], str]) -> Alterations:
-    """The changes of a template, found by having it write some probes; a probe that it refuses says nothing."""
+    """Find the changes that a template makes by rendering probes. Probes that it refuses are ignored."""
 
     def has(text: str, *messages: Message) -> bool | None:
         try:
@@ -68,10 +68,10 @@ def find_alterations(written: Callable[[Sequence[Message]], str]) -> Alterations
         "user": (padded["user"], end),
         "assistant": (user, padded["assistant"]),
     }
-    asked = {**first, "tool_calls": [CALL]}
+    calling = {**first, "tool_calls": [CALL]}
     answer = {"role": "tool", "tool_call_id": "1", "name": "probe", "content": "probe-answer"}
     try:
-        text = written((user, asked, answer, end))
+        text = written((user, calling, answer, end))
         moves = text.find("probe-one") > text.find("probe-answer") > 0
     except RefusedByTemplate:
         moves = False

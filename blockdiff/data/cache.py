@@ -1,4 +1,4 @@
-"""Encoded sources on disk, found again by what they were made from; a temporary file where nobody wants them kept."""
+"""The token cache: encoded sources on disk, by a hash of everything they were made from, or in a temporary file."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
 from blockdiff.files import digest, remove_directory, remove_leftovers, seal, whole_directory
 
-VERSION = 8  # of what rows become and of their statistics; raise it when either changes
+VERSION = 8  # of examples and statistics; raise it when either changes
 TOKENS, FACTS = "tokens.arrow", "facts.json"
-STALE = 24 * 3600.0  # seconds after which what a killed process left is removed
+STALE = 24 * 3600.0  # seconds after which unfinished entries are removed
 
-# Writes the examples of a source into a file and says what became of its rows.
+# Writes the examples of a source into a file and returns statistics of its rows.
 Write = Callable[[IO[bytes]], Statistics]
 
 
 def cache_key(source: OpenedSource, encoder: Encoder) -> str:
-    """A hash of the content of a source and of everything that turns it into examples, wherever it lies."""
+    """A hash of a source's content and of everything that turns it into examples, independent of its path."""
     text = f"{VERSION} {SCHEMA} {source.fingerprint()} {encoder.fingerprint}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def temporary(write: Write) -> tuple[pa.Table, Statistics]:
-    """The table that `write` writes, in a file without a name that is gone when the process is, however it ends."""
+    """Return the table that `write` writes, in an unnamed file that disappears with the process."""
     with tempfile.TemporaryFile() as file:
         statistics = write(file)
         file.flush()
@@ -46,20 +46,19 @@ def temporary(write: Write) -> tuple[pa.Table, Statistics]:
 
 
 def cached(directory: Path, key: str, write: Write) -> tuple[pa.Table, Statistics]:
-    """The table in `directory`/`key`; where there is none, `write` writes it first.
+    """Return the table in `directory`/`key`, after writing it with `write` if there is none.
 
-    An entry appears whole or not at all, and then stays where it is, for others may be reading it; one that has changed
-    since is written again, with a warning. Raises DataError where it cannot be written.
+    Entries are written atomically and never removed by readers, since other processes may read them. An entry that has
+    changed is written again, with a warning. Raises DataError if it cannot be written.
     """
     entry = directory / key
-    found = _read(entry)
-    if found is not None:
-        return found
+    if (content := _read(entry)) is not None:
+        return content
     where, reason = str(entry), "it cannot be read back"
     try:
         if entry.exists():
             warnings.warn(f"{entry}: has changed since it was written; the rows are encoded again", stacklevel=2)
-            with suppress(FileNotFoundError):  # another process has seen it, too
+            with suppress(FileNotFoundError):  # another process has removed it
                 remove_directory(entry)
         remove_leftovers(directory, seconds=STALE)
         with whole_directory(entry) as fresh:
@@ -68,22 +67,21 @@ def cached(directory: Path, key: str, write: Write) -> tuple[pa.Table, Statistic
             facts = {"digest": digest(fresh / TOKENS), "statistics": asdict(statistics)}
             facts["seal"] = seal(facts)
             (fresh / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-            if entry.exists():  # another process was quicker, and its entry is as good
+            if entry.exists():  # another process was quicker; its entry is equal
                 raise FileExistsError(errno.EEXIST, "another process writes there", str(entry))
     except OSError as error:
         where, reason = str(error.filename or directory), str(error.strerror)
-    found = _read(entry)
-    if found is None:
+    if (content := _read(entry)) is None:
         raise DataError(
             f"{where}: the token cache cannot be written ({reason}); set data.cache to a directory, or to off"
         )
-    return found
+    return content
 
 
 def _read(entry: Path) -> tuple[pa.Table, Statistics] | None:
-    """An entry, or None where there is none or a damaged one.
+    """Read an entry; None if there is none or it is damaged.
 
-    Reading all of it to compare its hash takes about a second per GB; BLOCKDIFF_CACHE_TRUSTED=1 leaves that out.
+    Comparing its hash takes about a second per GB; BLOCKDIFF_CACHE_TRUSTED=1 skips it.
     """
     try:
         facts = json.loads((entry / FACTS).read_text(encoding="utf-8"))

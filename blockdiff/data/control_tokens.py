@@ -1,10 +1,10 @@
-"""Control tokens come from the chat template alone: a text that spells one, such as `<turn|>`, stays text.
+"""`Guard`, with which only the chat template writes control tokens: a text that spells `<turn|>` stays text.
 
-A tokenizer finds the strings of its added tokens anywhere in a text, whoever wrote them. Two steps keep them apart.
-Before a chat template sees the contents, one character of each string that spells a control token is hidden behind a
-stand-in, so what the rendered text has of such strings is the template's own. Then the characters come back, and the
-text is cut inside each string that has one of them; its pieces are encoded one by one, so no string is found over a
-cut. A text without such strings is not cut, and its tokens are those of the tokenizer.
+A tokenizer finds the strings of its added tokens anywhere in a text, whoever wrote them. The guard works in two steps.
+Before a chat template renders contents, one character of each spelt control token is replaced by a stand-in, so that
+such strings in the rendered text are the template's own. Afterwards the characters are restored, and the text is cut
+inside each string with one of them. The pieces are encoded separately, so no string is found across a cut. A text
+without such strings is not cut.
 """
 
 from __future__ import annotations
@@ -23,47 +23,50 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ControlTokens = Literal["text", "allow"]
-PRIVATE = range(0xE000, 0xF900)  # characters that stand for nothing, of which stand-ins are taken
+PRIVATE = range(0xE000, 0xF900)  # private-use characters, from which stand-ins are chosen
 WORD_STARTS = ("▁", "Ġ")
-NO_UNKNOWN = "Missing [UNK] token"  # what tokenizers says where a character has no token
+NO_UNKNOWN = "Missing [UNK] token"  # the message of tokenizers for a character without a token
 REMEDY = "change the text, or allow control tokens in it"
 
 
 @dataclass(frozen=True)
 class Guard:
-    """The control tokens of a tokenizer, as text -> id; none of them are guarded against where it is empty.
+    """The control tokens that texts must not become.
 
-    `is_exact` says that only these very texts are found, and not others that a normaliser makes equal to them.
+    ids: text -> id; empty = no guard.
+    is_exact: the tokenizer finds only these texts, and not others that a normaliser makes equal to them.
     """
 
     ids: Mapping[str, int]
     is_exact: bool = True
 
     def hide(self, value: Any) -> tuple[Any, dict[str, str]]:
-        """A JSON value whose texts spell no control token, alone or joined; and the characters behind the stand-ins.
+        """Replace characters in the texts of a JSON value so that they spell no control token, alone or joined.
 
-        Every stand-in takes the place of one character, so lengths stay. Without such a text it is `value` itself.
+        Returns the value and the character of each stand-in. A stand-in replaces one character, so lengths stay. A
+        value without spelt control tokens is returned itself.
         """
         if not self.ids:
             return value, {}
         texts = list(_texts(value))
-        places = {text: found for text in texts if (found := self._places(text))}
-        if not places:
+        indices = {text: to_hide for text in texts if (to_hide := self._to_hide(text))}
+        if not indices:
             return value, {}
         used = set("".join(texts))
         free = (chr(code) for code in PRIVATE if chr(code) not in used)
-        hidden = {character: next(free) for character in sorted({t[at] for t, found in places.items() for at in found})}
+        characters = {text[index] for text, to_hide in indices.items() for index in to_hide}
+        hidden = {character: next(free) for character in sorted(characters)}
 
         def changed(text: str) -> str:
             characters = list(text)
-            for at in places.get(text, ()):
-                characters[at] = hidden[text[at]]
+            for index in indices.get(text, ()):
+                characters[index] = hidden[text[index]]
             return "".join(characters)
 
         return _mapped(value, changed), {stand_in: character for character, stand_in in hidden.items()}
 
     def show(self, text: str, hidden: Mapping[str, str]) -> tuple[str, tuple[int, ...]]:
-        """A rendered text with the characters behind its stand-ins, and where it is to be cut."""
+        """Restore the characters of a rendered text. Returns it and the indices at which to cut it."""
         if not hidden:
             return text, ()
         marks = [match.start() for match in re.finditer(f"[{''.join(hidden)}]", text)]
@@ -76,26 +79,26 @@ class Guard:
         return shown, tuple(cuts)
 
     def cuts(self, text: str) -> tuple[int, ...]:
-        """The places at which a text that people wrote is to be cut."""
+        """The indices at which to cut a text that people wrote."""
         if not self.ids or not self._spelt.search(text):
             return ()
         return tuple(self._inside(*match.span(1)) for match in self._at.finditer(text))
 
     def check(self, text: str, cuts: Sequence[int], ids: Sequence[int], firsts: Iterable[str]) -> None:
-        """Raise DataError where the ids of a cut text have control tokens that its pieces do not spell.
+        """Raise DataError if the ids of a cut text have control tokens that its pieces do not spell.
 
-        `firsts` are the tokens with which all pieces but the first begin, as the tokenizer writes them: a tokenizer
-        that puts a space before every text would put one into the cut.
+        firsts: the first tokens of all pieces after the first one. A tokenizer that puts a space before every text
+        would insert one at each cut, which is an error, too.
         """
         if not self.ids or (self.is_exact and not cuts):
             return
-        own = sum(len(self._spelt.findall(piece)) for piece in cut(text, cuts))
+        spelt = sum(len(self._spelt.findall(piece)) for piece in cut(text, cuts))
         control = set(self.ids.values())
-        if sum(token in control for token in ids) != own or any(first.startswith(WORD_STARTS) for first in firsts):
+        if sum(token in control for token in ids) != spelt or any(first.startswith(WORD_STARTS) for first in firsts):
             raise DataError(f"it spells a control token in a way that this tokenizer cannot write as text; {REMEDY}")
 
     def spelt(self, text: str) -> str | None:
-        """The first control token that a text spells."""
+        """The first control token that a text spells; None if there is none."""
         match = self._spelt.search(text) if self.ids else None
         return match.group() if match else None
 
@@ -132,50 +135,50 @@ class Guard:
             raise DataError(f"it has a control token of one character, which cannot be written as text; {REMEDY}")
         return start + 1
 
-    def _places(self, text: str) -> set[int]:
-        """The characters to hide in a text: one of each control token, and of each part of one at an edge.
+    def _to_hide(self, text: str) -> set[int]:
+        """The indices of the characters to hide: one of each control token, and of each part of one at an edge.
 
-        A template may put two texts side by side, after it has stripped them, and so make a token of two parts.
+        A template may strip two texts and join them, and so make a token of two parts.
         """
-        found = {match.start() for match in self._at.finditer(text)} if self._spelt.search(text) else set()
+        indices = {match.start() for match in self._at.finditer(text)} if self._spelt.search(text) else set()
         end, begin = len(text.rstrip()), len(text) - len(text.lstrip())
         last, first = range(max(begin, end - self._longest), end), range(begin, min(end, begin + self._longest))
         if not self._first.isdisjoint(text[last.start : last.stop]):
-            found |= {at for at in last if text[at:end] in self._begins}
+            indices |= {index for index in last if text[index:end] in self._begins}
         if not self._last.isdisjoint(text[first.start : first.stop]):
-            found |= {at for at in first if text[begin : at + 1] in self._ends}
-        return found
+            indices |= {index for index in first if text[begin : index + 1] in self._ends}
+        return indices
 
 
-OPEN = Guard({})  # lets everything through
+OPEN = Guard({})  # guards against nothing
 
 
 def make_guard(
     tokenizer: PreTrainedTokenizerBase, template: str | None, control_tokens: ControlTokens = "text"
 ) -> Guard:
-    """The guard for a tokenizer: against its special tokens, and against added ones that the chat template writes."""
+    """The guard against a tokenizer's special tokens, and against added tokens that the chat template writes."""
     if control_tokens == "allow":
         return OPEN
     unknown = tokenizer.unk_token_id
-    found = {
+    tokens = {
         str(token.content): (id, bool(token.normalized))
         for id, token in tokenizer.added_tokens_decoder.items()
         if str(token.content).strip() and id != unknown and (token.special or str(token.content) in (template or ""))
     }
-    is_exact = not any(normalized for _, normalized in found.values())
-    return Guard({text: id for text, (id, _) in found.items()}, is_exact)
+    is_exact = not any(normalized for _, normalized in tokens.values())
+    return Guard({text: id for text, (id, _) in tokens.items()}, is_exact)
 
 
 def why_not_encoded(error: Exception, text: str, tokenizer: Any) -> str:
-    """The reason for which a tokenizer raised at a text, in words for the person who wrote the text."""
+    """Explain to the author of a text why the tokenizer raised an error."""
     if NO_UNKNOWN not in str(error):
         return str(error)
     for character in dict.fromkeys(text):
         try:
             tokenizer(character, add_special_tokens=False)
         except Exception:  # tokenizers raises nothing narrower
-            return f"no token stands for {character!r}"
-    return "no token stands for one of its characters"
+            return f"the vocabulary has no token for {character!r}"
+    return "the vocabulary has no token for one of its characters"
 
 
 def cut(text: str, cuts: Sequence[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""An example: a row as tokens, and what of them is learnt."""
+"""`Example`, a row as tokens with the spans to learn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockdiff.data.template import Span
 
 @dataclass(frozen=True)
 class ExampleImage:
-    """An image of an example without its pixels: where it comes from, the columns it takes, and its digest."""
+    """An image of an example without its pixels: its source, its columns in the row, and its digest."""
 
     source: ImageSource
     column: int
@@ -20,7 +20,7 @@ class ExampleImage:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a decision's label in a row, and the tokens of the labels that it may have, with their weights."""
+    """The column of a decision's label in a row, and the tokens of its possible labels with their weights."""
 
     column: int
     tokens: list[int]
@@ -29,10 +29,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Example:
-    """A row as tokens, with the columns [start, end) of its responses; `sample_id` is its row number.
+    """A row as tokens, with the columns [start, end) of its responses.
 
-    Of several sources, row numbers go on from one to the next. The tokens have all placeholders of `images`. Columns of
-    `excluded` are turns that the row marks as not to be learnt. Of a decision the `slots` alone are learnt.
+    sample_id: the row's number, counted through all sources.
+    where: the file and line of the row.
+    images: the images of the placeholders in `tokens`.
+    excluded: the columns of turns that the row marks as not to be learnt.
+    slots: the slots of a decision, of which nothing else is learnt.
     """
 
     sample_id: int

@@ -1,6 +1,6 @@
-"""Examples in an Arrow file that is mapped into memory, so that data of any size costs no more than what is used.
+"""Examples in an Arrow file that is mapped into memory, so that only the parts in use need memory.
 
-`datasets.Dataset.from_file` opens the same file.
+`datasets.Dataset.from_file` can open the file.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from blockdiff.data.example import Example, ExampleImage, Slot
 
-BATCH = 4096  # examples of a record batch: what is in memory while writing
-BATCH_BYTES = 256 << 20  # of images that came as bytes, in a record batch
+BATCH = 4096  # examples of a record batch, which is in memory while it is written
+BATCH_BYTES = 256 << 20  # of images without a path, in a record batch
 IMAGE = pa.struct(
     [
-        ("path", pa.string()),  # as the row has it
-        ("bytes", pa.large_binary()),  # of the file, where the row has no path
+        ("path", pa.string()),  # as in the row
+        ("bytes", pa.large_binary()),  # of the file, if the row has no path
         ("column", pa.int32()),
         ("tokens", pa.int32()),
-        ("digest", pa.binary()),  # of the pixels, which are not kept
+        ("digest", pa.binary()),  # of the pixels, which are not stored
     ]
 )
 SLOT = pa.struct([("column", pa.int32()), ("tokens", pa.list_(pa.int32())), ("weights", pa.list_(pa.float64()))])
@@ -35,29 +35,29 @@ SCHEMA = pa.schema(
         ("tokens", pa.list_(pa.int32())),
         ("responses", pa.list_(pa.int32())),  # start, end, start, end, ...
         ("is_truncated", pa.bool_()),
-        ("file", pa.int32()),  # which of the source's files, so that they may move
+        ("file", pa.int32()),  # the index of the source's file, so that files may be moved
         ("place", pa.string()),  # "17" or "row 17"
         ("images", pa.list_(IMAGE)),
-        ("excluded", pa.list_(pa.int32())),  # as responses
+        ("excluded", pa.list_(pa.int32())),  # in the form of `responses`
         ("slots", pa.list_(SLOT)),
     ]
 )
 
 
 def write_examples(file: IO[bytes], examples: Iterable[Example], files: Sequence[str]) -> int:
-    """Write examples of rows that come from `files` as an Arrow stream, some at a time; returns how many."""
+    """Write examples of the rows of `files` as an Arrow stream, in batches. Returns their number."""
     number = {name: index for index, name in enumerate(files)}
     count = 0
     with pa.ipc.new_stream(file, SCHEMA) as writer:
         for chunk in _chunks(examples):
-            places = [example.where.rpartition(":") for example in chunk]
+            origins = [example.where.rpartition(":") for example in chunk]
             columns: list[Any] = [
                 [example.sample_id for example in chunk],
                 [example.tokens for example in chunk],
                 [[edge for span in example.responses for edge in span] for example in chunk],
                 [example.is_truncated for example in chunk],
-                [number[name] for name, _, _ in places],
-                [place for _, _, place in places],
+                [number[name] for name, _, _ in origins],
+                [line for _, _, line in origins],
                 [[_record(image) for image in example.images] for example in chunk],
                 [[edge for span in example.excluded for edge in span] for example in chunk],
                 [[asdict(slot) for slot in example.slots] for example in chunk],
@@ -90,15 +90,15 @@ def _image(record: dict[str, Any]) -> ExampleImage:
 
 
 def read_table(file: IO[bytes]) -> pa.Table:
-    """The table that `write_examples` wrote, as views into the file, which may be closed and removed afterwards."""
+    """Map the table that `write_examples` wrote into memory. The file may be closed and removed afterwards."""
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return pa.ipc.open_stream(pa.py_buffer(mapped)).read_all()
 
 
 class Examples(Sequence[Example]):
-    """The examples of several tables, one after the other; `lengths` [N] are tokens per example.
+    """The examples of several tables in order. lengths: the tokens of each example [N].
 
-    For each table there is the list of its files, and the number that is added to its sample ids.
+    files: the files of each table. first_ids: the number that is added to each table's sample ids.
     """
 
     def __init__(self, tables: Sequence[pa.Table], files: Sequence[Sequence[str]], first_ids: Sequence[int]) -> None:
@@ -106,8 +106,9 @@ class Examples(Sequence[Example]):
         numbered = []
         for table, names, first_id in zip(tables, files, first_ids, strict=True):
             for column, before in (("sample_id", first_id), ("file", len(self.files))):
-                at = SCHEMA.get_field_index(column)
-                table = table.set_column(at, column, pc.add(table[column], pa.scalar(before, SCHEMA.types[at])))
+                index = SCHEMA.get_field_index(column)
+                shifted = pc.add(table[column], pa.scalar(before, SCHEMA.types[index]))
+                table = table.set_column(index, column, shifted)
             self.files += names
             numbered.append(table)
         self.columns = pa.concat_tables(numbered).columns
@@ -124,10 +125,15 @@ class Examples(Sequence[Example]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         values = [column[index].as_py() for column in self.columns]
-        sample_id, tokens, edges, is_truncated, file, place, images, others, slots = values
+        sample_id, tokens, edges, is_truncated, file, line, images, others, slots = values
         responses, excluded = (list(zip(each[::2], each[1::2], strict=True)) for each in (edges, others))
-        where = f"{self.files[file]}:{place}"
-        made = tuple(Slot(**slot) for slot in slots)
         return Example(
-            sample_id, tokens, responses, is_truncated, where, tuple(map(_image, images)), tuple(excluded), made
+            sample_id,
+            tokens,
+            responses,
+            is_truncated,
+            where=f"{self.files[file]}:{line}",
+            images=tuple(map(_image, images)),
+            excluded=tuple(excluded),
+            slots=tuple(Slot(**slot) for slot in slots),
         )

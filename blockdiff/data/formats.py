@@ -1,4 +1,7 @@
-"""Reading files of rows, one value at a time: JSON lines, JSON, CSV, TSV, parquet and Arrow; `rows` checks them."""
+"""Readers of row files, which yield one value at a time: JSON lines, JSON, CSV, TSV, parquet and Arrow.
+
+`rows` checks the values.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,17 @@ import pyarrow.compute as pc
 from blockdiff.data.strict_json import BOM, DECODER, decoded, parsed
 from blockdiff.errors import DataError
 
-# (place in the file, value): the place is "17" for a line and "row 17" where lines mean nothing, both counted from 1.
-# The value of a row that cannot be read, while those after it can, is the DataError that says why.
+# (where in the file, value): "17" for line 17, or "row 17" in formats without lines, both counted from 1. The value of
+# a row that cannot be read is the DataError with the reason, if rows after it can be read.
 Value = tuple[str, Any]
-# Given the names of all columns of a file, the names of those to read.
+# From the names of all columns of a file to the names of those to read.
 Choose = Callable[[list[str]], list[str]]
 
+# Limits:
 BATCH = 1000  # rows of a parquet file that become Python objects together
-LINE = 128 << 20  # bytes of a line, and of a row of CSV, which may have several; an image of 64 MiB has room
-PARTS = 8 << 20  # of a row: commas and opening brackets of JSON, fields of CSV; each may become an object of 64 bytes
-DOCUMENT = 1 << 30  # bytes of a JSON file, which is held in memory as a whole
+LINE = 128 << 20  # bytes of a line, and of a row of CSV, which may have several lines; enough for an image of 64 MiB
+PARTS = 8 << 20  # commas and opening brackets of JSON, fields of CSV, in a row; each may become an object of 64 bytes
+DOCUMENT = 1 << 30  # bytes of a JSON file, which is in memory as a whole
 DECODED = 256 << 20  # bytes of the rows of parquet and Arrow that become Python objects together
 VALUES = 1 << 27  # values of a column in a row group of parquet
 GZIP = ".gz"
@@ -35,21 +39,21 @@ BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class Skip:
-    """The number of rows still to be passed over, in one file or in several one after the other."""
+    """Counts down the rows that remain to be skipped, over one or several files."""
 
-    def __init__(self, left: int = 0) -> None:
-        self.left = left
+    def __init__(self, remaining: int = 0) -> None:
+        self.remaining = remaining
 
-    def takes(self) -> bool:
-        """True where the next row is one of them; it counts as passed over then."""
-        if not self.left:
+    def skips_next(self) -> bool:
+        """Whether to skip the next row, which is counted."""
+        if not self.remaining:
             return False
-        self.left -= 1
+        self.remaining -= 1
         return True
 
 
 def file_format(path: Path) -> str | None:
-    """The suffix that says how to read a file, without `.gz`; None if it is none of FORMATS."""
+    """The suffix of a file, without `.gz`; None if it is none of FORMATS."""
     name = path.name.lower()
     suffix = Path(name.removesuffix(GZIP)).suffix
     return suffix if suffix in (TEXT_FORMATS if name.endswith(GZIP) else FORMATS) else None
@@ -63,7 +67,7 @@ def values(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     """
     kind = file_format(path)
     if kind is None:
-        raise DataError(f"{path}: not a kind of file that holds rows; name one of {', '.join(FORMATS)} (.gz for text)")
+        raise DataError(f"{path}: not a file of rows; name one with the suffix {', '.join(FORMATS)} (.gz for text)")
     with _one_line_errors(path):
         yield from FORMATS[kind](path, skip, choose)
 
@@ -89,7 +93,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file after their numbers; DataError for one that is too long to be held."""
+    """Yield (number, line) of a file. Raises DataError for a line that is too long."""
     number = 0
     while line := file.readline(LINE + 1):
         number += 1
@@ -99,10 +103,10 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def json_lines(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
-    """One JSON object per line; lines of only white space are passed over."""
+    """Read one JSON object per line. Blank lines are ignored."""
     with _open(path) as file:
         for number, line in _lines(file, path):
-            if line and not line.isspace() and not skip.takes():
+            if line and not line.isspace() and not skip.skips_next():
                 yield str(number), _json_line(line, f"{path}:{number}")
 
 
@@ -116,12 +120,12 @@ def _json_line(line: bytes, where: str) -> Any:
 
 
 def _has_many_parts(content: bytes) -> bool:
-    """True for JSON that may become more objects than a row may have."""
+    """Whether JSON may have more objects than the limit for a row."""
     return sum(map(content.count, (b",", b"[", b"{"))) > PARTS
 
 
 def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
-    """A list of objects, {"data": [...]}, or objects one after the other; held in memory as a whole."""
+    """Read a list of objects, {"data": [...]}, or consecutive objects. The whole file is in memory."""
     with _open(path) as file:
         content = file.read(DOCUMENT + 1).removeprefix(BOM)
     if len(content) > DOCUMENT:
@@ -136,7 +140,7 @@ def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     begin = _after_blanks(text, 0)
     elements: Iterator[Value]
     if text[begin : begin + 1] == "{":
-        if _has_many_parts(content):  # nothing else is known of an object before all of it is parsed
+        if _has_many_parts(content):  # an object can only be parsed as a whole
             if not content[begin:].splitlines()[0].rstrip().endswith(b"}"):
                 raise DataError(f"{path}: more than {PARTS:,} commas and brackets in an object; write a list of rows")
             yield from json_lines(path, skip, choose)
@@ -154,39 +158,40 @@ def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
         return
     else:
         raise DataError(f"{path}:{_line(text, begin)}: neither a list nor an object; write a JSON list of rows")
-    yield from (element for element in elements if not skip.takes())
+    yield from (element for element in elements if not skip.skips_next())
 
 
 def _elements(text: str, begin: int, path: Path) -> Iterator[Value]:
-    """The elements of the list that begins at `begin`, each parsed when its turn comes so that a bad one is named."""
-    row, at = 0, _after_blanks(text, begin + 1)
-    while row or text[at : at + 1] != "]":
+    """Yield the elements of the list at character `begin`. Each is parsed on its own, so that errors name it."""
+    row, position = 0, _after_blanks(text, begin + 1)
+    while row or text[position : position + 1] != "]":
         row += 1
-        value, at = parsed(text, f"{path}:row {row}", DECODER.raw_decode, at)
+        value, position = parsed(text, f"{path}:row {row}", DECODER.raw_decode, position)
         yield f"row {row}", value
-        at = _after_blanks(text, at)
-        if text[at : at + 1] == "]":
+        position = _after_blanks(text, position)
+        if text[position : position + 1] == "]":
             break
-        if text[at : at + 1] != ",":
-            reason = "the list ends in the middle" if at == len(text) else "a comma is missing"
-            raise DataError(f"{path}:row {row}: {reason} after it (line {_line(text, at)}); repair the file")
-        at = _after_blanks(text, at + 1)
-    if _after_blanks(text, at + 1) < len(text):
-        raise DataError(f"{path}:{_line(text, at)}: something follows the list; write one list, or one object per line")
+        if text[position : position + 1] != ",":
+            reason = "the list ends in the middle" if position == len(text) else "a comma is missing"
+            raise DataError(f"{path}:row {row}: {reason} after it (line {_line(text, position)}); repair the file")
+        position = _after_blanks(text, position + 1)
+    if _after_blanks(text, position + 1) < len(text):
+        line = _line(text, position)
+        raise DataError(f"{path}:{line}: something follows the list; write one list, or one object per line")
 
 
-def _after_blanks(text: str, at: int) -> int:
-    match = BLANK.match(text, at)
-    return match.end() if match else at
+def _after_blanks(text: str, position: int) -> int:
+    match = BLANK.match(text, position)
+    return match.end() if match else position
 
 
-def _line(text: str, at: int) -> int:
-    return text.count("\n", 0, at) + 1
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
 
 
 def separated(path: Path, skip: Skip, choose: Choose, delimiter: str) -> Iterator[Value]:
-    """Fields with a delimiter between them, under a line with their names; the place is the line a row begins on."""
-    csv.field_size_limit(LINE)  # which is 128 KiB unless told otherwise
+    """Read delimited fields below a line with their names. `where` is the line that a row begins on."""
+    csv.field_size_limit(LINE)  # 128 KiB by default
     names: list[str] = []
     begin, size, parts = 1, 0, 0  # of the row that is read
 
@@ -204,20 +209,20 @@ def separated(path: Path, skip: Skip, choose: Choose, delimiter: str) -> Iterato
         reader = csv.reader(lines(file), delimiter=delimiter, strict=True)
         try:
             for fields in reader:
-                place, begin = begin, reader.line_num + 1
+                line, begin = begin, reader.line_num + 1
                 if not fields or (len(fields) == 1 and not fields[0].strip()):
-                    continue  # lines of white space count as those of the next row
+                    continue  # the size of a blank line counts for the next row
                 size = parts = 0
                 if not names:
-                    names = _header(fields, f"{path}:{place}")
-                elif skip.takes():
+                    names = _header(fields, f"{path}:{line}")
+                elif skip.skips_next():
                     continue
                 elif len(fields) != len(names):
                     reason = f"{len(fields)} fields under {len(names)} column names"
                     remedy = 'quote a field that has the separator in it: "..."'
-                    yield str(place), DataError(f"{path}:{place}: {reason}; {remedy}")
+                    yield str(line), DataError(f"{path}:{line}: {reason}; {remedy}")
                 else:
-                    yield str(place), dict(zip(names, fields, strict=True))
+                    yield str(line), dict(zip(names, fields, strict=True))
         except csv.Error as error:
             kind = "CSV" if delimiter == "," else "TSV"
             raise DataError(f"{path}:{begin}: not valid {kind} ({error}); repair it") from None
@@ -235,9 +240,9 @@ def _header(fields: list[str], where: str) -> list[str]:
 
 
 def parquet(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
-    """A parquet file, a thousand rows in memory at a time; row groups that are passed over are not read.
+    """Read a parquet file, a thousand rows at a time. Row groups that are skipped are not read.
 
-    Texts stay in their dictionary until their row becomes an object: a few bytes may say one text a billion times.
+    Texts are decoded from their dictionary only with their row: a few bytes may repeat a text a billion times.
     """
     import pyarrow.parquet as pq
 
@@ -245,9 +250,9 @@ def parquet(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
         columns, group, row = choose(file.schema_arrow.names), 0, 0
         leaves = [file.schema.column(index) for index in range(len(file.schema))]
         texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        while group < file.num_row_groups and skip.left >= file.metadata.row_group(group).num_rows:
+        while group < file.num_row_groups and skip.remaining >= file.metadata.row_group(group).num_rows:
             row += file.metadata.row_group(group).num_rows
-            skip.left -= file.metadata.row_group(group).num_rows
+            skip.remaining -= file.metadata.row_group(group).num_rows
             group += 1
         groups = list(range(group, file.num_row_groups))
         for number in groups:
@@ -257,7 +262,7 @@ def parquet(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
 
 
 def _check_group(group: Any, columns: list[str], where: str) -> None:
-    """Raise DataError for a row group with more values in a column than are read at once."""
+    """Raise DataError for a row group with more values in a column than the limit."""
     for index in range(group.num_columns):
         column = group.column(index)
         if column.path_in_schema.partition(".")[0] in columns and column.num_values > VALUES:
@@ -268,7 +273,7 @@ def _check_group(group: Any, columns: list[str], where: str) -> None:
 
 
 def arrow(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
-    """An Arrow stream or file, as `datasets` keeps on disk."""
+    """Read an Arrow stream or file, such as those that `datasets` saves."""
     with _open(path) as raw:
         try:
             batches: Any = pa.ipc.open_stream(raw)
@@ -279,17 +284,17 @@ def arrow(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
 
 
 def _rows(batches: Iterable[Any], before: int, path: Path, skip: Skip) -> Iterator[Value]:
-    """The rows of record batches as objects, some at a time; `before` rows of the file come before them."""
+    """Yield the rows of record batches as objects. before: the number of rows before them in the file."""
     for batch in batches:
-        passed = min(skip.left, batch.num_rows)
-        skip.left -= passed
+        passed = min(skip.remaining, batch.num_rows)
+        skip.remaining -= passed
         for start in range(passed, batch.num_rows, BATCH):
             yield from _objects(batch.slice(start, BATCH), before + start + 1, path)
         before += batch.num_rows
 
 
 def _size(array: Any) -> int:
-    """The most bytes that an array has with its dictionaries written out."""
+    """An upper bound of the bytes of an array without dictionaries."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         is_text = any(is_kind(kind.value_type) for is_kind in (pa.types.is_string, pa.types.is_binary))
@@ -303,7 +308,7 @@ def _size(array: Any) -> int:
 
 
 def _objects(batch: Any, first: int, path: Path) -> Iterator[Value]:
-    """The rows of a record batch as objects, numbered from `first`; of large ones fewer at a time."""
+    """Yield the rows of a record batch as objects, numbered from `first`. Large batches are halved."""
     size = sum(map(_size, batch.columns))
     if size > DECODED:
         if batch.num_rows == 1:
@@ -319,14 +324,14 @@ def _objects(batch: Any, first: int, path: Path) -> Iterator[Value]:
         if batch.num_rows == 1:
             yield f"row {first}", DataError(f"{path}:row {first}: not valid UTF-8; write its text as UTF-8")
             return
-        for index in range(batch.num_rows):  # one at a time, to say which
+        for index in range(batch.num_rows):  # one at a time, to name the row
             yield from _objects(batch.slice(index, 1), first + index, path)
         return
     yield from ((f"row {row}", as_written(value)) for row, value in enumerate(rows, first))
 
 
 def as_written(row: Any) -> Any:
-    """A row of Arrow without the nulls of its inner objects: each has all keys that another row's has."""
+    """Remove the nulls that Arrow adds to a row's inner objects for the keys of other rows' objects."""
     return {key: _without_nulls(value) for key, value in row.items()} if isinstance(row, dict) else row
 
 

@@ -1,7 +1,7 @@
-"""The file of an image: its bytes read, and decoded within bounds on time and memory that follow from them.
+"""Image files: their bytes, and decoding within limits of time and memory.
 
-A file may come from anybody. PIL bounds none of the scans of a JPEG, the pieces of a file and the tags of its EXIF,
-which a megabyte can have so many of that they take minutes or gigabytes.
+A file may come from anybody. PIL has no limits for the scans of a JPEG, the pieces of a file and the tags of its EXIF,
+and a megabyte can have so many of them that decoding needs minutes or gigabytes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from blockdiff.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")  # PIL reads others with programs of other people
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")  # PIL reads others with external programs
 MOST_BYTES = 64 << 20  # of a file
 MOST_PIXELS = 1 << 26  # of an image, before it is resized
-MOST_SCANS = 64  # of a JPEG; each is a pass over all pixels, and programs write 1 to 12
-MOST_PIECES = 1 << 14  # of a file, and another for each KiB of it
+MOST_SCANS = 64  # of a JPEG; each is a pass over all pixels, and encoders write 1 to 12
+MOST_PIECES = 1 << 14  # of a file, plus one for each KiB of it
 MOST_NUMBERS = 1 << 16  # of a tag
-ORIENTATION = 0x0112  # a tag
+ORIENTATION = 0x0112  # an EXIF tag
 TAG_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}  # by their types
 TEXTS = (1, 2, 6, 7)  # types of tags that are not parsed into numbers
 # PIL's transpositions for the orientations from 2 to 8
@@ -34,12 +34,12 @@ UPRIGHT = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROT
 
 
 def image_name(source: ImageSource) -> str:
-    """An image's name in messages."""
+    """The name of an image in messages."""
     return source if isinstance(source, str) else f"an image of {len(source):,} bytes"
 
 
 def image_bytes(source: ImageSource) -> bytes:
-    """The bytes of an image's file; DataError where it cannot be read or is too large."""
+    """Read the bytes of an image's file. Raises DataError if it cannot be read or is too large."""
     if isinstance(source, bytes):
         content = source
     else:
@@ -57,13 +57,13 @@ def image_bytes(source: ImageSource) -> bytes:
 
 
 def decoded(content: bytes, name: str) -> Image:
-    """The upright image in the bytes of a file; DataError for what is none, is damaged or has too many pixels."""
+    """Decode the bytes of a file into an upright image. Raises DataError if it is no image, damaged or too large."""
     from PIL import Image
 
     image = opened(content, name)
     try:
-        if getattr(image, "is_animated", False) and image.format != "MPO":  # a telephone's JPEG has a preview beside it
-            raise DataError(f"{name}: has several frames, and films are not read; save one of them as an image")
+        if getattr(image, "is_animated", False) and image.format != "MPO":  # a telephone's JPEG with a preview
+            raise DataError(f"{name}: has several frames, and animations are not read; save one frame as an image")
         image.load()
         orientation = image.getexif().get(ORIENTATION, 1)
     except DataError:
@@ -75,22 +75,22 @@ def decoded(content: bytes, name: str) -> Image:
     return image.transpose(Image.Transpose[UPRIGHT[orientation - 2]])
 
 
-_OPENING = Lock()  # filters of warnings are of the whole process
+_OPENING = Lock()  # warning filters apply to the whole process
 
 
 def opened(content: bytes, name: str) -> Image:
-    """The image whose head the bytes of a file begin with, before its pixels are decoded; DataError as `decoded`."""
+    """Open the image in the bytes of a file without decoding its pixels. Raises DataError like `decoded`."""
     from PIL import Image
 
     try:
         _check_structure(content, name)
         with _OPENING, catch_warnings():
-            simplefilter("ignore", Image.DecompressionBombWarning)  # the next lines say it in words
+            simplefilter("ignore", Image.DecompressionBombWarning)  # an error follows below
             image = Image.open(_Pieces(content, name), formats=FORMATS)
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise Image.DecompressionBombError
-        image.info.pop("Raw profile type exif", None)  # as text in a PNG; no bound holds for it
+        image.info.pop("Raw profile type exif", None)  # EXIF as text in a PNG, to which no limit applies
         if not _tags_fit(image.info.get("exif", b"").removeprefix(b"Exif\0\0")):
             raise _too_many(name)
         return image
@@ -105,20 +105,20 @@ def opened(content: bytes, name: str) -> Image:
 
 
 class _Pieces(io.BytesIO):
-    """The bytes of a file, of which a decoder reads a bounded number of pieces and of bytes."""
+    """The bytes of a file with a limit on the pieces and bytes that a decoder reads."""
 
     def __init__(self, content: bytes, name: str):
         super().__init__(content)
         self._name, self._pieces, self._bytes = name, MOST_PIECES + (len(content) >> 10), (1 << 20) + 4 * len(content)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read the next bytes; DataError where too much has been read."""
-        found = super().read(size)
+        """Read the next bytes. Raises DataError beyond the limit."""
+        piece = super().read(size)
         self._pieces -= 1
-        self._bytes -= len(found)
+        self._bytes -= len(piece)
         if self._pieces < 0 or self._bytes < 0:
             raise _too_many(self._name)
-        return found
+        return piece
 
 
 def _check_structure(content: bytes, name: str) -> None:

@@ -1,6 +1,6 @@
-"""Images as a model takes them: cut by transformers' image processor.
+"""`ImageReader`: images become a model's inputs, by transformers' image processor.
 
-Always the processor of the PIL backend, so that an image has the same pixels on every machine.
+It is always the processor of the PIL backend, so that an image has the same pixels on every machine.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-KEPT_BYTES = 512 << 20  # of images that were cut
+CACHE_BYTES = 512 << 20  # of processed images in memory
 WORKERS = 8
 
 
-# The tokens, as ids or texts, that a family puts before an image, for each of its parts, and after it.
+# A family's tokens, as ids or texts: the one before an image, the placeholder of each part, and the one after it.
 ImageTokens = tuple[int | str, int, int | str]
 
 
 def processor_settings(directory: Path) -> Mapping[str, Any]:
-    """The values for an image processor in the files of a checkpoint; DataError where they say nothing."""
+    """The settings of the image processor in a checkpoint's files. Raises DataError if there are none."""
     for file in (directory / name for name in PROCESSORS):
         try:
             values = json.loads(file.read_bytes())
@@ -49,12 +49,12 @@ def processor_settings(directory: Path) -> Mapping[str, Any]:
         except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise DataError(f"{file}: cannot be read ({one_line(error)}); copy it from the released model") from None
     raise DataError(
-        f"{directory}: has no {PROCESSORS[1]}, which says how images are cut; copy that of the released model"
+        f"{directory}: has no {PROCESSORS[1]}, the settings of the image processor; copy it from the released model"
     )
 
 
 def _is_no_guess(record: logging.LogRecord) -> bool:
-    """False for the warning on images of at most 3 pixels' width, whose channels come first as those of all others."""
+    """Filter out transformers' warning about images that are at most 3 pixels wide; their channels are first, too."""
     return "channel dimension is ambiguous" not in record.getMessage()
 
 
@@ -67,48 +67,48 @@ class ImageProcessor:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ImageProcessor:
-        """The processor with the values of a `preprocessor_config.json`; DataError where they describe none."""
+        """Construct the processor of a `preprocessor_config.json`. Raises DataError if it describes none."""
         import transformers
 
         if "image_processor_type" not in values:
             raise DataError(
-                f"it is not known how the model's images are cut; load it from a checkpoint with {PROCESSORS[1]}"
+                f"the model has no settings of an image processor; load it from a checkpoint with {PROCESSORS[1]}"
             )
         kind = str(values["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
-        made = getattr(transformers, f"{kind}Pil", None)
-        if made is None:
+        processor_class = getattr(transformers, f"{kind}Pil", None)
+        if processor_class is None:
             raise DataError(
                 f"image_processor_type: transformers has no {kind}Pil, which would cut images without a GPU"
             )
         logging.getLogger("transformers.image_utils").addFilter(_is_no_guess)
         try:
-            cut = made.from_dict(dict(values))
+            cut = processor_class.from_dict(dict(values))
         except Exception as error:  # transformers raises a dozen kinds
-            raise DataError(f"the image processor cannot be made ({one_line(error)})") from None
+            raise DataError(f"the image processor cannot be constructed ({one_line(error)})") from None
         settings = json.dumps([kind, cut.to_dict()], sort_keys=True, default=str)
         return cls(cut, hashlib.sha256(settings.encode()).digest())
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that an image becomes."""
+        """The largest number of tokens of an image."""
         if hasattr(self.cut, "max_soft_tokens"):
             return int(self.cut.max_soft_tokens)
         return int(self.cut.size["longest_edge"]) // (self.cut.patch_size * self.cut.merge_size) ** 2  # of its pixels
 
     def __call__(self, image: Image, name: str) -> ImageInput:
-        """An image cut into patches; DataError for a shape that the processor refuses."""
+        """Cut an image into patches. Raises DataError for a shape that the processor refuses."""
         try:
-            found = self.cut(images=[image], return_tensors="pt")
+            output = self.cut(images=[image], return_tensors="pt")
         except Exception as error:
             size = "{} x {}".format(*image.size)
-            raise DataError(f"{name}: of {size} pixels, which the model cannot take ({one_line(error)})") from None
-        if "image_grid_thw" in found:
-            values = {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"][0]}
+            raise DataError(f"{name}: the model cannot use an image of {size} pixels ({one_line(error)})") from None
+        if "image_grid_thw" in output:
+            values = {"pixel_values": output["pixel_values"], "image_grid_thw": output["image_grid_thw"][0]}
             tokens = int(values["image_grid_thw"].prod()) // self.cut.merge_size**2
         else:
-            is_patch_P = (found["image_position_ids"][0] >= 0).all(-1)  # the others are padding
-            values = {name: found[name][0][is_patch_P] for name in ("pixel_values", "image_position_ids")}
-            tokens = int(found["num_soft_tokens_per_image"][0])
+            is_patch_P = (output["image_position_ids"][0] >= 0).all(-1)  # the others are padding
+            values = {name: output[name][0][is_patch_P] for name in ("pixel_values", "image_position_ids")}
+            tokens = int(output["num_soft_tokens_per_image"][0])
         digest = hashlib.sha256(self.settings)
         for key, value in values.items():
             digest.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
@@ -117,12 +117,12 @@ class ImageProcessor:
 
 
 class ImageReader:
-    """Reads images for one model: sources become `ImageInput`s, in threads beside the caller.
+    """Reads images for one model in threads, and caches the last ones in memory by content.
 
-    The last ones stay in memory by content. settings: the directory with the files of the image processor, which is
-    made at the first image, or the values in them. tokens: those of the family. root and anywhere: where paths in
-    rows may lead (`data.images`). adapt: makes of the values those of a processor that PIL has (as
-    `Family.image_processor` does).
+    settings: the directory with the image processor's settings, or the settings. They are read with the first image.
+    tokens: the family's image tokens.
+    root, anywhere: where paths in rows may lead (`data.images`).
+    adapt: converts the settings to those of a processor that exists for PIL (`Family.image_processor`).
     """
 
     def __init__(
@@ -135,27 +135,27 @@ class ImageReader:
     ) -> None:
         self.settings, self.tokens = settings, tokens
         self.root, self.anywhere, self.adapt = root, anywhere, adapt
-        self._kept: OrderedDict[bytes, ImageInput] = OrderedDict()
-        self._size = 0  # of those, in bytes
+        self._cache: OrderedDict[bytes, ImageInput] = OrderedDict()
+        self._size = 0  # of the cache, in bytes
         self._lock = Lock()
         self._begun: dict[ImageSource, Future[ImageInput]] = {}
 
     @cached_property
     def processor(self) -> ImageProcessor:
-        """The image processor; DataError where the settings describe none."""
+        """The image processor. Raises DataError if the settings describe none."""
         return ImageProcessor.of(self.adapt(self._values()))
 
     @cached_property
     def _workers(self) -> ThreadPoolExecutor:
-        _ = self.processor  # imports are not for threads
+        _ = self.processor  # imports outside of threads
         return ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1), thread_name_prefix="images")
 
     @property
     def fingerprint(self) -> str:
-        """The settings that decide how many tokens an image has, as text."""
+        """The settings that decide the number of an image's tokens, as text."""
         try:
             settings = self._values()
-        except DataError:  # only images need them
+        except DataError:  # rows without images need no settings
             settings = {}
         return json.dumps([settings, self.tokens], sort_keys=True, default=str)
 
@@ -163,41 +163,41 @@ class ImageReader:
         return self.settings if isinstance(self.settings, Mapping) else processor_settings(Path(self.settings))
 
     def located(self, source: ImageSource, where: str) -> ImageSource:
-        """The image of a row at "file:line" with its path made absolute; DataError where it leads out of the folder."""
+        """Make the path of an image in the row at "file:line" absolute. Raises DataError if it leaves the folder."""
         return located(source, where, self.root, self.anywhere)
 
     def read(self, source: ImageSource) -> ImageInput:
-        """An image by its path or bytes, or as it was given; DataError says what is wrong with it."""
+        """Read an image from its path or bytes; an `ImageInput` is returned itself. Raises DataError if that fails."""
         if isinstance(source, ImageInput):
             return source
         content = image_bytes(source)
         key = hashlib.blake2b(content, digest_size=32).digest()
         with self._lock:
-            if (kept := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return kept
+            if (cached := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                return cached
         image = self.processor(decoded(content, image_name(source)), image_name(source))
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = image
+            if key not in self._cache:
+                self._cache[key] = image
                 self._size += image.nbytes
-            while self._size > KEPT_BYTES and len(self._kept) > 1:
-                self._size -= self._kept.popitem(last=False)[1].nbytes
+            while self._size > CACHE_BYTES and len(self._cache) > 1:
+                self._size -= self._cache.popitem(last=False)[1].nbytes
         return image
 
     def begin(self, sources: Iterable[ImageSource]) -> None:
-        """Begin to read images that `read_all` will ask for next; another thread may still wait for others."""
+        """Begin to read the images of the next call of `read_all`. Another thread may still wait for earlier ones."""
         self._begun = {source: self._workers.submit(self.read, source) for source in dict.fromkeys(sources)}
 
     def read_all(self, sources: Sequence[ImageSource]) -> list[ImageInput | DataError]:
-        """Every image, or the error that says what is wrong with it."""
-        if all(isinstance(source, ImageInput) for source in sources):  # which need no processor
+        """Read images. Returns each image or its error."""
+        if all(isinstance(source, ImageInput) for source in sources):  # no processor is needed
             return list(sources)
         futures = [self._begun.get(source) or self._workers.submit(self.read, source) for source in sources]
         return [_outcome(future) for future in futures]
 
     def facts(self, sources: Sequence[ImageSource]) -> list[tuple[int, bytes] | DataError]:
-        """Number of tokens and digest of every image, or what is wrong with it; the images are not held."""
+        """Return the number of tokens and the digest of every image, or its error, without keeping the images."""
 
         def look(source: ImageSource) -> tuple[int, bytes]:
             image = self.read(source)

@@ -1,6 +1,6 @@
-"""Messages of a conversation in the forms in which files write them: chat, ShareGPT, tools as OpenAI has them.
+"""Messages of a conversation: the forms in files (chat, ShareGPT, OpenAI's tools) become that of chat templates.
 
-Each comes out in one form, the one that chat templates read, or is refused with the reason.
+Functions raise BadRow with the reason for messages that have none of these forms.
 """
 
 from __future__ import annotations
@@ -36,36 +36,37 @@ DATA_URI = re.compile(r"data:image/[^,;]*;base64,", re.IGNORECASE)
 
 Message = dict[str, Any]
 Part = dict[str, Any]
-# The path of an image, the bytes of its file, or an `ImageInput` that somebody else's processor has made.
+# The path of an image, the bytes of its file, or an `ImageInput` of another image processor.
 ImageSource = Any
 
 
 def checked_messages(
     value: Any, name: str, is_prompt: bool = False, unread: set[str] | None = None
 ) -> tuple[Message, ...]:
-    """The messages of a conversation: a list of them, or a string with that list as JSON; see `named_messages`."""
+    """Check the messages of a conversation, a list or a string with that list as JSON. See `named_messages`."""
     return in_turn(named_messages(value, name, is_prompt, unread))
 
 
 def named_messages(
     value: Any, name: str, is_prompt: bool = False, unread: set[str] | None = None
 ) -> list[tuple[str, Message]]:
-    """The messages of a list, each after its name; one that its author excludes from learning has `is_learnt` False.
+    """Check the messages of a list. Returns each with its name, such as "messages[2]".
 
-    is_prompt: they are to be answered, not learnt, and the assistant's may be empty; unread: takes the keys of messages
-    that nothing reads.
+    A message that its author excludes from learning gets `is_learnt` False.
+    is_prompt: the messages are to be answered, so assistant messages may be empty.
+    unread: a set to which keys that nothing reads are added.
     """
     value = from_json(value, name, "[")
     if not isinstance(value, list | tuple):
         raise BadRow(f"{name} is {type_in_words(value)}; make it a list of objects with role and content")
-    found = [_messages(each, f"{name}[{index}]", is_prompt, unread) for index, each in enumerate(value)]
-    return [(f"{name}[{index}]", message) for index, some in enumerate(found) for message in some]
+    lists = [_messages(each, f"{name}[{index}]", is_prompt, unread) for index, each in enumerate(value)]
+    return [(f"{name}[{index}]", message) for index, messages in enumerate(lists) for message in messages]
 
 
 def in_turn(named: Sequence[tuple[str, Message]]) -> tuple[Message, ...]:
-    """Messages one after the other, each with its name: calls join the turn before, and answers find their calls."""
+    """Join named messages to a conversation: merge tool calls into the turn before, and match answers to calls."""
     messages: list[Message] = []
-    calls: list[Message] | None = None  # those without an answer; None where the turn before calls nothing
+    calls: list[Message] | None = None  # calls without an answer; None if the turn before has no calls
     for name, message in named:
         before = messages[-1] if messages else {}
         is_same_turn = message.pop("joins", False) and before.get("role") == "assistant"
@@ -84,9 +85,9 @@ def in_turn(named: Sequence[tuple[str, Message]]) -> tuple[Message, ...]:
 
 
 def checked_tools(value: Any) -> tuple[Message, ...] | None:
-    """Declarations of tools in the form {"type": "function", "function": {...}}; None where there are none.
+    """Return declarations of tools in the form {"type": "function", "function": {...}}; None if there are none.
 
-    One in that form stays as it is, keys and their order: a template writes what it writes elsewhere.
+    One in that form keeps its keys and their order, so that a template writes it as elsewhere.
     """
     value = from_json(value, "tools", "[")
     if value is None or value in ([], (), ""):
@@ -108,7 +109,7 @@ def checked_tools(value: Any) -> tuple[Message, ...] | None:
 
 
 def with_text_arguments(message: Message) -> Message:
-    """The message with the arguments of its calls as JSON text."""
+    """Convert the arguments of a message's calls to JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
@@ -118,16 +119,16 @@ def with_text_arguments(message: Message) -> Message:
 
 
 def with_thought_apart(message: Message) -> Message:
-    """The message with the reasoning that its content begins with, between <think> and </think>, as its reasoning."""
+    """Move reasoning between <think> and </think> at the beginning of a message's content to its `reasoning`."""
     content = message["content"]
-    found = THOUGHT.match(content) if isinstance(content, str) and "reasoning" not in message else None
-    if found is None or message["role"] != "assistant" or not content[found.end() :].strip():
+    match = THOUGHT.match(content) if isinstance(content, str) and "reasoning" not in message else None
+    if match is None or message["role"] != "assistant" or not content[match.end() :].strip():
         return message
-    return {**message, "reasoning": found[1], "content": content[found.end() :]}
+    return {**message, "reasoning": match[1], "content": content[match.end() :]}
 
 
 def checked_content(value: Any, name: str) -> str | list[Part]:
-    """Content is text, or a list of parts: it becomes one text, or a list of parts where there is an image."""
+    """Check a content, a text or a list of parts. Returns one text, or a list of parts if one is an image."""
     if not isinstance(value, list):
         return checked_text(value, name)
     parts = [_part(part, f"{name}[{index}]") for index, part in enumerate(value)]
@@ -151,13 +152,13 @@ def _part(value: Any, name: str) -> Part:
         url = value.get("image_url")
         url = url.get("url") if isinstance(url, Mapping) else url
         if not isinstance(url, str) or not url.startswith("data:"):
-            raise BadRow(f"{name}.image_url is no data URI, and no address is fetched; write data:image/png;base64,...")
+            raise BadRow(f"{name}.image_url is no data URI, and URLs are not fetched; write data:image/png;base64,...")
         return {"type": "image", "image": image_source(url, f"{name}.image_url")}
     raise BadRow(f"{name} is {kind!r}; only parts of text and images are supported")
 
 
 def image_source(value: Any, name: str) -> ImageSource:
-    """The path of an image, or the bytes of its file: those of a data URI, of `datasets`, or made of PIL's image."""
+    """Return an image's path, or its file's bytes from a data URI, from `datasets`, or encoded from a PIL image."""
     from blockdiff.images import ImageInput
 
     if isinstance(value, ImageInput):
@@ -171,11 +172,11 @@ def image_source(value: Any, name: str) -> ImageSource:
     if isinstance(value, str) and value.startswith("data:"):
         value = _of_uri(value, name)
     if not isinstance(value, str | bytes):
-        raise BadRow(f"{name} is {type_in_words(value)}; give the path of an image, a data URI, or the bytes of a file")
+        raise BadRow(f"{name} is {type_in_words(value)}; write the path of an image, a data URI, or a file's bytes")
     if not value:
-        raise BadRow(f"{name} is empty; give the path of an image, or leave it out")
+        raise BadRow(f"{name} is empty; write the path of an image, or leave it out")
     if isinstance(value, str) and ADDRESS.match(checked_text(value, name)):
-        raise BadRow(f"{name} is the address {value!r:.80}, and no address is fetched; save the image as a file")
+        raise BadRow(f"{name} is the URL {value!r:.80}, and URLs are not fetched; save the image as a file")
     return value
 
 
@@ -190,7 +191,7 @@ def _of_uri(uri: str, name: str) -> bytes:
 
 
 def _png(image: Any, name: str) -> bytes:
-    """The bytes of a PNG file with the pixels of PIL's image, upright."""
+    """Encode a PIL image as PNG, upright."""
     from PIL import ImageOps
 
     file = io.BytesIO()
@@ -198,12 +199,12 @@ def _png(image: Any, name: str) -> bytes:
         upright = ImageOps.exif_transpose(image)
         (upright if upright.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else upright.convert("RGB")).save(file, "PNG")
     except Exception as error:  # a lazily opened file may be anything
-        raise BadRow(f"{name} is an image that PIL cannot read ({error}); make it anew") from None
+        raise BadRow(f"{name} is an image that PIL cannot read ({error}); replace it") from None
     return file.getvalue()
 
 
 def checked_text(value: Any, name: str) -> str:
-    """A string that can be written as UTF-8."""
+    """Return a string. Raises BadRow for other values, and for strings that UTF-8 cannot encode."""
     if not isinstance(value, str):
         raise BadRow(f"{name} is {type_in_words(value)}; make it a string")
     try:
@@ -214,7 +215,7 @@ def checked_text(value: Any, name: str) -> str:
 
 
 def check_texts(value: Any, name: str) -> None:
-    """Raise BadRow unless all texts in a JSON value can be written as UTF-8."""
+    """Raise BadRow unless UTF-8 can encode all texts in a JSON value."""
     if isinstance(value, str):
         checked_text(value, name)
     elif isinstance(value, Mapping):
@@ -227,7 +228,7 @@ def check_texts(value: Any, name: str) -> None:
 
 
 def _messages(value: Any, name: str, is_prompt: bool, unread: set[str] | None) -> list[Message]:
-    """The messages that one of a row is: several where it has the answers of tools in its parts."""
+    """The messages of one message in a row: several if its parts have the answers of tools."""
     value = from_json(value, name, "{")
     if not isinstance(value, Mapping):
         raise BadRow(f"{name} is {type_in_words(value)}; make it an object with role and content")
@@ -261,9 +262,9 @@ def _message(value: Mapping[str, Any], name: str, is_prompt: bool) -> Message:
         if isinstance(message["content"], list) and message["role"] != "user":
             raise BadRow(f"{name} has an image but role {role}; only a user's message can have images")
     if message["role"] != "assistant":
-        has = next((key for key in REASONING_KEYS if value.get(key)), "tool_calls" if calls else "")
-        if has:
-            raise BadRow(f"{name} has {has} but role {role}; only an assistant message can have it")
+        key = next((key for key in REASONING_KEYS if value.get(key)), "tool_calls" if calls else "")
+        if key:
+            raise BadRow(f"{name} has {key} but role {role}; only an assistant message can have it")
     for key in REASONING_KEYS:
         if value.get(key) is not None and message["role"] == "assistant":
             message["reasoning"] = checked_text(value[key], f"{name}.{key}")
@@ -281,7 +282,7 @@ def _message(value: Mapping[str, Any], name: str, is_prompt: bool) -> Message:
 
 
 def _calls(value: Any, name: str, is_prompt: bool) -> list[Message]:
-    """The calls of a message; of one in a prompt, arguments whose JSON is broken off stay the text they are."""
+    """Check the calls of a message. In a prompt, arguments with incomplete JSON stay text."""
     if not isinstance(value, list):
         raise BadRow(f"{name} is {type_in_words(value)}; make it a list of calls")
     calls = []
@@ -291,13 +292,13 @@ def _calls(value: Any, name: str, is_prompt: bool) -> list[Message]:
             raise BadRow(f"{name}[{index}] calls no function; write {{name, arguments}}")
         check_texts(function["name"], f"{name}[{index}].name")
         arguments = _arguments(function.get("arguments"), f"{name}[{index}].arguments", is_prompt)
-        kept = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-        calls.append({**({"id": call["id"]} if call.get("id") is not None else {}), **kept})
+        checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        calls.append({**({"id": call["id"]} if call.get("id") is not None else {}), **checked})
     return calls
 
 
 def _arguments(value: Any, name: str, is_prompt: bool) -> dict[str, Any] | str:
-    """The arguments of a call; null and a text that says nothing or null are those of a call without any."""
+    """The arguments of a call. Null, an empty text and the text "null" mean that there are none."""
     if not value or (isinstance(value, str) and value.strip() in ("", "null")):
         return {}
     check_texts(value, name)
@@ -314,17 +315,20 @@ def _arguments(value: Any, name: str, is_prompt: bool) -> dict[str, Any] | str:
 
 
 def _answer(message: Message, calls: list[Message], name: str) -> None:
-    """Give the answer of a tool the name of the tool, which chat templates write: by its call's id, or by its place."""
+    """Set the name of a tool's answer, which templates write, and remove its call from `calls`.
+
+    The call is that of the same id, or else of the same name, or else the first.
+    """
     if not calls:
         raise BadRow(f"{name} has role tool, but every call before it has its answer; add the call or remove it")
-    asked = message.get("tool_call_id")
-    found = next((call for call in calls if asked is not None and call.get("id") == asked), None)
-    if found is None and asked is not None and any(call.get("id") is not None for call in calls):
-        raise BadRow(f"{name} answers the call {asked!r}, which the message before it does not have; correct it")
-    if found is None:
+    call_id = message.get("tool_call_id")
+    answered = next((call for call in calls if call_id is not None and call.get("id") == call_id), None)
+    if answered is None and call_id is not None and any(call.get("id") is not None for call in calls):
+        raise BadRow(f"{name} answers the call {call_id!r}, which the message before it does not have; correct it")
+    if answered is None:
         named = [call for call in calls if call["function"]["name"] == message.get("name")]
-        found = named[0] if named else calls[0]
-    if message.get("name") not in (None, found["function"]["name"]):
+        answered = named[0] if named else calls[0]
+    if message.get("name") not in (None, answered["function"]["name"]):
         raise BadRow(f"{name} is of the tool {message['name']!r}, which is not called before it; correct it")
-    message["name"] = found["function"]["name"]
-    calls.remove(found)
+    message["name"] = answered["function"]["name"]
+    calls.remove(answered)

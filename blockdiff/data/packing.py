@@ -1,4 +1,4 @@
-"""Packing: the examples of a global batch that share a row, and the rows that each rank runs."""
+"""Packing: which examples of a global batch share a row, and which rows each rank runs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Rows of at most `capacity` tokens: the indices of `lengths` in each, ascending.
+    """Pack examples into rows of at most `capacity` tokens. Returns the indices of `lengths` in each row, ascending.
 
-    Best fit decreasing (Johnson 1973): from the longest on, each example goes into the fullest row with room for it,
-    a new one where there is none. At most 11/9 of the fewest possible rows, plus one. An example longer than
-    `capacity` has a row of its own.
+    Best fit decreasing (Johnson 1973): from the longest to the shortest, each example is put into the fullest row with
+    room for it, or into a new row. There are at most 11/9 of the fewest possible rows, plus one. An example longer than
+    `capacity` is alone in its row.
     """
     rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending; of equally full rows the first is taken
+    rooms: list[tuple[int, int]] = []  # (free tokens, row), ascending; of equally full rows the first is chosen
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = bisect_left(rooms, (lengths[index], -1))
-        if place < len(rooms):
-            room, row = rooms.pop(place)
+        fullest = bisect_left(rooms, (lengths[index], -1))
+        if fullest < len(rooms):
+            room, row = rooms.pop(fullest)
         else:
             room, row = capacity, len(rows)
             rows.append([])
@@ -28,10 +28,10 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def deal(work: Sequence[int], world: int) -> list[list[int]]:
-    """Items dealt to `world` ranks so that each has about the same work: the indices of each rank's.
+    """Divide items among `world` ranks so that each has about the same work. Returns the indices of each rank's items.
 
-    From the largest on, each goes to the rank with the least work so far (Graham 1969): the most loaded rank has at
-    most 4/3 of the best possible. A rank gets none where there are fewer items than ranks.
+    From the largest to the smallest, each item goes to the rank with the least work so far (Graham 1969). The rank with
+    the most work has at most 4/3 of the optimum. If there are fewer items than ranks, some ranks get none.
     """
     ranks: list[list[int]] = [[] for _ in range(world)]
     loads = [0] * world

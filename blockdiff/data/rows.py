@@ -1,4 +1,4 @@
-"""Rows to train on or to answer. Each is checked here, or refused with place, reason and remedy."""
+"""`Row`, a row to train on or to answer, and `check_row`, which makes one or raises DataError with a remedy."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ CONVERSATION_KEYS = ("messages", "conversations")
 ALPACA_KEYS = ("instruction", "input", "output")
 KEYS = ("prompt", "response", "messages", "tools", "system", "image", "images", "id")
 CONTENT_KEYS = {"prompt", "response", "completion", "history", "text", *JUDGEMENTS, *ALPACA_KEYS, *CONVERSATION_KEYS}
-LONGEST = 2 << 20  # characters of a row: some 500,000 tokens, which take half a GiB while they are made
-# The keys that are read of a row, by the one that says which form it has.
+MAX_CHARACTERS = 2 << 20  # of a row: some 500,000 tokens, which need half a GiB while they are made
+# The keys that are read of a row, by the key that decides its form.
 COMMON = ("id", "image", "images", "system")
 READ = {
     "messages": ("messages", "tools"),
@@ -48,12 +48,14 @@ READ = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row: either `prompt` and `response`, or `messages` and maybe `tools` that it declares.
+    """A checked row: either `prompt` and `response`, or `messages` and perhaps `tools`.
 
-    `where` is "file:line" or "file:row N". A row that is to be answered needs no response. Images are in the parts of
-    messages; those of a prompt are `images`, at its markers or before it. A row that is one text (`is_text`) has it as
-    response. A row that asks `decision` in its last message is answered by labels, of which `targets` has the
-    probability of each for every question. `unread` are its keys, and those of its messages, that nothing reads.
+    where: "file:line" or "file:row N".
+    response: None if the row is to be answered.
+    images: the images of a prompt, at its markers or before it. Images of messages are in their parts.
+    is_text: the row is one text, which is the response.
+    decision: the questions in the last message, answered by labels; `targets` has each label's probability.
+    unread: keys of the row and of its messages that nothing reads.
     """
 
     where: str
@@ -70,27 +72,27 @@ class Row:
 
     @property
     def sources(self) -> list[ImageSource]:
-        """All its images in the order of the text."""
+        """All images in the order of the text."""
         return list(self.images) if self.messages is None else images_in(self.messages)
 
     @property
     def characters(self) -> int:
-        """The number of characters that are to be tokenised."""
+        """The number of characters to tokenise."""
         return characters((self.prompt, self.response, self.messages, self.tools))
 
     def located(self) -> Row:
-        """The same row with absolute paths of its images; DataError for one that leads out of the file's folder."""
-        found = tuple(located(each, self.where) for each in self.sources)
+        """Make the paths of images absolute. Raises DataError for a path that leads out of the file's folder."""
+        images = tuple(located(each, self.where) for each in self.sources)
         if self.messages is None:
-            return replace(self, images=found)
-        return replace(self, messages=replaced(self.messages, found))
+            return replace(self, images=images)
+        return replace(self, messages=replaced(self.messages, images))
 
     def as_conversation(self) -> Row:
-        """The same row with its prompt as the user's turn and its response as the assistant's."""
+        """Turn prompt and response into a user's and an assistant's message. Other rows stay."""
         if self.messages is not None or self.is_text:
             return self
-        asked = text_with_images(self.prompt or "", self.images) if self.images else self.prompt or ""
-        messages = {"role": "user", "content": asked}, {"role": "assistant", "content": self.response or ""}
+        question = text_with_images(self.prompt or "", self.images) if self.images else self.prompt or ""
+        messages = {"role": "user", "content": question}, {"role": "assistant", "content": self.response or ""}
         return replace(self, prompt=None, response=None, messages=messages, images=())
 
 
@@ -104,7 +106,7 @@ def characters(value: Any) -> int:
 
 
 def written_texts(row: Row) -> Iterator[str]:
-    """The texts that people wrote into a row: no names of roles, no turn tokens."""
+    """Yield the texts that people wrote into a row, without names of roles and turn tokens."""
     for text in (row.prompt, row.response):
         if text:
             yield text
@@ -116,13 +118,15 @@ def written_texts(row: Row) -> Iterator[str]:
 
 
 def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, *, is_asked: bool = False) -> Row:
-    """Check one row, wherever it comes from, and make it a `Row`; raises DataError naming `where`.
+    """Check a row and make it a `Row`. Raises DataError with `where`.
 
-    `columns` maps keys of KEYS to the column that holds them; without an entry a key is looked up by its name.
-    Other forms are read as well: `prompt` and `completion`, as texts or as lists of messages; the ShareGPT form,
-    `conversations` of `from` and `value`; the Alpaca form, `instruction`, `input` and `output`, which becomes a
-    conversation; `text` alone. With `is_asked` the row is to be answered, so it needs no response, and one beside its
-    prompt is left alone. A `value` that could not be read is the DataError itself.
+    Accepted are `prompt` and `response` or `completion`, as texts or as lists of messages; `messages`; the ShareGPT
+    form, `conversations` of `from` and `value`; the Alpaca form, `instruction`, `input` and `output`, which becomes a
+    conversation; and `text` alone.
+
+    value: the row, or the DataError that reading it raised.
+    columns: the column of each key of KEYS (default: the column of that name).
+    is_asked: the row is to be answered, so it needs no response, and one next to its prompt is ignored.
     """
     if isinstance(value, DataError):
         raise value
@@ -132,13 +136,13 @@ def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, 
             raise BadRow(f"the row is {type_in_words(value)}, not an object; write {{...}} with messages, or {needed}")
         judged = [key for key in JUDGEMENTS if value.get(key) is False or value.get(key) in ("false", "False")]
         if judged and not is_asked:
-            raise BadRow(f"{judged[0]} is false, so its answer is one not to learn; remove the row")
+            raise BadRow(f"{judged[0]} is false, so its answer should not be learnt; remove the row")
         unread: set[str] = set()
         named = _renamed(value, columns) if columns else value
         form = _form(named, is_asked)
         row = _row(named, form, where, is_asked, unread)
-        if (length := row.characters) > LONGEST:
-            raise BadRow(f"{length:,} characters, more than the {LONGEST:,} of a row; split it")
+        if (length := row.characters) > MAX_CHARACTERS:
+            raise BadRow(f"{length:,} characters, more than the limit of {MAX_CHARACTERS:,} for a row; split it")
     except BadRow as bad:
         raise DataError(f"{where}: {bad}") from None
     read = {*READ[form], *COMMON, *(columns or {}).values(), *(key for key in JUDGEMENTS if value.get(key) is True)}
@@ -147,65 +151,65 @@ def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, 
 
 
 def _renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """The row with its columns under our names; where `columns` names one form of rows, the other form is left out."""
+    """Rename columns to keys. If `columns` names keys of one form of rows, keys of other forms are left out."""
     for key, column in columns.items():
         if column not in value:
             columns_of_row = ", ".join(map(repr, value)) or "none"
-            raise BadRow(f"column {column!r}, to be {key}, is not there (columns: {columns_of_row}); correct columns")
+            raise BadRow(f"data.columns.{key}: there is no column {column!r} (there are: {columns_of_row}); correct it")
     others: tuple[str, ...] = CONVERSATION_KEYS if {"prompt", "response"} & columns.keys() else ()
     if "messages" in columns:
         others = tuple(CONTENT_KEYS)
     others = (*others, "image") if "images" in columns else others
-    kept = {key: value[key] for key in (*KEYS, *CONTENT_KEYS) if key in value and key not in others}
-    return {**kept, **{key: value[column] for key, column in columns.items()}}
+    named = {key: value[key] for key in (*KEYS, *CONTENT_KEYS) if key in value and key not in others}
+    return {**named, **{key: value[column] for key, column in columns.items()}}
 
 
 def _form(value: Mapping[str, Any], is_asked: bool) -> str:
-    """The key of READ that says which form a row has; one whose value is null says so only where no other does."""
-    there = [key for key in value if value[key] is not None]
-    conversations = [key for key in CONVERSATION_KEYS if key in there]
-    pair = [key for key in ("prompt", "response") if key in there]
+    """The key of READ that decides the form of a row. Keys with null values decide only if no other does."""
+    present = [key for key in value if value[key] is not None]
+    conversations = [key for key in CONVERSATION_KEYS if key in present]
+    pair = [key for key in ("prompt", "response") if key in present]
     if conversations and pair:
         raise BadRow(
-            f"both {conversations[0]} and prompt/response are there; keep one form, or say which with data.columns, "
-            f"such as messages: {conversations[0]}"
+            f"has both {conversations[0]} and prompt/response; keep one form, or choose one with data.columns, such as "
+            f"messages: {conversations[0]}"
         )
     if len(conversations) > 1:
-        raise BadRow("both messages and conversations are there; keep one")
+        raise BadRow("has both messages and conversations; keep one")
     if conversations or pair:
         return (*conversations, "prompt")[0]
     if "instruction" in value and (is_asked or "output" in value):
         return "instruction"
-    if "text" in there and not is_asked:
+    if "text" in present and not is_asked:
         return "text"
-    found = next((key for key in (*CONVERSATION_KEYS, "prompt", "response") if key in value), None)
-    if found is None:
+    null_key = next((key for key in (*CONVERSATION_KEYS, "prompt", "response") if key in value), None)
+    if null_key is None:
         raise BadRow(_neither(value, "prompt" if is_asked else "prompt and response"))
-    return found if found in READ else "prompt"
+    return null_key if null_key in READ else "prompt"
 
 
 def _row(value: Mapping[str, Any], form: str, where: str, is_asked: bool, unread: set[str]) -> Row:
-    """A row of one of the forms of READ; `unread` takes the keys of its messages that nothing reads."""
+    """Make a row of a form of READ. Keys of its messages that nothing reads are added to `unread`."""
     identity, images = _identity(value.get("id")), column_of_images(value)
     turns = _turns(value, form, is_asked, unread)
     if turns is not None:
         if not turns:
-            raise BadRow(f"{form} has no message; write what is asked")
+            raise BadRow(f"{form} has no message; write a question")
         messages = _with_system(with_images(turns, images), value.get("system"))
         tools = None if form == "instruction" else checked_tools(value.get("tools"))
         return Row(where, messages=messages, id=identity, tools=tools)
     for key in ("system", "tools"):
         if value.get(key):
-            raise BadRow(f"{key} is there, but {form} rows have no turns; put it into {form} or write messages")
+            raise BadRow(f"has {key}, but rows with {form} have no turns; put it into {form} or write messages")
     if form == "text":
         text = checked_text(value["text"], "text")
         if not text or images:
-            raise BadRow(f"text {'has images beside it' if text else 'is empty'}; write prompt and response")
+            raise BadRow(f"{'text rows have no images' if text else 'text is empty'}; write prompt and response")
         return Row(where, prompt="", response=text, id=identity, is_text=True)
     if "prompt" not in value:
         raise BadRow(_missing(value, "prompt"))
     prompt = _of_pair(value, "prompt") if not is_asked else checked_text(value["prompt"], "prompt")
-    if images:  # each needs a place
+    if images:  # raises BadRow unless each has a position
         text_with_images(prompt, images)
     if is_asked:
         return Row(where, prompt=prompt, id=identity, images=images)
@@ -214,7 +218,7 @@ def _row(value: Mapping[str, Any], form: str, where: str, is_asked: bool, unread
         raise BadRow(_missing(value, "response"))
     response = _of_pair(value, name)
     if not response:
-        raise BadRow(f"{name} is empty, so nothing can be learnt; fill it or remove the row")
+        raise BadRow(f"{name} is empty, so there is nothing to learn; fill it or remove the row")
     return Row(where, prompt=prompt, response=response, id=identity, images=images)
 
 
@@ -228,7 +232,7 @@ def _identity(value: Any) -> str | None:
 
 
 def _turns(value: Mapping[str, Any], form: str, is_asked: bool, unread: set[str]) -> tuple[Message, ...] | None:
-    """The messages of a row; None where it has texts. BadRow where a row to learn from has nothing to be learnt."""
+    """The messages of a row; None if it has texts. Raises BadRow if a row to train on has nothing to learn."""
     if form in CONVERSATION_KEYS:
         messages = checked_messages(value[form], form, unread=unread)
     elif form == "instruction":
@@ -239,70 +243,70 @@ def _turns(value: Mapping[str, Any], form: str, is_asked: bool, unread: set[str]
         return None
     answers = [message for message in messages if message["role"] == "assistant"]
     if not is_asked and not answers:
-        raise BadRow("no assistant message, so nothing can be learnt; add one or remove the row")
+        raise BadRow("no assistant message, so there is nothing to learn; add one or remove the row")
     if not is_asked and not any(message.get("is_learnt", True) for message in answers):
-        raise BadRow("each message of the assistant is marked as one not to learn; remove the row")
+        raise BadRow("every assistant message is marked as not to be learnt; remove the row")
     return messages
 
 
 def _continued(value: Mapping[str, Any], is_asked: bool, unread: set[str]) -> tuple[Message, ...]:
-    """The turns of a row whose prompt and completion are lists of messages; those of the prompt are not learnt."""
-    asked = named_messages(value["prompt"], "prompt", unread=unread)
+    """The messages of a row whose prompt and completion are lists of messages. Those of the prompt are not learnt."""
+    prompt = named_messages(value["prompt"], "prompt", unread=unread)
     if is_asked:
-        return in_turn(asked)
-    for _, message in asked:
+        return in_turn(prompt)
+    for _, message in prompt:
         message |= {"is_learnt": False} if message["role"] == "assistant" else {}
     name = "response" if "response" in value else "completion"
     if not isinstance(value.get(name), list | tuple):
         there = f"{name} is {type_in_words(value[name])}" if name in value else "there is no completion"
         raise BadRow(f"prompt is a list of messages, but {there}; write both as lists of messages")
-    return in_turn([*asked, *named_messages(value[name], name, unread=unread)])
+    return in_turn([*prompt, *named_messages(value[name], name, unread=unread)])
 
 
 def _of_pair(value: Mapping[str, Any], key: str) -> str:
-    """A text of a row with a prompt; a list of messages needs another one beside it."""
+    """The text of `prompt` or `response`. Raises BadRow if only one of them is a list of messages."""
     if isinstance(value[key], list):
         raise BadRow(
-            f"{key} is a list, but prompt is {type_in_words(value['prompt'])}; write both as texts or as lists of "
-            "messages, or say with columns which columns hold them"
+            f"{key} is a list, but prompt is {type_in_words(value['prompt'])}; write both as texts or both as lists of "
+            "messages, or name their columns in data.columns"
         )
     return checked_text(value[key], key)
 
 
 def _alpaca(value: Mapping[str, Any], is_asked: bool) -> tuple[Message, ...]:
-    """The turns of a row in the Alpaca form: what is asked, with its input under it, and the answer."""
+    """The messages of a row in the Alpaca form: the instruction with its input below it, and the output."""
     if value.get("history"):
-        raise BadRow("history is there, which the form instruction, input, output does not have; write messages")
-    asked = [checked_text(value["instruction"], "instruction"), checked_text(value.get("input") or "", "input")]
-    user = {"role": "user", "content": "\n\n".join(text for text in asked if text)}
+        raise BadRow("has history, but rows of instruction, input and output have none; write messages")
+    parts = [checked_text(value["instruction"], "instruction"), checked_text(value.get("input") or "", "input")]
+    user = {"role": "user", "content": "\n\n".join(text for text in parts if text)}
     if is_asked:
         return (user,)
     answer = checked_text(value["output"], "output")
     if not answer.strip():
-        raise BadRow("output is empty, so nothing can be learnt; fill it or remove the row")
+        raise BadRow("output is empty, so there is nothing to learn; fill it or remove the row")
     return user, {"role": "assistant", "content": answer}
 
 
 def _neither(value: Mapping[str, Any], pair_of: str) -> str:
-    """The reason for refusing a row in no known form, with the key that may be a mistake in writing."""
+    """The message for a row in no known form, with suggestions for keys that may be misspelt."""
     row_keys = (*CONTENT_KEYS, *KEYS)
     near = ((key, get_close_matches(str(key), row_keys, 1, cutoff=0.75)) for key in value if key not in row_keys)
-    meant = "".join(f"; did you mean {found[0]!r} by {key!r}?" for key, found in near if found)
+    meant = "".join(f"; did you mean {matches[0]!r} by {key!r}?" for key, matches in near if matches)
     keys = ", ".join(map(repr, value)) or "none"
-    remedy = "add them, or name the columns that have them, such as prompt=question,response=answer"
+    remedy = "add them, or name their columns in data.columns, such as {prompt: question, response: answer}"
     return f"neither messages nor {pair_of} (keys: {keys}){meant}; {remedy}"
 
 
 def _missing(value: Mapping[str, Any], key: str) -> str:
     others = ", ".join(repr(name) for name in value if name not in KEYS)
-    hint = f", or say with columns which column is the {key} (there are: {others})" if others else ""
+    hint = f", or data.columns.{key} with one of the columns {others}" if others else ""
     return f"{key} is missing; a row needs prompt and response{hint}"
 
 
 def _with_system(messages: tuple[Message, ...], system: Any) -> tuple[Message, ...]:
-    """The conversation with the row's own system text, which some files keep beside the messages."""
+    """Add the row's own system text, which some files have next to the messages, to the conversation."""
     if system is None or system == "":
         return messages
     if messages[0]["role"] == "system":
-        raise BadRow("system is there and a system message too; keep one")
+        raise BadRow("has both system and a system message; keep one")
     return ({"role": "system", "content": checked_text(system, "system")}, *messages)

@@ -22,26 +22,29 @@ from blockdiff.errors import DataError
 from blockdiff.files import is_hub_id, is_pattern, matching
 
 TRAIN = "train"
-# Words by which file names say what part of a data set they hold.
+# Words in file names that mean a split.
 SPLITS = {
     TRAIN: ("train", "training"),
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev", "heldout"),
 }
-NAMED = 5  # files of a directory that a line names
-SPLITS_STATE = "dataset_dict.json"  # beside the directories of splits that `datasets` saves
-ARROW_STATE = "state.json"  # beside the Arrow files that `datasets` saves
+MAX_NAMES = 5  # the largest number of files that a message names
+SPLITS_STATE = "dataset_dict.json"  # in directories of splits that `datasets` saves
+ARROW_STATE = "state.json"  # in directories of Arrow files that `datasets` saves
 
 
 @dataclass(frozen=True)
 class Source:
-    """One place rows come from: `path` names a file, a directory, a pattern or a hub id, or `rows` holds the rows.
+    """A source of rows: either `path`, a file, directory, pattern or hub id, or `rows` in memory.
 
-    `weight` is its part of a mixture, `name` what statistics call it. `subset` and `split` choose within a data set
-    of the Hub (`split` also among the files of a directory). `columns` maps prompt, response, messages, system, images
-    or id to the column that holds it. Where `split` and `columns` are None, a recipe fills them in; otherwise they are
-    "train" and nothing. `rows` is a `datasets.Dataset` or any other sequence of mappings; of a `DatasetDict` `split` is
-    taken, and an `IterableDataset` is read into memory.
+    weight: its share of a mixture, relative to the other sources.
+    name: its name in statistics.
+    subset, split: the part of a data set on the Hub; `split` also chooses among the files of a directory.
+    columns: the column of each of prompt, response, messages, tools, system, images and id.
+    rows: a sequence of mappings, such as a `datasets.Dataset`; a `DatasetDict`, of which `split` is used; or an
+        `IterableDataset`, which is read into memory.
+
+    A `split` and `columns` of None are replaced by the recipe's, or else by "train" and {}.
     """
 
     path: str | None = None
@@ -54,32 +57,32 @@ class Source:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.rows is None):
-            raise DataError("a source needs either path or rows; give one of them")
+            raise DataError("a source needs either path or rows; set one of them")
         object.__setattr__(self, "rows", _of_datasets(self.rows, self.split))
         is_sequence = hasattr(self.rows, "__getitem__") and hasattr(self.rows, "__len__")
         if self.rows is not None and (not is_sequence or isinstance(self.rows, str | Mapping)):
             kind = type(self.rows).__name__
-            raise DataError(f"rows is a {kind}; give a sequence of mappings, such as a list or a datasets.Dataset")
+            raise DataError(f"rows is a {kind}; pass a sequence of mappings, such as a list or a datasets.Dataset")
         if not (0 < self.weight < math.inf):
-            raise DataError(f"{self.title}: weight is {self.weight}; give a number above 0")
+            raise DataError(f"{self.title}: weight is {self.weight}; set a number above 0")
         columns = self.columns or {}
         unknown = [key for key in columns if key not in KEYS]
         if unknown:
-            raise DataError(f"{self.title}: columns has {unknown[0]!r}; it can say where {', '.join(KEYS)} are")
+            raise DataError(f"{self.title}: columns has the unknown key {unknown[0]!r}; its keys are {', '.join(KEYS)}")
         if {"prompt", "response"} & columns.keys() and "messages" in columns:
             raise DataError(f"{self.title}: columns names messages and prompt or response; choose one form of rows")
 
     @property
     def title(self) -> str:
-        """Its name for people."""
+        """The name of the source in messages."""
         return self.name or (Path(self.path).name or self.path if self.path is not None else "rows")
 
     def with_defaults(self, split: str, columns: Mapping[str, str]) -> Source:
-        """The same source, with these where it says nothing itself."""
+        """Replace a split and columns of None by these."""
         return replace(self, split=self.split or split, columns=columns if self.columns is None else self.columns)
 
     def choose(self, names: list[str]) -> list[str]:
-        """The columns of a file that are read: all where the rows are missing, so that an error can name them."""
+        """The columns of a file to read: all if the expected ones are missing, so that an error can name them."""
         columns = set((self.columns or {}).values())
         if not columns <= set(names) or not (CONTENT_KEYS | columns) & set(names):
             return names
@@ -87,10 +90,10 @@ class Source:
 
 
 def _of_datasets(rows: Any, split: str | None) -> Any:
-    """Rows from Python as a sequence where they are the splits of `datasets` or a stream of it; others as they are."""
+    """Turn splits or a stream of `datasets` into a sequence of rows. Other rows from Python stay."""
     if isinstance(rows, Mapping) and hasattr(rows, "column_names"):
         if (split or TRAIN) not in rows:
-            raise DataError(f"rows has no split {split or TRAIN!r} (there are: {', '.join(rows)}); name one as split")
+            raise DataError(f"rows has no split {split or TRAIN!r} (there are: {', '.join(rows)}); set split to one")
         rows = rows[split or TRAIN]
     if hasattr(rows, "column_names") and not hasattr(rows, "__len__"):
         return [_as_written(row, rows.features) for row in rows]
@@ -98,20 +101,20 @@ def _of_datasets(rows: Any, split: str | None) -> Any:
 
 
 def _as_written(value: Any, feature: Any) -> Any:
-    """A value of `datasets` without the nulls of its inner objects: each has all keys that another row's has.
+    """Remove the nulls that `datasets` adds to inner objects for the keys of other rows' objects.
 
-    What is stored as JSON, and rows without features, stay as they are.
+    Values that are stored as JSON, and rows without features, stay as they are.
     """
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
         is_row = hasattr(feature, "arrow_schema")
-        kept = {key: each for key, each in value.items() if is_row or each is not None}
-        return {key: _as_written(each, feature.get(key)) for key, each in kept.items()}
+        present = {key: each for key, each in value.items() if is_row or each is not None}
+        return {key: _as_written(each, feature.get(key)) for key, each in present.items()}
     inner = getattr(feature, "feature", None)
     return [_as_written(each, inner) for each in value] if inner is not None and isinstance(value, list) else value
 
 
 def titles(sources: Sequence[Source]) -> list[str]:
-    """The titles of sources: their names, or whole paths where names would be the same."""
+    """The titles of sources: their names, or whole paths if names are not unique."""
     counts = Counter(source.title for source in sources)
     return [
         source.title if counts[source.title] == 1 else source.name or source.path or f"rows of source {number}"
@@ -120,28 +123,28 @@ def titles(sources: Sequence[Source]) -> list[str]:
 
 
 class OpenedSource(Protocol):
-    """A source that has been found; its rows name the file they come from as one of `files`."""
+    """A source that was found. `where` of its rows begins with one of its `files`."""
 
     files: list[str]
 
     def rows(self, skip: Skip | None = None, counts: Statistics | None = None) -> Iterator[Row]:
-        """Its rows in order but those that `skip` takes; DataError "file:line: reason; what to do" for a bad one.
+        """Yield checked rows in order, after those to `skip`.
 
-        With `counts` bad rows are counted there and left out.
+        Bad rows raise DataError "file:line: reason; what to do"; with `counts` they are counted there and left out.
         """
         ...
 
     def values(self) -> Iterator[tuple[str, Any]]:
-        """Its rows as they stand there, all columns included, each after its place; nothing is checked."""
+        """Yield (where, row) with all columns, unchecked."""
         ...
 
     def fingerprint(self) -> str:
-        """A hash of its content and of how columns are read, the same wherever the files lie."""
+        """A hash of content and columns, independent of the files' paths."""
         ...
 
 
 def open_source(source: Source, streaming: bool = False) -> OpenedSource:
-    """Find a source: rows in memory, else local files, else a hub id. Raises DataError where there is none."""
+    """Open a source: rows in memory, else local files, else a hub id. Raises DataError if there is none."""
     source = source.with_defaults(TRAIN, {})
     if source.path is None:
         return in_memory(source)
@@ -154,75 +157,75 @@ def open_source(source: Source, streaming: bool = False) -> OpenedSource:
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """The rows of a source in order; raises DataError "file:line: reason; what to do" at the first bad one."""
+    """Yield the rows of a source in order. Raises DataError "file:line: reason; what to do" at the first bad one."""
     yield from open_source(source).rows()
 
 
 def local_files(source: Source) -> list[Path] | None:
-    """The files that a source's path means, sorted by name; None if it names nothing here."""
+    """The files of a source's path, sorted by name; None if the path does not exist."""
     path = Path(source.path or "").expanduser()
     if path.is_dir():
         return _in_directory(path, source.split or TRAIN)
-    found = matching(path)
-    if not found and is_pattern(str(path)):
+    files = matching(path)
+    if not files and is_pattern(str(path)):
         raise DataError(f"{path}: no file matches the pattern; correct it")
-    return found or None
+    return files or None
 
 
 def _in_directory(path: Path, split: str) -> list[Path]:
-    """The files of a directory: those whose names say the split, or all where no name says any."""
+    """The files of a directory: those with the split in their names, or all if no name has a split."""
     if (path / ARROW_STATE).is_file():  # saved by datasets.Dataset.save_to_disk
         return sorted(each for each in path.glob("*.arrow") if not each.name.startswith("."))
     if (path / SPLITS_STATE).is_file() and (path / split).is_dir():  # by datasets.DatasetDict.save_to_disk
         return _in_directory(path / split, split)
-    seen = (each for each in path.iterdir() if not each.name.startswith("."))
-    files = sorted(each for each in seen if each.is_file() and file_format(each) is not None)
+    visible = (each for each in path.iterdir() if not each.name.startswith("."))
+    files = sorted(each for each in visible if each.is_file() and file_format(each) is not None)
     if not files:
         raise DataError(f"{path}: a directory without rows ({', '.join(FORMATS)}); name a file or a pattern in it")
     of_split = {each: _split_of(each) for each in files}
-    asked = next((name for name, words in SPLITS.items() if split in words), split)
-    chosen = [each for each in files if of_split[each] == asked]
+    wanted_split = next((name for name, words in SPLITS.items() if split in words), split)
+    chosen = [each for each in files if of_split[each] == wanted_split]
     named = sorted({name for name in of_split.values() if name})
     if not chosen and named:
         raise DataError(f"{path}: has files for {', '.join(named)} but none for split {split!r}; name a file in it")
     nameless = [each.name for each in files if of_split[each] is None]
     if chosen and nameless:
         warnings.warn(
-            f"{path}: read are {_listed([each.name for each in chosen])}, whose names say {split}, and not "
-            f"{_listed(nameless)}; a pattern, {path / '*'}, names all",
+            f"{path}: only {_listed([each.name for each in chosen])} are read, which have {split} in their names, and "
+            f"not {_listed(nameless)}; the pattern {path / '*'} reads all",
             stacklevel=2,
         )
     return chosen or files
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names of a list, and the number of the others."""
-    more = len(names) - NAMED
-    return ", ".join([*names[:NAMED], *[f"{more:,} more"] * (more > 0)])
+    """Format the first names of a list and the number of the others."""
+    more = len(names) - MAX_NAMES
+    return ", ".join([*names[:MAX_NAMES], *[f"{more:,} more"] * (more > 0)])
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a file's name says it is part of."""
+    """The split in a file's name; None if it has none."""
     words = re.split(r"[^a-z]+", path.name.lower().partition(".")[0])
     return next((split for split, known in SPLITS.items() if set(words) & set(known)), None)
 
 
 class Files:
-    """Local files of rows, one after the other."""
+    """Local files of rows, in order."""
 
     def __init__(self, source: Source, paths: list[Path]) -> None:
         self.source, self.paths = source, paths
         self.files = [str(path) for path in paths]
 
     def rows(self, skip: Skip | None = None, counts: Statistics | None = None) -> Iterator[Row]:
-        """Their rows in order but those that `skip` takes; a file without any row is refused."""
+        """Yield checked rows in order, after those to `skip`. Raises DataError for a file without rows."""
         skip = skip or Skip()
         for path in self.paths:
-            is_empty, before = True, skip.left
-            for place, value in values(path, skip, partial(self._chosen, counts)):
+            is_empty, before = True, skip.remaining
+            for where, value in values(path, skip, partial(self._chosen, counts)):
                 is_empty = False
-                yield from _checked(value, f"{path}:{place}", self.source, counts)
-            if is_empty and skip.left == before:
+                yield from _checked(value, f"{path}:{where}", self.source, counts)
+            if is_empty and skip.remaining == before:
                 raise DataError(f"{path}: has no rows; write one JSON object per line")
 
     def _chosen(self, counts: Statistics | None, names: list[str]) -> list[str]:
@@ -232,10 +235,10 @@ class Files:
         return chosen
 
     def values(self) -> Iterator[tuple[str, Any]]:
-        """Their rows as they stand there, each after its place."""
+        """Yield (where, row) with all columns, unchecked."""
         for path in self.paths:
-            for place, value in values(path, Skip(), lambda names: names):
-                yield f"{path}:{place}", value
+            for where, value in values(path, Skip(), lambda names: names):
+                yield f"{path}:{where}", value
 
     def fingerprint(self) -> str:
         """A hash of the bytes of the files, in order, and of the column names."""
@@ -243,7 +246,7 @@ class Files:
 
 
 def _checked(value: Any, where: str, source: Source, counts: Statistics | None) -> list[Row]:
-    """The row if it can be used; one that cannot is counted, or raised where nothing counts."""
+    """The rows of a value: one, or several of a decision. A bad row is counted, or raises without `counts`."""
     try:
         if isinstance(value, Mapping) and "questions" in value and "answers" in value:
             return rows_to_learn(value, where)
@@ -264,38 +267,39 @@ def _digest(path: Path) -> str:
 
 
 class Table:
-    """Rows that are not in files: a data set that `datasets` opened, or a sequence of mappings.
+    """Rows that are not in files: a data set of `datasets`, or a sequence of mappings.
 
-    `place` and a row's number, counted from 1, say where it is. `content` is what `datasets` knows the content by;
-    None says that the rows themselves are to be compared; `left_out` are columns that are not in them.
+    prefix: the beginning of `where` of its rows; their number, counted from 1, follows.
+    content: the fingerprint of `datasets`; None: compare the rows.
+    left_out: columns that are not read.
     """
 
     def __init__(
-        self, source: Source, data: Any, place: str, content: str | None, left_out: Sequence[str] = ()
+        self, source: Source, data: Any, prefix: str, content: str | None, left_out: Sequence[str] = ()
     ) -> None:
-        self.source, self.data, self.place, self.content, self.left_out = source, data, place, content, left_out
-        self.files = [place.rpartition(":")[0]]
+        self.source, self.data, self.prefix, self.content, self.left_out = source, data, prefix, content, left_out
+        self.files = [prefix.rpartition(":")[0]]
 
     def rows(self, skip: Skip | None = None, counts: Statistics | None = None) -> Iterator[Row]:
-        """Its rows in order but those that `skip` takes; DataError "place: reason; what to do" for a bad one."""
+        """Yield checked rows in order, after those to `skip`. Bad rows are handled as in `OpenedSource.rows`."""
         if counts is not None:
             counts.count_unread(self.left_out)
-        asked = skip.left if skip else 0
-        found = self._values(asked)
-        first = next(found, None)
+        skipped = skip.remaining if skip else 0
+        values = self._values(skipped)
+        first = next(values, None)
         if first is None:
-            number = sum(1 for _ in self._values(0))  # for a stream does not say how long it is
+            number = sum(1 for _ in self._values(0))  # the length of a stream is unknown
             if not number:
                 raise DataError(f"{self.files[0]}: has no rows; choose another split or other rows")
-            asked = min(asked, number)
+            skipped = min(skipped, number)
         if skip:
-            skip.left -= asked
-        for number, value in enumerate(chain([] if first is None else [first], found), start=asked + 1):
-            yield from _checked(value, f"{self.place}{number}", self.source, counts)
+            skip.remaining -= skipped
+        for number, value in enumerate(chain([] if first is None else [first], values), start=skipped + 1):
+            yield from _checked(value, f"{self.prefix}{number}", self.source, counts)
 
     def values(self) -> Iterator[tuple[str, Any]]:
-        """Its rows as they stand there, each after its place."""
-        return ((f"{self.place}{number}", value) for number, value in enumerate(self._values(0), start=1))
+        """Yield (where, row) with all columns, unchecked."""
+        return ((f"{self.prefix}{number}", value) for number, value in enumerate(self._values(0), start=1))
 
     def _values(self, skip: int) -> Iterator[Any]:
         features = getattr(self.data, "features", None)
@@ -308,10 +312,10 @@ class Table:
         except Exception as error:  # whatever network and hub raise
             if self.source.path is None:
                 raise
-            raise DataError(f"{self.files[0]}: cannot be read ({_one_line(error)}); see to the network") from None
+            raise DataError(f"{self.files[0]}: cannot be read ({_one_line(error)}); check the network") from None
 
     def fingerprint(self) -> str:
-        """A hash of the content and of the column names."""
+        """A hash of content and column names."""
         if self.content is not None:
             return _hash(self.source, [self.content])
         counts = Statistics(1)
@@ -324,40 +328,40 @@ class Table:
 
 
 def in_memory(source: Source) -> Table:
-    """The rows that a source holds itself."""
+    """Open the rows that Python passed as a source."""
     rows = source.rows.with_format(None) if hasattr(source.rows, "with_format") else source.rows
     return Table(source, rows, f"{source.title}:", None)
 
 
 def on_hub(source: Source, streaming: bool) -> Table:
-    """One split of a data set of the Hub; with `streaming` nothing is downloaded before it is read."""
+    """Open a split of a data set on the Hub. With `streaming`, rows are downloaded only when they are read."""
     import datasets
 
     split = source.split
     try:
         if streaming:
             builder = datasets.load_dataset_builder(source.path, source.subset)
-            found: Any = builder.as_streaming_dataset(split=split)
-            # the fingerprint of a stream is a random one, and the builder's hash is of the revision
+            data: Any = builder.as_streaming_dataset(split=split)
+            # A stream's fingerprint is random; the builder's hash is of the revision.
             content = repr((source.path, source.subset, split, builder.hash))
         else:
-            found = datasets.load_dataset(source.path, source.subset, split=split)
-            content = found._fingerprint
+            data = datasets.load_dataset(source.path, source.subset, split=split)
+            content = data._fingerprint
     except Exception as error:  # whatever network, hub and builders raise
         subset = f", subset {source.subset}" if source.subset else ""
         raise DataError(
             f"{source.path}: no such file, and as a data set of the hub (split {split}{subset}) it cannot be "
-            f"loaded ({_one_line(error)}); correct the name, subset or split, or see to the network"
+            f"loaded ({_one_line(error)}); correct the name, subset or split, or check the network"
         ) from None
     left_out: list[str] = []
-    if found.column_names is not None:
-        chosen = source.choose(list(found.column_names))
-        left_out = [name for name in found.column_names if name not in chosen]
-        found = found.select_columns(chosen)
-    for name, feature in (found.features or {}).items():
-        if isinstance(feature, datasets.Image):  # the bytes of the files; pictures are decoded when they are needed
-            found = found.cast_column(name, datasets.Image(decode=False))
-    return Table(source, found, f"{source.path}:{split}:row ", content, left_out)
+    if data.column_names is not None:
+        chosen = source.choose(list(data.column_names))
+        left_out = [name for name in data.column_names if name not in chosen]
+        data = data.select_columns(chosen)
+    for name, feature in (data.features or {}).items():
+        if isinstance(feature, datasets.Image):  # read the bytes of files; images are decoded when they are needed
+            data = data.cast_column(name, datasets.Image(decode=False))
+    return Table(source, data, f"{source.path}:{split}:row ", content, left_out)
 
 
 def _hash(source: Source, parts: Iterable[str]) -> str:

@@ -1,7 +1,4 @@
-"""The spellings that other tools have for the messages of a conversation, each read as ours.
-
-Tables of names; and parts and keys that stand for calls of tools, their answers and reasoning.
-"""
+"""The forms of messages in other tools: names of roles and keys, parts for tool calls, answers and reasoning."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 from blockdiff.data.strict_json import BadRow, from_json, type_in_words
 
-# What rows call the roles, and what they are called here.
+# Names of roles in rows, and our names.
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -34,38 +31,38 @@ SPEAKERS = {
 }
 CALLERS = ("tool_call", "function_call")  # roles whose content is the JSON of calls
 REASONING_KEYS = ("reasoning", "reasoning_content")
-# Keys by which a message says whether it is learnt (OpenAI and Mistral, axolotl, AgentInstruct and ms-swift, verl).
+# Keys that decide whether a message is learnt (OpenAI and Mistral, axolotl, AgentInstruct and ms-swift, verl).
 MARKS = ("weight", "train", "loss", "trainable")
-# Keys by which a row says that its answer is a good one (TRL and ms-swift, LLaMA-Factory).
+# Keys that mark a row's answer as good or bad (TRL and ms-swift, LLaMA-Factory).
 JUDGEMENTS = ("label", "kto_tag")
-# What a message may have, and one of a tool.
+# The keys of messages, and of a tool's answers.
 MESSAGE_KEYS = frozenset(("role", "content", "from", "value", "tool_calls", "function_call", *REASONING_KEYS, *MARKS))
 ANSWER_KEYS = MESSAGE_KEYS | {"name", "tool_call_id"}
-# Parts in which Anthropic's messages have calls, answers and reasoning.
+# The parts of Anthropic's messages for calls, answers and reasoning.
 BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 def is_learnt(message: Mapping[str, Any], role: str, name: str) -> bool:
-    """False for a message of the assistant that its author excludes from what is learnt.
+    """Whether an assistant message is learnt; its author may exclude it.
 
-    BadRow for a mark that is neither yes nor no, or that asks for what others say.
+    Raises BadRow for a mark that is neither yes nor no, and for one that asks to learn another role's message.
     """
     if "train_detail" in message:
-        raise BadRow(f"{name} has train_detail, and a turn is learnt as a whole; write train, or several messages")
-    found = True
+        raise BadRow(f"{name} has train_detail, but turns are learnt as a whole; write train, or several messages")
+    is_marked = True
     for key in (key for key in MARKS if key in message):
         mark = message[key]
         if not isinstance(mark, bool | int | float | None) or mark not in (None, 0, 1):
-            raise BadRow(f"{name}.{key} is {mark!r:.40}; write 1 or true where it is learnt, else 0 or false")
+            raise BadRow(f"{name}.{key} is {mark!r:.40}; write 1 or true if it is learnt, else 0 or false")
         if mark and role != "assistant":
             raise BadRow(f"{name}.{key} asks to learn a message of role {role}; only the assistant's are learnt")
-        if mark is not None or key == "loss":  # whose null is AgentInstruct's no
-            found = found and bool(mark)
-    return found
+        if mark is not None or key == "loss":  # AgentInstruct's null means no
+            is_marked = is_marked and bool(mark)
+    return is_marked
 
 
 def calls_of(message: Mapping[str, Any], role: str, content: Any, name: str) -> Any:
-    """The calls of a message as they stand there: in `tool_calls`, in `function_call`, or as a content of that role."""
+    """The unchecked calls of a message: its `tool_calls`, `function_call`, or content if its role is one of CALLERS."""
     if role in CALLERS:
         calls = from_json(content, name, "{[")
         if not isinstance(calls, Mapping | list):
@@ -78,7 +75,7 @@ def calls_of(message: Mapping[str, Any], role: str, content: Any, name: str) -> 
 
 
 def without_blocks(message: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """A message whose parts are Anthropic's as ours: the answers of tools in it, then what else it says."""
+    """Convert a message with Anthropic's parts to messages: the answers of tools in it, then the rest of it."""
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
@@ -86,12 +83,12 @@ def without_blocks(message: Mapping[str, Any], name: str) -> list[Mapping[str, A
         return [message]
     if "redacted_thinking" in kinds:
         raise BadRow(f"{name} has a part redacted_thinking, which cannot be read; remove the part")
-    of = {kind: [part for part, its in zip(parts, kinds, strict=True) if its == kind] for kind in BLOCKS}
+    of = {block: [part for part, kind in zip(parts, kinds, strict=True) if kind == block] for block in BLOCKS}
     others = [part for part, kind in zip(parts, kinds, strict=True) if kind not in BLOCKS]
     rest = {**message, "content": others}
     if of["tool_use"]:
         if kinds[kinds.index("tool_use") :] != ["tool_use"] * len(of["tool_use"]):
-            raise BadRow(f"{name} has a part behind a tool_use; write what is said before the calls")
+            raise BadRow(f"{name} has a part after a tool_use; move other parts before the calls")
         rest["tool_calls"] = [
             {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")} for part in of["tool_use"]
         ]
@@ -105,9 +102,9 @@ def without_blocks(message: Mapping[str, Any], name: str) -> list[Mapping[str, A
 
 
 def declared_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A declaration in the form {"type": "function", "function": {...}}: one that is wrapped already as it came.
+    """Return a declaration in the form {"type": "function", "function": {...}}. One in that form stays.
 
-    Of a bare one the keys keep their order; Anthropic's `input_schema` is called `parameters`.
+    The keys of a bare one keep their order; Anthropic's `input_schema` becomes `parameters`.
     """
     if "function" in tool:
         return dict(tool)

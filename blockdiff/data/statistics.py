@@ -1,4 +1,4 @@
-"""Counts of the rows of a source that were read, cut and left out, as numbers and as one printable line."""
+"""`Statistics`: counts of a source's rows that were read, cut and left out, and the line that reports them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from blockdiff.data.alterations import WORDS
 from blockdiff.errors import DataError
 from blockdiff.terminal import counted
 
-MOST = 10  # bad rows whose reasons are kept, and unread keys that are named
-MOST_KEYS = 200  # unread keys that are kept
+MAX_NAMED = 10  # bad rows whose reasons are stored, and unread keys that a line names
+MAX_KEYS = 200  # unread keys that are stored
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass
 class Statistics:
-    """Counts over the rows of one source, made while they are encoded; tokens are those of the rows that stay.
+    """Counts of the rows of one source while they are encoded. Tokens are those of rows that are used.
 
-    `dropped` rows were too long (or had no room for a canvas within max_length), the first of them at `first_dropped`
-    (file and line, without its directory). `bad` rows cannot be used, for the reasons in `first_bad`. `truncated` ones
-    were cut at a canvas boundary and lost `cut_tokens`. Canvases that are `aligned` begin at multiples of their length,
-    and `pinned_tokens` of their places stand before a response. `clean_tokens` are in rows (prompts too),
-    `response_tokens` in responses, and `image_tokens` stand for `images`. Of the `conversations` among the rows,
-    `unscored_turns` of the assistant are context only. Those from `stripped` on say what became of messages
-    (`blockdiff.data.alterations.WORDS`), and how many rows spell control tokens.
+    dropped: rows that are too long, or without room for a canvas within max_length; first_dropped: the file name and
+        line of the first.
+    bad: rows that cannot be used; first_bad: the reasons of the first ones.
+    truncated: rows that were cut at a canvas boundary; cut_tokens: the tokens that they lost.
+    aligned: canvases begin at multiples of their length; pinned_tokens: tokens of canvases before a response.
+    clean_tokens: tokens of rows, with prompts; response_tokens: tokens of responses; image_tokens: placeholders.
+    conversations: rows that are conversations; unscored_turns: assistant turns that are only context.
+    stripped to spelt: messages that the chat template changed, rows that spell control tokens (`alterations.WORDS`).
+    unread: keys that nothing reads.
     """
 
     canvas_length: int
@@ -70,7 +72,7 @@ class Statistics:
         changes: Mapping[str, int] = NOTHING,
         unread: Iterable[str] = (),
     ) -> None:
-        """Count a row, whether it stays or not, its unread keys, and what was altered by the keys of `WORDS`."""
+        """Count a row, used or not, with its unread keys and its changes by the keys of `WORDS`."""
         self.rows += 1
         self.conversations += is_conversation
         self.unscored_turns += unscored_turns
@@ -79,40 +81,40 @@ class Statistics:
             setattr(self, name, getattr(self, name) + count)
 
     def count_unread(self, keys: Iterable[str]) -> None:
-        """Keep the names of keys that nothing reads, some hundreds of them at most."""
-        new = sorted({*keys} - {*self.unread})[: MOST_KEYS - len(self.unread)]
+        """Store the names of keys that nothing reads, at most MAX_KEYS."""
+        new = sorted({*keys} - {*self.unread})[: MAX_KEYS - len(self.unread)]
         self.unread = sorted([*self.unread, *new]) if new else self.unread
 
     @property
     def unread_keys(self) -> str:
-        """The keys that nothing reads, in words; empty where there are none."""
+        """A line about the keys that nothing reads; empty if there are none."""
         if not self.unread:
             return ""
-        more = len(self.unread) - MOST
-        listed = ", ".join([*self.unread[:MOST], *[f"{more:,} more"] * (more > 0)])
+        more = len(self.unread) - MAX_NAMED
+        listed = ", ".join([*self.unread[:MAX_NAMED], *[f"{more:,} more"] * (more > 0)])
         return f"{counted(len(self.unread), 'key')} {'is' if len(self.unread) == 1 else 'are'} not read: {listed}"
 
     def count_dropped(self, where: str) -> None:
-        """Count a row that is left out; `where` is its file and line."""
+        """Count a row that is left out. where: its file and line."""
         self.dropped += 1
         self.first_dropped = self.first_dropped or Path(where).name
 
     def count_bad(self, error: DataError) -> None:
-        """Count a row that cannot be used; the reasons of the first ten are kept."""
+        """Count a row that cannot be used, and store its reason if it is among the first."""
         self.bad += 1
-        self.first_bad = [*self.first_bad, str(error)][:MOST]
+        self.first_bad = [*self.first_bad, str(error)][:MAX_NAMED]
 
     @property
     def bad_rows(self) -> str:
-        """The rows that cannot be used, in words: the first ten, each reason once, and the number of the others."""
-        places: dict[tuple[str, str], list[str]] = {}
-        for text in self.first_bad:  # "file:17: reason", where "row 17" may stand for "17"
+        """A line about the rows that cannot be used: the first ones, each reason once, and the number of the others."""
+        lines_by_reason: dict[tuple[str, str], list[str]] = {}
+        for text in self.first_bad:  # "file:17: reason" or "file:row 17: reason"
             where, _, reason = text.partition(": ")
-            file, _, place = where.rpartition(":")
-            places.setdefault((file, reason), []).append(place)
+            file, _, line = where.rpartition(":")
+            lines_by_reason.setdefault((file, reason), []).append(line)
         reasons = [
-            f"{file}:{', '.join([its[0], *(place.removeprefix('row ') for place in its[1:])])}: {reason}"
-            for (file, reason), its in places.items()
+            f"{file}:{', '.join([lines[0], *(line.removeprefix('row ') for line in lines[1:])])}: {reason}"
+            for (file, reason), lines in lines_by_reason.items()
         ]
         more = self.bad - len(self.first_bad)
         listed = " | ".join([*reasons, *[f"{more:,} more"] * (more > 0)])
@@ -121,7 +123,7 @@ class Statistics:
     def count_example(
         self, tokens: list[int], responses: list[tuple[int, int]], images: Sequence[int] = (), *, cut_tokens: int
     ) -> None:
-        """Count an example with images of so many tokens, which lost `cut_tokens` to the limit."""
+        """Count an example. images: the tokens of each image. cut_tokens: the tokens that it lost to the limit."""
         self.images += len(images)
         self.image_tokens += sum(images)
         self.truncated += cut_tokens > 0
@@ -137,7 +139,7 @@ class Statistics:
 
     @property
     def scored_tokens(self) -> int:
-        """Canvas positions that are scored when every canvas is: responses and fill."""
+        """The canvas positions that are scored if all canvases are: responses and fill."""
         return self.canvases * self.canvas_length - self.pinned_tokens
 
     @property
@@ -147,31 +149,34 @@ class Statistics:
 
     @property
     def examples(self) -> int:
-        """The rows that stay."""
+        """The number of rows that are used."""
         return self.rows - self.dropped
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Both together; the canvas length has to be the same."""
+        """Add the counts of two sources with the same canvas length."""
         if self.canvas_length != other.canvas_length:
-            raise ValueError(f"canvases of {self.canvas_length} and of {other.canvas_length} do not add up")
+            raise ValueError(f"canvas lengths {self.canvas_length} and {other.canvas_length} differ")
         sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
         sums |= {
             "canvas_length": self.canvas_length,
             "aligned": self.aligned,
             "longest": max(self.longest, other.longest),
         }
-        firsts = {"first_dropped": self.first_dropped or other.first_dropped, "first_bad": sums["first_bad"][:MOST]}
-        firsts["unread"] = sorted({*sums["unread"]})[:MOST_KEYS]
+        firsts = {
+            "first_dropped": self.first_dropped or other.first_dropped,
+            "first_bad": sums["first_bad"][:MAX_NAMED],
+        }
+        firsts["unread"] = sorted({*sums["unread"]})[:MAX_KEYS]
         return Statistics(**sums | firsts)
 
     def to_record(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """All counts, as JSON values."""
         derived = {"examples": self.examples, "scored_tokens": self.scored_tokens, "fill_share": self.fill_share}
         return {**asdict(self), **derived}
 
     @property
     def altered(self) -> str:
-        """The changes that were made to messages, in words; empty where they are as they were written."""
+        """A line about the changes that were made to messages; empty if there are none."""
         counts = [(words, getattr(self, name)) for name, words in WORDS.items()]
         return ", ".join(words.format(count) for words, count in counts if count)
 

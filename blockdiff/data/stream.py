@@ -177,7 +177,7 @@ class _Pass:
         rows = self.opened.rows(skip)
         first = next(rows, None)
         if first is None:  # a whole epoch was passed over, and so can be all the others
-            self._length = at - skip.left
+            self._length = at - skip.remaining
             epoch, inside = divmod(number, self._length)
             at = inside // self.size * self.size
             rows = self.opened.rows(Skip(at))

@@ -1,4 +1,4 @@
-"""The text of a conversation and where the assistant speaks in it, by the tokenizer's chat template."""
+"""Conversations as text, with the spans of the assistant's turns, by the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ TURN_TOKENS = (*TURN_EDGES, "<|channel>", "<channel|>", "<|think|>")  # the Gemm
 TOOL_TOKENS = (
     *("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
 )
-TEMPLATES_REASONING = ("reasoning_content", "thinking")  # what templates call the reasoning of a message
+TEMPLATES_REASONING = ("reasoning_content", "thinking")  # names of a message's reasoning in templates
 NOTHING: Mapping[str, int] = MappingProxyType({})
-VERBATIM = "{%- set verbatim = true -%}"  # the first line of a template that alters nothing
+VERBATIM = "{%- set verbatim = true -%}"  # the first line of the template that changes nothing
 NO_THINKING = {"enable_thinking": False}
-# What `render` says itself; special tokens come beside them.
+# The variables that `render` sets, in addition to special tokens.
 OWN_VARIABLES = ("messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt")
 DIRECTIVE = re.compile(r"%[-_0^#]?[A-Za-z]")  # of strftime
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Rendered by a template to see whether it writes the Gemma 4 turn format.
+# Conversations that are rendered to find out if a template writes the Gemma 4 turn format.
 PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": " a\n"}, {"role": "assistant", "content": " b\n"}],
     [
@@ -60,7 +60,7 @@ PROBES: tuple[list[dict[str, str]], ...] = (
     ],
 )
 QUESTION: Message = {"role": "user", "content": "a"}
-# Turns whose last control token is the end of a turn.
+# Turns whose last control token ends a turn.
 ENDED: tuple[Message, ...] = (
     {"role": "assistant", "content": "b"},
     {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "c", "arguments": {}}}]},
@@ -68,18 +68,19 @@ ENDED: tuple[Message, ...] = (
 
 
 class RefusedByTemplate(DataError):
-    """A chat template refuses a conversation, cannot be computed, or leaves out its tools."""
+    """A chat template refuses a conversation, fails, or leaves out its tools."""
 
 
 class EndlessTemplate(RefusedByTemplate):
-    """A chat template takes more time or memory than one conversation may."""
+    """A chat template exceeds the limits of time or memory for a conversation."""
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, the character spans of its assistant, and where it is cut for the tokenizer.
+    """A rendered conversation: its text, and the character spans of the assistant's turns.
 
-    excluded: the spans of turns that the row marks as not to be learnt;
-    changes: the number of messages by what the template left out of them (`blockdiff.data.alterations.WORDS`).
+    cuts: the characters at which the text is cut before it is tokenised.
+    excluded: the spans of turns that the row marks as not to be learnt.
+    changes: the number of messages that the template changed, by the keys of `alterations.WORDS`.
     """
 
     text: str
@@ -96,28 +97,28 @@ def _packaged_file() -> str:
 
 @lru_cache(maxsize=16)
 def has_tags(template: str) -> bool:
-    """True for a template that marks what the assistant writes."""
+    """Whether a template has generation tags around the assistant's text."""
     return GENERATION_TAG.search(template) is not None
 
 
 def packaged_template(*, verbatim: bool = False) -> str:
     """The chat template of the Gemma 4 turn format, with generation tags.
 
-    With `verbatim` it writes every message as it is, as a turn of its own.
+    verbatim: write every message unchanged, as a separate turn.
     """
     return f"{VERBATIM}\n{_packaged_file()}" if verbatim else _packaged_file()
 
 
 def is_template_file(source: str) -> bool:
-    """True where `data.template` is the path of a file, which has a dot or a slash, and not a name."""
+    """Whether `data.template` is the path of a file, which has a dot or a slash, and not a name."""
     return bool(Path(source).suffix) or "/" in source
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Give a tokenizer the chat template of a file, or the one that it keeps under a name beside others.
+    """Set a tokenizer's chat template to that of a file, or to one of its named templates.
 
-    `tokenizer` leaves it as it is, and so does `verbatim`, which `training_template` takes. Raises DataError where
-    there is no such template, and where it cannot write a question.
+    source: `data.template`. With "tokenizer" and "verbatim" (see `training_template`) nothing changes. Raises DataError
+    if there is no such template, or it cannot render a question.
     """
     if source in ("tokenizer", "verbatim"):
         return
@@ -131,18 +132,18 @@ def give_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         text = named[source]
     else:
         listed = ", ".join(["tokenizer", "verbatim", *named])
-        raise DataError(f"data.template: {source!r} is no file and no template here (there are: {listed})")
+        raise DataError(f"data.template: {source!r} is neither a file nor a template; choose a file or one of {listed}")
     try:
         render(tokenizer, text, [QUESTION], is_prompt=True)
     except RefusedByTemplate as error:
-        raise DataError(f"data.template: {source}: it cannot write a question ({error}); correct it") from None
+        raise DataError(f"data.template: {source}: cannot render a question ({error}); correct it") from None
     tokenizer.chat_template = text
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] | None = None) -> str | None:
-    """The chat template of a tokenizer, of several the one for conversations with these tools; None where it has none.
+    """The chat template of a tokenizer for conversations with these tools; None if it has none.
 
-    Raises DataError where it has several and none is the default.
+    Raises DataError if it has several and none is the default.
     """
     if not tokenizer.chat_template:
         return None
@@ -151,41 +152,41 @@ def own_template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] | 
     except ValueError:
         names = ", ".join(tokenizer.chat_template)
         raise DataError(
-            f"none of the tokenizer's chat templates ({names}) is the default; name one as data.template, or make it "
-            "chat_template.jinja beside the weights"
+            f"none of the tokenizer's chat templates ({names}) is the default; set data.template to one, or save it as "
+            "chat_template.jinja in the model's directory"
         ) from None
 
 
 def training_template(
     tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] | None = None, *, verbatim: bool = False
 ) -> str:
-    """The template that writes conversations of training with these tools: the tokenizer's own, or the packaged one.
+    """The template that renders training conversations with these tools: the tokenizer's or the packaged one.
 
-    The packaged one is used where the tokenizer's own writes the Gemma 4 turn format without tags, as the released one
-    does, and where there is none but the vocabulary has the turn tokens. `verbatim` always takes the packaged one, and
-    needs the turn tokens. Raises DataError where there is no template.
+    The packaged one replaces a template that writes the Gemma 4 turn format without tags, like the released one, and a
+    missing template if the vocabulary has the turn tokens. verbatim: use the packaged one, which needs the turn tokens.
+    Raises DataError if there is no template.
     """
     template = own_template(tokenizer, tools)
     has_turns = all(token in tokenizer.get_vocab() for token in TURN_EDGES)
     if verbatim:
         if not has_turns:
             raise DataError(
-                f"data.template: verbatim writes turns with {' and '.join(TURN_EDGES)}, which the tokenizer does not "
-                "have; leave it out"
+                f"data.template: verbatim writes turns with {' and '.join(TURN_EDGES)}, which the tokenizer lacks; "
+                "leave it out"
             )
         return packaged_template(verbatim=True)
     if template is None:
         if has_turns:
             return packaged_template()
         raise DataError(
-            "the tokenizer has no chat template, so conversations cannot be written; name a file with one as "
-            "data.template, or write rows of prompt and response and leave data.chat out"
+            "the tokenizer has no chat template for conversations; set data.template to a file with one, or write rows "
+            "of prompt and response and leave data.chat out"
         )
     return packaged_template() if not has_tags(template) and _is_turn_format(tokenizer, template) else template
 
 
 def dated(template: str, day: date) -> str:
-    """The template with a `strftime_now` of its own, which writes this day and not today's; others stay as they are."""
+    """Add a `strftime_now` that writes `day` instead of today to a template that uses it."""
     if not asks_date(template):
         return template
     directives = sorted({*DIRECTIVE.findall(template)}, key=len, reverse=True)
@@ -194,14 +195,14 @@ def dated(template: str, day: date) -> str:
 
 
 def asks_date(template: str) -> bool:
-    """True for a template that writes the date, as Llama 3.2's."""
+    """Whether a template writes the date, like Llama 3.2's."""
     return "strftime_now" in template
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The control tokens that end what the assistant writes: a turn, and a turn that waits for the answer of a tool.
+    """The ids of the control tokens that end an assistant's turn, and one that waits for a tool's answer.
 
-    Empty where no template marks the assistant's turns, or where it ends them in plain text.
+    Empty if no template marks the assistant's turns, or it ends them in plain text.
     """
     learnt = []
     for turn in ENDED:
@@ -246,13 +247,14 @@ def render(
     guard: Guard = OPEN,
     is_prompt: bool = False,
 ) -> Rendered:
-    """The text of a conversation, and the character spans the template marks, in their order.
+    """Render a conversation, with the character spans that the template's tags mark, in order.
 
-    variables: what else the template is told; is_prompt: it ends where the assistant begins, and no spans are found.
-    Raises RefusedByTemplate, also for tools, calls and answers that the template leaves out.
+    variables: further variables of the template. guard: keeps texts from becoming control tokens. is_prompt: end where
+    the assistant begins, without spans. Raises RefusedByTemplate, also if the template leaves out tools, calls or
+    answers.
     """
     rendered = _written(tokenizer, template, messages, variables, tools, guard, is_prompt)
-    if template.endswith(_packaged_file()):  # what it leaves out is known, and a probe takes as long as the rendering
+    if template.endswith(_packaged_file()):  # its omissions are known; a probe would double the time
         return rendered._replace(changes={} if template.startswith(VERBATIM) else _unreasoned(messages))
     probe = Probe(messages, tools, is_prompt)
     if not probe.may_tell(rendered.text):
@@ -261,7 +263,7 @@ def render(
         lost = probe.left_out(
             _written(tokenizer, template, probe.messages, variables, probe.tools, OPEN, is_prompt).text
         )
-    except RefusedByTemplate:  # it wants names that it knows
+    except RefusedByTemplate:  # the template only accepts names that it knows
         lost = probe.unseen(rendered.text)
     for part in lost:
         if part.key is None:
@@ -270,8 +272,8 @@ def render(
 
 
 def _unreasoned(messages: Sequence[Message]) -> dict[str, int]:
-    """The count of the reasoning before the last question, which the packaged template leaves out."""
-    last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=0)
+    """The count of messages whose reasoning the packaged template leaves out: those before the last question."""
+    last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
     count = sum(bool(message.get("reasoning", "").strip()) for message in messages[:last])
     return {"unreasoned": count} if count else {}
 
@@ -285,24 +287,24 @@ def _written(
     guard: Guard = OPEN,
     is_prompt: bool = False,
 ) -> Rendered:
-    """`render`, whatever the template leaves out; arguments of calls are JSON text for a template that wants texts."""
+    """`render` without a check for omissions. Arguments of calls become JSON text if the template needs texts."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     written = for_template(messages)
     names = [name for name in TEMPLATES_REASONING if name in template]
     written = [each | dict.fromkeys(names, each["reasoning"]) if "reasoning" in each else each for each in written]
-    asked = [written, None if tools is None else list(tools), dict(variables)]
-    (shown, declared, told), hidden = guard.hide(asked)
+    inputs = [written, None if tools is None else list(tools), dict(variables)]
+    (shown, declared, options), hidden = guard.hide(inputs)
     try:
         with time_limit(TEMPLATE_SECONDS, TEMPLATE_BYTES), _bounded(is_prompt):
             texts, spans = render_jinja_template(
                 conversations=[shown],
                 tools=declared,
                 chat_template=template,
-                # Two threads cannot ask for spans at once, and prompts, which a server makes in threads, need none.
+                # Finding spans is not thread-safe; prompts, which a server renders in threads, need none.
                 return_assistant_tokens_mask=not is_prompt and has_tags(template),
                 add_generation_prompt=is_prompt,
-                **told,
+                **options,
                 **tokenizer.special_tokens_map,
             )
     except (TimeoutError, MemoryError) as error:
@@ -329,9 +331,10 @@ def marked(
     guard: Guard = OPEN,
     only_last: bool = False,
 ) -> Rendered:
-    """`render` with the spans of the assistant whether or not the template has tags; RefusedByTemplate without proof.
+    """Render a conversation with the spans of the assistant's turns, whether or not the template has tags.
 
-    only_last: without tags the last of the assistant's messages has to be found, and those that are not to be learnt.
+    only_last: without tags, find only the last assistant message and those that are not to be learnt. Raises
+    RefusedByTemplate if the spans cannot be proved.
     """
     rendered = render(tokenizer, template, messages, variables, tools, guard)
 
@@ -340,31 +343,32 @@ def marked(
 
     try:
         if has_tags(template):
-            found, owners = _tagged(written, template, messages, rendered)
+            turns, owners = _tagged(written, template, messages, rendered)
         else:
-            owners = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            owners = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             if only_last:
                 owners = [each for each in owners if each == owners[-1] or not messages[each].get("is_learnt", True)]
-            found = assistant_turns(lambda some, is_prompt: written(some, is_prompt).text, messages, owners)
+            turns = assistant_turns(lambda some, is_prompt: written(some, is_prompt).text, messages, owners)
     except UnprovedError as error:
         remedies = [error.remedy]
-        is_told = is_variable("enable_thinking", template) and not variables.get("enable_thinking")
-        if is_told and any("reasoning" in message for message in messages):
-            remedies.insert(0, "set data.thinking: true, as it has reasoning")
+        may_think = is_variable("enable_thinking", template) and not variables.get("enable_thinking")
+        if may_think and any("reasoning" in message for message in messages):
+            remedies.insert(0, "set data.thinking: true, because it has reasoning")
         if not only_last and error.is_past:
-            remedies.append("train on data.turns: last")
+            remedies.append("set data.turns: last")
         raise RefusedByTemplate(f"{error}; {', or '.join(remedies)}") from None
     learnt = [messages[owner].get("is_learnt", True) for owner in owners]
-    place, inserted = found.inserted.place, found.inserted
-    changes = Counter(rendered.changes) + Counter(bare=found.bare, endless=found.endless, misplaced=found.misplaced)
+    inserted = turns.inserted
+    start = inserted.start
+    changes = Counter(rendered.changes) + Counter(bare=turns.bare, endless=turns.endless, misplaced=turns.misplaced)
     changes["unreasoned"] -= bool(inserted.reasoning)
-    cuts = [at + len(inserted.text) * (at > place) for at in rendered.cuts]
-    cuts += [place + len(inserted.before) + at for at in guard.cuts(inserted.reasoning)]
+    cuts = [cut + len(inserted.text) * (cut > start) for cut in rendered.cuts]
+    cuts += [start + len(inserted.before) + cut for cut in guard.cuts(inserted.reasoning)]
     return Rendered(
-        rendered.text[:place] + inserted.text + rendered.text[place:],
-        merged([span for span, kept in zip(found.spans, learnt, strict=True) if kept]),
+        rendered.text[:start] + inserted.text + rendered.text[start:],
+        merged([span for span, is_learnt in zip(turns.spans, learnt, strict=True) if is_learnt]),
         tuple(sorted(cuts)),
-        tuple(merged([span for span, kept in zip(found.spans, learnt, strict=True) if not kept])),
+        tuple(merged([span for span, is_learnt in zip(turns.spans, learnt, strict=True) if not is_learnt])),
         +changes,
     )
 
@@ -372,37 +376,37 @@ def marked(
 def _tagged(
     written: Callable[..., Rendered], template: str, messages: Sequence[Message], rendered: Rendered
 ) -> tuple[Turns, list[int]]:
-    """The turns that a template marks with tags, and the place of each one's message (0 if the row excludes none)."""
-    found, last = Turns(rendered.spans), len(messages) - 1
+    """The turns that a template's tags mark, and the index of each one's message (0 if the row excludes none)."""
+    turns, last = Turns(rendered.spans), len(messages) - 1
     if not template.endswith(_packaged_file()):
         plain = [*messages[:-1], {"role": "assistant", "content": STAND_INS[0]}]
         if _has_no_end(rendered, messages[-1]) and _has_no_end(written(plain), plain[-1]):
             reason = "the template's {% generation %} tags end before the turn does, so answers would not end"
-            raise UnprovedError(last, reason, "move them in the file that data.template names", is_past=False)
-        found = behind_prompts(
+            raise UnprovedError(last, reason, "move them in the file of data.template", is_past=False)
+        turns = behind_prompts(
             lambda some, is_prompt: written(some, is_prompt).text, messages, rendered.text, rendered.spans
         )
     excluding = next((index for index, message in enumerate(messages) if not message.get("is_learnt", True)), None)
     if excluding is None:
-        return found, [0] * len(found.spans)
+        return turns, [0] * len(turns.spans)
     owners = span_owners(lambda some: len(written(some).spans), messages)
-    if len(owners) != len(found.spans):
-        raise UnprovedError(excluding, "it cannot be said which of its parts the row excludes from learning")
-    return found, owners
+    if len(owners) != len(turns.spans):
+        raise UnprovedError(excluding, "the parts that the row excludes from learning cannot be determined")
+    return turns, owners
 
 
 def _bounded(is_prompt: bool) -> AbstractContextManager[None]:
-    """A bound on memory in one operation: not for prompts, which a server makes beside threads that use much."""
+    """A limit on the memory of a block. Prompts have none, because a server's other threads use memory, too."""
     return nullcontext() if is_prompt else memory_limit(TEMPLATE_BYTES)
 
 
 def reads_thoughts(template: str) -> bool:
-    """True for a template without tags that knows reasoning between <think> and </think>."""
+    """Whether a template has no tags and parses reasoning between <think> and </think>."""
     return "</think>" in template and not has_tags(template)
 
 
 def _has_no_end(rendered: Rendered, last: Message) -> bool:
-    """True if the last turn that a template marks ends with the content of the last message."""
+    """Whether the last turn that a template marks ends with the content of the last message."""
     content = str(last["content"]).strip()
     learnt = rendered.text[slice(*rendered.spans[-1])] if rendered.spans else ""
     return last["role"] == "assistant" and bool(content) and learnt.rstrip().endswith(content)
@@ -410,13 +414,13 @@ def _has_no_end(rendered: Rendered, last: Message) -> bool:
 
 @lru_cache(maxsize=64)
 def is_variable(name: str, template: str) -> bool:
-    """True where a template uses a variable of this name, and it is one that a person may set."""
+    """Whether a template uses a variable of this name, and users may set it."""
     is_own = name in OWN_VARIABLES or name.endswith(("_token", "_tokens", "_tokens_mask"))
     return name.isidentifier() and not is_own and re.search(rf"\b{name}\b", template) is not None
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """Spans in order, those that touch made one and empty ones left out."""
+    """Sort spans, merge touching ones and drop empty ones."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if result and start <= result[-1][1]:
@@ -427,23 +431,23 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
-    """Character spans as token columns, given every token's character offsets.
+    """Convert character spans to token columns. offsets: the characters of each token.
 
-    Raises ValueError when a token reaches over the edge of a span, for then no column is exact.
+    Raises ValueError if a token crosses the edge of a span.
     """
     starts = [start for start, _ in offsets]
     result = []
     for start, end in spans:
         first, last = bisect_left(starts, start), bisect_left(starts, end)
         if any(column and offsets[column - 1][1] > edge for column, edge in ((first, start), (last, end))):
-            raise ValueError("a token reaches over the edge of an assistant turn")
+            raise ValueError("a token crosses the edge of an assistant turn")
         if last > first:
             result.append((first, last))
     return result
 
 
 def _is_turn_format(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """True for a template that writes what the packaged one writes."""
+    """Whether a template renders probes like the packaged one."""
     packaged = packaged_template()
     try:
         return all(render(tokenizer, template, probe)[0] == render(tokenizer, packaged, probe)[0] for probe in PROBES)

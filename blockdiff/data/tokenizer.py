@@ -1,4 +1,4 @@
-"""Tokenizers made here: one token per character for small tasks, byte-level BPE from a text for everything else."""
+"""Tokenizers that blockdiff makes: one token per character for small tasks, and byte-level BPE learnt from texts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>")  # ids 0, 1, 2 as in Gemma
 MASK = "<mask>"
 BYTES = 256
-MOST_TOKENS = 10_000_000  # of a vocabulary that is learnt
+MAX_TOKENS = 10_000_000  # of a vocabulary to learn
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with pad 0, eos 1, bos 2 and then one id per character of `alphabet`.
+    """Make a tokenizer with pad 0, eos 1, bos 2 and one id per character of `alphabet`.
 
-    Like Gemma's it puts bos before a text unless told `add_special_tokens=False`. A character outside the
-    alphabet raises; decoding joins the characters without spaces. `save_pretrained` writes it, and
-    `AutoTokenizer` reads it back without remote code.
+    Like Gemma's it adds bos to a text unless `add_special_tokens=False`. A character outside the alphabet raises an
+    error. Decoding joins the characters without spaces. `AutoTokenizer` reads its files without remote code.
     """
     if len(set(alphabet)) != len(alphabet):
         raise ValueError(f"alphabet {alphabet!r} repeats a character")
@@ -41,18 +40,18 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE (Sennrich et al. 2016 on bytes, as GPT-2) learnt from `texts`, of `vocab_size` tokens.
+    """Learn a byte-level BPE (Sennrich et al. 2016 on bytes, like GPT-2) of `vocab_size` tokens from texts.
 
-    Pad 0, eos 1, bos 2, a mask token, the tokens of the Gemma 4 turn format and its tools, every byte, then merges;
-    digits stay single, as in Gemma. Any text can be written and comes back as it was. It has fewer tokens if the texts
-    give no more merges. Raises DataError for a size without room for the bytes, and for texts without a character.
+    Its tokens are pad 0, eos 1, bos 2, a mask token, the tokens of the Gemma 4 turn format and its tools, every byte,
+    and merges; digits stay single, as in Gemma. Any text can be encoded and decoded exactly. There are fewer tokens if
+    the texts have no more merges. Raises DataError for a size without room for all bytes, and for empty texts.
     """
     specials = (*SPECIAL_TOKENS, MASK, *TURN_TOKENS, *TOOL_TOKENS)
     least = BYTES + len(specials)
     if vocab_size < least:
-        raise DataError(f"a vocabulary of {vocab_size} has no room for every byte; ask for at least {least}")
-    if vocab_size > MOST_TOKENS:
-        raise DataError(f"a vocabulary of {vocab_size:,} tokens is more than the {MOST_TOKENS:,} that may be learnt")
+        raise DataError(f"a vocabulary of {vocab_size} has no room for every byte; choose at least {least}")
+    if vocab_size > MAX_TOKENS:
+        raise DataError(f"a vocabulary of {vocab_size:,} tokens is too large; choose at most {MAX_TOKENS:,}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -77,33 +76,33 @@ def byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
 
     tokenizer.train_from_iterator(counted(), trainer)
     if not seen:
-        raise DataError("the texts have no characters, so nothing can be learnt from them; give other rows")
+        raise DataError("the texts have no characters, so there is nothing to learn; choose other rows")
     return _wrapped(tokenizer, specials.index("<bos>"), mask_token=MASK)
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
-    """Write the files of a tokenizer into a directory, each of them whole or not at all; others there stay.
+    """Write the files of a tokenizer into a directory, each atomically. Other files there stay.
 
     Raises OSError with the name of the file that cannot be written.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".tokenizer.", dir=directory) as beside:
+    with TemporaryDirectory(prefix=".tokenizer.", dir=directory) as hidden:
         try:
-            tokenizer.save_pretrained(beside)
-            for file in sorted(Path(beside).iterdir()):
+            tokenizer.save_pretrained(hidden)
+            for file in sorted(Path(hidden).iterdir()):
                 sync(file)
                 file.replace(directory / file.name)
-        except Exception as error:  # tokenizers raises nothing narrower, with the number of the error in its text
-            said = re.search(r"os error (\d+)", str(error))
-            number = int(said[1]) if said else getattr(error, "errno", None)
+        except Exception as error:  # tokenizers raises nothing narrower, with the error's number in its text
+            match = re.search(r"os error (\d+)", str(error))
+            number = int(match[1]) if match else getattr(error, "errno", None)
             if number is None:
                 raise
             raise OSError(number, os.strerror(number), str(directory / "tokenizer.json")) from error
 
 
 def _wrapped(tokenizer: Tokenizer, bos_id: int, **special: str) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers knows one; like Gemma's it puts bos before a text unless told not to."""
+    """Wrap a tokenizer for transformers. Like Gemma's it adds bos to a text by default."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer.post_processor = processors.TemplateProcessing(

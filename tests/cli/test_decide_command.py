@@ -90,7 +90,7 @@ def test_labelled_rows_are_judged_and_temperatures_are_kept_with_the_model(model
 def test_what_cannot_be_judged_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
     good = labelled(range(2))
     wrong = {
-        "another.jsonl:2: answers must have one for each of the 2": [good[0], {**good[1], "answers": [True]}],
+        "another.jsonl:2: answers should have one for each of the 2": [good[0], {**good[1], "answers": [True]}],
         "'maybe' is no answer to 'Is it spam?'; give one of false, true": [{**good[0], "answers": ["maybe", "a"]}],
         "is no distribution; write 3 probabilities": [{**good[0], "answers": [True, [0.5, 0.5, 0.5]]}],
         "the row is no decision": [{"input": "x"}],

@@ -217,7 +217,7 @@ def test_the_same_seed_gives_the_same_answers(model, tmp_path):
         ([CHAT, {"prompt": "a", "response": "b"}], ("--task", "sudoku"), "rows.jsonl:1: not a sudoku prompt"),
         ([CHAT], ("--task", "no_rules:at_all"), "no_rules:at_all cannot be imported (ModuleNotFoundError"),
         ([CHAT], ("--task", "exact", "--columns", "question"), "'question' is not ROLE=COLUMN"),
-        ([CHAT], ("--task", "exact", "--columns", "ask=question"), "columns has 'ask'; it can say where"),
+        ([CHAT], ("--task", "exact", "--columns", "ask=question"), "columns has the unknown key 'ask'"),
         ([CHAT], ("--task", "exact", "--columns", "id=a,id=b"), "id appears twice"),
     ],
 )

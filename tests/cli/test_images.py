@@ -55,7 +55,7 @@ def test_lines_of_a_file_name_pictures_in_its_folder_and_bad_ones_are_lines_with
     result = run("sample", model, "--prompts", folder / "rows.jsonl")
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     assert [answer["finish_reason"] for answer in answers] == ["length"] * 2 + ["error"] * 3 + ["length"]
-    words = ("lies outside of", "no address is fetched", "no such image")
+    words = ("lies outside of", "URLs are not fetched", "no such image")
     assert all(each in answer["error"] for each, answer in zip(words, answers[2:5], strict=True))
 
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_is_said_in_one_line(model, red, tmp_path):
         assert "2 of <image>, and the number of images is 1" in refusal(*words, name, "<image><image>")
     bare = seeing_checkpoint(tmp_path / "bare")
     (bare / "processor_config.json").unlink()
-    assert "says how images are cut" in refusal("sample", bare, "--image", red, "--prompt", "a")
+    assert "the settings of the image processor" in refusal("sample", bare, "--image", red, "--prompt", "a")
     config = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps(config | {"image_token_id": 258_880}))  # as of a preset of text
     for name in ("--prompt", "--chat"):

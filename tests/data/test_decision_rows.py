@@ -57,7 +57,7 @@ def test_joint_questions_are_lines_of_one_canvas(tmp_path):
     assert [joint.tokens[slot.column] for slot in joint.slots] == [slot.tokens[0] for slot in joint.slots]
     [canvas] = collator().rows([joint], epoch=0, step=1, slots=[0], total_slots=1)[0].canvases
     assert len(canvas.pinned) == L - 2
-    with pytest.raises(DataError, match="take 9 tokens, and a canvas has 8"):
+    with pytest.raises(DataError, match="need 9 tokens, but a canvas has 8"):
         encoded(tmp_path, row(joint=True), canvas_length=8)
 
 
@@ -89,7 +89,7 @@ def test_slots_are_kept_in_the_file_of_examples(tmp_path):
         ({"answers": [True]}, "one for each of the 2 questions"),
         ({"answers": [True, "d"]}, "'d' is no answer to 'Which\\?'"),
         ({"joint": 1}, "joint true or false"),
-        ({"form": "words"}, "form must be one of decisions, systemone"),
+        ({"form": "words"}, "form should be one of decisions, systemone"),
         ({"form": "systemone"}, "the label 'no' is no single token"),
     ],
 )

@@ -330,8 +330,8 @@ BAD = {
     "nothing in it": (lambda: b"", "not an image"),
     "a program for a printer": (lambda: bytes_of(picture(8, 8), "EPS"), "not an image in any of PNG"),
     "a bomb": (bomb, "has more than 67,108,864 pixels"),
-    "a film": (film, "has several frames, and films are not read"),
-    "a thread": (lambda: bytes_of(picture(9000, 1)), "of 9000 x 1 pixels, which the model cannot take"),
+    "a film": (film, "has several frames"),
+    "a thread": (lambda: bytes_of(picture(9000, 1)), "of 9000 x 1 pixels"),
     "too many bytes": (lambda: bytes(100_001), "has more than 0 MiB"),
 }
 
@@ -393,7 +393,7 @@ def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": GEMMA}))
     assert encoded(folder, ROWS[0], reader=ImageReader(tmp_path, AROUND)) == encoded(folder, ROWS[0])
     bare, given = ImageReader({}, AROUND), reader().read(str(folder / "pictures" / "a.png"))
-    with pytest.raises(DataError, match=r"^it is .*images are cut"):
+    with pytest.raises(DataError, match=r"image processor"):
         bare.read_all([str(folder / "pictures" / "a.png")])
     assert raw_prompt("?", TOKENIZER, images=[given], reader=bare).images[0].image is given
     with pytest.raises(DataError, match=r"']<\]start"):
@@ -404,7 +404,7 @@ def test_the_last_pictures_stay_in_memory_by_content(monkeypatch):
     read = reader()
     first, second = bytes_of(picture(64, 64)), bytes_of(picture(60, 64))
     assert read.read(first) is read.read(bytes(bytearray(first)))
-    monkeypatch.setattr(images_file, "KEPT_BYTES", 1)
+    monkeypatch.setattr(images_file, "CACHE_BYTES", 1)
     small = reader()
     kept = small.read(first)
     small.read(second)

@@ -193,7 +193,7 @@ def test_the_texts_of_a_row_are_all_that_somebody_wrote():
         ('{"prompt": [], "completion": "a"}', "prompt is a list.*completion is a string"),
         ('{"prompt": "a", "completion": []}', "completion is a list.*prompt is a string"),
         ('{"prompt": "a", "completion": ""}', "completion is empty"),
-        ('{"prompt": "a", "response": "b", "tools": [{}]}', ": tools .*prompt"),
+        ('{"prompt": "a", "response": "b", "tools": [{}]}', ": has tools, .*prompt"),
         ('{"instruction": "a", "input": "b"}', "neither messages.*prompt"),
         ('{"instruction": "a", "output": " "}', "output.*empty"),
         ('{"instruction": "a", "output": "b", "history": [["c", "d"]]}', "history"),

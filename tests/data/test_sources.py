@@ -75,7 +75,7 @@ def test_skipping_goes_on_where_reading_would_have_been(tmp_path, name):
     for count in range(13):
         skip = Skip(count)
         assert list(source.rows(skip)) == whole[count:]
-        assert skip.left == max(0, count - 10)
+        assert skip.remaining == max(0, count - 10)
 
 
 def test_json_documents_may_be_lists_wrapped_or_one_object_after_the_other(tmp_path):
@@ -204,7 +204,7 @@ def test_a_hub_id_is_read_through_datasets(hub, streaming):
     for count in (0, 2, 5, 7):
         skip = Skip(count)
         assert list(source.rows(skip)) == rows[count:]
-        assert skip.left == max(0, count - 5)
+        assert skip.remaining == max(0, count - 5)
 
 
 def test_what_the_hub_refuses_is_one_line_with_the_reason(hub):
@@ -235,7 +235,7 @@ def test_rows_in_memory_are_a_source_like_a_file(kind, rows, columns):
     for count in range(8):
         skip = Skip(count)
         assert list(source.rows(skip)) == found[count:]
-        assert skip.left == max(0, count - 5)
+        assert skip.remaining == max(0, count - 5)
 
 
 def test_a_bad_row_in_memory_is_named_by_its_number(tmp_path):
@@ -297,5 +297,5 @@ def test_columns_of_alpaca_rows_and_tools_are_read_from_parquet(tmp_path):
     (row,) = read_rows(Source(str(path)))
     assert [message["content"] for message in row.messages] == ["a", "b"]
     pq.write_table(pa.Table.from_pylist([{**rows[0], "history": [["c", "d"]]}]), path)
-    with pytest.raises(DataError, match="row 1: history"):
+    with pytest.raises(DataError, match="row 1: has history"):
         list(read_rows(Source(str(path))))

@@ -139,7 +139,7 @@ def test_an_answer_of_a_tool_that_nobody_called_is_read_and_an_id_may_be_a_whole
 
 
 def test_a_row_of_messages_and_a_prompt_is_told_how_to_choose():
-    with pytest.raises(DataError, match=r"f:1: both .*data\.columns"):
+    with pytest.raises(DataError, match=r"f:1: has both .*data\.columns"):
         check_row({**talk(USER, SAID), "prompt": "Rain?"}, "f:1")
     assert messages({**talk(USER, SAID), "prompt": None}) == (USER, SAID)
     assert messages({"prompt": [USER], "answer": 4}, is_asked=True) == (USER,)

@@ -120,7 +120,7 @@ def test_the_command_refuses_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     for words, reason in [
         ([tmp_path / "a.jsonl", "--vocab-size", "100", "--output", tmp_path / "out"], "no room for every byte"),
-        ([tmp_path / "a.jsonl", "--vocab-size", "1000000000000", "--output", tmp_path / "out"], "that may be learnt"),
+        ([tmp_path / "a.jsonl", "--vocab-size", "1000000000000", "--output", tmp_path / "out"], "is too large"),
         ([tmp_path / "no.jsonl", "--output", tmp_path / "out"], "no such file"),
         ([tmp_path / "a.jsonl", "--output", tmp_path / "file"], "cannot be written"),
         ([tmp_path / "a.jsonl", "--columns", "promt=a", "--output", tmp_path / "out"], "promt"),

@@ -180,7 +180,7 @@ def test_requests_whose_images_cannot_be_seen_are_refused(gemma, rows):
         (Request(1, tokens=[5], images=[image]), "the tokens have 0 placeholders of images"),
         (Request(1, tokens=[*row, 5, placeholder], images=[image, image]), "have .* placeholders of images, but"),
         (Request(1, tokens=[*row[1:], 5, placeholder], images=[image]), r"of images\[0\] do not stand side by side"),
-        (Request(1, tokens=row, images=["http://a/b.png"]), r"images\[0\] is the address"),
+        (Request(1, tokens=row, images=["http://a/b.png"]), r"images\[0\] is the URL"),
         (Request(1, tokens=row, images="a.png"), "images must be a list"),
         (Request(1, messages=[{"role": "user", "content": "a"}], images=[image]), "messages have theirs as parts"),
     ]:

@@ -92,7 +92,7 @@ def test_the_images_of_all_unanswered_requests_are_bounded_together(seeing):
     [
         (
             shown("https://example.com/a.png"),
-            r"content\[1\]\.image_url is no data URI, and no address is fetched",
+            r"content\[1\]\.image_url is no data URI, and URLs are not fetched",
         ),
         (shown("/etc/passwd"), "is no data URI"),
         (shown("data:image/png;base64,AAAA"), "not an image"),

@@ -124,7 +124,7 @@ def test_a_bare_off_is_a_word(recipes: Path) -> None:
 def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
     base = recipes / "base.yaml"
     bad = write(recipes, "extends: base.yaml\ndata: {train: [{path: train.jsonl, weight: -1}]}\n")
-    assert "data.train: source 1: train.jsonl: weight is -1.0; give a number above 0" in refusal(bad)
+    assert "data.train: source 1: train.jsonl: weight is -1.0; set a number above 0" in refusal(bad)
     assert "unknown key data.columns.question; data.columns has prompt, response" in refusal(
         base, "data.columns={question: prompt}"
     )

@@ -89,7 +89,7 @@ WANTED = "objective.schedule: input should be an object with alpha(), noise(), d
         ({"train": {"steps": 0}}, "recipe: train.steps: input should be greater than 0 (got 0)"),
         ({"train": {"stepz": 0}}, "recipe: unknown key train.stepz; did you mean train.steps?"),
         ({"data": {"train": {"train": ROWS, "test": ROWS}}}, "recipe: data.train: a mapping with the keys train, test"),
-        ({"data": {"train": iter(ROWS)}}, "recipe: data.train: source 1: rows is a list_iterator; give a sequence"),
+        ({"data": {"train": iter(ROWS)}}, "recipe: data.train: source 1: rows is a list_iterator; pass a sequence"),
         ({"given": {"optimiser": "sgd"}}, "recipe: given.optimiser: pass a class or a function"),
         ({"given": {"objective": Step()}}, "recipe: given.objective: pass a class or a function"),
         ({"data": {"train": []}}, "recipe: data.train: should have at least one source (got [])"),
