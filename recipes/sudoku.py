@@ -56,7 +56,7 @@ def keeps_givens(prompt: str, text: str) -> bool:
 
 
 def is_valid(prompt: str, text: str) -> bool:
-    """True for a `text` that is a solved grid of the puzzle's size, be it another puzzle's; DataError for no puzzle."""
+    """Whether `text` is a solved grid of the puzzle's size, perhaps of another one. Raises DataError for no puzzle."""
     _, size = _cells(prompt)
     grid = _grid(prompt, text)
     return grid is not None and all(len({grid[cell] for cell in group}) == size for group in groups(size))

@@ -1,4 +1,4 @@
-"""The images of a row: from its own columns into the parts of its messages, and out again for a chat template."""
+"""The images of a row as parts of its messages, and messages without them for a chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARKER = "<image>"  # the place of an image in a text, where a row has its image
 
 
 def column_of_images(row: Mapping[str, Any]) -> tuple[ImageSource, ...]:
-    """The images that a row has beside its texts, in the column `image` or `images`: one, or a list."""
+    """The images in a row's column `image` or `images`, which has one or a list."""
     given = [key for key in ("image", "images") if row.get(key) not in (None, "", [])]
     for key in ("video", "videos", "audio", "audios"):
         if row.get(key) not in (None, "", []):
@@ -29,7 +29,7 @@ def column_of_images(row: Mapping[str, Any]) -> tuple[ImageSource, ...]:
 
 
 def text_with_images(text: str, images: Sequence[ImageSource]) -> list[Part]:
-    """A text and its images as parts: an image at each marker, or all before a text without any."""
+    """Return a text and its images as parts: an image at each marker, or all images before a text without markers."""
     pieces = text.split(MARKER)
     if len(pieces) == 1:
         pieces = [*[""] * len(images), text]

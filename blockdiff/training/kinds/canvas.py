@@ -90,18 +90,18 @@ class Denoising(Kind):
             raise RecipeError(f"objective.ar_loss: {NO_HEAD}; leave it out")
 
     def needs_tokenizer(self, recipe: Recipe) -> bool:
-        """True if tokens are named, also for a mask token that the model's config does not name."""
+        """Whether the recipe names tokens, or needs a mask token that the model's config does not have."""
         if super().needs_tokenizer(recipe) or isinstance(self.corruption, UniformTokens):
             return super().needs_tokenizer(recipe)
         shape = shape_of(recipe)
         return self.corruption != MaskToken() or shape is None or shape.mask is None
 
     def sweeps(self, recipe: Recipe) -> bool:
-        """True if clean rows are encoded in the calls that denoise their canvases, not in one of their own."""
+        """Whether clean rows are encoded within the denoise passes (`objective.sweep`)."""
         return recipe.parallel.shard == "full" if self.sweep == "auto" else self.sweep
 
     def noise(self, base: StartingModel) -> Corruption:
-        """The corruption of canvases with this tokenizer's tokens, or the one that the recipe was given from Python.
+        """The corruption of canvases: the recipe's for this tokenizer, or an object from Python.
 
         Raises CheckpointError if the family does not support it.
         """
@@ -111,11 +111,11 @@ class Denoising(Kind):
             corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved, base.mask_id)
         name = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
         base.config.require(corruptions=name)
-        found: Corruption = corruption
-        return found
+        checked: Corruption = corruption
+        return checked
 
     def parts(self, recipe: Recipe, base: StartingModel) -> dict[str, Any]:
-        """The arguments of an objective beside its model."""
+        """The arguments of an objective except its model."""
         return {
             "schedule": self.schedule,
             "corruption": self.noise(base),
@@ -127,7 +127,7 @@ class Denoising(Kind):
         }
 
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
-        """The collator of rows with canvases; of a causal model, whose answers a policy learns, of next tokens."""
+        """The collator of rows with canvases, or without for a causal model that a policy trains."""
         return self.collate(
             recipe,
             base,
@@ -150,22 +150,22 @@ class Denoising(Kind):
         return {"canvas": Loss(objective.canvas_count), "ar": Loss(methodcaller("ar_count"), ar_weight)}
 
     def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:
-        """The held-out losses and accuracies, as `heldout` describes them."""
+        """Return the held-out losses and accuracies (`heldout`)."""
         return heldout(objective, batches, ranks, precision)
 
     def record(self, objective: Any) -> dict[str, Any]:
-        """The keys, and schedule and weight as the objective has them; the order of its passes is no part of it."""
+        """The keys, with schedule and weight of the objective, and without the order of its passes."""
         record: dict[str, Any] = self.model_dump(mode="json", exclude={"sweep"})
-        live = [key for key in ("schedule", "weight") if key in record and hasattr(objective, key)]
-        return record | {key: described(getattr(objective, key)) for key in live}
+        parts = [key for key in ("schedule", "weight") if key in record and hasattr(objective, key)]
+        return record | {key: described(getattr(objective, key)) for key in parts}
 
     def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
-        """The order of passes, too, by which sums are rounded."""
+        """Add the order of passes, which changes the rounding of sums."""
         return super().facts(recipe, base, data, digest_of) | {"objective.sweep": self.sweeps(recipe)}
 
 
 def refuse_schedule(schedule: Schedule) -> None:
-    """Raise RecipeError for a noise schedule that keeps other shares of tokens than one can."""
+    """Raise RecipeError for a noise schedule whose alpha(t) is no falling probability or noise(t) not 1 - alpha(t)."""
     t = torch.linspace(0, 1, 129, dtype=torch.float64)
     alpha, noise, name = schedule.alpha(t), schedule.noise(t), type(schedule).__name__
     wrong = None
@@ -193,7 +193,7 @@ class Canvas(Denoising):
 
     @classmethod
     def suits(cls, config: Family) -> bool:
-        """True for models that denoise."""
+        """Whether the model denoises."""
         return config.denoises
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
@@ -202,7 +202,7 @@ class Canvas(Denoising):
         return make(model, **self.parts(recipe, base))
 
     def parts(self, recipe: Recipe, base: StartingModel) -> dict[str, Any]:
-        """The arguments of an objective beside its model."""
+        """The arguments of an objective except its model."""
         base.config.require(predictions=self.prediction)
         return super().parts(recipe, base) | {"weight": self.weight, "prediction": self.prediction}
 

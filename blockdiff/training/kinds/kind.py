@@ -1,14 +1,14 @@
-"""`Kind`: what a run trains, on which batches and by which losses.
+"""`Kind`: the model, batches and losses of a run.
 
-A kind is its keys, the fields of its class, and verbs. A run calls them in this order:
+A kind has keys, the fields of its class, and methods, which a run calls in this order:
 
-- `refuse`, `without_effect`: what no schema says of a recipe
+- `refuse`, `without_effect`: checks of a recipe that its schema cannot make
 - `start`, `without_weights`, `load_others`: the model that training starts from, and the objective over it
 - `read_data`, `source`: rows, and the batches of every optimiser step
-- `losses`, `why_unscored`: what is divided by what, and with which weight it counts
-- `evaluate`, `sample`: what is measured meanwhile
-- `record`, `facts`: what the model remembers of its training, and what a resumed run must share
-- `largest_batch`, `between_steps`: what a plan of the memory runs
+- `losses`, `why_unscored`: the losses with their divisors and weights
+- `evaluate`, `sample`: measurements during the run
+- `record`, `facts`: the objective in the trained model's settings, and the values that a resumed run must share
+- `largest_batch`, `between_steps`: the largest batch and other memory, for a plan
 
 The defaults are those of a run over rows with responses. `make`, `losses`, `collator` and `evaluate` have none.
 """
@@ -62,13 +62,13 @@ from blockdiff.training.starting_model import (
 )
 from blockdiff.training.step import Counts, Loss
 
-# Keys that do nothing unless something is there: section, its name, keys, whether it is there, and what it is.
+# Keys that have no effect without something else: section, its name, keys, whether that is there, and its name.
 Needs = tuple[Section, str, tuple[str, ...], bool, str]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A batch as the model sees it: canvases with noise, or blocks that are masked behind their first token.
+    """A batch as the model sees it: noisy canvases, or blocks whose tokens after the first are masks.
 
     has_noise: False for blocks, which have no noise level, signal or fill.
     """
@@ -82,17 +82,17 @@ class Drawn:
 class Kind(ObjectiveSection):
     """A kind of run. The keys of its objective are the fields of its class."""
 
-    given: ClassVar[tuple[str, ...]] = ()  # the parts from Python that it takes, of `objective` and `reward`
-    metrics: ClassVar[tuple[str, ...]] = ()  # the held-out and sampled metrics of this kind that not every kind has
-    trains_whole: ClassVar[bool] = False  # without adapters; `model.quantize` is of a model beside it
-    unit: ClassVar[str] = "canvas"  # what an example is cut into
-    learns_template: ClassVar[bool] = True  # its rows are written by the template that the trained model is asked in
+    given: ClassVar[tuple[str, ...]] = ()  # the parts from Python that it supports, of `objective` and `reward`
+    metrics: ClassVar[tuple[str, ...]] = ()  # its held-out and sampled metrics that not every kind has
+    trains_whole: ClassVar[bool] = False  # it has no adapters; `model.quantize` applies to another model
+    unit: ClassVar[str] = "canvas"  # the name of the pieces of an example
+    learns_template: ClassVar[bool] = True  # its rows are rendered with the trained model's chat template
     # What is missing when a plan does not know the longest row.
     length_from: ClassVar[str] = "data.max_length: missing, so the longest row is not known; set it, or say --tokens"
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Those of `metrics` that a run with these keys has."""
+        """The `metrics` that a run with these keys measures."""
         return self.metrics
 
     @field_serializer("kind")
@@ -102,16 +102,16 @@ class Kind(ObjectiveSection):
 
     @property
     def settings_from(self) -> str | None:
-        """The model whose tokenizer and settings the run has; None: the model that trains."""
+        """The model whose tokenizer and settings the run uses; None: the model that trains."""
         return None
 
     # -- before anything is loaded ---------------------------------------------------------------------------------
 
     def refuse(self, recipe: Recipe) -> None:
-        """Raise RecipeError for what the recipe asks for beside this kind and it does not go with."""
+        """Raise RecipeError for keys of other sections that this kind does not support."""
 
     def without_effect(self, recipe: Recipe) -> list[Needs]:
-        """Keys that do nothing unless something is there."""
+        """The keys that have no effect without something else."""
         return []
 
     # -- the model -------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Kind(ObjectiveSection):
         return read_starting_model(recipe, config, self.settings_from)
 
     def planned_start(self, recipe: Recipe) -> StartingModel:
-        """`start` for a plan: a released model that is not to be had has its shape from a preset, and no tokenizer."""
+        """`start` for a plan. A released model that is not available is replaced by its preset, without tokenizer."""
         try:
             return self.start(recipe)
         except CheckpointError:
@@ -137,7 +137,7 @@ class Kind(ObjectiveSection):
         """Raise RecipeError for a model that this kind does not train."""
 
     def needs_tokenizer(self, recipe: Recipe) -> bool:
-        """True if the objective cannot be made without the model's tokenizer."""
+        """Whether the objective cannot be constructed without the model's tokenizer."""
         return any(isinstance(token, str) for token in recipe.lora.tokens)
 
     def without_weights(
@@ -147,9 +147,9 @@ class Kind(ObjectiveSection):
         kernels: str | Kernels | None = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """The objective over a model that has its adapters and is frozen as the recipe says; no weight has memory yet.
+        """The objective, with a model that has its adapters and frozen parameters, but no memory for weights yet.
 
-        kernels: replace the recipe's; dtype: of the weights (None: they get it when they are filled).
+        kernels: replace the recipe's. dtype: of the weights (None: decided when they are filled).
         """
         model = empty_model(recipe, base, kernels, dtype)
         objective = self.make(recipe, base, model, dtype)
@@ -158,7 +158,7 @@ class Kind(ObjectiveSection):
         return objective
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
-        """The module whose forward returns the sums of the losses of a batch by name, over a model without weights."""
+        """Construct the module whose forward returns the sums of a batch's losses by name. model: without weights."""
         raise NotImplementedError
 
     def others(self) -> list[str]:
@@ -166,11 +166,11 @@ class Kind(ObjectiveSection):
         return []
 
     def beside(self, objective: Any) -> dict[str, BlockDiffusionModel]:
-        """The models of an objective in addition to the one that trains, by what a plan calls them."""
+        """The models of an objective in addition to the one that trains, by their names in a plan."""
         return {}
 
     def load_others(self, recipe: Recipe, objective: Any, mesh: Mesh) -> list[tuple[str, str, BlockDiffusionModel]]:
-        """Load the models beside the one that trains; returns each with a word for it and its name."""
+        """Load the models other than the one that trains. Returns (role, name, model) of each."""
         return []
 
     # -- the data --------------------------------------------------------------------------------------------------
@@ -185,8 +185,9 @@ class Kind(ObjectiveSection):
     ) -> Data:
         """Read and encode the rows of a recipe, or find them in the cache.
 
-        With several ranks one of each node fills the cache first. Rows that are read pass through `watch`; `day` is the
-        date that chat templates write (None: today's). Raises DataError with file and line for what cannot be used.
+        With several ranks, one rank of each node fills the cache first. watch: an iterator that rows pass through. day:
+        the date that chat templates write (None: today). Raises DataError with file and line for rows that cannot be
+        used.
         """
         reader = image_reader(recipe, base)
         reading = Reading.of(recipe, encoder(recipe, base, self.stride(base), reader, day), ranks, watch)
@@ -198,16 +199,16 @@ class Kind(ObjectiveSection):
         return Data(recipe, reading.encode, train, heldout, prompts, collator, order)
 
     def read_rows(self, recipe: Recipe, reading: Reading) -> tuple[Any, AnyOrder]:
-        """The rows that a run trains on, and their order."""
+        """Read the rows that a run trains on, and return them with their order."""
         return reading.examples(recipe)
 
     def read_prompts(self, recipe: Recipe, reading: Reading, is_chat: bool) -> Any:
-        """The rows of `evaluation.prompts`; DataError for one that is no question of `evaluation.task`.
+        """Read the rows of `evaluation.prompts`. Raises DataError for a row that is no question of `evaluation.task`.
 
-        is_chat: raw prompts are a user's turns, as the run trains on conversations.
+        is_chat: make raw prompts user turns, because the run trains on conversations.
         """
         rows = reading.prompts(recipe)
-        if is_chat and not reading.encode.chat:  # which does it by itself
+        if is_chat and not reading.encode.chat:  # with `data.chat` the encoder does it
             rows = [row.as_conversation() for row in rows]
         questions_of(rows, evals.task(recipe.evaluation.task), reading.encode)
         return rows
@@ -216,7 +217,7 @@ class Kind(ObjectiveSection):
         """Raise RecipeError or DataError for rows that the run cannot use, before weights are read."""
 
     def stride(self, base: StartingModel) -> int:
-        """The number of tokens of a response from one place where a canvas may begin to the next."""
+        """The distance between possible starts of canvases in a response, in tokens."""
         return base.canvas_length
 
     def canvases(self, recipe: Recipe) -> CanvasChoice | None:
@@ -230,7 +231,7 @@ class Kind(ObjectiveSection):
     def collate(
         self, recipe: Recipe, base: StartingModel, reader: ImageReader | None = None, **choices: Any
     ) -> Collator:
-        """A collator of examples for the model, with the choices of a kind."""
+        """Construct a collator for the model. choices: further arguments of `Collator`."""
         return Collator(
             canvas_length=base.canvas_length,
             pad_id=base.pad_id,
@@ -243,7 +244,7 @@ class Kind(ObjectiveSection):
         )
 
     def source(self, recipe: Recipe, built: Built, ranks: Ranks, show: Progress) -> Source:
-        """Where the batches of optimiser steps come from; of `built` all is there but the source."""
+        """The source of the batches of optimiser steps. built: without its source."""
         return Rows(built.data, ranks, recipe.train.micro_batch_size)
 
     def in_words(self, recipe: Recipe) -> str:
@@ -260,7 +261,7 @@ class Kind(ObjectiveSection):
         return None
 
     def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
-        """A batch with its noise, for a person to look at."""
+        """A batch with its noise, for `blockdiff inspect`."""
         return Drawn(batch, batch.canvas_BCL, torch.zeros_like(batch.is_scored_BCL))
 
     # -- the losses ------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class Policy(Canvas):
         refuse_changed(recipe, {"objective": of_canvases, "data": ("canvases",)}, WHY)
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
-        """The ordinary objective with the policy's loss."""
+        """The objective of canvases or next tokens with the policy's loss."""
         strategy = rollout_strategy(self.over, self.strategy, base.generation, base.denoises)
         through = self.signal == "through"
         policy = policy_of(strategy, base.generation.max_steps, self.ratio_clip, self.kl, through=through)

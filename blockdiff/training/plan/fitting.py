@@ -82,9 +82,10 @@ def _kept(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Rank
 
 
 def _largest(data: Data, recipe: Recipe, ranks: Ranks) -> tuple[Batch | None, float]:
-    """The largest micro-batch of this rank in the first optimiser step, of so many rows as a plan runs at most.
+    """The largest micro-batch of this rank in the first optimiser step, with at most the rows that a plan runs.
 
-    Beside it how many times as many there are. None where the data has an error, which is said when it is fetched.
+    Returns it with the number of its rows relative to the rows that are run. It is None if the data have an error,
+    which is reported when the step fetches them.
     """
     most, rows = MOST_ROWS * ranks.row_world, recipe.train.micro_batch_size
 

@@ -193,7 +193,7 @@ def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
 
 
 def _longest(recipe: Recipe, tokens: int | None) -> int:
-    """Tokens of the longest row; RecipeError where nothing says it."""
+    """The tokens of the longest row. Raises RecipeError if neither the argument nor the recipe has a limit."""
     length = tokens or recipe.data.pack or getattr(recipe.data.max_length, "tokens", None)
     if length is None:
         raise RecipeError(kind_of(recipe).length_from)
