@@ -15,7 +15,7 @@ NEUTRAL = {"factor": 1.0, "partial_rotary_factor": 1.0}  # parameters of RoPE th
 
 
 def is_above_zero(value: Any) -> bool:
-    """True for a finite number above 0."""
+    """Whether a value is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
@@ -42,14 +42,17 @@ def image_sizes_out_of_range(vision: Any) -> Iterator[str]:
 
 
 def sizes_below_one(config: Any, names: Collection[str], where: str = "") -> Iterator[str]:
-    """Sizes of a config that are no numbers from 1 on."""
+    """Yield a reason for each size of a config that is not a number of at least 1."""
     for name in names:
         if not isinstance(getattr(config, name), int) or getattr(config, name) < 1:
             yield f"{where}{name} is {getattr(config, name)!r}; it must be at least 1"
 
 
 def other_values(config: Any, computed: Mapping[str, tuple[Any, ...]], where: str = "") -> Iterator[str]:
-    """Fields with other values than those that are computed with; a field that is not there has the first of them."""
+    """Yield a reason for each field of a config whose value is not supported.
+
+    computed: field -> the supported values, of which the first is the default.
+    """
     for name, allowed in computed.items():
         value = getattr(config, name, allowed[0])
         if value not in allowed:
@@ -57,7 +60,7 @@ def other_values(config: Any, computed: Mapping[str, tuple[Any, ...]], where: st
 
 
 def wrong_rope(rope: Mapping[str, Any] | None, known: Mapping[str, tuple[str, ...]], where: str) -> Iterator[str]:
-    """Parameters of RoPE that are missing or not computed with; known: those that each type may have."""
+    """Yield a reason for each parameter of RoPE that is missing or unsupported; known: rope_type -> its parameters."""
     if not rope or not rope.get("rope_theta"):
         yield f"{where}: missing, or without rope_theta"
         return

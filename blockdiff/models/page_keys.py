@@ -34,5 +34,5 @@ def packed_identities(identities: Sequence[int]) -> bytes:
 
 
 def unpacked_identities(key: bytes) -> list[int]:
-    """Invert `packed_identities`."""
+    """Return the identities that `packed_identities` made a key of."""
     return array("q", key).tolist()

@@ -60,7 +60,7 @@ def check_quantize(quantize: str | None) -> None:
 
 
 def store(model: BlockDiffusionModel, forms: Mapping[str, Form]) -> None:
-    """Freeze the weights of layers in forms of fewer bits, without values. Adapters come afterwards."""
+    """Replace the weights of the named layers by unfilled, frozen matrices of fewer bits. Call it before `adapt`."""
     for name, form in forms.items():
         module = model.get_submodule(name)
         assert isinstance(module, HasWeights)

@@ -214,7 +214,7 @@ class SharedRows:
         return self._of_all(vocabulary).class_stats(hidden_BLD, temperature, uniform_BL, classes, penalty, excluded)
 
     def _embedding(self, vocabulary: Vocabulary) -> Tensor | None:
-        """The embeddings of this rank's rows, if they are not the rows that make the logits."""
+        """Return this rank's rows of the table if the head is separate, None if the table also computes the logits."""
         return None if vocabulary.head is None else self.rows(vocabulary)
 
     # -- parts -------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class DFlash(Drafter):
         self._scale = self.config.input_embedding_scale / target.vocabulary.root
 
     def reading(self, tokens_BT: Tensor, features_BTF: Tensor) -> Tensor:
-        """The features alone."""
+        """Return the features: the drafter reads no embeddings of clean tokens."""
         return features_BTF
 
     def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:

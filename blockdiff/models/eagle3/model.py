@@ -107,7 +107,7 @@ class Eagle3(Drafter):
         self.layer_kinds = ("full",)
 
     def drafts_for(self, target: BlockDiffusionModel) -> None:
-        """Take over what the head has not got itself; BlockdiffError for a target of another shape."""
+        """Share the target's weights that the head lacks; raise BlockdiffError for a target of another shape."""
         super().drafts_for(target)
         depth, hidden = len(target.layers), target.vocabulary.table.shape[1]
         self.target_layers = self.config.target_layers(depth)
