@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.settings import SamplingSettings
 
 LOWEST, HIGHEST = 0.05, 20.0  # temperatures that a fit may find
-FEW = 50  # rows under which a fit says that it cannot hold
+FEW = 50  # rows, below which a fit is unreliable
 
 
 def key_of(asked: Question | str, asking: Asking, reader: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""The control of canvases as tensors: which tokens are given, and which may stand in the other places.
+"""The control of canvases as tensors: which tokens are given, and which are allowed at the other positions.
 
-Pinned tokens, holes, banned tokens and constraints are one thing: for every position a set of tokens that can stand
-there, which may depend on what stands before and after it. `predict` makes distributions over those sets alone.
+Pinned tokens, holes, banned tokens and constraints have one form: for every position a set of allowed tokens, which may
+depend on the tokens before and after it. `predict` computes distributions over those sets only.
 """
 
 from __future__ import annotations

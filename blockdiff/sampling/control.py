@@ -1,8 +1,7 @@
-"""The control of one response: what may stand in it, by its request, and the state of that after the committed tokens.
+"""The control of one response: the tokens that its request allows, and the state of that after the committed tokens.
 
-The fields of `Request` say what is asked; `compile_control` makes of them tokens, classes of tokens and an automaton,
-and `Control.begin` the tensors of a canvas. Tensors: L positions of a canvas, N of the whole response, S states, V
-tokens.
+`Request` has the fields; `compile_control` makes tokens, token classes and an automaton from them, and `Control.begin`
+the tensors of a canvas. Tensors: L positions of a canvas, N of the whole response, S states, V tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from blockdiff.sampling.settings import SamplingSettings
 
-NOISE = 0.5  # of a draft for which no other level is asked
+NOISE = 0.5  # of a draft without a noise level of its own
 
 
 @dataclass(eq=False)

@@ -204,7 +204,7 @@ def _controlled(
         inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, control.classes, _penalty(control), mask_id
     )
     pinned_BL, tokens_BL = control.pinned_BL, inputs.tokens_BL
-    if mask_id is not None:  # under mask noise what is visible is given, too
+    if mask_id is not None:  # under mask noise visible tokens are given, too
         pinned_BL = pinned_BL.where(pinned_BL >= 0, tokens_BL.where(tokens_BL != mask_id, -1))
     best_log_p_BLC = stats.maximum - stats.log_sum
     if control.automaton is None:

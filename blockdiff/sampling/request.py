@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 SCORES = ("logprobs", "top_logprobs", "score", "draw")
 FORMS = ("regex", "json_schema", "template")  # of a whole response
-# What each field of a `Request` must be for itself; `Request._contradiction` says what does not go together.
+# The check of each field of a `Request` by itself; `Request._contradiction` checks combinations.
 RULES = {
     "prompt": Rule(str, "text"),
     "tokens": Rule(Sequence, "a list of token ids", is_list),
@@ -38,25 +38,25 @@ class Request(RequestOptions):
     """One prompt, given in exactly one of three ways.
 
     `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the prompt's
-    ids as they are. `images` are paths, the bytes of files, data URIs, images of PIL or `ImageInput`s: they stand where
-    `prompt` says `<image>`, else before its text, or where `tokens` has their placeholders; messages have theirs as
-    parts {"type": "image", "image": ...}. A request without `seed` gets one that follows from the seed of the call and
-    its `id`. `tools` are declarations of functions that the conversation may call: {"type": "function", "function":
-    {name, description, parameters}}; an empty list says that none may be called, and what spells a call stays text.
-    `thinking` asks the chat template for reasoning, and `template_options` are
-    further variables of the template, such as {"thinking_mode": "disabled"}. `scores` asks for the log-probability of
-    every token of the answer, and `top_logprobs` for those of so many likeliest tokens in its place; `scores_prompt`
-    asks for both of the prompt's tokens, too; of `best_of` answers, each with draws of its own, the result is the one
-    with the highest mean log-probability. The first of the texts `stop` ends the response; the result's text is what
-    stands before it.
+    ids as they are. `images` are paths, the bytes of files, data URIs, images of PIL or `ImageInput`s. They replace
+    each `<image>` in `prompt`, else precede its text, or belong to the placeholders in `tokens`; messages contain
+    theirs as parts {"type": "image", "image": ...}. A request without `seed` gets one derived from the seed of the call
+    and its `id`. `tools` are declarations of functions that the conversation may call: {"type": "function", "function":
+    {name, description, parameters}}; with an empty list none may be called, and the text of a call remains text.
+    `thinking` requests reasoning from the chat template, and `template_options` are further variables of the template,
+    such as {"thinking_mode": "disabled"}. `scores` requests the log-probability of every token of the answer, and
+    `top_logprobs` the log-probabilities of that many likeliest tokens at each position; `scores_prompt` requests both
+    for the prompt's tokens too. With `best_of`, that many answers are drawn independently, and the result is the one
+    with the highest mean log-probability. The first of the texts `stop` ends the response; the result's text ends
+    before it.
 
     Three fields override the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: the most
     denoising steps of a canvas; strategy: how canvases are denoised.
 
-    The other fields say what may stand in the response (docs/control.md). template: its form, with holes; regex;
-    json_schema; banned: texts or token ids; min_tokens: before which no eos stands; repetition_penalty: 1 for none;
-    draft: a text to start from, noised to level `noise` in [0, 1]. Where the prompt's texts spell control tokens, such
-    as `<turn|>`, they are read as text, unless `allow_control_tokens`.
+    The other fields restrict the response (docs/control.md). template: its form, with holes; regex; json_schema;
+    banned: texts or token ids; min_tokens: the number of tokens before which no eos is allowed; repetition_penalty: 1
+    for none; draft: a text to start from, noised to level `noise` in [0, 1]. Control tokens that the prompt's texts
+    spell, such as `<turn|>`, are read as text, unless `allow_control_tokens`.
     """
 
     id: str | int
@@ -244,15 +244,15 @@ class PromptScores:
 class Result:
     """The answer to a request.
 
-    `tokens` ends with the first eos if there is one; `text` has no special tokens, nor the `reasoning` before the
-    answer, nor the `tool_calls` of the response, which are given in the form that messages have; `steps` are the
-    denoising steps of each canvas, and `forwards` all model calls (with `best_of`, those of all draws); `finish_reason`
-    is "eos", "length", "stop", "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are
-    those of `tokens` by next-token prediction, in nats, and `top_logprobs` has the likeliest tokens in the place of
-    each, with theirs; `prompt_scores`, where asked for, has both of the prompt; with `best_of`, `draw` says which of
-    the answers this is, from 0. `prompt_tokens` counts those of the prompt, and `cached_tokens` those of them that
-    other requests had encoded. `places` says for each place of a drafter's blocks, from the first drafted one on, how
-    often a token was drafted there and how often it stood.
+    `tokens` ends with the first eos if there is one. `text` has no special tokens, no `reasoning` and no `tool_calls`,
+    which are separate fields, the calls in the form of messages. `steps` are the denoising steps of each canvas, and
+    `forwards` all model calls (with `best_of`, of all draws). `finish_reason` is "eos", "length", "stop", "cancelled"
+    or, with the reason in `error`, "error". If requested, `logprobs` are the log-probabilities of `tokens` by
+    next-token prediction, in nats, `top_logprobs` has the likeliest tokens at each position with theirs, and
+    `prompt_scores` has both for the prompt. With `best_of`, `draw` is the index of the chosen answer. `prompt_tokens`
+    counts the prompt's tokens, and `cached_tokens` the ones among them that other requests had encoded. `places` has,
+    for each position of a drafter's blocks from the first drafted one on, how often a token was drafted there and how
+    often it was accepted.
     """
 
     id: str | int

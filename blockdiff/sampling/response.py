@@ -26,7 +26,7 @@ REASONING = (
     ("<think>", "</think>", ""),
     ("<|channel>", "<channel|>", "thought\n"),
 )
-HALF = "\N{REPLACEMENT CHARACTER}"  # stands for a character of which tokens are missing
+HALF = "\N{REPLACEMENT CHARACTER}"  # replaces a character whose tokens are incomplete
 CONTEXT = 16  # tokens that are decoded again with new ones, for those before a token may change how it is written
 
 

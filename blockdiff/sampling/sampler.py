@@ -370,7 +370,7 @@ class Sampler:
         elif engine is not None and self.pages is None and (rows > engine.most_rows or _exceeds(room, self._room)):
             # pages that were made at once leave too little memory to the calls of more rows
             fits = (engine.pages.grows or rows <= engine.most_rows) and engine.grow(*room)
-            if not fits and not engine.unfinished:  # beside the pages that are held there is no room
+            if not fits and not engine.unfinished:  # no room in addition to the held pages
                 engine = None
         if engine is None:
             self._engine, self._state, self._room = None, state, (0, 0, 0)  # its memory goes before the new one's comes

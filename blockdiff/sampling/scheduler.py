@@ -1,6 +1,6 @@
-"""The order in which sequences run: which wait, which are being encoded, which are denoised, and what memory allows.
+"""The order in which sequences run: which wait, are encoded or are denoised, as memory allows.
 
-Nothing here computes. The engine asks which tokens to encode in a step and says which sequences are done.
+Nothing here computes. The engine requests the tokens to encode in a step, and reports finished sequences.
 """
 
 from __future__ import annotations

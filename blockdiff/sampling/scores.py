@@ -1,8 +1,8 @@
 """Scores of texts by the model's own next-token predictions.
 
-The encode pass is causal and its next-token loss is trained beside the denoising loss, so the hidden state of every
-clean token predicts the token after it. A sum of such log-probabilities is exact; what it says is as good as the
-model's next-token loss is low. A model trained without that loss (`objective.ar_loss: none`) gives numbers that say
+The encode pass is causal and its next-token loss is trained together with the denoising loss, so the hidden state of
+every clean token predicts the token after it. A sum of such log-probabilities is exact, but only as useful as the
+model's next-token loss is low. The scores of a model trained without that loss (`objective.ar_loss: none`) mean
 nothing.
 """
 

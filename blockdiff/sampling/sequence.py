@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.strategy import Strategy
     from blockdiff.sampling.trace import Verification
 
-STOP_SPARE = 8  # special tokens that may stand within a text that ends a response
+STOP_SPARE = 8  # special tokens allowed within a text that ends a response
 NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtype may help"
 
 

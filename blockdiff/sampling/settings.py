@@ -1,4 +1,4 @@
-"""The settings of a model's answers: what its checkpoint brings beside the weights, and what a caller gives instead."""
+"""The settings of a model's answers: from its checkpoint, or replaced by a caller."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The denoising step, from top to bottom: what is asked of it, the state of canvases between two steps, and the step.
+"""The denoising step, from top to bottom: its arguments, the state of canvases between two steps, and the step.
 
-The step is one function over buffers that stay where they are, so that it can be captured and replayed. `batch` says
-which canvas has which place in them. Tensors: B canvases, L positions.
+The step is one function over buffers at fixed addresses, so that it can be captured and replayed. `batch` assigns
+canvases to their rows. Tensors: B canvases, L positions.
 """
 
 from __future__ import annotations

@@ -20,10 +20,11 @@ class Hole:
 
 
 def parse_template(template: str) -> list[str | Hole]:
-    """Texts and holes in their order: `<?16>` is a hole of 16 tokens, `<?name:16>` one with a name, `<?name>` one whose
-    size its choices say, and `<??` stands for `<?`.
+    """Split a template into texts and holes, in order.
 
-    RequestError for any other `<?`, a hole of no tokens or more than a million, and a template without a hole.
+    `<?16>` is a hole of 16 tokens, `<?name:16>` one with a name, `<?name>` one whose size its choices determine, and
+    `<??` is the text `<?`. Raises RequestError for any other `<?`, a hole of no tokens or more than a million, and a
+    template without a hole.
     """
     parts: list[str | Hole] = []
     literal, end = "", 0

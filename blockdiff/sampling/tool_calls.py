@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Found = tuple[int, int, list[dict[str, Any]]]
 
-BARE = re.compile(r"([^{}\[\],:]+)(:?)")  # what Gemma writes without quotes
+BARE = re.compile(r"([^{}\[\],:]+)(:?)")  # Gemma's keys and values without quotes
 BETWEEN_CALLS = "; \t\r\n"  # of Llama
 FIRST_KEY = re.compile(r'\{\s*(?:"(\w*)("?))?')
 TAG = re.compile(r"\s*<(/?)([^<>\s]+)(?:\s+name=\"([^\"]+)\")?\s*>", re.DOTALL)
@@ -153,7 +153,7 @@ class HermesCalls(EnclosedCalls):
 class LlamaCalls:
     """Calls of Llama 3: the response is `{"name": NAME, "parameters": {...}}`, several with `;` between them.
 
-    No token stands before them in every template, so only the tools that a request declares can be called.
+    Not every template has a token before them, so only the tools that a request declares can be called.
     """
 
     tokenizer: PreTrainedTokenizerBase

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class Step:
     """One denoising step of one request; every list has one entry per canvas position.
 
-    `tokens` is the canvas that the step saw, `argmax` and `sample` what it predicted (or wrote in its place), `entropy`
-    (nats) how unsure it was at this temperature, `is_accepted` whether `sample` stayed for the next step. Where they
-    are said: `is_pinned` marks positions whose token is given, and `stays` those whose token in `tokens` stands as it
-    is. What is neither kept, pinned nor stays is renewed.
+    `tokens` is the step's input canvas, `argmax` and `sample` its predictions (or the tokens that replace them),
+    `entropy` (nats) their uncertainty at this temperature, and `is_accepted` whether `sample` was kept for the next
+    step. Optional: `is_pinned` marks positions whose token is given, and `stays` positions that keep their token of
+    `tokens`. Every other position gets new noise.
     """
 
     id: str | int

@@ -1,10 +1,10 @@
-"""Verification: drafts against the tokens that next-token sampling writes in their places.
+"""Verification: comparing drafts with the tokens that next-token sampling would write at their positions.
 
 A draft is encoded behind its row's tokens without being accepted. Each hidden state predicts the token after it, and
-the head draws that token with the very number, and under the very control, with which next-token sampling draws it. The
-draft's tokens stand as far as they are those; the first that differs is replaced by the head's. So whatever drafts, the
-response has the tokens of next-token sampling with the same seed: a drafted token x stands with probability p(x), and
-what replaces it has the distribution p without x.
+the head draws that token with the same random number and under the same control as next-token sampling. The draft's
+tokens are accepted up to the first mismatch, which the head's token replaces. So with any drafter the response has the
+tokens of next-token sampling with the same seed: a drafted token x is accepted with probability p(x), and its
+replacement has the distribution p without x.
 """
 
 from __future__ import annotations

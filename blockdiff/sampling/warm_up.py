@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.settings import SamplingSettings
 
 PREFIX_TOKENS = 1000  # of the rows whose steps are captured
-MARGIN = 1.25  # times what calls took: no two calls are alike
+MARGIN = 1.25  # factor on measured bytes: no two calls are alike
 KEPT_BYTES = 1 << 30  # for the features of images and the workspaces of libraries
 
 

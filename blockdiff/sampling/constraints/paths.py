@@ -102,9 +102,9 @@ def completable_pins(automaton: TokenAutomaton, pins: tuple[int, ...]) -> Tensor
 
 
 def forced(automaton: TokenAutomaton, start: int, is_final_S: Tensor, pinned_L: Tensor, is_text_L: Tensor) -> Tensor:
-    """The tokens that stand in every canvas from the start state to a final one, int64 [L]; -1 where there is a choice.
+    """Return the tokens common to all canvases from the start state to a final one, int64 [L]; -1 if there is a choice.
 
-    pinned_L: int64, tokens that are given, -1 where none is; is_text_L: where the text cannot end.
+    pinned_L: int64, given tokens, -1 where none is given; is_text_L: positions at which the text cannot end.
     """
     K, L = automaton.successor_SK.shape[1], len(pinned_L)
     from_E, to_E, class_E = automaton.pair_E // K, automaton.successor_SK.flatten()[automaton.pair_E], automaton.class_E

@@ -26,10 +26,11 @@ _RUST_ONLY = re.compile(r"\\[pPx]\{[^}]*\}|\\[pP][A-Z]|\\z|\[:\w+:\]|&&|--|~~")
 
 @lru_cache(maxsize=32)
 def regex_automaton(regex: str) -> ByteAutomaton:
-    """The texts that match a regular expression as a whole, in the syntax of Rust's regex crate.
+    """Make the automaton of the texts that match a whole regular expression, in the syntax of Rust's regex crate.
 
-    `^` at its beginning and `$` at its end say nothing more and may stand there. RequestError for what is no regular
-    expression, has look-around, matches nothing, or is too large, and where outlines-core is not installed.
+    `^` at its beginning and `$` at its end are allowed and change nothing. Raises RequestError for text that is no
+    regular expression, for look-around, for expressions that match nothing or are too large, and if outlines-core is
+    not installed.
     """
     whole = without_ends(regex)
     if (written := characters_written(whole)) > MOST_CHARACTERS:

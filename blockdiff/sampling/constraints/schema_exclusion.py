@@ -9,7 +9,7 @@ from blockdiff.sampling.constraints.ecma import is_in
 from blockdiff.sampling.constraints.schema_merging import OF_TYPE, of_name, simplified, written_types
 
 Plain = dict[str, Any]
-# Of two schemas: the plain schemas of what satisfies the first and not the second; None where they cannot be told apart
+# Plain schemas for documents that satisfy the first schema and not the second; None if no such schemas are known
 Difference = Callable[[Any, Any], "list[Plain] | None"]
 Holds = Callable[[Any, Any], bool]
 

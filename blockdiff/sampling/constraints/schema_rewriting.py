@@ -1,7 +1,7 @@
 """Schemas without keywords that combine schemas: `$ref`, `allOf`, `anyOf`, `oneOf`, `not`, `if` and the dependent ones.
 
-A plain schema says a type or an enum, and what its values are like. `Rewriting.ways` makes of any schema the plain ones
-of which a document satisfies one.
+A plain schema has a type or an enum, and constraints on those values. `Rewriting.ways` converts any schema to plain
+ones, of which each document satisfies one.
 """
 
 from __future__ import annotations

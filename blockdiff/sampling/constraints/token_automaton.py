@@ -1,4 +1,4 @@
-"""From an automaton over bytes to one over the tokens of a model, with tokens that it treats alike put into classes."""
+"""From an automaton over bytes to one over a model's tokens, with tokens of equal effect grouped into classes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NUMBERS = 4 << 20  # (state, text) pairs that are followed at once
 
 @dataclass(frozen=True, eq=False)
 class TokenAutomaton:
-    """A deterministic automaton over tokens, whose last state is the end: reached by an eos, and left by nothing.
+    """A deterministic automaton over tokens. Its last state is the end, which an eos reaches and nothing leaves.
 
-    class_V: the class of each token, C for a token that can stand nowhere. next_SC: the state after a class, S where
-    it cannot stand (row S is dead); from every other state acceptance can be reached. is_end_C: the classes of eos and
-    fill. The pairs of a state s and its k-th successor are numbered s K + k: successor_SK (S where there are fewer),
-    and for each of the edges its pair and its class.
+    class_V: the class of each token, C for a token that is never allowed. next_SC: the state after a class, S if it is
+    not allowed (row S is dead); from every other state acceptance can be reached. is_end_C: the classes of eos and
+    fill. The pair of a state s and its k-th successor has the number s K + k: successor_SK has the successors (S if
+    there are fewer than K), and each edge has a pair and a class.
     """
 
     classes: Classes
@@ -133,9 +133,11 @@ def token_automaton(
 
 
 def _reached(automaton: ByteAutomaton, tokens: Tokens) -> tuple[list[int], Tensor, Tensor]:
-    """The states that the tokens with a text lead to from the start, the place of each state among them (int64
-    [states + 1], -1 for others), and a number of each token that says where it leads from all of them, 0 for a token
-    that can stand nowhere. RequestError for too many states."""
+    """Find the states that tokens with a text reach from the start, and group tokens that lead to the same states.
+
+    Returns these states, the index of each state among them (int64 [states + 1], -1 for others), and for each token the
+    number of its group, 0 for a token that is never allowed. Raises RequestError for too many states.
+    """
     place = torch.full((automaton.states + 1,), -1, dtype=torch.int64)
     place[0] = 0
     order = [0]

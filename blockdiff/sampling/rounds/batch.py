@@ -91,7 +91,7 @@ class CanvasBatch:
             prefixes = step.prefixes.load(rows + [self.pages.empty] * self.graphs.padding(len(rows)))
             if (shape := self._shape_to_capture()) is not None:
                 self._captured = shape, self._prepared(shape, prefixes)
-        if len(step.may_stop) > MOST_GRAPHS:  # what replayed steps said is needed; others say it again
+        if len(step.may_stop) > MOST_GRAPHS:  # keep the entries of captured graphs, which a replay does not set again
             used = {key[1] for key in self.graphs.keys}
             step.may_stop = {each: stops for each, stops in step.may_stop.items() if each in used}
 
@@ -176,7 +176,7 @@ class CanvasBatch:
         for canvas in self.canvases:
             canvas.sequence.calls["denoise"] += 1
         self._report.send(len(steps))
-        # where no canvas can end the host need not wait for the device; else it waits here, once
+        # if no canvas can end the host need not wait for the device; else it waits here, once
         is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))
         may_end = is_last or step.may_stop[call.strategies]
         finished = self._finished(self._report.read(len(steps)) if may_end else None, steps)
@@ -190,7 +190,7 @@ class CanvasBatch:
         canvases = self.canvases
         shapes, controls = [self._shape(n, step) for n, step in enumerate(steps)], self._canvas_controls
         groups = group_canvases([canvas.sequence.strategy for canvas in canvases], self.model.device)
-        # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
+        # before the first prediction the signal is 0, which changes nothing; it is left out if nothing is captured
         has_signal = self.graphs.captures or any(canvas.has_begun for canvas in canvases)
         ids = [canvas.sequence.id for canvas in canvases]
         count = padded = len(ids) + self.graphs.padding(len(ids))

@@ -1,15 +1,15 @@
-"""The strategies that have a next-token head: next-token sampling, and verified canvases, which give its tokens sooner.
+"""Strategies with a next-token head: next-token sampling, and verified drafts, which yield the same tokens sooner.
 
-In next-token sampling a response grows by one token a step, drawn from what the clean tokens before it predict.
+In next-token sampling a response grows by one token a step, drawn from the prediction of the clean tokens before it.
 Nothing is denoised: the call that encodes a token draws the next one. Every model encodes causally, so every model can
-be sampled this way, as well as its next-token loss is low; a causal model can be sampled in no other.
+be sampled this way, with a quality that depends on its next-token loss; a causal model can be sampled in no other way.
 
 With a drafter, which predicts a block in one pass, the same response grows by any number of tokens a round; without one
-a round is of the token that the head draws.
+each round adds the token that the head draws.
 
-Verified canvases are drafts of a few denoising steps, which the model's own next-token prediction checks. The tokens
-that stand are those that next-token sampling would have written one by one; a draft decides how many of them a round
-adds. `sampling/verification.py` has the check.
+Verified canvases are drafts of a few denoising steps, which the model's own next-token prediction checks. The accepted
+tokens are those that next-token sampling would have written one by one; the draft only determines how many of them a
+round adds. `sampling/verification.py` has the check.
 """
 
 from __future__ import annotations
