@@ -80,7 +80,7 @@ def _part(part: Any, name: str) -> dict[str, Any]:
     url = url.get("url") if isinstance(url, Mapping) else url
     if not isinstance(url, str) or not url.startswith("data:"):
         raise RequestError(
-            f"{name}.image_url is no data URI, and no address is fetched; write data:image/png;base64,..."
+            f"{name}.image_url is no data URI, and URLs are not fetched; write data:image/png;base64,..."
         )
     try:
         return {"type": "image", "image": image_source(url, f"{name}.image_url")}
