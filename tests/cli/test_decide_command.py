@@ -93,7 +93,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line(model: Path, tmp_path: Pat
         "another.jsonl:2: answers should have one for each of the 2": [good[0], {**good[1], "answers": [True]}],
         "'maybe' is no answer to 'Is it spam?'; give one of false, true": [{**good[0], "answers": ["maybe", "a"]}],
         "is no distribution; write 3 probabilities": [{**good[0], "answers": [True, [0.5, 0.5, 0.5]]}],
-        "the row is no decision": [{"input": "x"}],
+        "the row is not a decision": [{"input": "x"}],
         "another.jsonl:1: is the row at": good,
     }
     file = write(tmp_path / "test.jsonl", good)

@@ -248,7 +248,7 @@ def test_resuming_compares_the_model_and_the_rows_by_content_wherever_they_lie(w
     vocabulary.write_text(re.sub("|".join(swapped), lambda found: swapped[found[0]], text))
     assert vocabulary.read_text() != text
     tokenizer = f"model.tokenizer={vocabulary.parent}"
-    assert "started with another tokenizer (model.tokenizer); keep" in refusal(*moved, "--set", tokenizer)
+    assert "started with another tokenizer (model.tokenizer);" in refusal(*moved, "--set", tokenizer)
     other = json.loads(json.dumps(LITTLE))
     other["text_config"]["sliding_window"] = 4
     try:

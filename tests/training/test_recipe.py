@@ -199,7 +199,7 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
             "data.max_length: input should be null, 'truncate', 'drop', 'refuse' or a number",
         ),
         ("optim: {schedule: {constant: {final_ratio: 1}}}", "optim.schedule.constant has no keys"),
-        ("optim: {schedule: {wsd: {decay_steps: -1}}}", "optim.schedule.wsd: decay_steps must not be negative, got -1"),
+        ("optim: {schedule: {wsd: {decay_steps: -1}}}", "optim.schedule.wsd: decay_steps should be 0 or more (got -1)"),
         (
             "objective: {schedule: sine}",
             "objective.schedule: input should be 'linear', 'cosine' or 'polynomial' (got 'sine')",
