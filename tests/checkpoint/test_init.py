@@ -96,7 +96,8 @@ def test_the_presets_have_the_sizes_they_say():
     for name in presets():
         sizes[name] = sum(p.numel() for p in empty(preset_config(name), "torch").parameters())
     causal = {"sudoku4-causal", "sudoku4-m3", "minimax-m3-tiny", "minimax-m3", "word-problems", "qwen3-8b"}
-    others = {"tiny", "sudoku4", "pixel-sudoku", "chat", "gsm8k", "15m", "diffusiongemma-26b-a4b", "countdown3"}
+    others = {"tiny", "sudoku4", "sudoku-decisions", "pixel-sudoku", "chat", "gsm8k", "15m", "countdown3"}
+    others |= {"diffusiongemma-26b-a4b"}
     llada2, nemotron = {"llada2.0-mini", "sudoku4-llada2"}, {"nemotron-labs-diffusion-3b", "sudoku4-nemotron"}
     sdar = {"sdar-4b", "sdar-30b-a3b", "sudoku4-sdar", "stable-diffcoder-8b"}
     assert sizes.keys() == others | causal | llada2 | nemotron | sdar | {"qwen3-8b-drafter"}
