@@ -253,7 +253,7 @@ def test_resuming_compares_the_model_and_the_rows_by_content_wherever_they_lie(w
     other["text_config"]["sliding_window"] = 4
     try:
         save_preset(workshop / "little.json", other)
-        assert "with a model of another shape (model); keep" in refusal(*again)
+        assert "with a model of another shape (model);" in refusal(*again)
     finally:
         save_preset(workshop / "little.json", LITTLE)
 
