@@ -48,13 +48,14 @@ class Running:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Read until the connection ends, or is silent for a second."""
-    connection.settimeout(1)
-    found = b""
+    """Read until the connection ends, or is silent for a second after its first bytes."""
+    connection.settimeout(30)  # a slow processor takes a while over a long head
+    answer = b""
     with contextlib.suppress(ConnectionError, TimeoutError):
         while part := connection.recv(1 << 16):
-            found += part
-    return found
+            answer += part
+            connection.settimeout(1)
+    return answer
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 
 import openai
 import pytest
@@ -157,7 +158,10 @@ def test_an_answer_that_takes_too_long_is_a_504_or_an_event_of_the_stream(chatty
         body = {**LONG, "timeout": 0.05}
         whole = await asking.http.post("/v1/chat/completions", json=body)
         read = {"prompt": "a", "template": "<?a:1>", "steps": 1000, "timeout": 0.05}
-        stream = await asking.http.post("/v1/chat/completions", json={**body, "stream": True})
+        begun = time.monotonic()
+        await asking.http.post("/v1/chat/completions", json=LONG)
+        third = (time.monotonic() - begun) / 3  # by then the first of eight canvases has been sent
+        stream = await asking.http.post("/v1/chat/completions", json={**LONG, "stream": True, "timeout": third})
         return whole, stream, await asking.http.post("/v1/read", json=read)
 
     whole, stream, read = served(chatty, use)
