@@ -62,7 +62,7 @@ def test_the_recipes_are_planned_as_their_page_says_without_the_network(monkeypa
     assert len(PLANS) == len(list((ROOT / "recipes").glob("diffusiongemma_26b_*.yaml"))) + 1 == 9
     for command, printed in PLANS:
         with pytest.warns(
-            UserWarning, match=r"not to be had here; it is planned by .* preset (diffusiongemma-26b-a4b|qwen3-8b)$"
+            UserWarning, match=r"not available here; the plan uses the preset (diffusiongemma-26b-a4b|qwen3-8b) "
         ):
             done = CliRunner().invoke(app, command.split())
         assert done.exit_code == 0, done.output
@@ -83,7 +83,7 @@ def test_the_recipes_of_other_families_are_planned_as_their_page_says_and_fit_th
     assert len(ADAPTED) == 3
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     command = ["plan", str(ROOT / "recipes" / name), "--gpus", "1", "--gpu-memory", gpu]
-    with pytest.warns(UserWarning, match="not to be had here; it is planned by its shape"):
+    with pytest.warns(UserWarning, match="not available here; the plan uses the preset"):
         done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and "fits" in done.stdout, done.output
     parts = parts_of(done.stdout)
