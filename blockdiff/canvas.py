@@ -200,11 +200,11 @@ class Batch:
         return 0.0
 
     def select(self, is_kept_BC: Tensor) -> tuple[Batch, Tensor]:
-        """Select the canvases that are marked, in their order, and drop rows that have none.
+        """Keep the canvases marked in is_kept_BC, in their order, and drop rows left without any.
 
-        is_kept_BC: the marks, on the CPU if the batch has a `host`, else on its device.
-        Returns the smaller batch, without visited states, and the indices [rows] of its rows in this one. C shrinks to
-        the largest number of canvases in a row; S stays.
+        is_kept_BC: on the CPU if the batch has a `host`, else on its device.
+        Returns the smaller batch, whose `visited` is None, and for each of its rows the index of that row in this
+        batch. C becomes the largest number of canvases in a row; S stays.
         """
         is_kept_BC = is_kept_BC & (self.on_host.length_BC > 0)
         host = None if self.host is None else self.host.select(is_kept_BC)[0]

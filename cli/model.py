@@ -71,7 +71,7 @@ class ModelOptions:
 
     @cached_property
     def files(self) -> ModelFiles:
-        """The directories of its files, without the weights."""
+        """The directories of the model's and the adapter's files; no weights are fetched from the Hub."""
         from blockdiff.checkpoint.opening import model_files
 
         return model_files(self.readable, self.adapter, with_weights=False)
@@ -119,7 +119,10 @@ class ModelOptions:
         return [*map(fingerprint, models), *adapters]
 
     def require_as_written(self, *adapters: str) -> None:
-        """Compare the weights of the model and what goes with it, and of other adapters, with their digests."""
+        """Compare the weights of the model, its adapter, its drafter and `adapters` with the digests beside them.
+
+        Raises CheckpointError if any differ. A directory without digests is not compared.
+        """
         from blockdiff.checkpoint.opening import require_as_written
 
         require_as_written(self.readable, self.adapter, self.draft_model, *adapters)
@@ -248,7 +251,10 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _hints(group: Any) -> dict[str, Any]:
-    """The type of each field of a group with its option; of `RequestOptions` what the table there says."""
+    """Return the type and option that typer gets for each field of a group.
+
+    Those of RequestOptions are made from the table OPTIONS of blockdiff/request_options.py.
+    """
     hints = get_type_hints(group, include_extras=True)
     if group is not RequestOptions:
         return hints

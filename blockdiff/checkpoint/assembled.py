@@ -192,7 +192,7 @@ def file_tensors(hub: str, source: TensorSource, names: Names, part: Part | None
 
 
 def _read_once(read: Callable[[], Tensor], times: int) -> Callable[[], Tensor]:
-    """Return a function for `times` calls: `read` runs once, and its result is dropped after the last call."""
+    """Wrap `read` so that it runs once for `times` calls; the last call drops the tensor."""
     cache: list[Tensor] = []
     calls_left = iter(range(times - 1, -1, -1))
 

@@ -17,9 +17,10 @@ class CanvasChoice(Protocol):
     """The rule that chooses the canvases of examples."""
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """Return the numbers of the chosen canvases of each example, in order.
+        """Return the indices of the canvases to score in each example, ascending.
 
-        counts: the canvases of each example. epochs, samples: the addresses of the examples' draws.
+        counts: the number of canvases of each example. seed, epochs, samples: they key the random draws of each
+        example, so that a choice does not depend on the batch.
         """
 
     def most(self, count: int) -> int:
@@ -34,7 +35,7 @@ class _FixedChoice:
         return range(count)
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """Return the numbers of the chosen canvases of each example."""
+        """Return the indices of the canvases to score in each example: `chosen` of its count."""
         return [list(self.chosen(count)) for count in counts]
 
     def most(self, count: int) -> int:

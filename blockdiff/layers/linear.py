@@ -26,7 +26,7 @@ class Split(Protocol):
         """Return the bias that this rank adds."""
 
     def low_rank(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the adapter matrices that this rank multiplies by."""
+        """Return the parts of the LoRA matrices A and B that this rank multiplies by."""
 
     def entering(self, x: Tensor) -> Tensor:
         """Return the input x, equal on all ranks; in the backward its gradient is summed over ranks if needed."""

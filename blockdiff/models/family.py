@@ -271,7 +271,10 @@ class Family:
 
     @classmethod
     def image_processor(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The content of a preprocessor_config.json for a processor that needs no torchvision."""
+        """Convert `values`, of a preprocessor_config.json, for an image processor that needs no torchvision.
+
+        They are unchanged unless a family overrides this.
+        """
         return values
 
     @classmethod

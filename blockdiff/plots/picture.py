@@ -134,7 +134,10 @@ class Board:
 
 
 def _square(moment: Moment, side: int, most: float) -> Image:
-    """A sudoku at one moment, with its name and numbers below."""
+    """Draw the sudoku at one moment, with the moment's name and numbers below it.
+
+    side: the cells of a row. most: the entropy drawn in the strongest colour.
+    """
     size = 26 if side == 4 else 18
     width = side * size
     under = width + (20 if moment.end else 0)

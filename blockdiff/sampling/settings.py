@@ -53,9 +53,9 @@ class SamplingSettings:
     closing: tuple[int, ...] = ()
 
     def narrowed(self, tokens: int) -> SamplingSettings:
-        """Return the settings with canvases as narrow as `tokens` tokens allow (`canvas.narrow_length`).
+        """Return the settings with the shortest canvas for `tokens` tokens (`canvas.narrow_length`).
 
-        A model whose clean tokens see whole blocks keeps its canvas length.
+        Canvases aligned to blocks, of a model whose clean tokens see whole blocks, keep their length.
         """
         return self if self.aligned else replace(self, canvas_length=narrow_length(tokens, self.canvas_length))
 

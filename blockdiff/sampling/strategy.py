@@ -222,7 +222,10 @@ def group_canvases(strategies: Sequence[Strategy], device: torch.device) -> tupl
 
 
 def decide_groups(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]) -> Decision:
-    """Let each strategy decide its own canvases, and merge the results into one decision."""
+    """Let each group's strategy decide its canvases, and merge the decisions into one for all canvases.
+
+    groups: a strategy with the indices of its canvases; None in an only group: all canvases.
+    """
     strategy, places = groups[0]
     if places is None:
         return checked_decision(strategy, canvases)

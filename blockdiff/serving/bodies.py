@@ -70,7 +70,11 @@ def checked_body(given: dict[str, Any], kind: type[B], path: str) -> B:
 
 
 def _nearest(errors: list[Any], given: dict[str, Any]) -> Any:
-    """The first error, or that of another of its field's types, if the value is of that type."""
+    """Choose the error to report of those that pydantic lists for the types of a field.
+
+    It is the first. But if that says only that the value has another type, it is the first error inside the value,
+    found where the value has a type that the field allows.
+    """
     place = _place(errors[0]["loc"], given, False)
     if errors[0]["type"].endswith("_type"):
         for each in errors:

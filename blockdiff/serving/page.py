@@ -21,7 +21,7 @@ from blockdiff.terminal import printable
 
 
 def router(server: Server) -> APIRouter:
-    """The route."""
+    """Return the routes of the page: it is served at `/`, with headers that restrict what it may load."""
     routes = APIRouter()
     tokenizer = server.engine.settings.tokenizer
     text, policy = page_of(server.names[0], is_chat=getattr(tokenizer, "chat_template", None) is not None)

@@ -60,7 +60,10 @@ class ServeSettings(BaseModel):
         return self.host in LOOPBACK
 
     def access(self) -> Access:
-        """The keys of the file, and the names under which the server may be asked; BlockdiffError for a bad file."""
+        """Return who may ask: with which keys, under which names in the Host header, and from which origins.
+
+        Raises BlockdiffError if `api_key_file` cannot be read or has no key.
+        """
         is_any = "*" in self.hosts or not (self.is_local or self.hosts)
         hosts = None if is_any else (*LOOPBACK, self.host, *self.hosts)
         return Access(self._keys(), hosts, tuple(self.origins))

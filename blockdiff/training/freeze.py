@@ -27,11 +27,11 @@ class PartCounts(NamedTuple):
 
 
 def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: bool = True) -> dict[str, int]:
-    """Freeze the parameters whose names match a pattern (`*`, `?`, `[ab]`). Returns their number by pattern.
+    """Freeze the parameters whose names match a pattern (`*`, `?`, `[ab]`).
 
-    It also freezes parameters that no loss reaches and, unless `trains_routers`, the routers. Raises RunError for a
-    pattern that matches nothing, with similar names; for one that matches no adapter of a model with adapters; and if
-    nothing would train.
+    Returns how many elements each pattern matches. It also freezes parameters that no loss reaches and, unless
+    `trains_routers`, the routers. Raises RunError if a pattern matches nothing (it then names similar ones), if the
+    model has adapters and a pattern matches none of them, or if nothing would train.
     """
     named = dict(model.named_parameters())
     for part in model.config.selecting_parts:

@@ -24,11 +24,11 @@ def expert_mlp_activation_backward(
 ):  # fmt: skip
     """Backpropagate through the down product and the activation.
 
-    Reads grad [N, D] of the tokens' outputs; weights [E, D, F] with their scales: channels [E, D] in fp8 or NVFP4,
-    blocks [E, D, F / 16] in NVFP4; of the low-rank matrices of down, narrow[row, R] = grad B and matrices A [E, R, F].
+    grad [N, D]: the gradient of the tokens' outputs. weights [E, D, F]: `down`; channels [E, D] (fp8, NVFP4) and blocks
+    [E, D, F / 16] (NVFP4): its scales. narrow [rows, R] = grad B and matrices A [E, R, F]: the adapter of `down`.
 
-    Writes grad_h[row, 2F]; scaled_a[row, F] = scale * a, for the gradient of `down`; partial[slot, column tile], whose
-    sum over tiles is the gradient of scale[slot].
+    Writes those that are not None: grad_h [rows, 2F]; scaled_a [rows, F] = scale * a, for the gradient of `down`;
+    partial [slots, column tiles], whose sum over tiles is the gradient of scale.
     """
     tile, expert, column_tile, column = _tile_of_program(plan, F, COLUMNS)
     if expert >= E:

@@ -85,9 +85,10 @@ def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
 
 
 def gated_linear(x: Tensor, gate_FD: Tensor | StoredMatrix, up_FD: Tensor | StoredMatrix, activation: str) -> Tensor:
-    """Compute torch.py's `gated_linear` in Triton.
+    """Compute `gated(x gate^T, x up^T)` of x [..., D] in one kernel.
 
-    For up to FEW_ROWS tokens; Unserved for more and if a gradient is needed.
+    Raises Unserved for more than FEW_ROWS tokens, for weights stored in another form than fp8, and if a gradient is
+    needed.
     """
     check_without_gradient("gated_linear", x)
     check_activation(activation)

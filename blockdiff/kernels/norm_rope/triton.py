@@ -250,7 +250,10 @@ def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, 
 def residual_norms(
     x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
 ) -> tuple[Tensor, ...]:
-    """Compute torch.py's `residual_norms` in Triton; Unserved if a gradient is needed."""
+    """Return `x + rms_norm(y) * weight`, then the norms of that sum with up to three weights.
+
+    Raises Unserved if a gradient is needed.
+    """
     check_without_gradient("residual_norms", x)
     return tuple(_residual_norms(x, y, weight, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
 
@@ -258,6 +261,10 @@ def residual_norms(
 def layer_end(
     x: Tensor, dense: Tensor, routed: Slots, weights: tuple[Tensor, Tensor, Tensor], eps: float, scalar: Tensor | None
 ) -> Tensor:
-    """Compute torch.py's `layer_end` in Triton; Unserved if a gradient is needed."""
+    """Compute `(x + norm(norm(dense) + norm(routed))) * scalar` of tokens [..., D] in one kernel.
+
+    weights: of the norms of dense, of routed and of their sum. scalar: as in `add_rms_norm`.
+    Raises Unserved if a gradient is needed.
+    """
     check_without_gradient("layer_end", x)
     return _layer_end(x, dense, routed.values_NkD, routed.index_Nk, *weights, scalar, routed.experts, eps)

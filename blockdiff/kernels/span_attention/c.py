@@ -111,7 +111,7 @@ class _Call:
         self.room = torch.empty(B + 1 + 4 * B * K * self.chunks + 2 * blocks, dtype=torch.int64)
 
     def inputs(self) -> tuple[Tensor | int | float | None, ...]:
-        """Return the leading arguments, which both functions share."""
+        """Return the arguments with which the calls of the C forward and backward begin."""
         return (self.layout, self.q, self.prefix_k, self.prefix_v, self.k, self.v, self.bounds, self.scale)
 
     def forward(self, lse: Tensor | None) -> Tensor:

@@ -55,7 +55,10 @@ def _load_keys(pointer, start, stride, is_near, COLUMNS: tl.constexpr, D: tl.con
 
 @triton.jit
 def _bounds(bounds, t, is_row, keys):
-    """Return each row's span [lo, hi) of one source, cut to its `keys` keys. bounds: pointer to the source's spans."""
+    """Load the span [lo, hi) of keys that each row sees in one source (the prefix or the own keys).
+
+    Spans are cut to the source's `keys` keys. bounds: pointer to the spans of that source.
+    """
     pointers = bounds + t.to(tl.int64) * 4
     lo = tl.maximum(tl.load(pointers, mask=is_row, other=0), 0)
     return lo, tl.minimum(tl.load(pointers + 1, mask=is_row, other=0), keys)
@@ -63,7 +66,7 @@ def _bounds(bounds, t, is_row, keys):
 
 @triton.jit
 def _span(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
-    """Return begin, end, tiles, full_begin, full_end of one source for a row tile.
+    """Return begin, end, tiles, full_begin, full_end of one source (the prefix or the own keys) for a row tile.
 
     Some row sees a key of the hull [begin, end), which touches `tiles` tiles; every row sees the keys [full_begin,
     full_end). Rows past the end see nothing.
@@ -80,7 +83,7 @@ def _span(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _spans(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
-    """Return `_span` of the prefix and of the own keys for a row tile, and the total number of tiles to walk over."""
+    """Return what `_span` gives for the prefix and for the own keys of a row tile, and their key tiles in all."""
     prefix = _span(bounds, t, is_row, keys[0], COLUMNS)
     own_span = _span(bounds + 2, t, is_row, keys[1], COLUMNS)
     return prefix, own_span, prefix[2] + own_span[2]

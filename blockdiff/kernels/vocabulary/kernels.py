@@ -105,7 +105,8 @@ def vocabulary_tiles(
 def vocabulary_rows(tiles, uniform, temperature, out, N, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Merge the tiles of every row into `out`: peak, sum, argmax and its log-probability, cross-entropy, entropy.
 
-    For the sample it writes its tile and the share of that tile's sum before it.
+    To draw a sample it writes the tile in which the sample lies (`chosen`) and how much of that tile's sum comes before
+    the sample (`rest`); `vocabulary_tokens` then finds the token.
     """
     row, is_row = _rows(N, ROWS)
     tile = tl.arange(0, COLUMNS)[None, :]

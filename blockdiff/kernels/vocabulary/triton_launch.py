@@ -156,7 +156,7 @@ class Chunks(NamedTuple):
     memory: Tensor
 
     def of_rows(self, hidden: Tensor) -> Iterator[slice]:
-        """Iterate over slices of rows."""
+        """Return an iterator of slices that cut the rows of `hidden` into chunks of `self.rows`."""
         return (slice(lo, min(lo + self.rows, len(hidden))) for lo in range(0, len(hidden), self.rows))
 
     def products(self, hidden: Tensor, table: Tensor) -> Iterator[tuple[slice, Tensor]]:

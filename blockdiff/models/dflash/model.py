@@ -123,7 +123,7 @@ class DFlash(Drafter):
         return features_BTF
 
     def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:
-        """The likeliest tokens of the first places of a block."""
+        """Return the likeliest `count` tokens [B, count] after each row's last token, anchor_B, in one `denoise`."""
         return draft_block(self, self.mask_id, anchor_B, count, denoise)
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class DiffusionGemma(BlockDiffusionModel):
 
 
 def _kind(config: DiffusionGemmaFamily, name: str, layer: int) -> LayerKind:
-    """The kind called `name`, of which `layer` is one."""
+    """Build the LayerKind `name` ("sliding" or another) with the RoPE of `layer`, the index of a layer of this kind."""
     rope = config.rope_parameters[config.layer_types[layer]]
     head_dim, theta = config.heads[layer].head_dim, rope["rope_theta"]
     if rope.get("rope_type") == "proportional":

@@ -96,7 +96,10 @@ class JsonNfa(ByteNfa):
     def entries(
         self, start: int, ways: Sequence[tuple[Write, Write]], least: int = 0, most: int | None = None
     ) -> int | None:
-        """Add an object of `least` to `most` entries, each with any of the given pairs of a key and a value."""
+        """Add an object of `least` to `most` entries (None: any number), each written by one of the pairs in `ways`.
+
+        Returns the state after the object, or None if no such object can be written.
+        """
 
         def entry(state: int) -> int | None:
             ends = list[int | None]()

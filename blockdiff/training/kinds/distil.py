@@ -227,7 +227,10 @@ class Distil(Denoising):
             raise RecipeError("objective.kind: distil: rows with images are not rolled out; leave model.images out")
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
-        """The objective of canvases, which takes visited states in place of noise."""
+        """Return the objective of canvases for `model`.
+
+        Batches bring states of canvases from the student's sampling, which it scores in place of noised canvases.
+        """
         return Objective(model, **self.parts(recipe, base))
 
     def why_unscored(self, counts: Counts) -> tuple[str, str] | None:

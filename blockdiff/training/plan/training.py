@@ -203,7 +203,11 @@ def _longest(recipe: Recipe, tokens: int | None) -> int:
 def _image_sizes(
     recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, longest: int, tokens: int | None
 ) -> list[int]:
-    """The tokens of each image of the longest row: as many as are said, or those of one image, at most."""
+    """Return the number of tokens of each image in the longest row; [] if the model takes no images.
+
+    They are `tokens` in all, cut into images of the largest size, or one such image if `tokens` is None; never more
+    than `longest`.
+    """
     if model.image_side is None:
         return []
     try:
