@@ -112,7 +112,7 @@ class Answers:
         return [place for place in range(len(self.asked)) if place not in self.written]
 
     def write(self, place: int, result: Result) -> None:
-        """Write the answer to one request, as soon as it can stand there."""
+        """Write the answer to one request: to a file at once, to stdout after the answers before it."""
         record = result.to_record() if self.rows is None else training_row(self.rows[place], result)
         if record is None:
             self.written[place] = b""  # the next call of the command asks again
@@ -134,13 +134,13 @@ class Answers:
         out.flush()
 
     def flush(self) -> None:
-        """Write to stdout what waits for the answers before it."""
+        """Write to stdout the answers that still wait for earlier ones."""
         for place in sorted(self.written) if self.path is None else ():
             if place >= self._next:
                 sys.stdout.buffer.write(self.written[place])
 
     def close(self) -> None:
-        """End writing; the file is put in order if it has all answers."""
+        """Close the file; if it has all answers, put them in the order of the requests."""
         if self._file is not None:
             self._file.close()
             self._file = None

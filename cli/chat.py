@@ -258,7 +258,7 @@ class Chat:
         self._remember(text, "the answer is empty; the message is taken back")
 
     def _print(self, answer: Result | ParsedResponse) -> str:
-        """Show what of an answer was not shown when it was committed; returns its text."""
+        """Show what was not yet shown of an answer: its reasoning, and its text if none was shown. Returns the text."""
         text = answer.text.strip()  # a turn ends with a line break
         if answer.reasoning is not None:
             self.note(answer.reasoning)

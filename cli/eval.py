@@ -192,7 +192,7 @@ def _report(
     data: str,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """The report of one model, whose weights are gone afterwards; RequestError where it answers no row."""
+    """Return the report of one model, whose weights are freed afterwards; RequestError if it answers no row."""
     from blockdiff.evals.run import evaluate as answer
     from blockdiff.evals.settings import settings_record
 
@@ -274,7 +274,10 @@ def _by_harness(
 
 
 def _asked(rows: list[Row], is_chat: bool, system: str | None, thinking: bool) -> list[Row]:
-    """The rows as one of the models is asked them: in its chat template, if raw prompts go into it."""
+    """Return the rows as requests to a model: as conversations if `is_chat`, with the system message if one is given.
+
+    Raises typer.BadParameter for a row of raw text if `system` or `thinking` needs a conversation.
+    """
     rows = [row.as_conversation() for row in rows] if is_chat else rows
     for name, is_asked in (("--thinking", thinking), ("--system", system is not None)):
         if is_asked:

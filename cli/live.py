@@ -68,7 +68,7 @@ class Watcher:
                 self._print(lines + "\n")
 
     def close(self) -> None:
-        """Leave the terminal as it was before `step` drew on it, and print what of a text was only drawn."""
+        """Remove the drawing of `step`, and print the text that it showed and that was not printed yet."""
         self._stop()
         if self._tail:
             self._print(self._tail + "\n")
@@ -109,7 +109,7 @@ class Watcher:
         self._drawn = time.monotonic()
 
     def _print(self, text: str) -> None:
-        """Print above what is drawn: it is taken away, and drawn anew at the next step."""
+        """Print text above the drawing, which is removed and drawn again at the next step."""
         self._stop()
         text = printable(text) if self.console.is_terminal else text
         print(text, end="", file=self.console.file, flush=True)

@@ -59,7 +59,7 @@ class ModelOptions:
 
     @cached_property
     def readable(self) -> str:
-        """The model as it is, or a checkpoint of a run as a model in a directory that is removed at the end."""
+        """The path of the model; a checkpoint of a run is exported to a directory that is removed at the end."""
         if not (Path(self.place) / "trainer.json").is_file():
             return self.place
         from blockdiff.training.export import write_sampled
@@ -218,7 +218,7 @@ class SamplingOptions:
 
 
 def _is_drafter(draft_model: str) -> bool:
-    """True for a directory or hub id whose config is a drafter's and not that of a canvas model."""
+    """True if the config of a directory or Hub id is of a drafter, not of a canvas model."""
     from blockdiff.checkpoint import read_config
 
     config = read_config(draft_model)
@@ -226,7 +226,10 @@ def _is_drafter(draft_model: str) -> bool:
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each field of the groups, dataclasses such as `ModelOptions`, that it takes."""
+    """Wrap a command that takes dataclasses of options, such as `ModelOptions`, as typer sees it.
+
+    Each field of such a group is then an option of its own.
+    """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
@@ -264,7 +267,7 @@ def _hints(group: Any) -> dict[str, Any]:
 
 
 def _defaults(group: Any) -> dict[str, Any]:
-    """The default of each field of a group that is an option; that of a parameter without one where it has none."""
+    """Return the default of each field of a group that is an option; `Parameter.empty` if it has none."""
     own = [each for each in fields(group) if group is not RequestOptions or OPTIONS[each.name].help]
     of_parameters = {MISSING: inspect.Parameter.empty, (): None}  # several texts are None for typer if there are none
     return {each.name: of_parameters.get(each.default, each.default) for each in own}

@@ -61,7 +61,10 @@ def draw_page(
 def page(
     traces: Sequence[Trace], decode: Decode, title: str, limit: int = LIMIT, pictures: Pictures | None = None
 ) -> str:
-    """The HTML text of a page with at most `limit` bytes of data; pictures as in `draw_page`."""
+    """The HTML text of a page with at most `limit` bytes of data.
+
+    pictures: of requests, by id, the pictures of their prompts.
+    """
     data = packed(traces, decode, limit, pictures or {})
     without_script = "\n".join(
         f"<h2>{_escaped(f'request {trace.id}')}</h2><pre>{_escaped(prompt_text(trace))}</pre>"
@@ -80,7 +83,7 @@ def part(name: str) -> str:
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """A template with values in the places of {{name}}; a value that spells such a place stays as it is."""
+    """Fill each {{name}} of a template with its value; {{name}} within a value stays as it is."""
     text, *rest = template.split("{{")
     for piece in rest:
         name, _, after = piece.partition("}}")

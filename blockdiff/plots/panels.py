@@ -116,7 +116,7 @@ class NamedRun:
 
 
 def read_run(directory: str | Path) -> NamedRun:
-    """The run in a directory. Raises RunError, naming it, when none is there or it has logged nothing yet."""
+    """Read the run in a directory. Raises RunError if there is none or its log is empty."""
     path = Path(directory)
     if not (path / FILE_NAME).is_file():
         what = f"no {FILE_NAME} in it" if path.is_dir() else "not a directory"
@@ -128,7 +128,7 @@ def read_run(directory: str | Path) -> NamedRun:
 
 
 def named_apart(runs: Sequence[NamedRun]) -> list[NamedRun]:
-    """Runs called by the last part of their directory, and by as many more as it takes to tell them apart."""
+    """Return the runs named by the last parts of their directories: as many parts as make all names differ."""
     parts = [Path(run.name).absolute().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-depth:]) for each in parts]

@@ -137,7 +137,7 @@ def _first_cells(step: Step, decode: Decode) -> Iterator[Cell]:
 
 
 def _step_cells(step: Step, before: Sequence[int], decode: Decode) -> Iterator[Cell]:
-    """The guesses of a step; `before` are those of the step before."""
+    """Yield the cells of a step's guesses. before: the guesses of the previous step, to mark what changed."""
     nothing: Iterator[Any] = repeat(None)
     optional = zip(step.is_pinned or nothing, step.stays or nothing, strict=False)
     columns = zip(step.argmax, before, step.tokens, step.sample, step.entropy, step.is_accepted, strict=True)
@@ -158,7 +158,7 @@ def _step_cells(step: Step, before: Sequence[int], decode: Decode) -> Iterator[C
 
 
 def thinned(moments: Sequence[Any], stride: int) -> list[Any]:
-    """Every so many of some moments, from the first noise on, and always the last step and the commit."""
+    """Return every `stride`-th moment, from the first on, and always the last step and the commit."""
     last = len(moments) - 2
     return [moment for place, moment in enumerate(moments) if place % stride == 0 or place >= last]
 
@@ -200,7 +200,10 @@ def _puzzle(trace: Trace) -> str:
 
 
 def _with_given(cell: Cell, given: str) -> Cell:
-    """A given of the puzzle stands through the noise; a guess that contradicts it is shown as wrong."""
+    """Return the cell as drawn where the puzzle has `given` ("." if it has none).
+
+    Noise and a guess that equals the given show it; another guess is marked as wrong.
+    """
     if given == ".":
         return cell
     if cell.state != "noise" and cell.text != given:

@@ -40,13 +40,19 @@ def _reach(order: Tensor, end: Tensor, share: Tensor, at_first: Tensor) -> Itera
 
 
 def look_ahead(successor_SK: Tensor, ways_2LBSK: Tensor, ahead_2BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute torch.py's `look_ahead` in Triton; ways_2LBSK must be contiguous."""
+    """Pass backward over the positions; return the best successors and the log-weights of all continuations.
+
+    Shapes are as in torch.py; ways_2LBSK is changed in place and must be contiguous.
+    """
     choice_LBS, ahead = _look_ahead(successor_SK, ways_2LBSK, ahead_2BS)
     return choice_LBS, ahead[:, 0]
 
 
 def reach(successor_SK: Tensor, share_LBSK: Tensor, at_BS: Tensor) -> None:
-    """Compute torch.py's `reach` in Triton; share_LBSK must be contiguous."""
+    """Pass forward over the positions: multiply the shares of a state's successors by the state's probability there.
+
+    share_LBSK is changed in place and must be contiguous.
+    """
     to_P, order_P = successor_SK.flatten().sort(stable=True)
     states_S = torch.arange(len(successor_SK), device=to_P.device)
     _reach(order_P, torch.searchsorted(to_P, states_S, right=True), share_LBSK, at_BS)

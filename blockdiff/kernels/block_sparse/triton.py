@@ -252,7 +252,7 @@ def block_sparse_attention(
     own_v: Tensor | None = None,
     own_BT2: Tensor | None = None,
 ) -> Tensor:
-    """Compute torch.py's `block_sparse_attention` in Triton.
+    """Attend to the chosen blocks of visible keys and to a range of own keys; arguments as in torch.py.
 
     For fp32, bf16 or fp16 and heads of up to 256; Unserved for others.
 

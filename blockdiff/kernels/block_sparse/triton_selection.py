@@ -108,7 +108,7 @@ def select_blocks(
     local: int = 1,
     score: str = "max",
 ) -> Tensor:
-    """Compute torch.py's `select_blocks` in Triton.
+    """Select the blocks that every query and index head attends to, int64 [B, T, H, k]; arguments as in torch.py.
 
     For fp32, bf16 or fp16 and heads of up to 256; Unserved for others.
     """

@@ -44,7 +44,7 @@ class _Groups(in_torch._Groups):
         return out
 
     def product(self, x_M: Tensor, weights_E: Any) -> Tensor:
-        """As `_Groups.product` of torch.py; small products are one C call if their sides are multiples of STEP."""
+        """Multiply each row of x by its expert's matrix [in, out], in one C call if its sides are multiples of STEP."""
         E, depth, wide = weights_E.shape
         if isinstance(weights_E, Decoded):
             return nvfp4.product(x_M, self.ends_E, weights_E.weight, weights_E.is_transposed)
@@ -55,7 +55,7 @@ class _Groups(in_torch._Groups):
         return out
 
     def outer(self, left_M: Tensor, right_M: Tensor, like: Tensor) -> Tensor:
-        """As `_Groups.outer` of torch.py."""
+        """Compute left^T right over the rows of each expert, [E, ...] like `like`: the gradient of its matrix."""
         E, wide, depth = like.shape
         if depth % STEP or wide % STEP:
             return super().outer(left_M, right_M, like)
@@ -187,7 +187,10 @@ def expert_mlp(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Compute torch.py's `expert_mlp` in C."""
+    """Return the weighted sum [N, D] of the MLPs of each token's experts; arguments as in torch.py.
+
+    Raises Unserved unless tensors are fp32 on a CPU, and for weights stored in another form than NVFP4.
+    """
     is_plain = isinstance(gate_up_EFD, Tensor) and isinstance(down_EDF, Tensor)
     if not is_plain and not (isinstance(gate_up_EFD, Nvfp4) and isinstance(down_EDF, Nvfp4)):
         raise Unserved("expert_mlp in C takes weights in NVFP4 or not stored in fewer bits")

@@ -340,7 +340,7 @@ def expert_mlp(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Compute torch.py's `expert_mlp` in Triton.
+    """Return the weighted sum [N, D] of the MLPs of each token's experts; arguments as in torch.py.
 
     For fp32, bf16 or fp16 and routing weights in any of these; Unserved for other dtypes.
     """
@@ -362,7 +362,10 @@ def expert_slots(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Slots:
-    """Compute torch.py's `expert_slots` in Triton, but not yet summed; Unserved if a gradient is needed."""
+    """Return the weighted output of each expert of each token as `Slots`, not summed; arguments as in torch.py.
+
+    Raises Unserved if a gradient is needed.
+    """
     check_without_gradient("expert_slots", x)
     check_activation(activation)
     x, gate_up, down, scales, low_rank = _inputs(x, gate_up_EFD, down_EDF, low_rank)

@@ -67,7 +67,7 @@ _fp8_linear.register_autograd(_gradients, setup_context=_save)
 
 
 def fp8_linear(x: Tensor, weight: Fp8) -> Tensor:
-    """Compute torch.py's `fp8_linear` in Triton: fp32, bf16 or fp16. Raises Unserved for other dtypes."""
+    """Compute `x weight^T` of x [..., in] in fp32, bf16 or fp16, with a gradient for x alone; Unserved for others."""
     (x,) = in_autocast(x)
     check_dtypes("fp8_linear", x)
     out: Tensor = _fp8_linear(x.reshape(-1, x.shape[-1]), weight.codes.view(torch.int8), weight.scale)

@@ -37,7 +37,7 @@ def _gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """Compute torch.py's `gated` in C."""
+    """Compute `f(gate) * g(up)` of two tensors of one shape; Unserved unless they are fp32 on a CPU."""
     if activation not in KINDS or not serves(gate, up):
         raise Unserved("gated in C takes fp32 tensors of a CPU")
     gate, up = gate.contiguous(), up.contiguous()

@@ -77,7 +77,7 @@ def _gated_product_of(
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """Compute torch.py's `gated` in Triton, rounded once; Unserved unless the dtype is fp32, bf16 or fp16."""
+    """Compute `f(gate) * g(up)` of two tensors of one shape, rounded once; Unserved unless fp32, bf16 or fp16."""
     check_activation(activation)
     check_dtypes("gated", gate, up)
     out: Tensor = _gated(gate, up, activation)

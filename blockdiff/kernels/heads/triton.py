@@ -99,7 +99,7 @@ def attention_heads(
     q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: tuple[Tensor, ...],
     into: tuple[PagedTensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Compute torch.py's `attention_heads` in Triton.
+    """Return queries and keys after their norms and RoPE, and values, normed or unchanged; arguments as in torch.py.
 
     Unserved if a gradient is needed, for custom norms and for fewer queries than keys.
     """

@@ -57,7 +57,7 @@ def _norms(x: Tensor, weights: Sequence[Tensor | None], eps: float, rstd: Tensor
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
-    """Compute torch.py's `rms_norms` in C."""
+    """Return `x * (mean(x^2) + eps)^-0.5 * weight` for each weight (None: no weight); Unserved for more than MOST."""
     if len(weights) > MOST or not serves(x, *weights):
         raise Unserved(f"rms_norms in C takes fp32 tensors of a CPU and up to {MOST} weights")
     if x.dim() == 4 and len(weights) == 1:
@@ -99,7 +99,7 @@ def _add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor |
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """Compute torch.py's `add_rms_norm` in C."""
+    """Compute `(x + rms_norm(y) * weight) * scalar`; scalar, [1] or one a row, gets no gradient (None: 1)."""
     is_by_row = scalar is None or scalar.numel() in (1, _rows(y)[0])
     if not is_by_row or x.shape != y.shape or not serves(x, y, weight, scalar):
         raise Unserved("add_rms_norm in C takes fp32 tensors of a CPU, of one shape, and a scalar for all or each row")
@@ -148,7 +148,7 @@ def _heads(x_BThd: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tenso
 
 
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
-    """Compute torch.py's `norm_rope` in C."""
+    """Norm each head, then rotate its halves by the angles of cos and sin."""
     if not serves(x_BThd, weight, cos_BTd, sin_BTd):
         raise Unserved("norm_rope in C takes fp32 tensors of a CPU")
     B, T, _, d = x_BThd.shape

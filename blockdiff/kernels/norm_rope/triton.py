@@ -231,19 +231,22 @@ def _layer_end(
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
-    """Compute torch.py's `rms_norms` in Triton, reading x once; Unserved for more than three weights."""
+    """Return `x * (mean(x^2) + eps)^-0.5 * weight` for each weight (None: no weight), reading x once.
+
+    Raises Unserved for more than three weights.
+    """
     if len(weights) > NORMS:
         raise Unserved(f"rms_norms in Triton takes up to {NORMS} weights")
     return tuple(_rms_norms(x, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """Compute torch.py's `add_rms_norm` in Triton, rounded once."""
+    """Compute `(x + rms_norm(y) * weight) * scalar` (None: 1), rounded once; scalar gets no gradient."""
     return _add_rms_norm(x, y, weight, scalar, eps)
 
 
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
-    """Compute torch.py's `norm_rope` in Triton, rounded once; d must be even."""
+    """Norm each head, then rotate its halves by the angles of cos and sin, rounded once; d must be even."""
     return _norm_rope(x_BThd, weight, cos_BTd, sin_BTd, eps)
 
 

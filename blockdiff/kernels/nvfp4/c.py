@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
 
 
 def nvfp4_linear(x: Tensor, weight: Nvfp4) -> Tensor:
-    """Compute torch.py's `nvfp4_linear` in C.
+    """Compute `x weight^T` of x [..., in], with a gradient for x alone.
 
     Unserved unless x is fp32 on a CPU and the number of outputs is a multiple of 16.
     """

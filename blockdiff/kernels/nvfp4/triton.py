@@ -50,7 +50,7 @@ def check_nvfp4(op: str, x: Tensor) -> None:
 
 
 def nvfp4_linear(x: Tensor, weight: Nvfp4) -> Tensor:
-    """Compute torch.py's `nvfp4_linear` in Triton: fp32 or bf16. Raises Unserved for other dtypes."""
+    """Compute `x weight^T` of x [..., in] in fp32 or bf16, with a gradient for x alone; Unserved for other dtypes."""
     (x,) = in_autocast(x)
     check_nvfp4("nvfp4_linear", x)
     codes, block_scale = weight.codes.view(torch.int8), weight.block_scale.view(torch.int8)

@@ -46,7 +46,7 @@ def _route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor, 
 
 
 def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Compute torch.py's `route` in C."""
+    """Return each token's k best experts, int64 [N, k], and their softmax times scale_E; Unserved unless fp32."""
     if not serves(scores_NE, scale_E):
         raise Unserved("route in C takes fp32 tensors of a CPU")
     scores_NE = scores_NE.contiguous()

@@ -86,9 +86,10 @@ _routed_tokens.register_autograd(_gradients, setup_context=_save)
 def routed_tokens(
     x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute torch.py's `routed_tokens` in Triton, with a gradient for tokens alone.
+    """Return the k best experts of tokens x by `(x * scale * root) weight^T`, and their weights.
 
-    Unserved if the router trains, under autocast, and for more experts than the table of tiles lists.
+    A gradient flows to the tokens alone. Raises Unserved if the router trains, under autocast, and for more experts
+    than the table of tiles lists.
     """
     needs_gradient = torch.is_grad_enabled()
     if is_on(x) or (needs_gradient and any(each.requires_grad for each in (scale_D, weight_ED, expert_scale_E))):

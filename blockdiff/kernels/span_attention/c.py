@@ -27,7 +27,7 @@ def span_attention(
     spans: Spans | Sweep,
     scale: float,
 ) -> Tensor:
-    """Compute torch.py's `span_attention` in C; a sweep is one call of the C function."""
+    """Attend over cached (`prefix`) and own keys, each query to its two spans; a sweep is one C call."""
     if not _takes(q_BThd, own_k, own_v, *map(_stored, (prefix_k, prefix_v))):
         raise Unserved(f"span_attention in C takes fp32 tensors of a CPU, heads of {STEP} n up to {LARGEST}")
     if isinstance(spans, Sweep):

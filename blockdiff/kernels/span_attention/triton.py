@@ -296,7 +296,7 @@ def span_attention(
     spans: Spans | Sweep,
     scale: float,
 ) -> Tensor:
-    """Compute torch.py's `span_attention` in Triton.
+    """Attend over cached (`prefix`) and own keys, each query to its two spans; arguments as in torch.py.
 
     For fp32, bf16 or fp16 and heads of up to 512; Unserved for others.
 

@@ -23,7 +23,10 @@ def _cross_entropy_chunk(
     with_gradient: bool,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As in cross_entropy.py. The logits become their gradient in place, in `into` if that is given."""
+    """Return the loss, the normaliser `total` and, if `with_gradient`, G = total * dloss/dz of a chunk.
+
+    The logits become G in place, in `into` if that is given.
+    """
     z = torch.mm(hidden, table.t(), out=into)
     loss, total = z.new_empty(2, z.shape[0]).unbind(0)
     observed, bonus = (None, None) if favoured is None else (x.contiguous() for x in favoured)
@@ -40,7 +43,7 @@ def linear_cross_entropy(
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute torch.py's `linear_cross_entropy` in C."""
+    """Return the cross-entropy of every token in nats, [N]; Unserved unless fp32 on a CPU with targets."""
     is_served = target_N is not None and serves_products(hidden_ND, table_VD, bonus_N)
     if not is_served:
         raise Unserved("linear_cross_entropy in C takes fp32 tensors of a CPU and targets")
@@ -62,7 +65,7 @@ def soft_embedding(
     temperature: float,
     embedding_VD: Tensor | None = None,
 ) -> Tensor:
-    """Compute torch.py's `soft_embedding` in C."""
+    """Return `softmax(z / T) E` [N, D] of the logits z, without the factor sqrt(D); arguments as in torch.py."""
     if not serves_products(hidden_ND, table_VD):
         raise Unserved("soft_embedding in C takes fp32 tensors of a CPU")
     return in_torch.soft_embedding_by(_probabilities, hidden_ND, table_VD, softcap, temperature, embedding_VD)
@@ -78,7 +81,10 @@ def token_stats(
     shaping: Shaping | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Stats:
-    """Compute torch.py's `token_stats` in C."""
+    """Return the columns of `Stats` of z / T, the logits z of hidden states; arguments as in torch.py.
+
+    Raises Unserved for filters of the distribution (`shaping`).
+    """
     embedding = table_VD if embedding_VD is None else embedding_VD
     if shaping is not None or not serves_products(hidden_ND, table_VD, uniform_N, embedding):
         raise Unserved("token_stats in C takes fp32 tensors of a CPU and shapes no logits")

@@ -95,7 +95,7 @@ def class_stats(
     excluded: int | None = None,
     embedding_VD: Tensor | None = None,
 ) -> ClassStats:
-    """Compute torch.py's `class_stats` in Triton.
+    """Return the columns of `ClassStats` for every position and class of tokens; arguments as in torch.py.
 
     With logarithms in fp32; samples are equal unless rounding moves a step of the CDF past them.
     """

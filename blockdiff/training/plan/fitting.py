@@ -51,10 +51,10 @@ def require_resident(objective: nn.Module, recipe: Recipe, base: StartingModel, 
 def require_step(
     objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks, data: Data, show: Progress
 ) -> None:
-    """Refuse a training whose first optimiser step the device cannot hold; that of a stream is not known yet.
+    """Refuse a training whose first optimiser step the device cannot hold. Streams of data are not checked.
 
-    Only what could come near the memory that is there is planned, and batches are drawn for it alone, so that small
-    models wait for nothing. An objective from Python that cannot run on shapes is not planned, and a line says so.
+    The step is planned, and its batch drawn, only if what a rank keeps and `step_bound` exceed the available memory, so
+    small models do not wait. An objective from Python that cannot run on shapes is not planned, and a line says so.
     """
     available, train = memory.available_bytes(ranks.device), data.train
     if available is None or not isinstance(train, Dataset) or not len(train):
@@ -174,10 +174,10 @@ def what_fits(
     tokens: int | None,
     image_tokens: int | None = None,
 ) -> tuple[list[str], TrainingPlan] | None:
-    """Changes of the recipe that make the training fit with memory to spare, and the plan with them; None if none do.
+    """Return changes of the recipe that make the training fit, and the plan with them; None if none do.
 
-    Of what costs most it has as little as possible: the ways are tried in the order of that, and changes without which
-    it fits, too, are dropped again.
+    Ways are tried from the one that costs the user least. Changes without which the training also fits are
+    dropped.
     """
     plans = _Plans(recipe, base, ranks=ranks, device=device, tokens=tokens, image_tokens=image_tokens)
     cheap = [*CHEAP, *_split_experts(base, ranks)]
@@ -191,9 +191,10 @@ def what_fits(
 
 
 def _smallest(plans: _Plans, way: Sequence[Change], limit: int) -> tuple[list[str], TrainingPlan] | None:
-    """As many changes of a way as make it fit, one on top of the other, and no more than have to be.
+    """Add the changes of a way one by one until the training fits, then drop those that are not needed.
 
-    Those that leave as much as there was are passed over.
+    A change that saves less than 1 % of the bytes is left out. Returns the changes as KEY=VALUE and their plan, or None
+    if the training does not fit with all of them.
     """
     taken, plan = list[Change](), plans.of({})
     for change in way:
@@ -249,7 +250,7 @@ def _joined(changes: Sequence[Change]) -> dict[str, str]:
 
 
 def _split_experts(base: StartingModel, ranks: int) -> list[Change]:
-    """The split of the experts over as many ranks of a node of eight as can have them, if that spares anything."""
+    """Return the change that splits experts over the largest of 1, 2, 4 and 8 that divides ranks and experts."""
     experts = base.config.experts
     count = max((n for n in (1, 2, 4, 8) if ranks % n == 0 and experts and experts % n == 0), default=1)
 

@@ -74,9 +74,9 @@ def kept_bytes(
 
 
 def cut_to_rank(objective: Any, recipe: Recipe) -> Any:
-    """An objective without memory whose model has a rank's part of every layer, as `parallel` cuts it in training.
+    """Return an objective without memory whose model has one rank's part of every layer, as in training.
 
-    It is the objective itself where ranks split no layer, or else a copy of it. Experts get tokens of other ranks.
+    It is the objective itself if ranks split no layer, else a copy. Experts get tokens of other ranks.
     """
     tensor, experts = recipe.parallel.tensor, recipe.parallel.experts
     if tensor == experts == 1:
@@ -94,7 +94,7 @@ def cut_to_rank(objective: Any, recipe: Recipe) -> Any:
 
 
 def _exchange_among(ranks: int) -> Callable[..., Tensor]:
-    """The experts' results of tokens that travel as in `parallel/exchange.py`: as many come as go."""
+    """Return a stand-in for the exchange of tokens between ranks (`parallel/exchange.py`): as many come as go."""
 
     def exchange(
         x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, experts: int, compute: Callable[..., Tensor]

@@ -49,9 +49,10 @@ def plan_sampling(
     quantize: str | None = None,
     adapter: Path | None = None,
 ) -> SamplingPlan:
-    """The memory of sampling with a model of this config; quantize: as in `load`, None is what the config says.
+    """Return the memory of sampling with a model of this config.
 
-    adapter: the directory of one that the model gets, unmerged.
+    quantize: the form that weights are rounded to; None: the one in the config. adapter: the directory of an adapter
+    that the model gets, unmerged.
     """
     model = checkpoint.empty(config, kernels_for(device)).to(dtype).eval()
     store(model, (layers_described(model) if quantize is None else {}) | quantised_layers(model, quantize))

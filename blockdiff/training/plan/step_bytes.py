@@ -155,7 +155,7 @@ class Step:
         return sum(x.numel() * self.widths[id(x)] // self.sharers.get(id(x), 1) for x in weights)
 
     def _gathered(self, module: nn.Module) -> int:
-        """Bytes of the weights of a module's units, and of the largest as it comes from the other ranks."""
+        """Bytes of the weights of a module's units, plus the largest unit once more while it comes from other ranks."""
         sizes = [sum(x.nbytes for x in own) for own in self._units_of(module)]
         return sum(sizes) + max(sizes, default=0)
 

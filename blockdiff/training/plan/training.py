@@ -80,13 +80,13 @@ def plan_training(
     batch: Batch | None = None,
     times: float = 1.0,
 ) -> TrainingPlan:
-    """The memory of an optimiser step of one of `ranks` processes on a "cuda" or "cpu" device.
+    """Return the memory of an optimiser step of one of `ranks` processes on a "cuda" or "cpu" device.
 
-    tokens: of the longest row, where the recipe names neither data.pack nor data.max_length. Every row is taken to be
-    that long, all of it response but a prompt of one canvas, and every canvas to get the signal: the most there can be.
-    image_tokens: those of the images of a row (None: of one image, as many as the model's processor makes at most).
-    batch: a micro-batch of the run, to be planned instead; times: how many times as many rows it has in the run. Raises
-    RecipeError where the length of a row is not known.
+    tokens: the length of the longest row, if the recipe names neither data.pack nor data.max_length. All rows are taken
+    to be that long, all response but a prompt of one canvas, and all canvases to get the signal: the largest case.
+    image_tokens: of a row's images in all (None: one image of the processor's largest size). batch: a micro-batch of
+    the run, planned instead of that; times: how many times as many rows the run's micro-batch has. Raises RecipeError
+    if the length of a row is not known.
     """
     if ranks % recipe.parallel.tensor:
         raise RecipeError(f"parallel.tensor: {recipe.parallel.tensor} does not divide the {ranks} processes of --gpus")
@@ -152,7 +152,7 @@ def spare(limit: int) -> int:
 
 
 def micro_batch_rows(recipe: Recipe, ranks: int) -> int:
-    """Rows of a micro-batch of one of so many ranks with rows of their own."""
+    """Return the rows of a micro-batch of one rank. ranks: how many share the batch, each with its own rows."""
     share = -(-recipe.train.batch_size // ranks)
     return min(share, recipe.train.micro_batch_size or share)
 
