@@ -101,7 +101,7 @@ def evaluate(
         _write(report, output, as_json)
         return
     if calibrate is not None or plot is not None:
-        raise typer.BadParameter("it is of --decisions", param_hint="--calibrate" if calibrate else "--plot")
+        raise typer.BadParameter("needs --decisions", param_hint="--calibrate" if calibrate else "--plot")
     say: Say = _say_nothing if as_json else say_out
     is_of_harness = task.startswith(HARNESS)
     if task == HARNESS:

@@ -183,7 +183,7 @@ class SavedTensors:
                 target[common.seen_from(target_block.offsets).slices].copy_(content)
                 missing -= common.numel
         if missing:
-            raise ValueError(f"{name} is not whole")
+            raise ValueError(f"{name}: the checkpoint holds only a part of it")
 
     def _whole(self, file: str) -> dict[str, SavedTensor]:
         return {

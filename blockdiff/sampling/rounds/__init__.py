@@ -100,7 +100,9 @@ def require_fitting(strategy: Strategy, settings: SamplingSettings) -> None:
             "give one (--draft-model), or the strategy next_token"
         )
     if settings.is_drafted and settings.block is not None and way.denoises:
-        raise RequestError("a drafter drafts next tokens; give the strategy speculative or next_token, or none")
+        raise RequestError(
+            "the strategy denoises canvases, and a drafter drafts next tokens; give speculative or next_token, or none"
+        )
     if settings.is_drafted and settings.block is None and way is not VerifiedRound:
         raise RequestError("a draft model drafts for verified canvases alone; give the strategy verified, or none")
     if way.denoises != settings.denoises:

@@ -83,8 +83,8 @@ class Denoising(Kind):
             )
         if not config.denoises:
             raise RecipeError(
-                f"objective.kind: {self.kind} is of canvases, and the model is causal; choose next_token, or give the "
-                "model canvases (`blockdiff init --from`)"
+                f"objective.kind: {self.kind} trains canvases, and a causal model has none; choose next_token, or give "
+                "the model canvases (`blockdiff init --from`)"
             )
         if self.ar_loss is not None and not config.predicts_next_tokens:
             raise RecipeError(f"objective.ar_loss: {NO_HEAD}; leave it out")

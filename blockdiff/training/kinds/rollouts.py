@@ -104,7 +104,10 @@ class Rollouts(Source):
         number, within = divmod(step - 1, self.shape.steps)
         if number + 1 != self._round:
             if within:
-                raise RunError(f"step {step} is within a round of rollouts, which begins anew where a run is resumed")
+                raise RunError(
+                    f"step {step} is within a round of rollouts, and a round begins anew if a run is resumed; resume "
+                    "from a checkpoint at the end of a round"
+                )
             self._begin(number + 1, step)
         return self._updates[within % len(self._updates)]
 
