@@ -185,7 +185,10 @@ def tokenizer(
 
 
 def _write(output: Path, counts: Iterable[str], overwrite: bool, write: Callable[[], Iterable[str]]) -> None:
-    """Have the splits and the tokenizer written where no file is in the way, and print what `write` says of them."""
+    """Call `write`, which writes the splits and the tokenizer, and print its lines.
+
+    Raises BlockdiffError before that if a file is in the way.
+    """
     if output.exists() and not output.is_dir():
         raise BlockdiffError(f"{output}: is a file; name a directory for the files of the splits and the tokenizer")
     for name in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
@@ -196,7 +199,7 @@ def _write(output: Path, counts: Iterable[str], overwrite: bool, write: Callable
 
 
 def _counts(splits: list[str]) -> dict[str, int]:
-    """Rows per split name."""
+    """Parse options such as `train=20000` to the number of rows by split name; typer.BadParameter if one is not so."""
     counts: dict[str, int] = {}
     for text in splits:
         name, _, number = text.partition("=")

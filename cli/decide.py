@@ -39,7 +39,7 @@ class DecisionOptions:
     ] = False
 
     def asking(self, steps: int | None) -> Asking:
-        """The way that the options say, with so many denoising steps (None: 1)."""
+        """Return how the options ask questions. steps: denoising steps of each canvas (None: 1)."""
         from blockdiff.decisions import Asking
 
         return Asking(self.form, self.joint, steps or 1, self.draws)
@@ -91,7 +91,7 @@ def decide(
 def judge(
     opened: ModelOptions, file: str, calibrate: str | None, plot: Path | None, settings: dict[str, Any], asking: Asking
 ) -> dict[str, Any]:
-    """The report on the labelled rows of a file, after a fit on other rows where one is asked for."""
+    """Return the report on the labelled rows of `file`, after temperatures are fitted on `calibrate`, if given."""
     from blockdiff.evals import decisions
     from blockdiff.evals.settings import settings_record
     from blockdiff.terminal import quiet
@@ -123,7 +123,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def _keep(sampler: Sampler, found: dict[str, dict[str, Any]], directory: Path) -> None:
-    """Keep temperatures with the model, in the file and for this process, and say what they are."""
+    """Keep fitted temperatures in the model's directory and for this process, and print them."""
     from blockdiff.sampling.calibration import FEW, HIGHEST, LOWEST
 
     for fit in found.values():

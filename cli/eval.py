@@ -167,7 +167,7 @@ def evaluate(
 
 
 def _write(report: dict[str, Any], output: Path | None, as_json: bool) -> None:
-    """Write the numbers to a file, to stdout, to both or to none."""
+    """Write a report as JSON to `output` if given, and to stdout if `as_json`."""
     text = json.dumps(report, indent=1, default=str) + "\n"
     if output is not None:
         try:
@@ -219,7 +219,7 @@ def _print_report(report: dict[str, Any], say: Say) -> None:
 
 
 def _compared(first: dict[str, Any], second: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Print the reports of two models and their comparison; the numbers for the JSON."""
+    """Print the reports of two models and their comparison; return the content of the JSON."""
     from blockdiff.evals import compare as pairs
 
     for report in (first, second):
@@ -242,7 +242,7 @@ def _by_harness(
     limit: int | None,
     **asked: Any,
 ) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness, print its table and what the texts cost; the numbers for the JSON."""
+    """Run tasks of lm-evaluation-harness, print its table and what the texts cost; return the content of the JSON."""
     try:
         from blockdiff.evals import lm_eval as harness
     except ImportError as error:

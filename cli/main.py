@@ -63,7 +63,7 @@ class Commands(TyperGroup):
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
 ) -> None:
-    """One line for our own warnings; others' come as they are."""
+    """Show a warning of this package in one line on stderr, others in Python's usual form."""
     if issubclass(category, UserWarning) and any(Path(filename).is_relative_to(home) for home in OURS):
         say("blockdiff: warning: " + " ".join(str(message).split()))
     else:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def at_checkpoint(model: str, which: str | None) -> str:
-    """The directory of the checkpoint that is asked for of a run, or the model itself where none is."""
+    """Return the directory of checkpoint `which` of the run `model`, or `model` itself if `which` is None."""
     if which is None:
         return model
     from blockdiff.training.run import Run
@@ -82,7 +82,7 @@ class ModelOptions:
         return self.files.diffusion().prompts == "chat"
 
     def puts_into_chat(self, rows: Sequence[Row | Request | Result]) -> bool:
-        """`asks_chat`, told to the user if some of the rows are raw prompts."""
+        """Return `asks_chat`; if it is true and rows are raw prompts, tell the user so on stderr."""
         count = sum(getattr(row, "prompt", None) is not None for row in rows)
         if count and self.asks_chat:
             prompts = "1 raw prompt is" if count == 1 else f"{count:,} raw prompts are"

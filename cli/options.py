@@ -24,7 +24,7 @@ STREAM = Path("-")  # standard input, or standard output
 
 
 def _one_of(*words: str) -> Callable[[str | None], str | None]:
-    """A callback that refuses other words."""
+    """Return a callback of typer that refuses all values except `words` and None."""
 
     def check(value: str | None) -> str | None:
         if value is not None and value not in words:
@@ -73,7 +73,7 @@ def flag(group: str | None, name: str, help: str) -> Any:
 
 
 def of_request(name: str) -> Any:
-    """The option for a field of a request, by what `blockdiff.request_options` says of it."""
+    """Return the option for a field of a request, from the table OPTIONS of `blockdiff.request_options`."""
     its = OPTIONS[name]
     return option(its.group, its.metavar, its.help, f"--{name.replace('_', '-')}", min=its.least, max=its.most)
 
@@ -213,10 +213,10 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def require_free(path: Path | None, *inputs: str | Path | None, overwrite: bool = False) -> None:
-    """Raises BlockdiffError for a file to write that is one of the inputs or lies in a directory that is, for one
-    that is there unless `overwrite`, and for a directory.
+    """Raise BlockdiffError if `path` must not be written.
 
-    inputs: what the command reads, as the user named it: paths, patterns, or names of the Hub.
+    It must not if it is a directory, if it is an input or lies in a directory that is one, or if it exists and
+    `overwrite` is False. inputs: what the command reads, as the user named it: paths, patterns, or names of the Hub.
     """
     if path is not None and path.is_dir():
         raise BlockdiffError(f"{path}: is a directory; name a file in it")

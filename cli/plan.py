@@ -61,7 +61,7 @@ def plan(
 
 
 def _memory_here(device: str) -> int | None:
-    """The bytes of the first device of a kind on this machine; None if there is none."""
+    """Return the memory in bytes of this machine's first device of a kind (cuda, cpu); None if there is none."""
     import torch
 
     from blockdiff.memory import total_bytes

@@ -112,7 +112,7 @@ class Wanted:
     draw: int | None = None
 
     def named(self, result: Result) -> Result:
-        """The result under the name of its line."""
+        """Return the result with the id of its line and the number of its draw, if there are several draws."""
         return result if self.draw is None else replace(result, id=self.id, draw=self.draw)
 
 

@@ -242,7 +242,7 @@ def has_no_length(entry: Request | Result) -> bool:
 
 
 def note_one_canvas(count: int, sampler: Sampler) -> None:
-    """Say that `count` answers ended with their only canvas, as those of a preset's settings do that nobody changed."""
+    """Note that `count` answers were cut at one canvas, if the model's max_new_tokens is at most a canvas."""
     length = sampler.settings.canvas_length
     if count and 1 < length >= sampler.generation.max_new_tokens:
         answers = "1 answer was" if count == 1 else f"{count:,} answers were"
@@ -306,6 +306,6 @@ def _write_trace(path: Path, traces: list[Trace], sampler: Sampler, entries: Seq
 
 
 def _each(*listeners: Callable[[Any], object] | Any) -> Callable[[Any], object] | None:
-    """A listener that calls all the given ones; None where none is given, because telling of steps costs time."""
+    """Return a listener that calls all given ones; None if none is given, because reporting steps costs time."""
     given = [listener for listener in listeners if listener]
     return (lambda record: [listener(record) for listener in given]) if given else None

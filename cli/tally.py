@@ -54,7 +54,7 @@ class Tally:
         return ", ".join([*words, f"{counts['tokens'] / max(1, counts['forwards']):.2f} tokens per forward"])
 
     def say(self, before: int, seconds: float, max_steps: int) -> None:
-        """Print it, with how many answers were there before and how long the others took."""
+        """Print the tally. before: the number of answers that were there already. seconds: how long the others took."""
         words = [f"{self.counts['answered']} answered", f"{self.counts['failed']} failed"]
         words += [f"{self.counts['tokens']} tokens"] + [f"{before} were there already"] * bool(before)
         say(f"{', '.join(words)} in {seconds:.1f} s, {self.cost(max_steps)}")
@@ -91,7 +91,7 @@ class AnsweredSoFar:
             say(f"{self.done} of {self.total} answered, {per_second:.1f} a second")
 
     def close(self) -> None:
-        """Leave the terminal as it was; `seconds` says how long it took."""
+        """End the display and leave the terminal as it was. Sets `seconds`, the time since the start."""
         self.seconds = time.monotonic() - self._start
         if self._bar is not None:
             self._bar.stop()

@@ -100,7 +100,10 @@ def launch(count: int, command: Sequence[str]) -> int:
 
 
 def _ended(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Wait until the processes have ended, all or one with an error, and give the exit code of them all."""
+    """Wait until all processes have ended, or one has failed for GRACE seconds; end the rest.
+
+    Returns the first exit code that is not 0, or 0; for an end by signal n it is 128 + n.
+    """
 
     def pass_on(number: int, frame: Any) -> None:
         for each in processes:

@@ -50,7 +50,7 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
-    """Panels on a grid of three columns. The losses of a single run get four cells; of several one legend has names."""
+    """Draw the panels on a grid of three columns. The losses of one run get four cells; a legend names several runs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -143,7 +143,10 @@ def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None
 
 
 def _legend(panel: Panel) -> dict[str, Any]:
-    """Words of the legend of a panel, each with a line that looks so; several runs are told apart by their dashes."""
+    """Return the words of a panel's legend, each with a line of the look that it explains.
+
+    If the panel has words for solid and dashed lines, these are explained, in grey; else each line by its label.
+    """
     from matplotlib.lines import Line2D
 
     shown = dict[str, Any]()

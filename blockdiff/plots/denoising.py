@@ -163,7 +163,7 @@ class _Level:
 
 
 def _levels(requests: Sequence[_Request]) -> Iterator[_Level]:
-    """From everything to little."""
+    """Yield what a page may show, from everything to little, so that the first one that fits can be taken."""
     level = _Level(len(requests), max([1, *(request.canvases for request in requests)]))
     yield level
     yield (level := replace(level, has_noise=False))

@@ -163,7 +163,7 @@ def tokens_at(records: Sequence[Record]) -> Callable[[float], float] | None:
 
 
 def by_level(records: Sequence[Record], key: str) -> Points:
-    """Middles of the noise levels t and the held-out metric there, at the last evaluation that has levels."""
+    """Return noise levels t and the held-out metric at each, from the last evaluation that has levels."""
     levels: list[Mapping[str, Any]] = next(
         (record["heldout_levels"] for record in reversed(records) if record.get("heldout_levels")), []
     )

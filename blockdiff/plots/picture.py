@@ -159,14 +159,17 @@ def _square(moment: Moment, side: int, most: float) -> Image:
 
 
 def _before_fill(moments: Sequence[Moment]) -> list[Moment]:
-    """Moments without the positions after the end of the response, of which nothing was committed."""
+    """Cut moments after the last position that was committed; without any, keep all positions."""
     last = moments[-1].cells if moments else ()
     count = max((place for place, cell in enumerate(last, start=1) if cell.state == "committed"), default=len(last))
     return [replace(moment, cells=moment.cells[:count]) for moment in moments]
 
 
 def _rows(moments: Sequence[Moment], most: float, prompt: str) -> Image:
-    """A row per moment, a column per position; the end of the prompt stands below."""
+    """Draw a row per moment and a column per position, with the end of the prompt below.
+
+    most: the entropy drawn in the strongest colour.
+    """
     length = max((len(moment.cells) for moment in moments), default=0)
     width, size = min(WIDEST, length), 28
     board = Board(66 + width * size + 34 * (length > width), 26 + 22 * max(1, len(moments)))

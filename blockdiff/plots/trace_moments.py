@@ -69,7 +69,7 @@ def visible(text: str) -> str:
 
 
 def prompt_text(trace: Trace) -> str:
-    """The prompt as a reader wants it."""
+    """Return the prompt without a `<bos>` at its start."""
     return trace.prompt.removeprefix("<bos>")
 
 

@@ -121,7 +121,7 @@ def step_bound(objective: nn.Module, rows: int, length: int) -> int:
 def _require(
     parts: dict[str, int], recipe: Recipe, base: StartingModel, ranks: Ranks, plan: TrainingPlan | None
 ) -> None:
-    """Say in one line where the parts do not fit on the device: BlockdiffError, or a warning."""
+    """Raise BlockdiffError, or warn, if the parts do not fit on the device; the line names changes that would fit."""
     total, remedy = memory.total_bytes(ranks.device), {}
     if total is not None and sum(parts.values()) > total:
         device = "cuda" if ranks.device.type == "cuda" else "cpu"
@@ -262,14 +262,17 @@ def _split_experts(base: StartingModel, ranks: int) -> list[Change]:
 
 
 def _shorter_rows(recipe: Recipe, plan: TrainingPlan | None, base: StartingModel) -> list[Change]:
-    """Rows cut to a half and to a quarter, or as much packed into a row, if a canvas still has room."""
+    """Return changes that cut rows to a half and to a quarter, if that is longer than a canvas.
+
+    They set data.pack if the recipe packs rows, else data.max_length.
+    """
     key = LENGTHS[recipe.data.pack is not None]
     lengths = [] if plan is None else [plan.tokens // parts for parts in (2, 4)]
     return [Change({key: str(length)}, lambda *_: True) for length in lengths if length > base.canvas_length]
 
 
 def _calls_layers_twice(recipe: Recipe) -> bool:
-    """True if gradients of whole weights wait for one another, which one sweep for both passes spares them."""
+    """True if unsharded layers that train are called twice a step, because `objective.sweep` is not true."""
     is_whole = recipe.parallel.shard == "none" and not recipe.lora.trains
     return is_whole and getattr(recipe.objective, "sweep", True) is not True
 

@@ -95,9 +95,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _on_shapes(self, function: Any, args: Any, named: dict[str, Any]) -> Any:
-        """An operation on fake tensors, by torch's kernel for shapes: all that the mode does takes twice as long.
+        """Run an operation on fake tensors by torch's kernel for shapes, in half the time of the mode for fake tensors.
 
-        Where there is none, or a device is said, the mode has an answer.
+        That mode runs it if it has no such kernel, or names a device.
         """
         if named.get("device") is not None or not _has_kernel_for_shapes(function):
             return function(*args, **named)
@@ -126,7 +126,7 @@ class LiveBytes(TorchDispatchMode):
         self._note(self.live, self._by_part)
 
     def begin_interval(self) -> None:
-        """Begin anew with `recent`."""
+        """Begin a new interval: `recent` is what lives now."""
         self.recent = self.live, self._by_part.copy()
 
     def note_recent(self, more: int, part: str, less: int, other: str) -> None:
@@ -195,7 +195,7 @@ def _shape_of(x: Any) -> Any:
 
 
 def _places(indices: Any) -> list[Any]:
-    """Indices with masks replaced by the places that they mark, since the code reads how many there are."""
+    """Return indices with masks replaced by the positions that they mark, so that the length of a result is known."""
     places: list[Any] = []
     for index in indices:
         is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor)
