@@ -34,7 +34,7 @@ def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
 
 
 def training_row(request: Request | Result, result: Result) -> dict[str, Any] | None:
-    """A row to train on: the prompt, or the messages and their tools, with the answer; None without an answer."""
+    """Return a row to train on: the prompt, or messages and tools, with the answer; None if it failed or is empty."""
     if result.error is not None or not (result.text.strip() or result.tool_calls):
         return None
     messages = getattr(request, "messages", None)

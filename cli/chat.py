@@ -112,9 +112,9 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def ended_between_steps() -> Iterator[Callable[[Callable[..., None]], Callable[..., None]]]:
-    """Inside, the first Ctrl-C waits until a step or canvas has been shown, and then raises Ended.
+    """Within the block the first Ctrl-C waits until a step or canvas has been shown, then raises Ended.
 
-    It gives what makes such a function of one that shows. A second Ctrl-C does not wait.
+    Yields a function that wraps the one that shows a step or a canvas. A second Ctrl-C does not wait.
     """
     is_asked = False
 
@@ -154,7 +154,7 @@ class Chat:
         self._turn = 0  # every turn has draws of its own, also after a /reset
 
     def command(self, line: str) -> None:
-        """Do what a line that begins with / says."""
+        """Run a command, a line that begins with /."""
         name, _, text = line.partition(" ")
         if name == "/reset":
             self.messages.clear()
@@ -174,7 +174,7 @@ class Chat:
             self.note(f"{name} is no command (/help lists them); a message that begins with / is written with //")
 
     def put(self, image: str) -> None:
-        """Put an image into the next message; DataError where it cannot be read."""
+        """Add the image in a file to the next message. Raises DataError if it cannot be read."""
         from blockdiff.data.tokenise import NO_IMAGES
 
         reader = self.sampler.settings.image_reader
@@ -221,7 +221,7 @@ class Chat:
             self._show(result)
 
     def note(self, text: str) -> None:
-        """Say something that is no answer: on stderr, dim at a terminal."""
+        """Print a note on stderr, dim at a terminal; answers go to stdout."""
         console(stderr=True).print(shown(text, sys.stderr), style="dim")
 
     def _request(self, messages: list[dict[str, Any]]) -> Request:
@@ -231,7 +231,10 @@ class Chat:
         return Request(self._turn, messages=[*first, *messages], thinking=self.thinking)
 
     def _make_room(self) -> None:
-        """Leave out the oldest exchanges while the conversation and an answer do not fit the model's positions."""
+        """Drop the oldest exchanges until the conversation and an answer fit the model's positions.
+
+        Raises RequestError if the last message alone is too long.
+        """
         settings = self.sampler.settings
         if (too_many := settings.excess(self._request(self.messages[-1:]))) > 0:
             raise RequestError(f"the message is too long by {too_many} tokens; shorten it or lower --max-new-tokens")
@@ -267,7 +270,7 @@ class Chat:
         return text
 
     def _remember(self, text: str, otherwise: str) -> None:
-        """Put an answer into the conversation; after an empty one the user's message leaves it, too."""
+        """Add an answer to the conversation. If it is empty, remove the user's message and print `otherwise`."""
         if text:
             self.messages.append({"role": "assistant", "content": text})
         else:
@@ -275,13 +278,13 @@ class Chat:
             self.note(otherwise)
 
     def _refused(self, reason: str) -> None:
-        """A message that cannot be answered is not part of the conversation."""
+        """Remove the last message, which cannot be answered, and print why."""
         self.messages.pop()
         self.failed = True
         self.note(f"error: {reason}")
 
     def _ended(self, view: Watcher, canvases: list[CommittedCanvas]) -> None:
-        """Ctrl-C: what was committed so far is the answer; where nothing was, the message is taken back."""
+        """After Ctrl-C, take the committed canvases as the answer; without any, remove the message."""
         from blockdiff.sampling.response import parse
 
         view.close()

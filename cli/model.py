@@ -180,10 +180,10 @@ class SamplingOptions:
     strategy: options.Strategy = None
 
     def strategy_for(self, model: ModelOptions, generation: Generation | None = None) -> Strategy | None:
-        """The strategy that --strategy, --temperature and --top-p ask for; None where none of them is given.
+        """Return the strategy that --strategy, --temperature and --top-p ask for; None if none of them is given.
 
-        generation: those of the model unless others are given; with a draft model the strategy is verified. Raises
-        typer.BadParameter for what cannot be.
+        With a draft model it is verified by default, with a drafter speculative. generation: its settings;
+        None: those of the model. Raises typer.BadParameter if the model or the drafter cannot use the strategy.
         """
         is_drafter = model.draft_model is not None and _is_drafter(model.draft_model)
         strategy = self.strategy or (model.draft_model and ("speculative" if is_drafter else "verified"))

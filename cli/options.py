@@ -198,7 +198,7 @@ def is_recipe(target: str, overrides: list[str] | None = None) -> bool:
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """`prompt=question,response=answer` as a dict; typer.BadParameter says what is wrong with it."""
+    """Parse `prompt=question,response=answer` into a dict; typer.BadParameter if it is written otherwise."""
     columns: dict[str, str] = {}
     for entry in (text or "").split(","):
         if not entry.strip():
@@ -245,7 +245,7 @@ def make_parent(path: Path | None) -> None:
 
 
 def read_text(path: Path | None) -> str | None:
-    """A file's text, that of standard input for `-`, None for no file; BlockdiffError where it cannot be read."""
+    """Return the text of a file, or of standard input for `-`; None for None. BlockdiffError if it cannot be read."""
     try:
         if path == STREAM:
             return sys.stdin.read()

@@ -41,7 +41,10 @@ def as_conversations(entries: Sequence[Request | Result]) -> list[Request | Resu
 
 
 def user_message(text: str, images: Sequence[Any]) -> dict[str, Any]:
-    """A user's message with images where its text says `<image>`, else before it; DataError for another number."""
+    """Return a user's message with images at each `<image>` of the text, or before it if there is none.
+
+    Raises DataError if the number of images differs from the number of `<image>`.
+    """
     from blockdiff.data.image_parts import text_with_images
     from blockdiff.data.messages import BadRow
 

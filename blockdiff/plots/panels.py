@@ -52,7 +52,7 @@ class Panel:
 
     @property
     def is_share(self) -> bool:
-        """True where the axis goes from 0 to 100 %."""
+        """True if the axis goes from 0 to 100 %."""
         return metric(self.lines[0].key).format.endswith("%")
 
 

@@ -164,7 +164,7 @@ def thinned(moments: Sequence[Any], stride: int) -> list[Any]:
 
 
 def grid_side(trace: Trace) -> int | None:
-    """4 or 9 where the prompt is a sudoku of that size (as `blockdiff data sudoku` writes it), else None."""
+    """4 or 9 if the prompt is a sudoku of that size (as `blockdiff data sudoku` writes it), else None."""
     cells = _puzzle(trace)
     for side in (4, 9):
         if len(cells) == side * side and all(c == "." or c in "123456789"[:side] for c in cells):
@@ -178,7 +178,7 @@ def most_entropy(traces: Sequence[Trace]) -> float:
 
 
 def grid_moments(trace: Trace, side: int, decode: Decode) -> list[Moment]:
-    """The moments of all canvases as squares: the puzzle's givens, what is committed, what is guessed."""
+    """Return the moments of all canvases as whole boards: the puzzle's givens, committed cells and guesses."""
     count, moments = side * side, []
     committed: list[Cell] = []
     for canvas in trace.canvases:

@@ -160,7 +160,10 @@ class Step:
         return sum(sizes) + max(sizes, default=0)
 
     def _hold_units(self, module: nn.Module, sign: int) -> None:
-        """In a backward: the weights, the outer ones of the next layer, and the gradients that are added up."""
+        """Count (sign 1) or uncount (-1) what ranks exchange in the backward of a layer.
+
+        These are its gathered weights, the outer ones of the next layer, and the gradients that are added up.
+        """
         sizes = [sum(x.nbytes for x in own) for own in self._units_of(module)]
         added_up = max(
             (sum(4 * x.numel() for x in own if x.requires_grad) for own in self._units_of(module)), default=0

@@ -158,7 +158,7 @@ def micro_batch_rows(recipe: Recipe, ranks: int) -> int:
 
 
 def breaking(plan: TrainingPlan, limit: int) -> str:
-    """The part with which the parts before it, in the order of the plan, no longer fit, of a plan that does not."""
+    """Return the first part with which the sum of a plan's parts exceeds the limit; the plan must not fit."""
     totals = zip(plan.parts, accumulate(plan.parts.values()), strict=True)
     return next(name for name, held in totals if held > limit - spare(limit))
 
@@ -184,7 +184,10 @@ def _verdict(plan: TrainingPlan, limit: int) -> str:
 
 
 def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
-    """Bytes that Muon's step holds: the directions of all matrices, and three times the matrices of one turn."""
+    """Return the bytes that a step of Muon holds, 0 for other optimisers.
+
+    These are the directions of all matrices, and three times the matrices that are orthogonalised at once.
+    """
     if recipe.optim.name != "muon":
         return 0
     sizes = [x.numel() for name, x in trainable(objective).items() if matrix_count(name, x)]
@@ -193,7 +196,7 @@ def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
 
 
 def _longest(recipe: Recipe, tokens: int | None) -> int:
-    """The tokens of the longest row. Raises RecipeError if neither the argument nor the recipe has a limit."""
+    """Return the number of tokens of the longest row; RecipeError if neither `tokens` nor the recipe limits it."""
     length = tokens or recipe.data.pack or getattr(recipe.data.max_length, "tokens", None)
     if length is None:
         raise RecipeError(kind_of(recipe).length_from)
@@ -220,7 +223,7 @@ def _image_sizes(
 
 
 def weight_dtypes(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of the weights as a rank keeps them, and the one in which sharded ones are gathered and run."""
+    """Return the dtype in which a rank keeps weights, and the one in which sharded weights are gathered and run."""
     if recipe.model.dtype != "auto":
         stored = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
     else:  # what a checkpoint is stored in is read from its config
@@ -233,7 +236,7 @@ def weight_dtypes(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, tor
 
 
 def kernels_for(device: str) -> Kernels:
-    """Triton's kernels for a GPU, wherever the plan is made, if there is triton; what a CPU runs for a CPU."""
+    """Return the kernels that a plan runs on shapes: Triton's for a GPU if triton is installed, else those of a CPU."""
     if device == "cpu" or importlib.util.find_spec("triton") is None:
         return IN_C
     return Kernels("shapes")
