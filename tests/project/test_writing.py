@@ -35,16 +35,16 @@ VAGUE = {"Eight", "asked", "at", "found", "given", "how", "its", "kept"}
 VAGUE |= {"left", "made", "of", "own", "place", "said", "sent", "wanted"}
 # The bindings of such names that each part still has. A number here only ever falls: lower it with the code.
 VAGUE_COUNTS = {
-    "blockdiff": 30,
-    "blockdiff/data": 124,
+    "blockdiff": 10,
+    "blockdiff/data": 26,
     "blockdiff/decisions": 19,
     "blockdiff/evals": 30,
-    "blockdiff/models": 16,
+    "blockdiff/models": 14,
     "blockdiff/plots": 23,
     "blockdiff/rl": 16,
     "blockdiff/sampling": 256,
     "blockdiff/serving": 92,
-    "blockdiff/training": 41,
+    "blockdiff/training": 40,
     "cli": 66,
 }
 
