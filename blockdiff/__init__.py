@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 if not (Path(__file__).parent / "cli").is_dir():
-    # In a checkout, which need not be installed, cli/ and recipes/ lie beside this package; else they are in it.
+    # In a checkout, installed or not, cli/ and recipes/ are next to this package; otherwise they are in it.
     __path__.append(str(Path(__file__).resolve().parents[1]))
 # Where each public name is defined; it is imported when it is first used.
 _HOME = {

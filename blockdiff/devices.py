@@ -16,9 +16,9 @@ GPUS = Path("/proc/driver/nvidia/gpus")  # one entry for each GPU that NVIDIA's 
 
 
 def resolve_device(device: Any) -> torch.device:
-    """The device that "auto" or a name stands for; CheckpointError when it is not there.
+    """Return the device of a name or of "auto". Raises CheckpointError if it is not there.
 
-    "auto" is CUDA's current device, or else the CPU, with a warning where the machine has a GPU all the same.
+    "auto" is CUDA's current device, or else the CPU, with a warning if the machine has a GPU nevertheless.
     """
     import torch
 
@@ -54,6 +54,6 @@ def _why_not_cuda() -> str:
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU; unset it"
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # its first line says what the driver or the runtime lacks
+    except (RuntimeError, AssertionError) as error:  # its first line explains the problem of driver or runtime
         return f"torch finds no CUDA device: {str(error).strip().partition(chr(10))[0]}"
     return "torch finds no CUDA device"

@@ -64,7 +64,7 @@ class DraftObjective(nn.Module):
 
     @property
     def target(self) -> BlockDiffusionModel:
-        """The model that is drafted for."""
+        """The frozen model for which the drafter drafts."""
         return self._target[0]
 
     def draft_for(self, target: BlockDiffusionModel) -> None:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """The rule of a field: its type, in words what it must be, and whether a value of the type is.
+    """The rule of a field: its type, the requirement in words, and whether a value of the type meets it.
 
-    is_item: whether something may be in a value that is a list (None: anything may).
+    is_item: whether a list may have this item (None: any item is allowed).
     """
 
     kind: type | tuple[type, ...]
@@ -19,9 +19,9 @@ class Rule(NamedTuple):
 
 
 def broken_rule(instance: Any, rules: Mapping[str, Rule]) -> str | None:
-    """The first field that breaks its rule, in words; None where all keep theirs.
+    """Return a message about the first field that breaks its rule; None if all fields keep theirs.
 
-    A truth value is no number, and None may stand where it is the default.
+    A bool is no number. None is allowed if it is the default.
     """
     for name, (kind, words, is_met, is_item) in rules.items():
         value = getattr(instance, name)

@@ -28,12 +28,12 @@ _FILE = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|gz|txt|ya?ml|safeten
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name may be `owner/name` on the Hub. Look for a path of that name first."""
+    """Return True if a name may be `owner/name` on the Hub. Look for a path of that name first."""
     return bool(_HUB_ID.fullmatch(name)) and not _FILE.search(name)
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name has wildcards. Look for a path of that name first."""
+    """Return True if a name has wildcards. Look for a path of that name first."""
     return bool(_PATTERN.search(name))
 
 
@@ -78,11 +78,11 @@ def write_json(path: str | Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """A new directory to write into, which is synced and renamed to `target` when the block ends without an error.
+    """Yield a new directory, which is synced and renamed to `target` if the block ends without an error.
 
-    Then `target` has the files that were written, of the same sizes, or another process writes there, too: an OSError.
-    What stood at `target` is removed, or still stands there after an error. A kill can leave hidden directories
-    beside it, which `remove_leftovers` removes. Raises OSError with a filename.
+    An existing `target` is then removed; after an error it stays. A kill can leave hidden directories next to it, which
+    `remove_leftovers` removes. Raises OSError, with a filename, also if another process has written to `target` at the
+    same time.
     """
     fresh = hidden_directory(target)
     try:
@@ -107,9 +107,9 @@ def hidden_directory(target: Path) -> Path:
 
 
 def publish(fresh: Path, target: Path) -> None:
-    """Rename a directory whose files are on the disk to `target`, and remove what was there.
+    """Rename a directory whose files are on the disk to `target`, and remove the previous `target`.
 
-    After an OSError that still stands there.
+    After an OSError the previous `target` is still there.
     """
     sync(fresh)
     old, is_replaced = _hidden(target), os.path.lexists(target)
@@ -145,7 +145,7 @@ def digest(path: Path, size: int | None = None) -> str:
 class PiecewiseDigest:
     """A hash of a large file whose pieces are hashed by several threads, while they are written or read.
 
-    It is the hash of the pieces' hashes, in their order, and says how long a piece is: `4194304:...`.
+    It is the hash of the pieces' hashes, in their order, after the size of a piece: `4194304:...`.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class PiecewiseDigest:
         self._whole = hashlib.blake2b()
         self._waiting: deque[Future[bytes]] = deque()
         self._lent: list[Future[bytes]] = []  # of pieces that lie in the caller's memory
-        self._rest = bytearray()  # what does not fill a piece yet
+        self._rest = bytearray()  # bytes that do not fill a piece yet
 
     def __enter__(self) -> PiecewiseDigest:
         return self
@@ -237,7 +237,7 @@ def unwritten(path: Path, error: Exception, needed: int) -> str:
 
 
 def room_remedy(error: Exception) -> str:
-    """The remedy for a failed write: more room, or the permissions of the path."""
+    """Return the remedy for a failed write: more room, or other permissions of the path."""
     is_place = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
     return "see to the permissions of the place" if is_place else "make room"
 
@@ -245,7 +245,7 @@ def room_remedy(error: Exception) -> str:
 def remove_directory(path: Path) -> None:
     """Remove a directory. It is renamed first, so that a kill leaves nothing that looks complete.
 
-    Of a link to one the link goes, and what it points to stays.
+    A link to a directory is removed without its target.
     """
     _remove(path.rename(_hidden(path)))
 

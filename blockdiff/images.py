@@ -16,12 +16,13 @@ from blockdiff.errors import BlockdiffError
 
 @dataclass(frozen=True, eq=False)
 class ImageInput:
-    """One image as a model's image processor has cut it.
+    """An image as a model's image processor has cut it.
 
-    values: the arguments of the family's image side under transformers' names, without a batch dimension and without
-    patches of padding: of DiffusionGemma `pixel_values` [patches, 3 * p * p] and `image_position_ids` [patches, 2], of
-    MiniMax M3 `pixel_values` [patches, ...] and `image_grid_thw` [3]. tokens: how many placeholders stand for it in a
-    row. digest: sha256 of its pixels and of the processor's settings; images with the same digest are the same.
+    values: the arguments of the family's image side, by transformers' names, without a batch dimension and without
+    padding. For DiffusionGemma: `pixel_values` [patches, 3 * p * p] and `image_position_ids` [patches, 2]. For MiniMax
+    M3: `pixel_values` [patches, ...] and `image_grid_thw` [3].
+    tokens: the number of its placeholders in a row.
+    digest: sha256 of its pixels and the processor's settings; images with the same digest are the same.
     """
 
     values: Mapping[str, Tensor]
@@ -72,14 +73,17 @@ def runs_of(images: Iterable[PlacedImage]) -> list[tuple[int, int]]:
 
 
 def run_end(images: Iterable[PlacedImage], column: int) -> int:
-    """The end of the run that goes on over `column`, where a call must not end; `column` itself outside of runs."""
+    """Return the end of the run of images that contains `column`; `column` itself outside a run or at its start.
+
+    A call must not end inside a run.
+    """
     return next((end for first, end in runs_of(images) if first < column < end), column)
 
 
 def images_between(images: Sequence[PlacedImage], first: int, end: int) -> list[PlacedImage]:
-    """The images in the columns [first, end) of a row, with columns counted from `first`.
+    """Return the images in the columns [first, end) of a row, with columns counted from `first`.
 
-    Raises BlockdiffError where a run of images goes on over either end.
+    Raises BlockdiffError if `first` or `end` is inside a run of images.
     """
     for cut in (first, end):
         if (whole := run_end(images, cut)) != cut:
@@ -89,11 +93,11 @@ def images_between(images: Sequence[PlacedImage], first: int, end: int) -> list[
 
 @dataclass(frozen=True, eq=False)
 class RowImages:
-    """The images of the rows of a call: each different image once, and the columns where its features stand.
+    """The images of the rows of a call: each distinct image once, and the positions of their features.
 
-    inputs: the images. N placeholders: their rows and columns, and of the features of all inputs, one after the
-    other, the one that stands there. run_BS2: the first and the end column of the run of each token; a token without
-    an image is a run of its own. features_MD: the features of all inputs (None: not made yet).
+    inputs: the images. row_N, column_N: the row and column of each of N placeholders. source_N: the index of its
+    feature among the features of all inputs, concatenated. run_BS2: the first and the end column of each token's run; a
+    token outside images is a run of its own. features_MD: the features of all inputs (None: not computed yet).
     """
 
     inputs: tuple[ImageInput, ...]
@@ -105,7 +109,7 @@ class RowImages:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
-        """The images of rows of `width` columns; None if no row has any."""
+        """Return the images of rows of `width` columns; None if no row has any."""
         if not any(rows):
             return None
         inputs = {placed.image.digest: placed.image for images in rows for placed in images}
@@ -128,7 +132,7 @@ class RowImages:
 
     @classmethod
     def nowhere(cls, image: ImageInput, rows: int, width: int) -> RowImages:
-        """An image without a row, whose features are computed nevertheless."""
+        """Return an image that is in no row. Its features are computed and not used."""
         none = torch.zeros(0, dtype=torch.int64)
         return cls((image,), none, none, none, _runs_of_one(rows, width))
 
@@ -158,11 +162,11 @@ class RowImages:
         return RowImages(self.inputs, *kept, self.run_BS2[:, :columns].clamp(max=columns), self.features_MD)
 
     def with_features(self, features_MD: Tensor) -> RowImages:
-        """Add the features of its inputs, concatenated [sum of their tokens, D]."""
+        """Return the images with the features of `inputs`, concatenated [sum of their tokens, D]."""
         return replace(self, features_MD=features_MD)
 
     def into(self, x_BTD: Tensor) -> Tensor:
-        """Replace the placeholders' embeddings of a call by the features."""
+        """Return embeddings in which the placeholders' are replaced by the features."""
         assert self.features_MD is not None, "features are computed before the call"
         features_ND = self.features_MD[self.source_N].to(x_BTD.dtype)
         return x_BTD.index_put((self.row_N, self.column_N), features_ND)

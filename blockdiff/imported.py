@@ -1,4 +1,4 @@
-"""Functions of one's own, by the name "module:function" under which commands and recipes ask for them."""
+"""The user's own functions, by the name "module:function" that commands and recipes accept."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from blockdiff.errors import BlockdiffError
 
 
 def imported(name: str) -> Any:
-    """The object that "module:name" names; modules in the working directory are found, too.
+    """Return the object named by "module:name". Modules in the working directory are found, too.
 
-    BlockdiffError if there is none.
+    Raises BlockdiffError if it cannot be imported.
     """
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
@@ -21,5 +21,5 @@ def imported(name: str) -> Any:
         sys.path.append(here)
     try:
         return getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the module raises when it is imported
+    except Exception as error:  # importing a module may raise anything
         raise BlockdiffError(f"{name} cannot be imported ({type(error).__name__}: {error})") from None

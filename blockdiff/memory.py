@@ -49,9 +49,9 @@ def most_allocated(device: Any) -> int:
 
 
 def peak_of(work: Callable[[], object], device: Any) -> int:
-    """The bytes of a CUDA device that torch reserves for a call, beyond those that it had before.
+    """Return the bytes that torch reserves on a CUDA device during a call, beyond those reserved before.
 
-    They are more than the tensors' bytes, because reserved memory is in blocks. torch's peak counters are reset.
+    They are more than the tensors' bytes, because memory is reserved in blocks. torch's peak counters are reset.
     """
     import torch
 
@@ -67,10 +67,10 @@ def peak_of(work: Callable[[], object], device: Any) -> int:
 
 
 def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | None = None) -> None:
-    """Refuse what a device cannot hold, and warn of what it cannot hold beside what else uses it now.
+    """Raise BlockdiffError if a device cannot hold `needs`; warn if it cannot while others use its memory.
 
-    needs: bytes by what they hold (weights, gradients, ...); smaller: all that would be needed instead, by what the
-    user would have to say. Raises BlockdiffError, naming those of `smaller` that fit.
+    needs: bytes by their name (weights, gradients, ...). smaller: the bytes in all with other settings, by the setting
+    in the user's words; the error names the ones that fit.
     """
     total, available, needed = total_bytes(device), available_bytes(device), sum(needs.values())
     parts = ", ".join(f"{name} {size(count)}" for name, count in needs.items())
@@ -89,7 +89,7 @@ def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | 
 
 
 def of_training(numbers: int, trained: int) -> dict[str, int]:
-    """The bytes of training `trained` of `numbers` weights in fp32 with AdamW, without activations, by their use."""
+    """Return the bytes of training `trained` of `numbers` weights in fp32 with AdamW, without activations, by use."""
     return {"weights": 4 * numbers, "gradients": 4 * trained, "optimiser": 8 * trained}
 
 
@@ -99,9 +99,9 @@ def size(count: float) -> str:
 
 
 def _host_bytes(root: Path, is_whole: bool = False) -> int | None:
-    """Bytes that the kernel says are available, and no more than the control groups of this process leave.
+    """Return the bytes that are available on the host, limited by the control groups of this process.
 
-    is_whole: all that there are, and no more than the groups allow.
+    is_whole: the bytes of the host in all, limited likewise. Returns None if neither is known.
     """
     word = "MemTotal:" if is_whole else "MemAvailable:"
     lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
@@ -113,9 +113,9 @@ def _host_bytes(root: Path, is_whole: bool = False) -> int | None:
 
 
 def _left_in_group(group: Path, is_whole: bool) -> list[int]:
-    """The limit of a control group (version 2) less what it holds, without file pages that can be dropped; or none.
+    """Return [limit of a control group (version 2) minus its use], or [] without a limit.
 
-    is_whole: the limit itself.
+    Inactive file pages count as free. is_whole: return the limit itself.
     """
     most, held = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
     if not most.isdecimal() or not held.isdecimal():

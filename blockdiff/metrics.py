@@ -60,7 +60,7 @@ def _of_part(part: str) -> dict[str, Metric]:
     return metrics | silent
 
 
-# The metrics of blockdiff's runs by key. Losses are in nats per token. docs/cli.md says what each one counts.
+# The metrics of blockdiff's runs by key. Losses are in nats per token. docs/cli.md explains each one.
 METRICS: dict[str, Metric] = {
     "loss": Metric("train", "loss", "lower", in_line=True),
     "canvas_loss": Metric("train", "canvas loss", "lower", in_line=True, in_report="line"),
@@ -151,7 +151,7 @@ METRICS: dict[str, Metric] = {
     "sample_seconds": Metric("sample", "time spent on sampling prompts", "lower", ".1f", "s"),
 }
 MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers depend on clocks and machines
-UNTOLD_AT_0 = ("skipped", "reward_failures")  # counts of what went wrong
+UNTOLD_AT_0 = ("skipped", "reward_failures")  # counts of failures
 
 
 def metric(key: str) -> Metric:

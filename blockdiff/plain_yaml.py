@@ -1,4 +1,4 @@
-"""YAML of a recipe or of serve.yaml as plain values, which a stranger may have written: it has bounds."""
+"""YAML of a recipe or of serve.yaml as plain values. Its size is limited, because a stranger may have written it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import yaml
 
 LARGEST_FILE = 1 << 18  # bytes
 MOST_CHARACTERS = 1 << 20  # of all values once anchors are written out
-_OF_A_VALUE = 20  # characters that a value counts for in addition to its own
+_OF_A_VALUE = 20  # characters counted for each value in addition to its text
 
 
 class _Loader(yaml.SafeLoader):
     """YAML with the numbers of YAML 1.2, duplicate keys refused and anchors bounded.
 
-    1e-4 is a number. 1:30 and 010 are texts, which YAML 1.1 reads to the base of 60 and of 8; where a number is
-    expected, the text 010 is ten.
+    1e-4 is a number. 1:30 and 010 are texts, which YAML 1.1 reads as numbers of base 60 and 8. If a number is expected,
+    the text 010 is ten.
     """
 
     def construct_document(self, node: yaml.Node) -> Any:
@@ -51,12 +51,12 @@ _Loader.add_implicit_resolver(
 
 
 def parse(text: str) -> Any:
-    """The value that a YAML text has; raises yaml.YAMLError, with a `problem`, for one that cannot be read."""
+    """Return the value of a YAML text. Raises yaml.YAMLError, with a `problem`, if it cannot be read."""
     try:
         return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
     except RecursionError:
         raise yaml.MarkedYAMLError(problem="it is nested too deeply") from None
-    except (ValueError, OverflowError) as error:  # a number or a date that none is
+    except (ValueError, OverflowError) as error:  # text that looks like a number or a date and is none
         raise yaml.MarkedYAMLError(problem=" ".join(str(error).split())) from None
 
 
@@ -65,7 +65,10 @@ def _refusal(problem: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 def _require_small(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """The characters of a value with its anchors written out; sizes: those of nodes by identity, 0 inside a node."""
+    """Count the characters of a value with its anchors written out. Raises YAMLError if they are too many.
+
+    sizes: the counts of nodes by identity, 0 inside a node.
+    """
     if id(node) in sizes:
         if not sizes[id(node)]:
             raise _refusal("it holds itself", node)
@@ -73,7 +76,7 @@ def _require_small(node: yaml.Node, sizes: dict[int, int]) -> int:
     sizes[id(node)] = 0
     size = _OF_A_VALUE
     if isinstance(node, yaml.ScalarNode):
-        if "\0" in node.value:  # which no path can have
+        if "\0" in node.value:  # no path can have it
             raise _refusal("a text has a character of code 0", node)
         size += len(node.value)
     elif isinstance(node, yaml.MappingNode):

@@ -11,11 +11,13 @@ from torch import Tensor
 
 
 def from_all(value: Any, group: Any = None, device: torch.device | str = "cpu") -> list[Any]:
-    """The `value` of every process of a group, by its rank there; all of them call this.
+    """Return the `value` of every process of a group, in the order of their ranks. All of them must call it.
 
-    value: what JSON can say, in which tuples are lists and the keys of dicts strings; floats stay the same to the bit.
-    group: None is that of all processes. device: where the group's backend exchanges, "cpu" for gloo. Raises TypeError
-    for any other value.
+    value: JSON. Tuples become lists and keys strings; floats stay the same to the bit.
+    group: None is the group of all processes. device: the device on which the group's backend exchanges, "cpu" for
+    gloo.
+
+    Raises TypeError for a value that is no JSON.
     """
     text = bytearray(json.dumps(value).encode())
     lengths = [int(length) for length in _gathered(torch.tensor([len(text)]), group, device)]
@@ -30,7 +32,7 @@ def from_all(value: Any, group: Any = None, device: torch.device | str = "cpu") 
 
 
 def _gathered(local: Tensor, group: Any, device: torch.device | str) -> list[Tensor]:
-    """Gather a tensor of every process, of equal shapes."""
+    """Gather a tensor of the same shape from every process."""
     local = local.to(device)
     everyone = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, local, group=group)

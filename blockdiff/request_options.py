@@ -1,7 +1,7 @@
-"""The options of a request, each said once: its name, type, default and rule, its help, and who may set it.
+"""The options of a request, each declared once: its name, type, default, rule, help, and where it can be set.
 
 `blockdiff.sampling.Request` has these fields, and so has a line of a prompts file. `blockdiff sample` makes its options
-of them, and the server the fields of its bodies. Here is no torch, pydantic or typer.
+from them, and the server the fields of its bodies. This module imports no torch, pydantic or typer.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from blockdiff.field_rules import Rule
 PROMPTS, SAMPLING, CONTROL = "Prompts", "Sampling", "Control"  # groups of options in `--help`
 MOST_STEPS = 1_000_000  # of a canvas
 MOST_PENALTY = 1000.0
-MOST_TOP = 20  # likeliest tokens beside each token of an answer
+MOST_TOP = 20  # likeliest tokens listed for each token of an answer
 MOST_STOPS, MOST_STOP = 64, 1024  # texts that end an answer, and the characters of each
-MOST_DRAWS = 1024  # answers to one request, of which the best is given
+MOST_DRAWS = 1024  # answers to one request, of which the best is returned
 
 
 @dataclass(frozen=True)
 class Option:
-    """The rule of an option, and its surfaces.
+    """The rule of an option, and where it can be set.
 
-    help, group, metavar: of the command's option (no help: it has none, or declares it itself); is_file: whether the
-    command's option names a file with the value. served: its name in a body of the server (None: it has none, or
-    another field stands for it). least, most: of a number, for surfaces that check it before there is a request.
+    help, group, metavar: of the command's option (no help: the command has none, or declares it itself). is_file: the
+    command's option names a file that has the value. served: the field of the server's bodies (None: no field, or
+    another one sets it). least, most: the limits of a number, for checks before a request exists.
     """
 
     rule: Rule
@@ -40,17 +40,17 @@ class Option:
 
 
 def option(default: Any, rule: Rule, *surfaces: Any, **more: Any) -> Any:
-    """A field with its `Option`."""
+    """Declare a dataclass field with its `Option`."""
     return field(default=default, metadata={"option": Option(rule, *surfaces, **more)})
 
 
 def is_list(value: object) -> bool:
-    """True for a sequence that is no text."""
+    """Return True unless a sequence is a text."""
     return not isinstance(value, str | bytes)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """True for an integer that is no truth value."""
+    """Return True for an integer that is no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -80,7 +80,7 @@ PENALTY = _number(1 / MOST_PENALTY, MOST_PENALTY, f"a number from {1 / MOST_PENA
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """The options of a request, with the defaults that ask for nothing; docs/control.md says what the controls do."""
+    """The options of a request, without effect by default; docs/control.md explains the controls."""
 
     seed: int | None = option(None, SEED)
     thinking: bool = option(False, FLAG, "Ask for reasoning, which is kept apart from the answer.", PROMPTS)
@@ -155,5 +155,5 @@ class RequestOptions:
 
 
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(RequestOptions)}
-# By the name of a field, that of the server's bodies.
+# The name of each field in the server's bodies, by its name here.
 SERVED = {name: rule.served for name, rule in OPTIONS.items() if rule.served is not None}

@@ -79,8 +79,8 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's loss in nats and whether the argmax is its target, in the shape of `target`.
 
-    Where `is_scored` is False, the loss is 0 and the hit False. hidden: the hidden states of all tokens [..., D], in
-    the order of `target`. observed, bonus: noisy tokens and what is added to their logits (None: nothing).
+    If `is_scored` is False, the loss is 0 and the hit False. hidden: the hidden states of all tokens [..., D], in the
+    order of `target`. observed, bonus: noisy tokens and the numbers added to their logits (None: nothing).
     """
     hidden_ND = hidden.view(*target.shape, -1)[is_scored]
     observed_N, bonus_N = (None, None) if observed is None or bonus is None else (observed[is_scored], bonus[is_scored])

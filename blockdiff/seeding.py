@@ -25,7 +25,7 @@ Integer = int | Tensor
 
 
 class Stream(IntEnum):
-    """The purposes of draws; their numbers are part of every result, so they never change."""
+    """The purposes of draws. Their numbers are part of every result, so they never change."""
 
     CORRUPT_WHERE = 1
     CORRUPT_TOKEN = 2
@@ -50,11 +50,10 @@ class Stream(IntEnum):
 def uniform(
     seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Uniform float32 numbers in [0, 1), multiples of 2^-24: [*, n].
+    """Return uniform float32 numbers in [0, 1), multiples of 2^-24: [*, n].
 
-    `seed` and up to three `index` entries are ints or int64 tensors of shapes that broadcast to [*]; index
-    entries count modulo 2^32. The first m of n numbers are those that asking for m gives. Without `device`
-    the numbers lie where the address tensors do.
+    seed, index: up to three indices; ints or int64 tensors of shapes that broadcast to [*]. Indices count modulo 2^32.
+    device: None is the device of these tensors. The first m of n numbers do not depend on n.
     """
     return to_uniform(words(seed, stream, index, n, device))
 
@@ -67,9 +66,9 @@ def integers(
     high: int,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Uniform int64 numbers in [0, high): [*, n], addressed as in `uniform`; high <= 2^31.
+    """Return uniform int64 numbers in [0, high): [*, n], keyed as in `uniform`; high <= 2^31.
 
-    Two values differ in probability by 2^-32 at most.
+    The probabilities of two values differ by 2^-32 at most.
     """
     return to_integers(words(seed, stream, index, n, device), high)
 
@@ -77,9 +76,9 @@ def integers(
 def words(
     seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Random 32-bit words as int64 [*, n], addressed as in `uniform`; the other draws are made of them.
+    """Return random 32-bit words as int64 [*, n], keyed as in `uniform`. All other draws are made of them.
 
-    Word i is word i % 4 of Philox at counter (i // 4, *index). Raises ValueError for an index of more than three.
+    Word i is word i % 4 of Philox at counter (i // 4, *index). Raises ValueError for more than three indices.
     """
     if len(index) > 3:
         raise ValueError(f"an address has at most three index entries, got {len(index)}")
@@ -100,7 +99,7 @@ def words(
         if isinstance(word, Tensor):
             counter[number] = word.to(device).unsqueeze(-1)
         else:
-            counter[number].fill_(word)  # a CUDA graph can hold that, and no number that comes from the host
+            counter[number].fill_(word)  # a CUDA graph can record this, but no copy from the host
     if isinstance(mixed, Tensor):
         key = torch.stack((mixed & MASK32, (mixed >> 32) & MASK32)).to(device)
         key = key.view(2, *(1,) * (len(shape) - mixed.dim()), *mixed.shape, 1)
@@ -110,12 +109,12 @@ def words(
 
 
 def to_uniform(words: Tensor) -> Tensor:
-    """32-bit words as float32 in [0, 1): their upper 24 bits."""
+    """Convert 32-bit words to float32 in [0, 1) by their upper 24 bits."""
     return (words >> 8).to(torch.float32).mul_(2.0**-24)
 
 
 def to_integers(words: Tensor, high: int) -> Tensor:
-    """32-bit words as int64 in [0, high): word * high / 2^32, rounded down; ValueError unless 0 < high <= 2^31."""
+    """Convert 32-bit words to int64 in [0, high): word * high // 2^32. ValueError unless 0 < high <= 2^31."""
     if not 0 < high <= 1 << 31:
         raise ValueError(f"high must be in 1..2^31, got {high}")
     return (words * high).bitwise_right_shift_(32)
@@ -124,20 +123,20 @@ def to_integers(words: Tensor, high: int) -> Tensor:
 def permutation(
     seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """A uniform random order of 0..n-1: int64 [*, n], addressed as in `uniform`."""
+    """Return a uniform random order of 0..n-1: int64 [*, n], keyed as in `uniform`."""
     drawn = words(seed, stream, index, 2 * n, device)
     keys = (drawn[..., :n] << 31) | (drawn[..., n:] >> 1)
     return torch.argsort(keys, dim=-1, stable=True)
 
 
 def child_seed(seed: int, name: str | int) -> int:
-    """A seed for the part of a run called `name`: 63 bits, different for every (seed, name)."""
+    """Derive a seed of 63 bits for the part of a run called `name`. It differs for every (seed, name)."""
     digest = hashlib.blake2b(f"{type(name).__name__}:{name}".encode(), digest_size=8).digest()
     return _splitmix64(_splitmix64(seed) ^ int.from_bytes(digest, "little")) >> 1
 
 
 def philox(counter: Tensor, key: Tensor) -> Tensor:
-    """Philox4x32-10 on 32-bit words held as int64: counter [4, *] and key [2, *] give [4, *]."""
+    """Return Philox4x32-10 of 32-bit words in int64: counter [4, *] and key [2, *] give [4, *]."""
     device = counter.device
     column = (2,) + (1,) * (counter.dim() - 1)
     multipliers, weyl = (_pair(*both, device).view(column) for both in (PHILOX_MULTIPLIERS, PHILOX_WEYL))
@@ -154,12 +153,12 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def _pair(first: int, second: int, device: torch.device) -> Tensor:
-    """Two numbers, int64 [2], that the device writes itself: it need not wait for the host."""
+    """Make an int64 tensor [2] of two numbers without a copy from the host, for which the device would wait."""
     return torch.arange(first, 2 * second - first, second - first, device=device)
 
 
 def _splitmix64(x: Any) -> Any:
-    """One output of SplitMix64 (Steele et al. 2014) from state x: an unsigned int, or its bits as int64."""
+    """Return the output of SplitMix64 (Steele et al. 2014) for state x, an unsigned int or an int64 with its bits."""
     if isinstance(x, Tensor):
         bits = x.to(torch.int64) + _signed(0x9E3779B97F4A7C15)
         bits = (bits ^ _shift(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -181,5 +180,5 @@ def _shift(z: Tensor, places: int) -> Tensor:
 
 
 def signed(seed: int) -> int:
-    """A seed's 64 bits as an int64 holds them."""
+    """Return the int64 that has the 64 bits of a seed."""
     return (seed + 2**63) % 2**64 - 2**63

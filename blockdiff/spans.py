@@ -16,16 +16,16 @@ from torch import Tensor
 
 
 class Spans:
-    """Prefix and own span of every query: int32 `bounds_BT4` = (prefix_lo, prefix_hi, own_lo, own_hi), half open.
+    """The prefix and own keys of every query: int32 `bounds_BT4` = (prefix_lo, prefix_hi, own_lo, own_hi), half open.
 
-    A span with hi <= lo is empty. `sees_all` promises that every query sees every prefix and own key it is given,
-    so that a mask need not be applied at all; `is_padded=False` promises that no query is padding. `is_causal` says
-    that the tokens are clean: each sees itself and what stands before it, and in an image all of it. `kept`: what
-    layers have selected of the prefix, where that stands for all steps of a canvas (None: they select in every call).
+    A span with hi <= lo is empty. sees_all: every query sees every prefix and own key of the call, so no mask is
+    needed. is_padded: queries may be padding. is_causal: the tokens are clean, so each sees itself and earlier tokens
+    and, in an image, all of the image. kept: the prefix blocks that layers have selected for all steps of a canvas
+    (None: they select in every call).
     """
 
     kept: KeptSelection | None = None
-    first_query = 0  # of the call's tokens, the first one that asks
+    first_query = 0  # the call's first token that is a query
 
     def __init__(self, bounds_BT4: Tensor, sees_all: bool = False, is_padded: bool = True, is_causal: bool = False):
         self.bounds_BT4 = bounds_BT4 if bounds_BT4.dtype is torch.int32 else bounds_BT4.to(torch.int32)
@@ -37,15 +37,15 @@ class Spans:
 
     @functools.cached_property
     def padding_BT(self) -> Tensor | None:
-        """True for queries that are padding; None where the host knows without waiting that none is."""
+        """True for queries that are padding; None if the host knows without waiting that there are none."""
         if not self.is_padded:
             return None
-        padding_BT = self.bounds_BT4[..., 3] <= self.bounds_BT4[..., 2]  # every other query sees itself
+        padding_BT = self.bounds_BT4[..., 3] <= self.bounds_BT4[..., 2]  # a query that is no padding sees itself
         return None if padding_BT.is_cpu and not padding_BT.any() else padding_BT
 
     @property
     def written_BT4(self) -> Tensor:
-        """The bounds, written out for every query where all of a row share them."""
+        """The bounds as contiguous memory: if the queries of a row share their bounds, a copy for each."""
         if self.bounds_BT4.is_contiguous():
             return self.bounds_BT4
         if self._written_BT4 is None:
@@ -54,7 +54,7 @@ class Spans:
 
     @functools.cached_property
     def in_one_run(self) -> Spans:
-        """The spans of clean tokens where the call's own keys stand behind the prefix's, as columns of it."""
+        """The spans of clean tokens over one row of keys: the prefix's, then the call's own."""
         prefix_lo, prefix_hi, _, own_hi = self.bounds_BT4.unbind(-1)
         nothing = torch.zeros_like(own_hi)
         return Spans(torch.stack([prefix_lo, prefix_hi + own_hi, nothing, nothing], -1), is_causal=True)
@@ -73,24 +73,27 @@ class Spans:
         return self._dense[key]
 
     def select(self, rows: Tensor) -> Spans:
-        """The spans of some rows only."""
+        """Return the spans of some rows."""
         return Spans(self.bounds_BT4[rows], self.sees_all, self.is_padded, self.is_causal)
 
     def shifted(self, first_B: Tensor) -> Spans:
-        """The spans where prefix column 0 stands for row column `first_B`: what lies before it is gone."""
+        """Return the spans over a prefix that has lost its first `first_B` columns."""
         shift = torch.stack([first_B, first_B, torch.zeros_like(first_B), torch.zeros_like(first_B)], -1)
         bounds = (self._distinct() - shift[:, None]).clamp(min=0).to(torch.int32)
         return Spans(bounds.expand_as(self.bounds_BT4), self.sees_all, self.is_padded, self.is_causal)
 
     def part(self, queries: slice, prefix: int, own: int) -> Spans:
-        """The spans of some queries, over keys of which the first `prefix` and the first `own` are left out."""
+        """Return the spans of some queries, over keys without the first `prefix` and the first `own` ones."""
         bounds = self._distinct()
         bounds = bounds if bounds.shape[1] == 1 else bounds[:, queries]
         bounds = bounds - torch.tensor([prefix, prefix, own, own], dtype=bounds.dtype, device=bounds.device)
         return Spans(bounds.expand(-1, len(range(*queries.indices(self.bounds_BT4.shape[1]))), -1))
 
     def hulls(self, queries: int) -> list[list[int]]:
-        """Of every so many neighbouring queries of all rows: the ends of what of prefix and own keys they see."""
+        """Return [prefix_lo, prefix_hi, own_lo, own_hi] for each tile of `queries` neighbouring queries.
+
+        These are the ranges of keys that any of its queries sees in any row.
+        """
         if queries not in self._hulls:
             B, T, _ = self.bounds_BT4.shape
             lo_BT2, hi_BT2 = self.bounds_BT4[..., 0::2], self.bounds_BT4[..., 1::2]
@@ -106,7 +109,7 @@ class Spans:
         return self._hulls[queries]
 
     def _distinct(self) -> Tensor:
-        """The bounds [B, T, 4]; [B, 1, 4] where all queries of a row share them, as an expanded tensor says."""
+        """Return the bounds [B, T, 4], or [B, 1, 4] if all queries of a row share them, in an expanded tensor."""
         return self.bounds_BT4 if self.bounds_BT4.stride(1) else self.bounds_BT4[:, :1]
 
 
@@ -114,15 +117,15 @@ class Spans:
 class KeptSelection:
     """The blocks of their prefixes that layers have selected for some rows, kept for all denoising steps of a canvas.
 
-    ids: by layer, int64 [B, T, heads, k], -1 where nothing is selected; open_B: the rows that have selected nothing yet
-    (None: none has where a layer is missing in `ids`, else all have).
+    ids: for each layer, int64 [B, T, heads, k], -1 for no block. open_B: the rows that have no selection yet (None: all
+    rows for a layer that is not in `ids`, no row for the others).
     """
 
     ids: dict[Hashable, Tensor] = field(default_factory=dict)
     open_B: Tensor | None = None
 
     def of(self, layer: Hashable, select: Callable[[], Tensor]) -> Tensor:
-        """The selection of a layer; where there is none yet, it is made with `select` and kept."""
+        """Return the selection of a layer. Rows without one select now, by `select`, and the result is kept."""
         if layer not in self.ids:
             self.ids[layer] = select()
         elif self.open_B is not None:
@@ -133,12 +136,12 @@ class KeptSelection:
         return self.ids[layer]
 
     def select(self, rows: Tensor) -> KeptSelection:
-        """The selection of some rows, all of which have one."""
+        """Return the selections of some rows, which must all have one."""
         return KeptSelection({layer: ids[rows] for layer, ids in self.ids.items()})
 
     @classmethod
     def together(cls, rows: Sequence[Mapping[Hashable, Tensor]]) -> KeptSelection:
-        """Of what rows have selected, each [T, heads, k] by layer; a row without anything selects in the next call."""
+        """Join the selections of rows, each [T, heads, k] by layer. Rows without one select in the next call."""
         first = next((row for row in rows if row), None)
         if first is None:
             return cls()
@@ -156,9 +159,9 @@ class KeptSelection:
 class Sweep:
     """The spans of one call over clean rows and their canvases: its tokens are the rows', then the canvases'.
 
-    clean: of the clean tokens over one another. noisy: of the canvases' tokens; their prefix are the first
-    `columns` clean tokens of the same call. stop_gradient: whether no gradient flows from the canvases to those.
-    wants_clean: whether the result is wanted of the clean tokens, too; else they are what canvases see and no more.
+    clean: the spans of the clean tokens over each other. noisy: the spans of the canvases' tokens; their prefix is the
+    first `columns` clean tokens of the same call. stop_gradient: no gradient flows from the canvases into these.
+    wants_clean: the result has the clean tokens, too; otherwise they are only keys of the canvases.
     """
 
     clean: Spans
@@ -174,16 +177,16 @@ class Sweep:
 
     @property
     def first_query(self) -> int:
-        """The first token of the call whose result is wanted."""
+        """The first token of the call that is in the result."""
         return 0 if self.wants_clean else self.clean_tokens
 
     def with_clean(self) -> Sweep:
-        """The same call, with the result of the clean tokens, too."""
+        """Return the same call with the clean tokens in its result."""
         return replace(self, wants_clean=True)
 
     @functools.cached_property
     def joint_BT4(self) -> Tensor:
-        """Spans of all wanted tokens of the call: in the first `columns` of its tokens, and in all of its tokens."""
+        """The spans of the result's tokens: the call's first `columns` tokens are their prefix, all are own."""
         noisy = self.noisy.bounds_BT4.clone()
         noisy[..., 2:] += self.clean_tokens
         if not self.wants_clean:
@@ -194,7 +197,7 @@ class Sweep:
 
     @functools.cached_property
     def padding_BT(self) -> Tensor | None:
-        """As in `Spans`, of all wanted tokens of the call."""
+        """True for tokens of the result that are padding; None if the host knows that there are none."""
         if not self.wants_clean:
             return self.noisy.padding_BT
         parts = [(each.padding_BT, each.bounds_BT4[..., 0]) for each in (self.clean, self.noisy)]
@@ -211,12 +214,12 @@ def _stack(prefix_lo: Tensor, prefix_hi: Tensor, own_lo: Tensor, own_hi: Tensor,
 def encode_spans(
     doc_start_BT: Tensor, window: int | None = None, past_B: Tensor | None = None, run_BT2: Tensor | None = None
 ) -> Spans:
-    """Causal spans of an encode call: token i of the call stands at row column `past + i`.
+    """Return the causal spans of an encode call, whose token i is at row column `past + i`.
 
-    doc_start_BT: the column at which each token's document starts, -1 for padding; window: keys a sliding layer
-    sees, the query included (None: all); past_B: tokens of each row cached before the call (None: none); run_BT2: the
-    first and the end token, counted in the call, of a run that each token sees all of, such as an image (None: each
-    token is a run of its own). A window narrower than a run does not cut it.
+    doc_start_BT: the column at which each token's document starts, -1 for padding. window: keys that a sliding layer
+    sees, the query included (None: all). past_B: tokens of each row cached before the call (None: none). run_BT2: the
+    first and the end token, counted in the call, of a run that its tokens see as a whole, such as an image (None: each
+    token is a run). A window narrower than a run does not cut it.
     """
     i = torch.arange(doc_start_BT.shape[1], device=doc_start_BT.device)
     run_lo, run_hi = (i, i + 1) if run_BT2 is None else run_BT2.unbind(-1)
@@ -246,10 +249,11 @@ def block_runs(doc_start_BT: Tensor, block: int, past_B: Tensor | None = None) -
 def denoise_spans(
     start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int, window: int | None = None
 ) -> Spans:
-    """Spans of C canvases per row laid side by side, T = C * canvas_length: no canvas sees another.
+    """Return the spans of C canvases per row side by side, T = C * canvas_length: no canvas sees another.
 
-    start_BC: the row column of each canvas's first token, doc_start_BC: of its document, length_BC: its valid
-    tokens (0: no canvas). All queries of a canvas see the same last window - 1 prefix keys and all its own tokens.
+    start_BC: the row column of each canvas's first token. doc_start_BC: the column of its document's first token.
+    length_BC: its valid tokens (0: no canvas). All queries of a canvas see the same last window - 1 prefix keys and all
+    its own tokens.
     """
     B, C = start_BC.shape
     j = torch.arange(canvas_length, device=start_BC.device)
@@ -264,12 +268,12 @@ def denoise_spans(
 
 
 def canvas_spans(start_B: Tensor, canvas_length: int, window: int | None = None) -> Spans:
-    """Spans of the canvas that follows each row, none of its tokens padding.
+    """Return the spans of the canvas that follows each row; none of its tokens is padding.
 
     start_B: the number of columns of each row. All tokens of a canvas see the same last window - 1 columns of the row
     and the whole canvas.
     """
     oldest_B = torch.zeros_like(start_B) if window is None else (start_B - window + 1).clamp(min=0)
     bounds_B4 = torch.stack([oldest_B, start_B, torch.zeros_like(start_B), torch.full_like(start_B, canvas_length)], -1)
-    # without a copy for each query, so that a mask is made once for all
+    # an expanded view: a mask is made once for all queries
     return Spans(bounds_B4[:, None].expand(-1, canvas_length, -1), is_padded=False)

@@ -40,16 +40,16 @@ class Block:
         return Block(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def seen_from(self, offsets: tuple[int, ...]) -> Block:
-        """The same block with offsets relative to `offsets`."""
+        """Return the block with offsets relative to `offsets`."""
         return Block(tuple(a - b for a, b in zip(self.offsets, offsets, strict=True)), self.sizes)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a tensor that lies in this process.
+    """The part of a tensor in this process.
 
-    shape: of the whole tensor; block: which part of it `local` is, which shares the tensor's memory. is_owned: whether
-    this process is the one that saves it, of all that hold the same.
+    shape: of the whole tensor. local: the part, which shares the tensor's memory. block: its place in the whole tensor.
+    is_owned: this process saves it, of all processes with the same part.
     """
 
     shape: tuple[int, ...]
@@ -59,14 +59,14 @@ class Piece:
 
 
 def is_spread(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, of which this process may have only a part. DTensor is not imported."""
+    """Return True for a DTensor, of which this process may have only a part. DTensor is not imported."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The part of a tensor in this process, which shares the tensor's memory."""
+    """Return the part of a tensor in this process, which shares the tensor's memory."""
     detached = tensor.detach()
-    if type(tensor) in (Tensor, nn.Parameter):  # the quicker check
+    if type(tensor) in (Tensor, nn.Parameter):  # a faster check for the usual case
         return detached
     spread: Any = detached
     local: Tensor = spread.to_local() if is_spread(tensor) else detached
@@ -74,12 +74,12 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def piece_of(tensor: Tensor, rank: int = 0) -> Piece:
-    """The piece of a tensor that lies in this process, which is rank `rank`.
+    """Return the piece of a tensor in this process, which is rank `rank`.
 
     An ordinary tensor is the same on all ranks, and rank 0 saves it. A DTensor is split over the dimensions of its mesh
-    one after the other, each into parts of ceil(n / ranks) as `torch.chunk` makes them, those that FSDP2 makes of
-    an already split dimension (`_StridedShard`) last. Of equal blocks the one that is saved lies first in the
-    dimensions of the mesh that repeat it, and in the mesh that rank 0 is part of. Raises ValueError for partial sums.
+    one after the other, each into parts of ceil(n / ranks) like `torch.chunk`. Parts that FSDP2 makes of an already
+    split dimension (`_StridedShard`) come last. Of equal blocks, the one is saved that is first in the mesh dimensions
+    that replicate it, if the mesh includes rank 0. Raises ValueError for partial sums.
     """
     local = local_of(tensor)
     if not is_spread(tensor):
@@ -112,7 +112,7 @@ def fill_piece(tensor: Tensor, whole: Tensor) -> None:
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor that is sharded like another one, whose part in this process is `local`."""
+    """Return a tensor that is sharded like `tensor` and whose part in this process is `local`."""
     if not is_spread(tensor):
         return local
     from torch.distributed.tensor import DTensor
@@ -126,9 +126,9 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PlannedMesh:
-    """A mesh of one dimension, and its process group, that only a plan has: this process stands for the first rank.
+    """A mesh of one dimension that only a plan has, with its process group. This process is its first rank.
 
-    What is cut over it leaves ordinary tensors, and collectives over it exchange nothing.
+    A module split over it has ordinary tensors, and collectives over it exchange nothing.
     """
 
     ranks: int
@@ -138,19 +138,18 @@ class PlannedMesh:
         return self.ranks
 
     def rank(self) -> int:
-        """The place of this process among them."""
+        """Return 0, the rank of this process."""
         return 0
 
     get_local_rank = rank
 
     def get_group(self) -> PlannedMesh:
-        """The process group of the ranks."""
+        """Return the process group of the ranks."""
         return self
 
 
 def keep_part(module: nn.Module, leaf: str, mesh: Any, dim: int) -> None:
-    """Leave this process its part of a parameter or buffer, cut along `dim` over a mesh of one dimension as torch.chunk
-    does."""
+    """Replace a parameter or buffer by this process's part along `dim`, cut over a mesh like `torch.chunk`."""
     is_buffer = leaf in module._buffers
     whole = module.get_buffer(leaf) if is_buffer else module.get_parameter(leaf)
     part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
@@ -165,9 +164,9 @@ def keep_part(module: nn.Module, leaf: str, mesh: Any, dim: int) -> None:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """All of a tensor, in the memory of every rank that holds a part; all of them call it together.
+    """Return a whole tensor, in the memory of every rank with a part. All of these ranks call it together.
 
-    What is spread over GPUs but kept on the host goes through the GPUs, which is where the ranks exchange.
+    A tensor that is sharded over GPUs but kept on the host goes through the GPUs, which exchange the parts.
     """
     if not is_spread(tensor):
         return tensor.detach()

@@ -25,9 +25,9 @@ ESCAPED = "blockdiff.escaped"  # the handler of characters that an encoding lack
 
 
 def console(stderr: bool = False, wraps: bool = False) -> Console:
-    """A terminal that neither guesses at markup nor colours numbers of its own accord.
+    """Return a terminal that neither interprets markup nor colours numbers.
 
-    wraps: what is drawn is broken at the terminal's width; otherwise the terminal does that to long lines.
+    wraps: break lines at the terminal's width; otherwise the terminal breaks long ones.
     """
     from rich.console import Console
 
@@ -35,7 +35,7 @@ def console(stderr: bool = False, wraps: bool = False) -> Console:
 
 
 def quiet() -> None:
-    """Keep libraries from drawing bars and warnings between our lines."""
+    """Keep libraries from drawing bars and printing warnings between our lines."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
@@ -45,7 +45,7 @@ def quiet() -> None:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things, such as "1 canvas" or "2,000 rows"."""
+    """Format a number of things, such as "1 canvas" or "2,000 rows"."""
     plural = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{plural}"
 
@@ -58,7 +58,7 @@ _COMMANDS = re.compile(
 
 
 def printable(text: str) -> str:
-    """A text in which nothing can command a terminal: such characters are written as JSON writes them (`\\u001b`).
+    """Escape characters that control a terminal, as JSON writes them (`\\u001b`).
 
     Line breaks and tabs stay. JSON stays JSON of the same values.
     """
@@ -80,7 +80,7 @@ codecs.register_error(ESCAPED, _escape_missing)
 
 
 class _Unread(io.RawIOBase):
-    """The bytes of a stream; what cannot be written, because nobody reads or a disk is full, is dropped."""
+    """The bytes of a stream. Bytes that cannot be written, because nobody reads them or a disk is full, are dropped."""
 
     def __init__(self, stream: IO[str], name: str) -> None:
         self._handle, self._is_terminal, self._name = stream.fileno(), stream.isatty(), name
@@ -109,7 +109,7 @@ class _Unread(io.RawIOBase):
 
 
 def outliving(name: str) -> Any:
-    """`sys.stdout` or `sys.stderr` as a stream whose reader may leave; as it is if no file or pipe is behind it."""
+    """Wrap `sys.stdout` or `sys.stderr` so that it may lose its reader; without a file or pipe it is unchanged."""
     stream: Any = getattr(sys, name)
     try:
         stream.fileno()
@@ -123,9 +123,9 @@ def outliving(name: str) -> Any:
 
 @contextmanager
 def unread() -> Iterator[None]:
-    """Surrounds work that goes on if nobody reads what it prints any more: the streams of the process are `outliving`.
+    """Run a block whose work goes on if nobody reads its output any more: stdout and stderr are `outliving`.
 
-    One line on stderr says when stdout is lost.
+    If stdout is lost, one line on stderr reports it.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = outliving("stdout"), outliving("stderr")
@@ -139,32 +139,32 @@ def unread() -> Iterator[None]:
 
 
 def shown(text: str, file: IO[str]) -> str:
-    """The text as it may be printed on `file`: `printable` on a terminal, as it is in a file or a pipe."""
+    """Return the text to print on `file`: `printable` on a terminal, unchanged in a file or a pipe."""
     return printable(text) if file.isatty() else text
 
 
 def say(text: str, file: IO[str] | None = None) -> None:
     """Print a text on stderr, or on `file`, as `shown` there.
 
-    It is written at once with its line break, so that no other thread or process writes between the two.
+    Text and line break are written at once, so that no other thread or process writes between them.
     """
     file = file or sys.stderr
-    if file is None:  # the process was started without
+    if file is None:  # the process was started without stderr
         return
     file.write(shown(text, file) + "\n")
     file.flush()
 
 
 def say_out(text: str) -> None:
-    """Print a text on stdout, as `shown` there: what commands print may hold names that a stranger has given."""
+    """Print a text on stdout, as `shown` there, since the output of commands may have names that a stranger chose."""
     say(text, sys.stdout)
 
 
 @contextmanager
 def saying(line: Callable[[float], str | None], say: Callable[[str], object] = say) -> Iterator[None]:
-    """Surrounds what may take long: a line of the seconds so far is said after one, after two, after four and so on.
+    """Run a block that may be long: a thread passes `line(seconds)` to `say` after 1, 2, 4, ... seconds.
 
-    It is said by a thread of its own; None is not said.
+    If `line` returns None, nothing is printed.
     """
     is_over, began = Event(), time.perf_counter()
 
@@ -193,18 +193,18 @@ def say_error(message: str) -> None:
 
 
 def _told_by_launcher(line: str) -> bool:
-    """Tell torchrun, if that started this process, why it ends; True where this process is to print it as well.
+    """Report to torchrun, if it runs this process, why the process ends. Returns True if the process must print it.
 
-    torchrun (and `accelerate launch`, which runs it) shows what stands in the file it names instead of a traceback;
-    the form is that of torch.distributed.elastic.multiprocessing.errors, whose `record` passes over exit codes. Of
-    processes that end for the same reason the first one prints it.
+    torchrun (and `accelerate launch`, which runs it) prints the file that it names instead of a traceback. The form is
+    that of torch.distributed.elastic.multiprocessing.errors, whose `record` ignores exit codes. Of several processes
+    with the same reason only the first prints it.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name:
         return True
     file = Path(name)
     about = {"timestamp": str(int(time.time()))}
-    with suppress(OSError):  # a reason that cannot be handed over is printed
+    with suppress(OSError):  # a reason that cannot be written is printed
         file.write_text(json.dumps({"message": {"message": line, "extraInfo": about}}), encoding="utf-8")
         said = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
         try:

@@ -1,4 +1,4 @@
-"""An end for what somebody else's program, such as a chat template, computes, and a bound for its memory."""
+"""Limits on the time and memory of other people's programs, such as chat templates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from types import FrameType
 
 TEMPLATE_SECONDS = 10.0  # for one conversation, which takes milliseconds
 TEMPLATE_BYTES = 1 << 30
-TICK = 0.1  # seconds between two looks at the memory
+TICK = 0.1  # seconds between two checks
 
 
 @contextmanager
 def time_limit(seconds: float, most: int | None = None) -> Iterator[None]:
-    """Raises TimeoutError if the block takes longer, MemoryError if the most memory of the process grows by more bytes.
+    """Raise TimeoutError if the block takes longer, MemoryError if the process's peak memory grows by more than `most`.
 
-    Off the main thread they come only once Python runs in it again.
+    Off the main thread, an error is raised only when Python code runs there again.
     """
     is_over = _watch(seconds, most)
     if threading.current_thread() is not threading.main_thread():
@@ -39,17 +39,17 @@ def time_limit(seconds: float, most: int | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        # A timer of somebody else goes on where it would be by now.
+        # An earlier timer continues with the time that it has left.
         signal.setitimer(signal.ITIMER_REAL, max(before - (time.monotonic() - start), 1e-3) if before else 0.0)
         signal.signal(signal.SIGALRM, handler)
 
 
 @contextmanager
 def memory_limit(most: int) -> Iterator[None]:
-    """Raises MemoryError at once where the block asks for more bytes, also in one operation.
+    """Raise MemoryError at once if the block requests more than `most` bytes, even in one operation.
 
-    It bounds all threads of the process meanwhile, so it is for milliseconds in which no other one needs so much. Off
-    the main thread, and elsewhere than on Linux, it bounds nothing.
+    Meanwhile it limits all threads of the process, so use it for milliseconds in which no other thread needs as much.
+    Off the main thread, and on systems other than Linux, there is no limit.
     """
     is_main = threading.current_thread() is threading.main_thread()
     pages = _pages() if is_main else None
@@ -66,7 +66,7 @@ def memory_limit(most: int) -> Iterator[None]:
 
 
 def _pages() -> int | None:
-    """The pages of the process's address space; None elsewhere than on Linux."""
+    """Return the number of pages of the process's address space; None on systems other than Linux."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             return int(file.read().split()[0])
@@ -75,13 +75,13 @@ def _pages() -> int | None:
 
 
 def _peak() -> int:
-    """The most memory that the process has had, in bytes; unlike a file it is read without a turn of other threads."""
+    """Return the peak memory of the process in bytes. Unlike reading a file, this does not let other threads run."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _watch(seconds: float, most: int | None) -> Callable[[], Exception | None]:
-    """A function that says which of the limits is passed, counted from now."""
+    """Return a function that returns the error of a limit that is exceeded since now, or None."""
     start, peak = time.monotonic(), _peak()
 
     def is_over() -> Exception | None:
@@ -95,7 +95,7 @@ def _watch(seconds: float, most: int | None) -> Callable[[], Exception | None]:
 
 
 class _TooMuch(BaseException):
-    """Raised inside a block that passes a limit; a program that catches every Exception does not catch it."""
+    """Raised inside a block that exceeds a limit. It is no Exception, so that a program cannot catch it by accident."""
 
 
 @contextmanager
@@ -119,12 +119,12 @@ def _limit_of_thread(seconds: float, is_over: Callable[[], Exception | None]) ->
         finally:
             with lock:
                 done.set()
-                _raise_in(thread, None)  # what was not raised yet
+                _raise_in(thread, None)  # cancel an error that is not raised yet
     except _TooMuch:
         raise errors[0] from None
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Let a thread raise an error at its next instruction; None takes one back that it has not raised."""
+    """Make a thread raise an error at its next instruction; None cancels an error that is not raised yet."""
     asked = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), asked)

@@ -83,7 +83,7 @@ def assistant_turns(written: Write, messages: Sequence[Message], indices: Sequen
 
 
 def span_owners(count: Callable[[Sequence[Message]], int], messages: Sequence[Message]) -> list[int]:
-    """The index of the message that each marked span of a conversation belongs to.
+    """Return the index of the message to which each marked span of a conversation belongs.
 
     count: the number of spans that the template marks in messages. Spans in the answers of tools after a message belong
     to that message.
@@ -98,7 +98,7 @@ def span_owners(count: Callable[[Sequence[Message]], int], messages: Sequence[Me
 
 
 def behind_prompts(written: Write, messages: Sequence[Message], whole: str, spans: Sequence[Span]) -> Turns:
-    """The tagged turns without the text that prompts have already, such as the name of the role."""
+    """Return the tagged turns without text that is already in the prompt, such as the name of the role."""
     roles = ["", *(message["role"] for message in messages)]
     indices = [index for index, role in enumerate(roles[1:]) if role == "assistant" != roles[index]]
     prompts = [written(messages[:index], True) for index in indices]
@@ -108,7 +108,7 @@ def behind_prompts(written: Write, messages: Sequence[Message], whole: str, span
 
 
 def _start(written: Write, messages: Sequence[Message], index: int, whole: str) -> tuple[int, Inserted, bool]:
-    """The character at which a turn begins, the text to insert before it, and whether the turn is bare."""
+    """Return the character at which a turn begins, the text to insert before it, and whether the turn is bare."""
     prompt = written(messages[:index], True)
     if prompt == written(messages[:index], False):
         plain = written([*messages[:index], {"role": "assistant", "content": STAND_INS[0]}], False)
@@ -139,7 +139,7 @@ def _start(written: Write, messages: Sequence[Message], index: int, whole: str) 
 
 
 def _end(written: Write, messages: Sequence[Message], index: int, whole: str, start: int) -> tuple[int, bool]:
-    """The character of the conversation at which the turn that begins at `start` ends, and whether it has no end."""
+    """Return the character at which the turn that begins at `start` ends, and whether it has no end."""
     is_last = not any(message["role"] == "assistant" for message in messages[index + 1 :])
     ended = written(messages[: index + 1], False)
     if is_last and _may_lack_end(ended, messages[index]):
@@ -158,13 +158,13 @@ def _end(written: Write, messages: Sequence[Message], index: int, whole: str, st
 
 
 def _may_lack_end(ended: str, message: Message) -> bool:
-    """Whether a turn may have no end: its text ends with the content of its last message, or with a call."""
+    """Return True if a turn may have no end: its text ends with the content of its last message, or with a call."""
     content = str(message["content"]).strip()
     return bool(message.get("tool_calls")) or (bool(content) and ended.rstrip().endswith(content))
 
 
 def _after(written: Write, messages: Sequence[Message], index: int, end: int) -> str:
-    """The text of `messages[:end]` after the content of a message, or after the name of its last call."""
+    """Return the text of `messages[:end]` after the content of a message, or after the name of its last call."""
     one, other = (
         written([*messages[:index], _in_other_words(messages[index], word), *messages[index + 1 : end]], False)
         for word in STAND_INS
@@ -180,6 +180,6 @@ def _in_other_words(message: Message, word: str) -> Message:
 
 
 def _shared(one: str, other: str) -> int:
-    """The length of the common prefix of two texts."""
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

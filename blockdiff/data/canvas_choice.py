@@ -24,14 +24,14 @@ class CanvasChoice(Protocol):
         """
 
     def most(self, count: int) -> int:
-        """The number of canvases that are chosen from `count`."""
+        """Return how many of `count` canvases are chosen."""
 
 
 class _FixedChoice:
     """A choice that is the same in every epoch."""
 
     def chosen(self, count: int) -> range:
-        """The numbers of the canvases that are chosen from `count`."""
+        """Return the indices of the chosen canvases, of `count` in all."""
         return range(count)
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
@@ -39,7 +39,7 @@ class _FixedChoice:
         return [list(self.chosen(count)) for count in counts]
 
     def most(self, count: int) -> int:
-        """The number of canvases that are chosen from `count`."""
+        """Return how many of `count` canvases are chosen."""
         return len(self.chosen(count))
 
 
@@ -68,7 +68,7 @@ class FirstCanvases(_FixedChoice):
             raise ValueError(f"the number of canvases should be at least 1 (got {self.count})")
 
     def chosen(self, count: int) -> range:
-        """The first numbers below `count`."""
+        """Return the first indices below `count`."""
         return range(min(self.count, count))
 
 
@@ -77,7 +77,7 @@ class LastCanvases(FirstCanvases):
     """The last `count` canvases of an example, or all if it has fewer."""
 
     def chosen(self, count: int) -> range:
-        """The last numbers below `count`."""
+        """Return the last indices below `count`."""
         return range(max(0, count - self.count), count)
 
 

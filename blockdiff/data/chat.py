@@ -54,7 +54,7 @@ class Encoding(NamedTuple):
     excluded: tuple[Span, ...]
     images: list[ExampleImage]
     context_turns: int  # turns of the assistant that are not learnt
-    changes: Counter[str]  # what the chat template altered
+    changes: Counter[str]  # counts of messages that the chat template altered
     slots: tuple[Slot, ...] = ()
 
 
@@ -119,7 +119,7 @@ class Encoder:
 
     @cached_property
     def tool_template(self) -> str:
-        """The chat template of rows with tools, which is another one if the tokenizer has a template tool_use."""
+        """The chat template of rows with tools. It is another one if the tokenizer has a template `tool_use`."""
         return training_template(self.tokenizer, ({},), verbatim=self.verbatim)
 
     @cached_property

@@ -79,7 +79,7 @@ class Guard:
         return shown, tuple(cuts)
 
     def cuts(self, text: str) -> tuple[int, ...]:
-        """The indices at which to cut a text that people wrote."""
+        """Return the indices at which to cut a text that people wrote, so that it spells no control token."""
         if not self.ids or not self._spelt.search(text):
             return ()
         return tuple(self._inside(*match.span(1)) for match in self._at.finditer(text))
@@ -170,7 +170,7 @@ def make_guard(
 
 
 def why_not_encoded(error: Exception, text: str, tokenizer: Any) -> str:
-    """Explain to the author of a text why the tokenizer raised an error."""
+    """Explain the tokenizer's error to the author of a text."""
     if NO_UNKNOWN not in str(error):
         return str(error)
     for character in dict.fromkeys(text):

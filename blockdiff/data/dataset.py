@@ -1,4 +1,4 @@
-"""From sources to the examples of a run: read, checked and encoded once, then mapped from disk."""
+"""The examples of a run's sources: rows are read, checked and encoded once, then mapped from disk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from blockdiff.errors import DataError
 
 TOTAL = "total"
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
-Watch = Callable[[Iterator[Any]], Iterator[Any]]  # gives rows on as they are, and may say how many there were
+Watch = Callable[[Iterator[Any]], Iterator[Any]]  # yields rows unchanged, and may show how many there were
 
 
 def prompt_form(conversations: int, rows: int) -> Literal["raw", "chat"] | None:
-    """The form of the prompts of rows, `conversations` of which the chat template writes; None if there are both."""
+    """Return the form of prompts if `conversations` of `rows` rows are conversations; None if there are both forms."""
     if not 0 < conversations < rows:
         return "chat" if conversations else "raw"
     return None
@@ -38,9 +38,9 @@ def prompt_form(conversations: int, rows: int) -> Literal["raw", "chat"] | None:
 class Dataset:
     """The examples of one or more sources, one source after the other.
 
-    `statistics` has a line for each source and, of several, the total; `fingerprint` says what the examples were made
-    from and how, wherever the files lie. `sizes` and `weights` are the sources' numbers of examples and parts of the
-    mixture.
+    statistics: an entry for each source and, if there are several, the total.
+    fingerprint: a hash of the rows and of the options that encode them, independent of the paths of files.
+    sizes, weights: the number of examples of each source, and its share of the mixture.
     """
 
     examples: Examples
@@ -59,12 +59,12 @@ class Dataset:
 
     @property
     def total(self) -> Statistics:
-        """The statistics of all sources added up."""
+        """The sum of the statistics of all sources."""
         return self.statistics[-1][1]
 
     @property
     def has_conversations(self) -> bool:
-        """True where at least one row teaches the model the format of the chat template."""
+        """True if at least one row teaches the model the format of the chat template."""
         return self.total.conversations > 0
 
     @property
@@ -73,7 +73,7 @@ class Dataset:
         return prompt_form(self.total.conversations, self.total.rows)
 
     def to_record(self) -> dict[str, Any]:
-        """The data in numbers, for JSON: counts, shares and quantiles of the lengths of every source, and of all."""
+        """Return numbers about the data for JSON: counts, shares and length quantiles of each source, and totals."""
         ends = np.cumsum([0, *self.sizes])
         sources = []
         for index, (name, statistics) in enumerate(self.statistics[: len(self.sizes)]):
@@ -92,11 +92,11 @@ def load_dataset(
     first: AbstractContextManager[object] | None = None,
     watch: Watch | None = None,
 ) -> Dataset:
-    """Read, check and encode the rows of every source, or take them from `cache`, a directory.
+    """Read, check and encode the rows of every source, or take them from the directory `cache`.
 
-    Without one they go into a temporary file. `first` is a context that one process enters before the others,
-    so that only one fills the cache; rows that are encoded pass through `watch`. Raises DataError with file and line
-    for a row that cannot be used, for a source of which nothing is left, and for options that need conversations where
+    Without `cache` they are written to a temporary file. first: a context that one process enters before the others, so
+    that only one fills the cache. watch: an iterator that newly encoded rows pass through. Raises DataError with file
+    and line for a row that cannot be used, for a source without usable rows, and for options that need conversations if
     there are none.
     """
     parts: list[tuple[pa.Table, Statistics]] = []
@@ -137,13 +137,13 @@ def _write(file: IO[bytes], source: OpenedSource, encoder: Encoder, watch: Watch
 
 
 def with_total(names: Sequence[str], found: Sequence[Statistics]) -> list[tuple[str, Statistics]]:
-    """The statistics of each source by name and, of several, of all together."""
+    """Return the statistics of each source by name and, if there are several sources, their sum."""
     total = [(TOTAL, reduce(add, found))] if len(found) > 1 else []
     return [*zip(names, found, strict=True), *total]
 
 
 def check_conversations(encoder: Encoder, has_conversations: bool) -> None:
-    """Raise DataError for options that change nothing because no row is a conversation."""
+    """Raise DataError if no row is a conversation but an option is set that only affects conversations."""
     for key, is_set in (("system", encoder.system is not None), ("thinking", encoder.enable_thinking)):
         if is_set and not has_conversations:
             raise DataError(

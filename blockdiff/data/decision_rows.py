@@ -35,7 +35,7 @@ class DecisionRow:
 
 
 def decision_row(value: Any, where: str, *, has_answers: bool) -> DecisionRow:
-    """Check a row of decisions. Raises DataError with `where` if it is none. Keys that are not in EXPECTED are data."""
+    """Check a row of decisions. Raises DataError with `where` if it is none. Keys outside EXPECTED are data."""
     if isinstance(value, DataError):
         raise value
     try:

@@ -45,7 +45,7 @@ class Skip:
         self.remaining = remaining
 
     def skips_next(self) -> bool:
-        """Whether to skip the next row, which is counted."""
+        """Return True if the next row is to be skipped, and count it."""
         if not self.remaining:
             return False
         self.remaining -= 1
@@ -53,17 +53,17 @@ class Skip:
 
 
 def file_format(path: Path) -> str | None:
-    """The suffix of a file, without `.gz`; None if it is none of FORMATS."""
+    """Return the suffix of a file without `.gz`; None if it is none of FORMATS."""
     name = path.name.lower()
     suffix = Path(name.removesuffix(GZIP)).suffix
     return suffix if suffix in (TEXT_FORMATS if name.endswith(GZIP) else FORMATS) else None
 
 
 def values(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
-    """The rows of a file in order but those that `skip` takes, which are read no further than needed.
+    """Yield the rows of a file in order, except the rows to skip, which are read no further than necessary.
 
-    Where reading fewer columns is cheaper, only those that `choose` returns are read. Raises DataError naming file
-    and place, and what to do, for whatever cannot be read.
+    If reading fewer columns is cheaper, only the columns that `choose` returns are read. Raises DataError with file,
+    place and remedy for anything that cannot be read.
     """
     kind = file_format(path)
     if kind is None:
@@ -120,7 +120,7 @@ def _json_line(line: bytes, where: str) -> Any:
 
 
 def _has_many_parts(content: bytes) -> bool:
-    """Whether JSON may have more objects than the limit for a row."""
+    """Return True if JSON may have more objects than a row is allowed to have."""
     return sum(map(content.count, (b",", b"[", b"{"))) > PARTS
 
 

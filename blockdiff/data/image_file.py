@@ -1,7 +1,7 @@
 """Image files: their bytes, and decoding within limits of time and memory.
 
-A file may come from anybody. PIL has no limits for the scans of a JPEG, the pieces of a file and the tags of its EXIF,
-and a megabyte can have so many of them that decoding needs minutes or gigabytes.
+A file may be from a stranger. PIL does not limit the scans of a JPEG, the pieces of a file and the tags of its EXIF,
+and a megabyte can have so many of them that decoding takes minutes or gigabytes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")  # PIL reads others with external programs
 MOST_BYTES = 64 << 20  # of a file
-MOST_PIXELS = 1 << 26  # of an image, before it is resized
+MOST_PIXELS = 1 << 26  # of an image before resizing
 MOST_SCANS = 64  # of a JPEG; each is a pass over all pixels, and encoders write 1 to 12
 MOST_PIECES = 1 << 14  # of a file, plus one for each KiB of it
 MOST_NUMBERS = 1 << 16  # of a tag
 ORIENTATION = 0x0112  # an EXIF tag
-TAG_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}  # by their types
+TAG_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}  # of a number
 TEXTS = (1, 2, 6, 7)  # types of tags that are not parsed into numbers
 # PIL's transpositions for the orientations from 2 to 8
 UPRIGHT = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
 
 
 def image_name(source: ImageSource) -> str:
-    """The name of an image in messages."""
+    """Return the name of an image for messages."""
     return source if isinstance(source, str) else f"an image of {len(source):,} bytes"
 
 
@@ -62,13 +62,13 @@ def decoded(content: bytes, name: str) -> Image:
 
     image = opened(content, name)
     try:
-        if getattr(image, "is_animated", False) and image.format != "MPO":  # a telephone's JPEG with a preview
+        if getattr(image, "is_animated", False) and image.format != "MPO":  # a phone's JPEG with a preview
             raise DataError(f"{name}: has several frames, and animations are not read; save one frame as an image")
         image.load()
         orientation = image.getexif().get(ORIENTATION, 1)
     except DataError:
         raise
-    except Exception as error:  # decoders raise a dozen kinds for damaged files
+    except Exception as error:  # decoders raise many kinds of errors for damaged files
         raise _damaged(name, error) from None
     if orientation not in range(2, 9):
         return image
@@ -105,14 +105,14 @@ def opened(content: bytes, name: str) -> Image:
 
 
 class _Pieces(io.BytesIO):
-    """The bytes of a file with a limit on the pieces and bytes that a decoder reads."""
+    """The bytes of a file, with limits on the number of reads and of bytes that a decoder reads."""
 
     def __init__(self, content: bytes, name: str):
         super().__init__(content)
         self._name, self._pieces, self._bytes = name, MOST_PIECES + (len(content) >> 10), (1 << 20) + 4 * len(content)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read the next bytes. Raises DataError beyond the limit."""
+        """Read the next bytes. Raises DataError if a limit is exceeded."""
         piece = super().read(size)
         self._pieces -= 1
         self._bytes -= len(piece)
@@ -122,7 +122,7 @@ class _Pieces(io.BytesIO):
 
 
 def _check_structure(content: bytes, name: str) -> None:
-    """Raise DataError for a JPEG or TIFF of too many scans or tags, before PIL reads it."""
+    """Raise DataError for a JPEG or TIFF with too many scans or tags, before PIL reads it."""
     tags = [content] if content[:2] in (b"II", b"MM") else []
     if content[:2] == b"\xff\xd8":
         exif = b""
@@ -130,7 +130,7 @@ def _check_structure(content: bytes, name: str) -> None:
             if number > MOST_PIECES:
                 raise _too_many(name)
             if code == 0xE1 and segment.startswith(b"Exif\0\0"):
-                exif += segment[6:]  # PIL puts them together
+                exif += segment[6:]  # PIL concatenates them
             elif code == 0xE2 and segment.startswith(b"MPF\0"):
                 tags.append(segment[4:])
         tags.append(exif)
@@ -141,13 +141,13 @@ def _check_structure(content: bytes, name: str) -> None:
 
 
 def _segments(jpeg: bytes) -> Iterator[tuple[int, bytes]]:
-    """The code and content of each segment before a JPEG's pixels, read as PIL reads them."""
+    """Yield the code and content of each segment before a JPEG's pixels, found as PIL finds them."""
     at = 2
     while 0 <= (at := jpeg.find(b"\xff", at)) <= len(jpeg) - 4:
         code = jpeg[at + 1]
         if code == 0xDA:
             return
-        if code in (0x00, 0x01, 0xFF) or 0xD0 <= code <= 0xD9:  # fillings, and codes without a content
+        if code in (0x00, 0x01, 0xFF) or 0xD0 <= code <= 0xD9:  # padding, and codes without content
             at += 1
             continue
         size = max(2, int.from_bytes(jpeg[at + 2 : at + 4], "big"))
@@ -156,11 +156,14 @@ def _segments(jpeg: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _tags_fit(tiff: bytes) -> bool:
-    """True if the first tags of a TIFF, or of what is built like one, name no byte twice and few numbers each."""
+    """Return True if the first tags of a TIFF structure need at most its bytes, and each has few numbers.
+
+    True if it is no such structure, which PIL refuses; False for BigTIFF.
+    """
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
     if order is None or len(tiff) < 8:
-        return True  # which PIL refuses
-    if 43 in tiff[2:4]:  # another form, for files of gigabytes
+        return True  # PIL refuses it
+    if 43 in tiff[2:4]:  # BigTIFF, for files of gigabytes
         return False
     (start,) = struct.unpack_from(f"{order}L", tiff, 4)
     count = int.from_bytes(tiff[start : start + 2], "little" if order == "<" else "big")
@@ -181,5 +184,5 @@ def _damaged(name: str, error: Exception) -> DataError:
 
 
 def one_line(error: Exception) -> str:
-    """An error's text on one line, at most 200 characters of it."""
+    """Return an error's text on one line, at most 200 characters."""
     return " ".join(f"{error}".split())[:200] or type(error).__name__

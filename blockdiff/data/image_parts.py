@@ -1,4 +1,4 @@
-"""The images of a row as parts of its messages, and messages without them for a chat template."""
+"""Images in the messages of a row: found, put in, and removed for a chat template."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from blockdiff.data.messages import BadRow, ImageSource, Message, Part, from_json, image_source
 from blockdiff.errors import DataError
 
-MARKER = "<image>"  # the place of an image in a text, where a row has its images in a column
+MARKER = "<image>"  # where an image belongs in a text, for rows with a column of images
 
 
 def column_of_images(row: Mapping[str, Any]) -> tuple[ImageSource, ...]:
-    """The images in a row's column `image` or `images`, which has one or a list."""
+    """Return the images in a row's column `image` or `images`, which has one or a list; () without such a column."""
     given = [key for key in ("image", "images") if row.get(key) not in (None, "", [])]
     for key in ("video", "videos", "audio", "audios"):
         if row.get(key) not in (None, "", []):
@@ -29,7 +29,7 @@ def column_of_images(row: Mapping[str, Any]) -> tuple[ImageSource, ...]:
 
 
 def text_with_images(text: str, images: Sequence[ImageSource]) -> list[Part]:
-    """Return a text and its images as parts: an image at each marker, or all images before a text without markers."""
+    """Return the parts of a text with an image at each marker or, if it has no marker, with all images before it."""
     pieces = text.split(MARKER)
     if len(pieces) == 1:
         pieces = [*[""] * len(images), text]
@@ -42,9 +42,9 @@ def text_with_images(text: str, images: Sequence[ImageSource]) -> list[Part]:
 
 
 def with_images(messages: Sequence[Message], images: Sequence[ImageSource]) -> tuple[Message, ...]:
-    """The messages with the images of a column: in parts that have none, at markers, or before the user's first text.
+    """Put the images of a column into messages: into parts without an image, at markers, or before the first user text.
 
-    Raises BadRow where there are more or fewer images than places.
+    Raises BadRow if there are more or fewer images than places.
     """
     parts = [part for message in messages for part in image_parts(message)]
     holes = [part for part in parts if "image" not in part]
@@ -72,24 +72,24 @@ def with_images(messages: Sequence[Message], images: Sequence[ImageSource]) -> t
 
 
 def image_parts(message: Mapping[str, Any]) -> list[Part]:
-    """The parts of a message that are images."""
+    """Return the parts of a message that are images."""
     content = message.get("content")
     return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
 
 def images_in(messages: Iterable[Mapping[str, Any]]) -> list[ImageSource]:
-    """The images of messages in their order."""
+    """Return the images of messages in their order."""
     return [part["image"] for message in messages for part in image_parts(message)]
 
 
 def replaced(messages: Sequence[Message], images: Sequence[ImageSource]) -> tuple[Message, ...]:
-    """The messages with these images in their parts, one for each."""
+    """Return the messages with these images in their image parts, one for each."""
     left = iter(images)
     return tuple(_mapped(message, lambda part: {"type": "image", "image": next(left)}) for message in messages)
 
 
 def for_template(messages: Sequence[Message]) -> list[Message]:
-    """The messages as chat templates read them: parts of images without the images, and no word on what is learnt."""
+    """Return the messages as chat templates read them: image parts without the image, and without `is_learnt`."""
     shown = (_mapped(message, lambda part: {"type": "image"}) for message in messages)
     return [{key: value for key, value in message.items() if key != "is_learnt"} for message in shown]
 
@@ -105,9 +105,10 @@ def _unlike(markers: int, images: int) -> str:
 
 
 def located(source: ImageSource, where: str, root: str | None = None, anywhere: bool = False) -> ImageSource:
-    """The image of a row at "file:line" with its path made absolute, seen from `root` (None: the file's folder).
+    """Make the path of an image absolute, relative to `root` (None: the folder of the row's file); bytes stay.
 
-    Raises DataError, which names the row, for a path that leads out of the folder, unless `anywhere`.
+    where: "file:line" of the row. Raises DataError, which names the row, if the path leads out of the folder, unless
+    `anywhere`.
     """
     if not isinstance(source, str):
         return source

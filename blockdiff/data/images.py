@@ -37,7 +37,7 @@ ImageTokens = tuple[int | str, int, int | str]
 
 
 def processor_settings(directory: Path) -> Mapping[str, Any]:
-    """The settings of the image processor in a checkpoint's files. Raises DataError if there are none."""
+    """Return the settings of a checkpoint's image processor, from its files. Raises DataError if there are none."""
     for file in (directory / name for name in PROCESSORS):
         try:
             values = json.loads(file.read_bytes())

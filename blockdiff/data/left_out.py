@@ -33,7 +33,7 @@ class Probe:
         self.messages = [self._message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
     def may_tell(self, text: str) -> bool:
-        """Whether the probe is worth rendering. text: the rendering of the original conversation.
+        """Return True if the probe is worth rendering. text: the rendering of the original conversation.
 
         It is not if the only parts are texts of the assistant, and all are in `text`.
         """

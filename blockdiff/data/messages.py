@@ -228,7 +228,7 @@ def check_texts(value: Any, name: str) -> None:
 
 
 def _messages(value: Any, name: str, is_prompt: bool, unread: set[str] | None) -> list[Message]:
-    """The messages of one message in a row: several if its parts have the answers of tools."""
+    """Convert one message of a row to messages: several if its parts have the answers of tools."""
     value = from_json(value, name, "{")
     if not isinstance(value, Mapping):
         raise BadRow(f"{name} is {type_in_words(value)}; make it an object with role and content")

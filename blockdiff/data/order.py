@@ -66,7 +66,7 @@ class Order:
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """The order of a stream, which shuffles and repeats by itself."""
+    """The order of a stream, which shuffles and repeats its examples itself."""
 
     batch_size: int
 

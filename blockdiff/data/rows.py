@@ -165,7 +165,7 @@ def _renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[st
 
 
 def _form(value: Mapping[str, Any], is_asked: bool) -> str:
-    """The key of READ that decides the form of a row. Keys with null values decide only if no other does."""
+    """Return the key of READ that decides the form of a row. Keys with null values decide only if no other does."""
     present = [key for key in value if value[key] is not None]
     conversations = [key for key in CONVERSATION_KEYS if key in present]
     pair = [key for key in ("prompt", "response") if key in present]
@@ -232,7 +232,7 @@ def _identity(value: Any) -> str | None:
 
 
 def _turns(value: Mapping[str, Any], form: str, is_asked: bool, unread: set[str]) -> tuple[Message, ...] | None:
-    """The messages of a row; None if it has texts. Raises BadRow if a row to train on has nothing to learn."""
+    """Return the messages of a row; None if it has texts. Raises BadRow if a row to train on has nothing to learn."""
     if form in CONVERSATION_KEYS:
         messages = checked_messages(value[form], form, unread=unread)
     elif form == "instruction":
@@ -288,7 +288,7 @@ def _alpaca(value: Mapping[str, Any], is_asked: bool) -> tuple[Message, ...]:
 
 
 def _neither(value: Mapping[str, Any], pair_of: str) -> str:
-    """The message for a row in no known form, with suggestions for keys that may be misspelt."""
+    """Return the message for a row in no known form, with suggestions for keys that may be misspelt."""
     row_keys = (*CONTENT_KEYS, *KEYS)
     near = ((key, get_close_matches(str(key), row_keys, 1, cutoff=0.75)) for key in value if key not in row_keys)
     meant = "".join(f"; did you mean {matches[0]!r} by {key!r}?" for key, matches in near if matches)
@@ -304,7 +304,7 @@ def _missing(value: Mapping[str, Any], key: str) -> str:
 
 
 def _with_system(messages: tuple[Message, ...], system: Any) -> tuple[Message, ...]:
-    """Add the row's own system text, which some files have next to the messages, to the conversation."""
+    """Add the row's system text, which some files store next to the messages, to the conversation."""
     if system is None or system == "":
         return messages
     if messages[0]["role"] == "system":

@@ -82,7 +82,7 @@ class Source:
         return replace(self, split=self.split or split, columns=columns if self.columns is None else self.columns)
 
     def choose(self, names: list[str]) -> list[str]:
-        """The columns of a file to read: all if the expected ones are missing, so that an error can name them."""
+        """Return the columns of a file to read: all if expected ones are missing, so that an error can name them."""
         columns = set((self.columns or {}).values())
         if not columns <= set(names) or not (CONTENT_KEYS | columns) & set(names):
             return names
@@ -123,7 +123,7 @@ def titles(sources: Sequence[Source]) -> list[str]:
 
 
 class OpenedSource(Protocol):
-    """A source that was found. `where` of its rows begins with one of its `files`."""
+    """A source that exists. `where` of each of its rows begins with one of its `files`."""
 
     files: list[str]
 
@@ -162,7 +162,7 @@ def read_rows(source: Source) -> Iterator[Row]:
 
 
 def local_files(source: Source) -> list[Path] | None:
-    """The files of a source's path, sorted by name; None if the path does not exist."""
+    """Return the files of a source's path, sorted by name; None if the path does not exist."""
     path = Path(source.path or "").expanduser()
     if path.is_dir():
         return _in_directory(path, source.split or TRAIN)
@@ -173,7 +173,7 @@ def local_files(source: Source) -> list[Path] | None:
 
 
 def _in_directory(path: Path, split: str) -> list[Path]:
-    """The files of a directory: those with the split in their names, or all if no name has a split."""
+    """Return the files of a directory with the split in their names, or all files if no name has a split."""
     if (path / ARROW_STATE).is_file():  # saved by datasets.Dataset.save_to_disk
         return sorted(each for each in path.glob("*.arrow") if not each.name.startswith("."))
     if (path / SPLITS_STATE).is_file() and (path / split).is_dir():  # by datasets.DatasetDict.save_to_disk
@@ -205,7 +205,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _split_of(path: Path) -> str | None:
-    """The split in a file's name; None if it has none."""
+    """Return the split in a file's name; None if it has none."""
     words = re.split(r"[^a-z]+", path.name.lower().partition(".")[0])
     return next((split for split, known in SPLITS.items() if set(words) & set(known)), None)
 
@@ -246,7 +246,7 @@ class Files:
 
 
 def _checked(value: Any, where: str, source: Source, counts: Statistics | None) -> list[Row]:
-    """The rows of a value: one, or several of a decision. A bad row is counted, or raises without `counts`."""
+    """Return the rows of a value: one, or several of a decision. A bad row is counted, or raises without `counts`."""
     try:
         if isinstance(value, Mapping) and "questions" in value and "answers" in value:
             return rows_to_learn(value, where)

@@ -43,7 +43,7 @@ BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 def is_learnt(message: Mapping[str, Any], role: str, name: str) -> bool:
-    """Whether an assistant message is learnt; its author may exclude it.
+    """Return True if an assistant message is learnt; its author may exclude it.
 
     Raises BadRow for a mark that is neither yes nor no, and for one that asks to learn another role's message.
     """

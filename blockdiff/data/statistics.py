@@ -149,7 +149,7 @@ class Statistics:
 
     @property
     def examples(self) -> int:
-        """The number of rows that are used."""
+        """The number of rows that were not dropped."""
         return self.rows - self.dropped
 
     def __add__(self, other: Statistics) -> Statistics:

@@ -1,4 +1,4 @@
-"""JSON that has one meaning only, read the same way wherever rows come from; needs nothing beside Python."""
+"""JSON with one meaning only, read in the same way from all sources of rows. It needs only Python's library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def decoded(line: bytes, where: str) -> str:
-    """A line as text; raises DataError naming `where` if it is not UTF-8."""
+    """Decode a line as UTF-8. Raises DataError with `where` if it is not valid."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -37,12 +37,15 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_o
 
 
 def parsed(text: str, where: str, decode: Callable[..., Any] = DECODER.decode, *begin: int) -> Any:
-    """The value that a method of DECODER makes of a text; DataError naming `where` if the text is not valid."""
+    """Return the value of a text, read by a method of DECODER. Raises DataError with `where` if it is not valid.
+
+    begin: the character at which `raw_decode` begins.
+    """
     try:
         return decode(text, *begin)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, " * bool(begin) + f"column {error.colno}"
-        reason = error.msg.removesuffix(" at")  # as some of Python's end
+        reason = error.msg.removesuffix(" at")  # some of Python's messages end so
         remedy = "repair it" if begin else "write one object per line"
         raise DataError(f"{where}: not valid JSON ({reason} at {place}); {remedy}") from None
     except RecursionError:
@@ -52,18 +55,18 @@ def parsed(text: str, where: str, decode: Callable[..., Any] = DECODER.decode, *
 
 
 class BadRow(Exception):
-    """The reason for refusing a row; the reader of the file adds the place."""
+    """The reason why a row is refused. The reader of the file adds file and line."""
 
 
 def type_in_words(value: Any) -> str:
-    """The type of a JSON value, in words."""
+    """Return the type of a JSON value in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     number = "a number" if isinstance(value, int | float) else type(value).__name__
     return names.get(type(value), number)
 
 
 def from_json(value: Any, name: str, opens: str) -> Any:
-    """The JSON value in a string that begins with one of `opens` (CSV has no lists); any other value as it is."""
+    """Parse a string that begins with one of `opens` as JSON (CSV has no lists); return any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith(tuple(opens)):
         return value
     try:

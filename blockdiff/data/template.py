@@ -110,7 +110,7 @@ def packaged_template(*, verbatim: bool = False) -> str:
 
 
 def is_template_file(source: str) -> bool:
-    """Whether `data.template` is the path of a file, which has a dot or a slash, and not a name."""
+    """Return True if `data.template` is the path of a file, with a dot or a slash, and not a name."""
     return bool(Path(source).suffix) or "/" in source
 
 
@@ -200,9 +200,9 @@ def asks_date(template: str) -> bool:
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids of the control tokens that end an assistant's turn, and one that waits for a tool's answer.
+    """Return the ids of control tokens that end the assistant's turn, or after which it waits for a tool's answer.
 
-    Empty if no template marks the assistant's turns, or it ends them in plain text.
+    Returns () if no template marks the assistant's turns, or it ends them in plain text.
     """
     learnt = []
     for turn in ENDED:
@@ -221,7 +221,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def turn_closing(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that the chat template of training writes behind an answer; none if it marks no answer."""
+    """Return the tokens that the chat template of training writes after an answer; () if it marks no answer."""
     try:
         return _closing(tokenizer, training_template(tokenizer))
     except EndlessTemplate:
@@ -272,7 +272,10 @@ def render(
 
 
 def _unreasoned(messages: Sequence[Message]) -> dict[str, int]:
-    """The count of messages whose reasoning the packaged template leaves out: those before the last question."""
+    """Count the messages before the last question that have reasoning, which the packaged template leaves out.
+
+    Returns {"unreasoned": count}, or {} if there are none.
+    """
     last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
     count = sum(bool(message.get("reasoning", "").strip()) for message in messages[:last])
     return {"unreasoned": count} if count else {}
@@ -316,7 +319,7 @@ def _written(
         if in_text == list(messages):
             raise RefusedByTemplate(str(error)) from None
         return _written(tokenizer, template, in_text, variables, tools, guard, is_prompt)
-    except Exception as error:  # a template is somebody's program: it may raise anything
+    except Exception as error:  # a template is a stranger's program: it may raise anything
         raise RefusedByTemplate(str(error) or type(error).__name__) from None
     text, cuts = guard.show(texts[0], hidden)
     return Rendered(text, list(spans[0]) if spans else [], cuts)
@@ -376,7 +379,7 @@ def marked(
 def _tagged(
     written: Callable[..., Rendered], template: str, messages: Sequence[Message], rendered: Rendered
 ) -> tuple[Turns, list[int]]:
-    """The turns that a template's tags mark, and the index of each one's message (0 if the row excludes none)."""
+    """Return the turns that a template's tags mark, and the index of each turn's message (0 if none is excluded)."""
     turns, last = Turns(rendered.spans), len(messages) - 1
     if not template.endswith(_packaged_file()):
         plain = [*messages[:-1], {"role": "assistant", "content": STAND_INS[0]}]
@@ -396,7 +399,7 @@ def _tagged(
 
 
 def _bounded(is_prompt: bool) -> AbstractContextManager[None]:
-    """A limit on the memory of a block. Prompts have none, because a server's other threads use memory, too."""
+    """Limit the memory of a block; not for prompts, because a server's other threads use memory, too."""
     return nullcontext() if is_prompt else memory_limit(TEMPLATE_BYTES)
 
 
@@ -406,7 +409,7 @@ def reads_thoughts(template: str) -> bool:
 
 
 def _has_no_end(rendered: Rendered, last: Message) -> bool:
-    """Whether the last turn that a template marks ends with the content of the last message."""
+    """Return True if the last turn that a template marks ends with the content of the last message."""
     content = str(last["content"]).strip()
     learnt = rendered.text[slice(*rendered.spans[-1])] if rendered.spans else ""
     return last["role"] == "assistant" and bool(content) and learnt.rstrip().endswith(content)
@@ -414,7 +417,7 @@ def _has_no_end(rendered: Rendered, last: Message) -> bool:
 
 @lru_cache(maxsize=64)
 def is_variable(name: str, template: str) -> bool:
-    """Whether a template uses a variable of this name, and users may set it."""
+    """Return True if a template uses a variable of this name that users may set."""
     is_own = name in OWN_VARIABLES or name.endswith(("_token", "_tokens", "_tokens_mask"))
     return name.isidentifier() and not is_own and re.search(rf"\b{name}\b", template) is not None
 

@@ -1,4 +1,4 @@
-"""Texts to tokens, and prompts in words or messages to the tokens before which a response begins."""
+"""Tokenises texts, and turns prompts (texts or messages) into the tokens before a response."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_IMAGES = "the model takes no images (none does beside a canvas model that drafts); leave them out"
-SHOWN = "[image]"  # the place of an image in a prompt that people read
+SHOWN = "[image]"  # replaces an image in a prompt that people read
 
 
 class Encoded(NamedTuple):
-    """The ids of a text, with the characters [start, end) of each where asked for, and where the text was cut."""
+    """The token ids of a text, the characters [start, end) of each token if requested, and the indices of cuts."""
 
     ids: list[int]
     offsets: list[Span]
@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A prompt as text for people to read, as tokens, and the images that stand in them."""
+    """A prompt as text for people to read, as tokens, and with the images at its placeholders."""
 
     text: str
     tokens: list[int]
@@ -41,9 +41,9 @@ class Prompt(NamedTuple):
 
 
 class Expanded(NamedTuple):
-    """The tokens of a row whose images have all their placeholders, and the column where those of each begin.
+    """The tokens of a row with all placeholders of its images, and the first placeholder's column of each image.
 
-    `moved` has the new column of every old one, and of the end.
+    moved: the new column of every old one, and of the end.
     """
 
     ids: list[int]
@@ -52,10 +52,10 @@ class Expanded(NamedTuple):
 
 
 def expanded(ids: Sequence[int], counts: Sequence[int], around: tuple[int, int, int]) -> Expanded:
-    """The tokens with a run of so many placeholders, and the tokens around it, in the place of each placeholder.
+    """Replace each placeholder by `counts` placeholders, one count per image, between the tokens that enclose an image.
 
-    around: the ids before an image, of a placeholder, and after it. Raises DataError where there are more or fewer
-    placeholders than images.
+    around: the ids before an image, of a placeholder, and after it. Raises DataError if `ids` has more or fewer
+    placeholders than `counts`.
     """
     before, placeholder, after = around
     found = [column for column, token in enumerate(ids) if token == placeholder]
@@ -76,7 +76,7 @@ def expanded(ids: Sequence[int], counts: Sequence[int], around: tuple[int, int, 
 
 
 def takes_images(tokens: ImageTokens | None, tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """False for a model without tokens around images, or one that spells a token which its tokenizer does not have."""
+    """Return False for a model without image tokens, or if its tokenizer lacks one of them."""
     if tokens is None or tokenizer is None:
         return tokens is not None
     spelt = [token for token in tokens if isinstance(token, str)]
@@ -84,7 +84,10 @@ def takes_images(tokens: ImageTokens | None, tokenizer: PreTrainedTokenizerBase 
 
 
 def ids_around(tokens: ImageTokens, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int, int]:
-    """The ids of the tokens of images, some of which a family may know by their texts."""
+    """Return the ids of the tokens of images; a family may name them by their texts.
+
+    Raises DataError if the tokenizer lacks one.
+    """
     found = [tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token for token in tokens]
     for id, token in zip(found, tokens, strict=True):
         if id is None or (isinstance(token, str) and id == tokenizer.unk_token_id):
@@ -100,11 +103,11 @@ def tokenised(
     cuts: Sequence[tuple[int, ...]] | None = None,
     has_offsets: bool = False,
 ) -> list[Encoded]:
-    """The tokens of every text, without special tokens around it.
+    """Return the tokens of every text, without special tokens around it.
 
-    cuts: where the texts are cut (None: at the control tokens that they spell, which so stay text). has_offsets: with
-    the characters of every token, for which the tokenizer has to be a fast one. Raises what the tokenizer raises for a
-    text that it cannot encode, and DataError for one that the guard refuses.
+    cuts: the indices at which each text is cut (None: at the control tokens that it spells, which thus stay text).
+    has_offsets: return the characters of every token, too, which needs a fast tokenizer. Raises the tokenizer's error
+    for a text that it cannot encode, and DataError for one that the guard refuses.
     """
     at = [guard.cuts(text) for text in texts] if cuts is None else cuts
     pieces = [piece for text, its in zip(texts, at, strict=True) for piece in cut(text, its)]
@@ -121,12 +124,12 @@ def tokenised(
 def text_tokens(
     text: str, tokenizer: PreTrainedTokenizerBase, control_tokens: ControlTokens = "text", name: str = "the text"
 ) -> list[int]:
-    """The tokens of a text that people wrote; DataError, which calls it by its name, where there are none."""
+    """Return the tokens of a text that people wrote. Raises DataError with `name` if it cannot be tokenised."""
     return _ids(text, tokenizer, _guard(tokenizer, control_tokens), name=name)
 
 
 def token_prompt(tokens: Sequence[int], images: Sequence[ImageSource], reader: ImageReader | None) -> Prompt:
-    """A prompt that came as tokens, without a text; images stand at their placeholders. DataError where they do not."""
+    """Return a prompt given as tokens, without a text. Images must have their placeholders there, else DataError."""
     if not images:
         return Prompt("", list(tokens), [])
     if reader is None:
@@ -151,10 +154,10 @@ def raw_prompt(
     images: Sequence[ImageSource] = (),
     reader: ImageReader | None = None,
 ) -> Prompt:
-    """A raw prompt with bos before it; it warns where the prompt spells a control token.
+    """Return a raw prompt with bos before it. It warns if the text spells a control token.
 
-    images: stand at the markers `<image>` of the text, or before it. DataError where the text cannot be tokenised or an
-    image cannot be read.
+    images: at the markers `<image>` of the text, or before the text. Raises DataError if the text cannot be tokenised
+    or an image cannot be read.
     """
     guard = _guard(tokenizer, control_tokens)
     if guard.cuts(text):
@@ -185,7 +188,7 @@ def _placeholder(reader: ImageReader | None) -> int:
 def _with_images(
     tokens: list[int], sources: Sequence[ImageSource], tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None
 ) -> tuple[list[int], list[PlacedImage]]:
-    """A prompt with a placeholder for each image, as the model reads it, and the images in it."""
+    """Expand a prompt with one placeholder per image as the model reads it. Returns it with the placed images."""
     if reader is None or not (sources or reader.tokens[1] in tokens):
         return tokens, []
     images: list[ImageInput] = []
@@ -198,7 +201,7 @@ def _with_images(
 
 
 def conversation(messages: Any, tools: Any = None) -> tuple[list[Message], list[Message] | None]:
-    """Messages to be answered and their tools in the form that chat templates read; DataError says what is wrong."""
+    """Check messages to be answered and their tools, and return them as chat templates read them. Raises DataError."""
     try:
         checked, declared = checked_messages(messages, "messages", is_prompt=True), checked_tools(tools)
     except BadRow as error:
@@ -222,12 +225,12 @@ def chat_prompt(
     options: Mapping[str, Any] | None = None,
     reader: ImageReader | None = None,
 ) -> Prompt:
-    """A conversation as the tokenizer's chat template writes it, up to where the assistant begins, and its tokens.
+    """Return a conversation as the tokenizer's chat template writes it, up to the assistant's turn, and its tokens.
 
-    A last message of the assistant is continued: the prompt ends with its text.
+    If the last message is the assistant's, it is continued: the prompt ends with its text.
 
-    thinking: whether the template is asked for reasoning; options: further variables of the template, which has to
-    use them. DataError where the conversation cannot be written or tokenised, or an image cannot be read.
+    thinking: ask the template for reasoning. options: further variables, which the template must use. Raises DataError
+    if the conversation cannot be written or tokenised, or an image cannot be read.
     """
     guard = _guard(tokenizer, control_tokens)
     checked, declared = conversation(messages, tools)
@@ -235,7 +238,7 @@ def chat_prompt(
     template = own_template(tokenizer, declared)
     if template is None:
         raise DataError("the tokenizer has no chat template; give a raw prompt instead of messages")
-    # training says False, too, without which some templates think
+    # False is passed, too, as in training: without it some templates think
     says_thinking = thinking or is_variable("enable_thinking", template)
     options = {**({"enable_thinking": thinking} if says_thinking else {}), **(options or {})}
     for name in options:
@@ -253,7 +256,7 @@ def chat_prompt(
 
 
 def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The Rust half of a fast tokenizer in the state in which transformers calls it to encode one text."""
+    """Return the Rust part of a fast tokenizer, set as transformers sets it to encode one text."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -262,7 +265,7 @@ def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 class _Part(NamedTuple):
-    """The encoding of a piece by a tokenizer that has no Rust half."""
+    """The encoding of a piece by a tokenizer without a Rust part."""
 
     ids: list[int]
 
@@ -274,7 +277,7 @@ def _encode(pieces: list[str], tokenizer: PreTrainedTokenizerBase, has_offsets: 
         try:
             return list(encode(pieces, add_special_tokens=False))
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
+            if type(error).__name__ != "PanicException":  # Rust's panics are no Exception
                 raise
             file = Path(str(tokenizer.name_or_path), "tokenizer.json")
             why = " ".join(str(error).split())
@@ -283,7 +286,7 @@ def _encode(pieces: list[str], tokenizer: PreTrainedTokenizerBase, has_offsets: 
 
 
 def _joined(parts: Sequence[Any], cuts: tuple[int, ...], has_offsets: bool) -> Encoded:
-    """The encoding of a text from those of its pieces."""
+    """Join the encodings of a text's pieces."""
     if not cuts:
         return Encoded(parts[0].ids, parts[0].offsets if has_offsets else [], ())
     ids = [token for part in parts for token in part.ids]
@@ -299,7 +302,7 @@ def _ids(
     cuts: tuple[int, ...] | None = None,
     name: str = "the prompt",
 ) -> list[int]:
-    """The tokens of one text; DataError says why there are none."""
+    """Return the tokens of one text. Raises DataError with `name` if it cannot be tokenised."""
     try:
         return tokenised([text], tokenizer, guard, None if cuts is None else [cuts])[0].ids
     except DataError as error:
@@ -312,5 +315,5 @@ def _guard(tokenizer: PreTrainedTokenizerBase, control_tokens: ControlTokens) ->
     return _guard_of(tokenizer, len(tokenizer), str(tokenizer.chat_template or ""), control_tokens)
 
 
-# The number of tokens is there because tokens can be added to a tokenizer later.
+# The number of tokens is in the key because tokens can be added to a tokenizer later.
 _guard_of = lru_cache(maxsize=4)(lambda tokenizer, size, template, control: make_guard(tokenizer, template, control))

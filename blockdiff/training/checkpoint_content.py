@@ -61,7 +61,7 @@ def short_name(name: str) -> str:
 
 
 def saved_weights(objective: nn.Module) -> dict[str, Tensor]:
-    """The weights of a checkpoint: all tensors of the objective, but of a model with adapters only these.
+    """Return the weights of a checkpoint: all tensors of the objective, or with adapters all but the adapted weights.
 
     The adapted weights do not change; the run's recipe names the checkpoint that has them.
     """
@@ -178,7 +178,7 @@ class SavedTensors:
         missing = target_block.numel
         for file, piece in saved.pieces:
             if (common := target_block.within(piece)) is not None:
-                # Files are mapped into memory, so only what is copied is read.
+                # Files are mapped into memory, so only the copied block is read.
                 content = self._handle(file).get_tensor(name)[common.seen_from(piece.offsets).slices]
                 target[common.seen_from(target_block.offsets).slices].copy_(content)
                 missing -= common.numel

@@ -105,7 +105,7 @@ class ModelSection(Section):
 
     @property
     def rounds(self) -> bool:
-        """Whether the recipe itself stores weights in fewer bits, in addition to what the checkpoint does."""
+        """Whether the recipe, and not only the checkpoint, stores weights in fewer bits."""
         return self.quantize not in (None, "none")
 
 

@@ -24,16 +24,15 @@ from blockdiff.diffusion.weight import ElboWeight, NoWeight
 from blockdiff.errors import DataError, RecipeError
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
 
-YAML_TYPES = (str, bool, int, float, Mapping, list, tuple, type(None))  # what YAML has
+YAML_TYPES = (str, bool, int, float, Mapping, list, tuple, type(None))  # the types of YAML values
 
 
 class OneOf:
     """The dataclasses that a key chooses from, as metadata of pydantic's `Annotated`.
 
-    kinds: the dataclass of each word. A word alone has the defaults, `{word: {field: value}}` sets fields, and
-    `{word: value}` sets the only field of a kind that has one without a default. The word "" is never written: its
-    fields are the key's own.
-    number: the word that a bare number stands for, as its first field.
+    kinds: the dataclass of each word. A word alone means its defaults, `{word: {field: value}}` sets fields, and
+    `{word: value}` sets the only field without a default. The word "" is never written: its fields are the key's own.
+    number: the word that a bare number means, as its first field.
     none, default: how None, and "" with its defaults, are written.
     """
 
@@ -257,7 +256,7 @@ MAX_LENGTH = OneOf({"truncate": Truncate, "drop": Drop, "refuse": Refuse}, numbe
 
 
 def described(part: object) -> Any:
-    """Describe an object by name and values, in the words of recipes or else by its class."""
+    """Describe an object by name and values, in the words of recipes if there are any, else by its class."""
     for choice in (SCHEDULE, TIME, CORRUPTION, WEIGHT, AR_LOSS, LR_SCHEDULE, CANVASES, MAX_LENGTH):
         if type(part) in choice.kinds.values():
             return choice.short(part)
@@ -285,7 +284,10 @@ def _read_source(value: Any, read: Callable[[Any], Source]) -> Source:
 
 
 def _written_source(source: Source) -> Any:
-    """The fields of a source that are not defaults, or its path if that is all; of rows from Python their number."""
+    """Return the fields of a source that are not defaults, or its path if that is all.
+
+    Rows from Python are recorded by their number.
+    """
     if source.rows is not None:
         return {"path": None, "name": source.title, "rows": len(source.rows)}
     values = {field.name: getattr(source, field.name) for field in fields(source)}

@@ -19,7 +19,7 @@ Keys = Mapping[Any, list[str]]  # the keys below each key
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names
 OF_UNIONS = re.compile(r"(constrained-|dict\[).*|str")  # pydantic's names for the members of a union
 SWITCH = "; YAML reads a bare on, off, yes or no as true or false"
-# Renamed keys, and what to write now.
+# Renamed keys, and their present names.
 _RL = "objective: {kind: policy, over: next_token or canvas, reward: ...} (docs/rl.md)"
 MOVED: dict[Key, str] = {
     ("rl",): _RL,
@@ -88,7 +88,7 @@ def paths(keys: Keys) -> list[str]:
 def _nearest(key: Key, keys: Keys) -> str:
     """Suggest a key for an unknown one.
 
-    Looked for are, in this order: words of other toolkits, near keys of the same section, near keys elsewhere.
+    It looks in this order for words of other toolkits, similar keys of the same section, and similar keys elsewhere.
     """
     *above, word = key
     all_paths = paths(keys)

@@ -124,7 +124,7 @@ def _tree(section: Section) -> dict[str, Any]:
 
 
 def _is_built_in(value: Any) -> bool:
-    """Whether a value is a section of recipes; a user's own kind of run is passed on as an object."""
+    """Return True if a value is a section of recipes. A user's own kind of run is passed on as an object."""
     return isinstance(value, Section) and (not isinstance(value, ObjectiveSection) or type(value) in kinds().values())
 
 
@@ -156,7 +156,7 @@ def _spelt_out(choice: OneOf, value: Any) -> Any:
 
 
 def _drop_recorded(tree: dict[str, Any]) -> None:
-    """Drop what a run directory records of parts from Python, which neither a plan nor the weights need."""
+    """Drop the records of parts from Python in a run's recipe, which neither a plan nor the weights need."""
     for name, key in SOURCES:
         section = tree.get(name)
         if isinstance(section, dict) and isinstance(section.get(key), list):
@@ -171,7 +171,7 @@ def _drop_recorded(tree: dict[str, Any]) -> None:
 
 
 def _is_recorded(source: Any) -> bool:
-    """Whether a source is the record of rows from Python, which has only their number."""
+    """Return True if a source is only the record of rows from Python, with their number."""
     return isinstance(source, Mapping) and isinstance(source.get("rows"), int)
 
 

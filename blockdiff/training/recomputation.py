@@ -110,7 +110,7 @@ def _autocasts(devices: set[str]) -> list[tuple[str, tuple[bool, torch.dtype]]]:
 
 
 def _generators(devices: set[str]) -> tuple[Tensor, Tensor | None]:
-    """The states of torch's generators: the CPU's, and with `devices` the current GPU's."""
+    """Return the states of torch's generators: the CPU's and, if there are `devices`, the current GPU's."""
     return torch.get_rng_state(), torch.cuda.get_rng_state() if devices else None
 
 

@@ -176,7 +176,7 @@ def report_line(report: Mapping[str, Any]) -> str:
 
 
 def _last_and_best(records: Sequence[Record], key: str) -> dict[str, Any]:
-    """The last value of a metric, and its best value with the first step that had it."""
+    """Return the last value of a metric, and its best value with the first step that had it."""
     values = [(record[key], record["step"]) for record in records if record.get(key) is not None]
     if not values:
         return {}

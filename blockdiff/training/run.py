@@ -52,7 +52,7 @@ class Run:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The saved step with the best value of `evaluation.best`, and that value; None without that key.
+        """The saved step with the best value of `evaluation.best`, and that value; None if the recipe has no such key.
 
         The end of a run exports the weights of this step.
         """
@@ -125,7 +125,7 @@ def hold_run(run: Path, resume: bool, ranks: Ranks, overwrite: bool = False) -> 
                 refusal = f"{run}: another process trains into this directory; wait for its end or stop it"
         if (refusal := ranks.agree(refusal)) is not None:
             raise RunError(refusal)
-        run.mkdir(parents=True, exist_ok=True)  # a node may have a disk of its own
+        run.mkdir(parents=True, exist_ok=True)  # nodes may have separate disks
         try:
             if ranks.is_main:
                 remove_leftovers(run / FOLDER)

@@ -246,7 +246,7 @@ def empty_model(
 
 
 def stored_below(model: BlockDiffusionModel, path_or_hub_id: str | None, recipe: Recipe) -> dict[str, Form]:
-    """The form of each layer of a frozen model that is stored in fewer bits, by the recipe or else the checkpoint.
+    """Return the form of each layer of a frozen model stored in fewer bits, by the recipe or else the checkpoint.
 
     Presets, and models that are not available here, have no checkpoint. Raises RecipeError if FSDP would have to split
     such layers, or the model cannot be stored in the recipe's form.
@@ -334,7 +334,7 @@ def _adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: S
 
 
 def trains_routers(recipe: Recipe) -> bool:
-    """Whether routers train: by default only from scratch. If adapters train, they train alone nevertheless."""
+    """Return True if routers train: by default only from scratch. Adapters, if any, train alone nevertheless."""
     if recipe.model.router == "auto":
         return recipe.model.path is None
     return recipe.model.router == "trained"

@@ -40,7 +40,7 @@ class Trackers:
                 self._open[name] = tracker
                 if start == 0:
                     tracker.store_init_configuration(_flat(config))
-            except Exception as error:  # every library raises its own when nobody is logged in or a disk is full
+            except Exception as error:  # libraries raise different errors without a login or disk space
                 self.close()
                 raise RunError(
                     f"train.trackers: {name} does not start ({first_line(error)}); set it up or leave it out"

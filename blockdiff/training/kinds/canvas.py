@@ -55,18 +55,18 @@ class Denoising(Kind):
     metrics: ClassVar[tuple[str, ...]] = (*OF_CANVASES, *NextToken.metrics)
 
     def without_effect(self, recipe: Recipe) -> list[Needs]:
-        """Keys of next tokens, unless the run samples them."""
+        """Return the generation keys of next tokens, which have no effect unless the run samples next tokens."""
         samples_them = str(recipe.evaluation.strategy).startswith(("next_token", "verified", "speculative"))
         needs = "next tokens (`--strategy next_token`); the temperature of canvases falls from t_max to t_min"
         return [(recipe.generation, "generation", ("temperature", "top_k", "top_p"), samples_them, needs)]
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The losses and accuracies of canvases and, if they are learnt, of next tokens."""
+        """The metrics of canvases and, if next tokens are learnt, theirs."""
         return self.metrics if self.ar_loss is not None else OF_CANVASES
 
     def refuse(self, recipe: Recipe) -> None:
-        """Refuse a noise schedule that is none, and a loss of positions that its divisor does not count."""
+        """Raise RecipeError for a schedule that is no noise schedule, and for a divisor unlike the scored positions."""
         refuse_schedule(self.schedule)
         if self.normalisation == "corrupted" and self.positions != "corrupted":
             raise RecipeError(
@@ -75,7 +75,7 @@ class Denoising(Kind):
             )
 
     def require(self, recipe: Recipe, config: Family) -> None:
-        """Refuse a drafter, and a model without canvases."""
+        """Raise RecipeError for a drafter, a model without canvases, and a next-token loss that it cannot have."""
         if config.is_drafter:
             raise RecipeError(
                 f"model.path: {recipe.model.path} is a drafter; say for which model, "
@@ -90,14 +90,14 @@ class Denoising(Kind):
             raise RecipeError(f"objective.ar_loss: {NO_HEAD}; leave it out")
 
     def needs_tokenizer(self, recipe: Recipe) -> bool:
-        """Whether the recipe names tokens, or needs a mask token that the model's config does not have."""
+        """Return True if the recipe names tokens, or needs a mask token that the model's config does not have."""
         if super().needs_tokenizer(recipe) or isinstance(self.corruption, UniformTokens):
             return super().needs_tokenizer(recipe)
         shape = shape_of(recipe)
         return self.corruption != MaskToken() or shape is None or shape.mask is None
 
     def sweeps(self, recipe: Recipe) -> bool:
-        """Whether clean rows are encoded within the denoise passes (`objective.sweep`)."""
+        """Return True if clean rows are encoded within the denoise passes (`objective.sweep`)."""
         return recipe.parallel.shard == "full" if self.sweep == "auto" else self.sweep
 
     def noise(self, base: StartingModel) -> Corruption:
@@ -115,7 +115,7 @@ class Denoising(Kind):
         return checked
 
     def parts(self, recipe: Recipe, base: StartingModel) -> dict[str, Any]:
-        """The arguments of an objective except its model."""
+        """Return the arguments of the objective except its model."""
         return {
             "schedule": self.schedule,
             "corruption": self.noise(base),
@@ -140,12 +140,12 @@ class Denoising(Kind):
         )
 
     def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
-        """A batch with its noise."""
+        """Return the batch with noised canvases."""
         noisy, is_corrupted_BCL = corrupt_canvases(batch, self.schedule, self.noise(base), recipe.seed, base.vocab_size)
         return Drawn(batch, noisy.canvas_BCL, is_corrupted_BCL)
 
     def losses(self, objective: Any) -> dict[str, Loss]:
-        """The canvas loss and the next-token loss."""
+        """Return the divisors and weights of the canvas loss and the next-token loss."""
         ar_weight = 0.0 if self.ar_loss is None else self.ar_loss.weight
         return {"canvas": Loss(objective.canvas_count), "ar": Loss(methodcaller("ar_count"), ar_weight)}
 
@@ -154,18 +154,18 @@ class Denoising(Kind):
         return heldout(objective, batches, ranks, precision)
 
     def record(self, objective: Any) -> dict[str, Any]:
-        """The keys, with schedule and weight of the objective, and without the order of its passes."""
+        """Return the keys without `sweep`; schedule and weight are the objective's, which may be from Python."""
         record: dict[str, Any] = self.model_dump(mode="json", exclude={"sweep"})
         parts = [key for key in ("schedule", "weight") if key in record and hasattr(objective, key)]
         return record | {key: described(getattr(objective, key)) for key in parts}
 
     def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
-        """Add the order of passes, which changes the rounding of sums."""
+        """Add whether passes are swept together, which changes the rounding of sums."""
         return super().facts(recipe, base, data, digest_of) | {"objective.sweep": self.sweeps(recipe)}
 
 
 def refuse_schedule(schedule: Schedule) -> None:
-    """Raise RecipeError for a noise schedule whose alpha(t) is no falling probability or noise(t) not 1 - alpha(t)."""
+    """Raise RecipeError unless alpha(t) is a probability that never rises and noise(t) is 1 - alpha(t)."""
     t = torch.linspace(0, 1, 129, dtype=torch.float64)
     alpha, noise, name = schedule.alpha(t), schedule.noise(t), type(schedule).__name__
     wrong = None
@@ -182,7 +182,7 @@ def refuse_schedule(schedule: Schedule) -> None:
 
 
 class Canvas(Denoising):
-    """The noise and the losses of canvases."""
+    """A run that denoises canvases, with every choice of noise and loss."""
 
     kind: str = "canvas"
     weight: Annotated[Weight, choices.WEIGHT] = NoWeight()
@@ -193,16 +193,16 @@ class Canvas(Denoising):
 
     @classmethod
     def suits(cls, config: Family) -> bool:
-        """Whether the model denoises."""
+        """Return True for models that denoise."""
         return config.denoises
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
-        """The objective, or the one from Python."""
+        """Return the objective, constructed by the class from Python if one is given."""
         make: Any = recipe.given.objective or Objective
         return make(model, **self.parts(recipe, base))
 
     def parts(self, recipe: Recipe, base: StartingModel) -> dict[str, Any]:
-        """The arguments of an objective except its model."""
+        """Return the arguments of the objective except its model."""
         base.config.require(predictions=self.prediction)
         return super().parts(recipe, base) | {"weight": self.weight, "prediction": self.prediction}
 

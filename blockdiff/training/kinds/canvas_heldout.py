@@ -33,26 +33,26 @@ def heldout(
     precision: str | None = None,
     noise_levels: int = 5,
 ) -> Record:
-    """Token means over the batches of all ranks, losses in nats; a mean of nothing is left out.
+    """Return token means over the batches of all ranks, losses in nats, without means over zero tokens.
 
-    - `heldout_canvas_loss`, `heldout_canvas_accuracy`: scored canvas positions, each canvas with or without the
-      self-conditioning signal as its fixed coin says. Plain cross-entropy, so that runs that
-      weight, normalise or choose positions differently can be compared.
+    - `heldout_canvas_loss`, `heldout_canvas_accuracy`: scored canvas positions. A fixed coin decides whether a canvas
+      gets the self-conditioning signal. The loss is plain cross-entropy, so that runs with different weights,
+      normalisation or positions can be compared.
     - `heldout_response_accuracy`: the same accuracy without the fill.
-    - `heldout_weighted_loss`: the canvas loss as training has it, with its weights, positions and normalisation.
+    - `heldout_weighted_loss`: the canvas loss of training, with its weights, positions and normalisation.
     - `heldout_ar_loss`, `heldout_ar_accuracy`: next tokens of the clean rows.
     - `heldout_{corrupted,kept}_{loss,accuracy}`: the scored positions that the noise drew for replacement, and the
       others, every canvas with the signal; `..._no_signal`: every canvas without it.
-    - `heldout_levels`: the same by t, in `noise_levels` equal parts of [0, 1]: a list of {t_from, t_to} with
-      {corrupted,kept}_{count,loss,accuracy,loss_no_signal,accuracy_no_signal}.
+    - `heldout_levels`: the same for each of `noise_levels` equal parts of [0, 1] in which t falls: a list of {t_from,
+      t_to} with {corrupted,kept}_{count,loss,accuracy,loss_no_signal,accuracy_no_signal}.
 
-    Ranks may bring different numbers of batches, or none. Sums are float64 and added up over the ranks once. Raises
-    RunError on every rank when one of them is not finite, and Interrupted between batches when a rank is to stop.
+    Ranks may bring different numbers of batches, or none. Sums are float64 and are added over the ranks once. Raises
+    RunError on every rank if a sum is not finite, and Interrupted between batches if a rank is to stop.
     """
     levels = torch.zeros(noise_levels, len(GROUPS), 1 + len(MEASURES), dtype=torch.float64, device=ranks.device)
-    # Counts and sums: at the canvases' coins, the same without fill, as training weights them, and of next tokens.
+    # Counts and sums: with the signal as coins decide, the same without fill, as training weights them, of next tokens.
     by_coin, response, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=ranks.device) for n in (3, 2, 2, 3))
-    # The ranks that take part in another one's batch compute in the same precision.
+    # A rank that takes part in another rank's batch computes in the same precision.
     narrow, together = autocast(ranks.device, precision), measuring(objective, ranks, "the held-out evaluation")
     with evaluating(objective), narrow, together as look:
         for batch in batches:
@@ -98,7 +98,7 @@ def heldout(
 
 
 def _by_level(evaluation: Evaluation, batch: Batch, noise_levels: int) -> Tensor:
-    """Counts and the sums of every measure [noise_levels, groups, 1 + measures] over a batch."""
+    """Return the count and the sum of every measure [noise_levels, groups, 1 + measures] over a batch."""
     is_scored_BCL = batch.is_scored_BCL
     level_BC = (batch.t_BC.double() * noise_levels).long().clamp(0, noise_levels - 1)
     place_N = (level_BC[..., None] * len(GROUPS) + evaluation.is_corrupted_BCL)[is_scored_BCL]
@@ -115,7 +115,7 @@ def _by_level(evaluation: Evaluation, batch: Batch, noise_levels: int) -> Tensor
 
 
 def _at_coin(evaluation: Evaluation, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Loss and hit of every position [B, C, L], with the signal where the canvas's coin is true."""
+    """Return loss and correctness of every position [B, C, L], with the signal if the canvas's coin is true."""
     coin_BC1 = batch.coin_BC[..., None]
     return (
         evaluation.signal_loss_BCL.where(coin_BC1, evaluation.loss_BCL),
@@ -124,7 +124,7 @@ def _at_coin(evaluation: Evaluation, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _sums(is_scored: Tensor, *columns: Tensor) -> Tensor:
-    """The number of scored positions, and the sum of every column over them: float64 [1 + columns]."""
+    """Return the number of scored positions and the sum of every column over them: float64 [1 + columns]."""
     return torch.stack([is_scored.sum().double(), *(column[is_scored].double().sum() for column in columns)])
 
 
@@ -134,6 +134,6 @@ def _means(prefix: str, sums: Tensor, names: tuple[str, ...]) -> dict[str, float
 
 
 def _of_groups(prefix: str, sums: Tensor) -> dict[str, float]:
-    """Means of [groups, 1 + measures], corrupted first."""
+    """Return the means of sums [groups, 1 + measures] by name, corrupted positions first."""
     kept, corrupted = (_means(f"{prefix}{group}_", each, MEASURES) for group, each in zip(GROUPS, sums, strict=True))
     return corrupted | kept

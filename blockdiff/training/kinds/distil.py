@@ -1,9 +1,9 @@
-"""Step distillation: canvases become states that the sampler visits, to be taken to where a teacher settles.
+"""Step distillation: the student learns to reach, from a state that it visits, the canvas that its teacher ends on.
 
-Between optimiser steps an engine denoises every canvas of the next one with the weights as they are, after the clean
-tokens before it. One state of its way is what the objective then denoises, in place of noise. The canvas on which the
-teacher settles after the same tokens, from the same noise, is what it is scored by. Rows, losses, counts and evaluation
-stay as they are.
+Before each optimiser step an engine denoises every canvas of its batch with the student's present weights, after the
+clean tokens before the canvas. One state on the way, chosen at random, replaces the noised canvas. The teacher denoises
+the same canvas from the same noise, and the tokens on which it settles are the targets. Rows, losses, counts and
+evaluation are those of canvases.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
 from blockdiff.training.step import Counts, autocast
 
-ROWS = 64  # canvases that are rolled out together
+ROWS = 64  # canvases that are denoised together
 COUNTED = ("canvases", "steps", "settled")
 
 
 @dataclass(eq=False)
 class Rollout:
-    """One canvas on its way: a state that the student visited, and the tokens on which the teacher settled.
+    """A canvas to denoise: a state that the student visits, and the tokens on which the teacher settles.
 
-    prompt: what stands before the canvas, and at its beginning the `tail` of it that is pinned there;
-    pick_K: uniform numbers, one per step, by which each state that is visited is as likely as the others to be kept;
-    state: the one that is, its tokens [L] and its self-conditioning signal [L, D]. settled_L is None where the
-    teacher's last step came before its stopping rule.
+    prompt: the tokens before the canvas. If it ends within a block, its last `tail` tokens are the canvas's first, and
+    pinned. pick_K: a uniform number per step, by which `visit` chooses one of the visited states, each with the same
+    probability. state: the chosen one, as tokens [L] and self-conditioning signal [L, D]. settled_L: None if the
+    teacher took all its steps without meeting its stopping rule.
     """
 
     prompt: list[int]
@@ -64,16 +64,16 @@ class Rollout:
     settled_L: list[int] | None = None
 
     def visit(self, step: int, tokens_L: Tensor, signal_LD: Tensor) -> None:
-        """Take note of the state that a step saw: its tokens and its self-conditioning signal."""
+        """Keep the input of a step, in place of an earlier one, with probability 1 / (step + 1)."""
         if self.pick_K[step] * (step + 1) < 1:
             self.state = tokens_L.clone(), signal_LD.clone()
 
 
 class Settled(Source):
-    """The batches of a run's `rows` with states that a student visited, and the canvases on which a teacher settled.
+    """The batches of `rows`, with states that the student visited and the tokens on which the teacher settled.
 
-    student: a sampler of the model that trains; teacher: one of weights that stand still. precision: what autocast
-    computes in. Draws are addressed by `seed` and a canvas's address.
+    student: a sampler of the model that trains. teacher: one of a frozen model. precision: the dtype of autocast.
+    `seed` and the address of a canvas key its random draws.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Settled(Source):
         return self.distilled(self.rows(step))
 
     def distilled(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The batches with states and settled canvases; canvases that did not settle are not scored.
+        """Return the batches with visited states and settled canvases. A canvas that did not settle is not scored.
 
-        Raises DataError for a canvas that nothing stands before.
+        Raises DataError if a canvas has no tokens before it.
         """
         by_place = [self._rollouts(batch) for batch in batches]
         rollouts = [rollout for of_batch in by_place for rollout in of_batch.values()]
@@ -109,23 +109,23 @@ class Settled(Source):
         return [self._distilled(batch, of_batch) for batch, of_batch in zip(batches, by_place, strict=True)]
 
     def read(self, ranks: Ranks, seconds: float) -> Record:
-        """The student's steps per canvas of all ranks since the last call, and the share of canvases with a target."""
+        """Return the student's steps per canvas since the last call, and the share of settled canvases, over ranks."""
         count, steps, settled = self.counts(ranks).values()
         self._counted.clear()
         return {"rollout_steps_per_canvas": steps / max(1, count), "rollout_settled": settled / max(1, count)}
 
     def counts(self, ranks: Ranks) -> dict[str, float]:
-        """The counts since the last reading, over all ranks, for a checkpoint."""
+        """Return the counts since the last `read`, over all ranks, for a checkpoint."""
         mine = torch.tensor([self._counted[name] for name in COUNTED], dtype=torch.float64)
         return dict(zip(COUNTED, ranks.sum_of_rows(mine).tolist(), strict=True))
 
     def restore_counts(self, counts: Mapping[str, float], ranks: Ranks) -> None:
-        """Go on from what a checkpoint has of `counts`."""
+        """Continue from the `counts` of a checkpoint."""
         if ranks.row_rank == 0:
             self._counted.update(counts)
 
     def _rollouts(self, batch: Batch) -> dict[tuple[int, int], Rollout]:
-        """The rollouts that a batch asks for, by row and canvas."""
+        """Return a rollout for each canvas of a batch, by (row, canvas)."""
         is_there_BC = batch.length_BC > 0
         most = self.student.generation.max_steps
         drawn_NK = words(self.seed, Stream.ROLLOUT, batch.address_BC3[is_there_BC].unbind(1), 2 + most)
@@ -146,7 +146,10 @@ class Settled(Source):
     def _run(
         self, sampler: Sampler, rollouts: list[Rollout], is_visited: bool
     ) -> Iterator[tuple[Rollout, CommittedCanvas]]:
-        """Denoise one canvas after every prompt; rollouts take note of the states where `is_visited`."""
+        """Denoise the canvas of every rollout. Yields each rollout with its committed canvas.
+
+        is_visited: whether the rollouts keep states (`Rollout.visit`).
+        """
         model, settings, answers = sampler.model, sampler.settings, []
         for number, rollout in enumerate(rollouts):
             length = settings.canvas_length - rollout.tail
@@ -181,7 +184,7 @@ class Settled(Source):
                 yield rollouts[int(event.id)], event
 
     def _distilled(self, batch: Batch, rollouts: dict[tuple[int, int], Rollout]) -> Batch:
-        """A batch with the states and settled canvases of its rollouts."""
+        """Return the batch with the states and settled canvases of its rollouts."""
         model = self.student.model
         canvas_BCL, tokens_BCL, is_scored_BCL = (x.clone() for x in [batch.canvas_BCL] * 2 + [batch.is_scored_BCL])
         shape = *canvas_BCL.shape, model.vocabulary.signal_width
@@ -193,7 +196,7 @@ class Settled(Source):
         }
         for place in rollouts.keys() - settled.keys():
             is_scored_BCL[place] = False
-        if settled:  # what lies on the device comes over in one copy
+        if settled:  # one copy from the device for all canvases
             row_N, canvas_N = torch.tensor([*settled]).T
             settled_NL, tokens_NL, signal_NLD = zip(*settled.values(), strict=True)
             canvas_BCL[row_N, canvas_N] = torch.tensor(settled_NL)
@@ -204,7 +207,7 @@ class Settled(Source):
 
 
 class Distil(Denoising):
-    """Canvases are states that the sampler visits, scored by the tokens on which a teacher settles."""
+    """Learn, from states that the sampler visits, the tokens on which a teacher settles."""
 
     kind: str = "distil"
     teacher: str | None = None  # a checkpoint; null = the model that training starts from
@@ -212,7 +215,7 @@ class Distil(Denoising):
     paths: ClassVar[tuple[str, ...]] = ("teacher",)
 
     def refuse(self, recipe: Recipe) -> None:
-        """Refuse random weights, a split model and images."""
+        """Raise RecipeError for random weights, a model split over ranks, and images."""
         super().refuse(recipe)
         if recipe.model.path is None:
             raise RecipeError(
@@ -234,7 +237,7 @@ class Distil(Denoising):
         return Objective(model, **self.parts(recipe, base))
 
     def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
-        """A step teaches something if a canvas has settled."""
+        """Return why no canvas is scored, and a remedy; None if one has settled."""
         if counts.divisors["canvas"]:
             return None
         return (
@@ -244,11 +247,11 @@ class Distil(Denoising):
         )
 
     def others(self) -> list[str]:
-        """The teacher, if it is not the model itself."""
+        """Return the name of the teacher, unless it is the model that training starts from."""
         return [] if self.teacher is None else [self.teacher]
 
     def source(self, recipe: Recipe, built: Built, ranks: Ranks, show: Progress) -> Source:
-        """The rows' batches, rolled out; RecipeError for a teacher of other tokens or canvases."""
+        """Return batches with rollouts. Raises RecipeError if the teacher has other tokens or another canvas length."""
         directory, base = find(self.teacher or str(recipe.model.path)), built.base
         if self.teacher is not None:
             theirs = checkpoint.read_config(directory)
@@ -263,7 +266,7 @@ class Distil(Denoising):
             frozen = below_adapters(built.model, recipe, base)
         else:
             frozen = checkpoint.load(directory, recipe.model.dtype, built.model.device, recipe.model.kernels)
-        # Without tokenizers nobody decodes the canvases.
+        # Samplers without tokenizers: no canvas is decoded.
         generation = replace(Generation.from_pretrained(directory), eos_ids=base.generation.eos_ids)
         teacher = Sampler(frozen, None, generation, DiffusionSettings.from_pretrained(directory, base.config))
         student = Sampler(built.model, None, base.generation, built.diffusion)
@@ -271,13 +274,13 @@ class Distil(Denoising):
         return Settled(rows, student, teacher, recipe.seed, built.precision)
 
     def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
-        """The teacher by its content, too."""
+        """Add the digest of the teacher's weights."""
         teacher = self.teacher or str(recipe.model.path)
         return super().facts(recipe, base, data, digest_of) | {"objective.teacher": digest_of(teacher)}
 
 
 def below_adapters(model: Any, recipe: Recipe, base: StartingModel) -> Any:
-    """The model without its adapters: one that has the very same weights, not copies."""
+    """Return the model without its adapters. It shares the model's weights."""
     frozen = checkpoint.empty(base.config, recipe.model.kernels)
     store(frozen, {name: form for name, module in stored_layers(model).items() if (form := module.stored)})
     frozen.load_state_dict({name: x for name, x in model.state_dict().items() if not is_adapter(name)}, assign=True)

@@ -1,4 +1,4 @@
-"""A drafter: it learns to propose the tokens that its target would choose, in blocks (docs/drafters.md)."""
+"""A drafter: it learns to propose, in blocks, the tokens that its target would choose (docs/drafters.md)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WITHOUT = {"model": ("router", "images"), "data": ("canvases",), "evaluation": (
 
 
 class Drafter(Kind):
-    """Blocks behind random tokens of responses, of which the target has read the clean tokens."""
+    """Learn to predict blocks that begin at random tokens of responses, from the target's hidden states of the row."""
 
     kind: str = "drafter"
     target: str  # the model that is drafted for
@@ -52,23 +52,23 @@ class Drafter(Kind):
 
     @property
     def settings_from(self) -> str | None:
-        """The target."""
+        """The target's name."""
         return self.target
 
     def refuse(self, recipe: Recipe) -> None:
-        """Refuse images, routers, canvases and sampled prompts, which a drafter does not have, and adapters."""
+        """Raise RecipeError for adapters and for images, routers, canvases and sampled prompts."""
         refuse_changed(recipe, WITHOUT, "a drafter learns without it (objective.kind: drafter); leave it out")
         if recipe.lora.trains:
             raise RecipeError("lora: a drafter trains whole, and is small; leave lora out")
 
     def require(self, recipe: Recipe, config: Family) -> None:
-        """Refuse a model that predicts no blocks."""
+        """Raise RecipeError for a model that predicts no blocks."""
         if config.mask is None:
             name = recipe.model.path or recipe.model.preset
             raise RecipeError(f"objective.kind: {name} is no drafter; `blockdiff init --drafter-for` makes one")
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
-        """The objective over a drafter and a target that have no weights yet."""
+        """Return the objective over a drafter and a target, neither with weights yet."""
         assert base.target_config is not None, "its target was read with it"
         target = checkpoint.empty(base.target_config, kernels=model.kernels)
         store(target, stored_below(target, self.target, recipe))
@@ -80,26 +80,26 @@ class Drafter(Kind):
             raise RecipeError(f"objective.target: {error}") from None
 
     def others(self) -> list[str]:
-        """The target."""
+        """Return the name of the target."""
         return [self.target]
 
     def beside(self, objective: Any) -> dict[str, BlockDiffusionModel]:
-        """The target."""
+        """Return the target, by its name in a plan."""
         return {"target": objective.target}
 
     def load_others(self, recipe: Recipe, objective: Any, mesh: Mesh) -> list[tuple[str, str, BlockDiffusionModel]]:
-        """Load the target, spread over the ranks as the drafter is; adapters over it are not merged."""
+        """Load the target, split over the ranks as the drafter is. Adapters of the target are not merged."""
         dtype = recipe.train.autocast or recipe.model.dtype
         target = load_split(self.target, mesh, dtype, recipe.model.kernels, quantize=recipe.model.quantize)
         objective.draft_for(target)
         return [("target", self.target, target)]
 
     def stride(self, base: StartingModel) -> int:
-        """Blocks begin at any token."""
+        """Return 1: blocks begin at any token."""
         return 1
 
     def canvases(self, recipe: Recipe) -> CanvasChoice | None:
-        """As many random blocks as there are anchors."""
+        """Return the choice of `anchors` random blocks."""
         return RandomCanvases(self.anchors)
 
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
@@ -107,21 +107,21 @@ class Drafter(Kind):
         return self.collate(recipe, base, normalisation=self.normalisation, are_blocks=True)
 
     def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
-        """A batch with the masks of its blocks."""
+        """Return the batch with the masks of its blocks."""
         assert base.mask_id is not None
         noise = BlockMask(base.mask_id).corrupt(batch.canvas_BCL, batch.t_BC, batch.address_BC3, recipe.seed)
         return Drawn(batch, *noise, has_noise=False)
 
     def losses(self, objective: Any) -> dict[str, Loss]:
-        """The draft loss."""
+        """Return the divisor of the draft loss."""
         return {"draft": Loss(methodcaller("canvas_count"))}
 
     def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:
-        """The figures of held-out blocks, as `heldout_drafts` describes them."""
+        """Return the metrics of held-out blocks (`heldout_drafts`)."""
         return heldout_drafts(objective, batches, ranks, precision)
 
     def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
-        """The target by its content, too."""
+        """Add the digest of the target's weights."""
         return super().facts(recipe, base, data, digest_of) | {"objective.target": digest_of(self.target)}
 
 

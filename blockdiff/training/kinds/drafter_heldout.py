@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 def heldout_drafts(
     objective: DraftObjective, batches: Iterable[Batch], ranks: Ranks, precision: str | None = None
 ) -> Record:
-    """Means over the batches of all ranks; a mean of nothing is left out.
+    """Return means over the batches of all ranks, without means over zero items.
 
-    - `heldout_draft_loss`: cross-entropy of the row's tokens at all places of blocks, in nats.
-    - `heldout_draft_accuracy`, `heldout_places`: the share of them whose likeliest token is the row's, of all places
-      and of each from the first on.
-    - `heldout_accepted_length`: tokens that a round would add, from the anchors with a whole block after them: the ones
-      before the first that is wrong, and one more.
+    - `heldout_draft_loss`: cross-entropy of the row's tokens at all scored positions of blocks, in nats.
+    - `heldout_draft_accuracy`: the share of these positions whose likeliest token is the row's. `heldout_places`: the
+      same for each position of a block, from the first drafted one on.
+    - `heldout_accepted_length`: tokens that a round would add: the drafted ones before the first mismatch, and one
+      more. Only blocks whose drafted positions are all scored count.
 
-    The ranks run every batch together, one without a batch one of padding. Raises RunError where the loss is not
-    finite, and Interrupted between batches when a rank is to stop.
+    The ranks run every batch together; a rank without a batch runs one of padding. Raises RunError if the loss is not
+    finite, and Interrupted between batches if a rank is to stop.
     """
     L = objective.model.canvas_length
     sums = torch.zeros(3, L + 1, dtype=torch.float64, device=ranks.device)  # right, scored by place; the rest
@@ -64,7 +64,11 @@ def heldout_drafts(
 
 
 def _sums_of_blocks(batch: Batch, loss_BCL: Tensor, is_correct_BCL: Tensor) -> Tensor:
-    """Float64 [3, 1 + L]: the places that are right and that are scored, by place; loss, accepted tokens and blocks."""
+    """Return the sums of a batch, float64 [3, 1 + L].
+
+    Rows: the number of correct positions, by position; of scored positions; then loss, accepted tokens and whole
+    blocks.
+    """
     is_scored_BCL = batch.is_scored_BCL
     is_whole_BC = is_scored_BCL[..., 1:].all(-1) & (batch.length_BC > 0)
     accepted_BC = 1 + is_correct_BCL[..., 1:].long().cumprod(-1).sum(-1)

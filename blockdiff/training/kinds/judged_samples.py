@@ -1,4 +1,4 @@
-"""Sampled prompts of a run that is rewarded: the mean reward of their answers, and their accuracy if a task judges."""
+"""Sampled prompts of a policy's run: the mean reward of their answers, and the accuracy if a task judges them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ UNJUDGED = Task("none", is_solved=lambda question, text: False)
 
 
 def judging_task(recipe: Recipe, prompts: Prompts) -> Task:
-    """The task of an evaluation: UNJUDGED in place of `exact`, the default, where a prompt has no response.
+    """Return the task of the evaluation; UNJUDGED for `exact`, the default, if a prompt has no response.
 
-    Raises DataError for prompts that the task does not take.
+    Raises DataError for prompts that the task does not accept.
     """
     task, questions = evals.task(recipe.evaluation.task), [row.question for row in prompts.rows]
     if task.name == "exact" and not all(question.reference for question in questions):
@@ -36,10 +36,10 @@ def sample_rewarded(
     ranks: Ranks,
     precision: str | None,
 ) -> Sampled:
-    """The figures of `sample_prompts`, and `sample_reward`, the mean reward of the answers.
+    """Return the results of `sample_prompts`, with `sample_reward`, the mean reward of the answers.
 
-    They are asked as those of rollouts are, and answered up to the sampler's own limit, as a reward may be for longer
-    answers than a row's response. Without a task that judges there is no `sample_accuracy`.
+    Requests are made as for rollouts. Answers end at the sampler's own limit, since a reward may favour answers longer
+    than the row's response. Without a task that judges, `sample_accuracy` is left out.
     """
     task = judging_task(recipe, prompts)
 

@@ -62,7 +62,7 @@ from blockdiff.training.starting_model import (
 )
 from blockdiff.training.step import Counts, Loss
 
-# Keys that have no effect without something else: section, its name, keys, whether that is there, and its name.
+# Keys that have no effect without something else: their section, its name, the keys, whether that is there, its name.
 Needs = tuple[Section, str, tuple[str, ...], bool, str]
 
 
@@ -97,7 +97,7 @@ class Kind(ObjectiveSection):
 
     @field_serializer("kind")
     def _name(self, kind: str) -> str:
-        """The name of a kind of this folder; one from Python is recorded by its class."""
+        """Return the recorded name: `kind` for a kind of this folder, module and class for one from Python."""
         return kind if type(self) in kinds().values() else f"{type(self).__module__}.{type(self).__qualname__}"
 
     @property
@@ -111,7 +111,7 @@ class Kind(ObjectiveSection):
         """Raise RecipeError for keys of other sections that this kind does not support."""
 
     def without_effect(self, recipe: Recipe) -> list[Needs]:
-        """The keys that have no effect without something else."""
+        """Return keys that have no effect unless something else is set, with that condition (`Needs`)."""
         return []
 
     # -- the model -------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Kind(ObjectiveSection):
         return []
 
     def beside(self, objective: Any) -> dict[str, BlockDiffusionModel]:
-        """The models of an objective in addition to the one that trains, by their names in a plan."""
+        """Return the models of an objective other than the one that trains, by their names in a plan."""
         return {}
 
     def load_others(self, recipe: Recipe, objective: Any, mesh: Mesh) -> list[tuple[str, str, BlockDiffusionModel]]:
@@ -221,7 +221,7 @@ class Kind(ObjectiveSection):
         return base.canvas_length
 
     def canvases(self, recipe: Recipe) -> CanvasChoice | None:
-        """The canvases of an example that an optimiser step scores; None if examples have none."""
+        """Return the rule that chooses the scored canvases of an example; None if examples have no canvases."""
         return recipe.data.canvases
 
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
@@ -257,21 +257,21 @@ class Kind(ObjectiveSection):
         return f"{counted(recipe.train.batch_size, 'example')}, {scored} of each"
 
     def show_step(self, recipe: Recipe, data: Data, step: int, rows: int) -> tuple[dict[str, Any], list[str]] | None:
-        """The sizes and lines of an optimiser step that has no batch before it runs; None if it has one."""
+        """Describe a step whose batch is made only when it runs: a record and lines to print. None for other steps."""
         return None
 
     def drawn(self, recipe: Recipe, base: StartingModel, batch: Batch) -> Drawn:
-        """A batch with its noise, for `blockdiff inspect`."""
+        """Return the batch as the model sees it, for `blockdiff inspect`. By default it has no noise."""
         return Drawn(batch, batch.canvas_BCL, torch.zeros_like(batch.is_scored_BCL))
 
     # -- the losses ------------------------------------------------------------------------------------------------
 
     def losses(self, objective: Any) -> dict[str, Loss]:
-        """The losses by name, as the objective returns their sums, each with what divides it and its weight."""
+        """Return the divisor and the weight of each loss, by the names under which the objective returns the sums."""
         raise NotImplementedError
 
     def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
-        """Why an optimiser step of these counts teaches nothing, and what to do about it; None if it teaches."""
+        """Return why an optimiser step with these counts teaches nothing, and a remedy; None if it teaches."""
         if any(counts.divisors.values()):
             return None
         return "nothing is scored", "see in `blockdiff inspect RECIPE` what is scored of each row"
@@ -279,11 +279,11 @@ class Kind(ObjectiveSection):
     # -- what is measured ------------------------------------------------------------------------------------------
 
     def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:
-        """The held-out losses and accuracies."""
+        """Return the held-out losses and accuracies, over the batches of all ranks."""
         raise NotImplementedError
 
     def sample(self, recipe: Recipe, built: Built, sampler: Sampler, ranks: Ranks, show: Progress) -> Sampled:
-        """The figures of the sampled prompts, and the records of their answers."""
+        """Answer the prompts of `evaluation.prompts`. Returns their metrics and a record of each answer."""
         data, task = built.data, evals.task(recipe.evaluation.task)
         return sample_prompts(
             sampler, data.prompts, task, ranks, recipe.seed, precision=built.precision, encoder=data.encoder
@@ -292,11 +292,11 @@ class Kind(ObjectiveSection):
     # -- what is remembered ----------------------------------------------------------------------------------------
 
     def record(self, objective: Any) -> dict[str, Any]:
-        """The parts of the objective, by recipe key, for the trained model and the checkpoints of the run."""
+        """Return the objective's keys and values, which the trained model and the checkpoints of the run store."""
         return self.model_dump(mode="json")
 
     def diffusion(self, objective: Any) -> DiffusionSettings:
-        """The settings of the objective that sampling follows."""
+        """Return the settings of the objective with which the trained model is sampled."""
         return DiffusionSettings.of(objective, self.record(objective))
 
     def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
@@ -320,15 +320,18 @@ class Kind(ObjectiveSection):
         rows: int,
         image_tokens: Sequence[int],
     ) -> Batch:
-        """The largest micro-batch of `rows` rows of `tokens` tokens, with images of so many tokens in each."""
+        """Return the largest micro-batch of `rows` rows of `tokens` tokens.
+
+        image_tokens: the number of tokens of each image of a row.
+        """
         return worst_batch(model, tokens, rows, self.canvases(recipe), self.stride(base), image_tokens)
 
     def between_steps(self, recipe: Recipe, base: StartingModel, tokens: int, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes on the device that are there between optimiser steps alone, by what they hold."""
+        """Return the bytes on the device that are held only between optimiser steps, by their name in a plan."""
         return {}
 
 
 def kind_of(recipe: Recipe) -> Kind:
-    """The kind of run of a recipe."""
+    """Return the recipe's objective, which is its kind of run."""
     assert isinstance(recipe.objective, Kind), "every kind is found or given as one"
     return recipe.objective

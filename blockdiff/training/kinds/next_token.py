@@ -32,7 +32,7 @@ WHY = "is of canvases, and a causal model has none; leave it out, or give the mo
 
 
 class NextToken(Kind):
-    """Next tokens of whole rows, or of their responses."""
+    """A run that learns next tokens, of whole rows or of responses only."""
 
     kind: str = "next_token"
     normalisation: Literal["token", "example"] = "token"
@@ -48,28 +48,28 @@ class NextToken(Kind):
         return not config.denoises
 
     def refuse(self, recipe: Recipe) -> None:
-        """Refuse keys of canvases."""
+        """Raise RecipeError if keys of canvases are set."""
         refuse_changed(recipe, {"data": ("canvases",)}, WHY)
 
     def without_effect(self, recipe: Recipe) -> list[Needs]:
-        """Keys of canvases that are denoised."""
+        """Return the generation keys that only a model that denoises canvases uses."""
         keys = ("max_steps", "entropy_bound", "t_min", "t_max", "stability", "confidence")
         return [(recipe.generation, "generation", keys, False, "a model that denoises canvases")]
 
     def require(self, recipe: Recipe, config: Family) -> None:
-        """Refuse a model that denoises."""
+        """Raise RecipeError if the model denoises."""
         if config.denoises:
             raise RecipeError(
                 "objective.kind: next_token is for causal models, and this one denoises canvases; choose canvas"
             )
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
-        """The objective, of whose noise a causal model sees nothing."""
+        """Return the objective. Its schedule and corruption are never used, because a causal model has no canvases."""
         make: Any = recipe.given.objective or Objective
         return make(model, Linear(), UniformCorruption(base.vocab_size), seed=recipe.seed)
 
     def canvases(self, recipe: Recipe) -> CanvasChoice | None:
-        """Examples have no canvases."""
+        """Return None: examples have no canvases."""
         return None
 
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
@@ -77,7 +77,7 @@ class NextToken(Kind):
         return self.collate(recipe, base, reader, normalisation=self.normalisation, ar_scope=self.ar_loss.scope)
 
     def losses(self, objective: Any) -> dict[str, Loss]:
-        """The next-token loss."""
+        """Return the divisor and weight of the next-token loss."""
         return {"ar": Loss(methodcaller("ar_count"), self.ar_loss.weight)}
 
     def evaluate(self, objective: Any, batches: Iterable[Batch], ranks: Ranks, precision: str | None) -> Record:

@@ -1,4 +1,4 @@
-"""A policy: the model's own answers are judged, and those that earn more become likelier (docs/rl.md)."""
+"""A policy: its own answers are rewarded, and it learns to give those above average more often (docs/rl.md)."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ OF_RESPONSES = {"data": ("pack", "streaming", "max_length", "on_bad_row", "turns
 
 
 class Policy(Canvas):
-    """Reinforcement learning: who answers, what is rewarded, and how the gradient follows.
+    """Reinforcement learning: how answers are drawn, how they are rewarded, and how the gradient is computed.
 
-    The keys of canvases are those of the ordinary objective, on the answers of above-average reward (`sft`).
+    The keys of canvases are those of the ordinary objective, which learns answers of above-average reward (`sft`).
     """
 
     kind: str = "policy"
-    over: Literal["next_token", "canvas"]  # whose draws are the actions
+    over: Literal["next_token", "canvas"]  # the draws that are the actions
     reward: str | dict[str, RewardWeight] | None = None  # a task or module:function, or weights of several
     strategy: StrategyText | None = None  # of the rollouts; null = docs/rl.md
     answers: Annotated[int, Field(ge=2)] = 8  # to each prompt
     prompts_per_round: Positive = 16  # of rollouts
     passes: Positive = 1  # over the answers of a round
-    ratio_clip: tuple[Share, Amount] = (0.2, 0.28)  # how far a ratio may go below and above 1
+    ratio_clip: tuple[Share, Amount] = (0.2, 0.28)  # largest distance of a ratio below and above 1
     kl: Amount = 0.0  # weight of the divergence from the model without its adapters
     advantage: Literal["centred", "standardised"] = "centred"
     signal: Literal["held", "through"] = "held"  # the self-conditioning signal's path: left out, or differentiated
@@ -74,12 +74,12 @@ class Policy(Canvas):
 
     @classmethod
     def suits(cls, config: Family) -> bool:
-        """False: a recipe has to name it."""
+        """Return False: a recipe has to name this kind."""
         return False
 
     @classmethod
     def complete(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """The batch of a step that does not say its size is the answers of a round."""
+        """Set a missing `train.batch_size` to the number of answers of a round."""
         section, train = tree["objective"], tree.get("train")
         if not isinstance(train, dict) or "batch_size" in train:
             return tree
@@ -89,11 +89,11 @@ class Policy(Canvas):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The reward of sampled prompts, too."""
+        """The metrics of canvases, and the reward of sampled prompts."""
         return (*super().measured, "sample_reward")
 
     def round(self, recipe: Recipe) -> Round:
-        """The shape of a round of rollouts."""
+        """Return the shape of a round of rollouts."""
         return Round(
             over=self.over,
             prompts=self.prompts_per_round,
@@ -107,7 +107,7 @@ class Policy(Canvas):
         )
 
     def refuse(self, recipe: Recipe) -> None:
-        """Refuse what does not go with rounds of rollouts."""
+        """Raise RecipeError for keys that rounds of rollouts do not support."""
         super().refuse(recipe)
         t, e, answers = recipe.train, recipe.evaluation, self.prompts_per_round * self.answers
         if recipe.model.path is None:
@@ -154,7 +154,7 @@ class Policy(Canvas):
                 )
 
     def without_effect(self, recipe: Recipe) -> list[Needs]:
-        """Keys of what this policy, or this round, does not have."""
+        """Return keys without effect for these actions, with one step a round, or without ordinary examples."""
         has_examples = self.sft > 0 or recipe.data.heldout is not None
         has_ratios = self.round(recipe).steps > 1
         several = "several steps a round (objective.passes or train.batch_size)"
@@ -169,7 +169,7 @@ class Policy(Canvas):
     # -- the model and its data ------------------------------------------------------------------------------------
 
     def require(self, recipe: Recipe, config: Family) -> None:
-        """Of a causal model refuse what is of canvases, and next tokens of one that predicts none."""
+        """Raise RecipeError for keys of canvases with a causal model, and for next tokens without a head."""
         if self.over == "next_token" and not config.predicts_next_tokens:
             raise RecipeError(f"objective.over: next_token: {NO_HEAD}; choose canvas")
         if config.denoises or config.is_drafter:
@@ -183,21 +183,21 @@ class Policy(Canvas):
         refuse_changed(recipe, {"objective": of_canvases, "data": ("canvases",)}, WHY)
 
     def make(self, recipe: Recipe, base: StartingModel, model: BlockDiffusionModel, dtype: torch.dtype | None) -> Any:
-        """The objective of canvases or next tokens with the policy's loss."""
+        """Return the objective of canvases or next tokens, with the policy's loss."""
         strategy = rollout_strategy(self.over, self.strategy, base.generation, base.denoises)
         through = self.signal == "through"
         policy = policy_of(strategy, base.generation.max_steps, self.ratio_clip, self.kl, through=through)
         return PolicyObjective(model, policy=policy, **self.parts(recipe, base))
 
     def read_rows(self, recipe: Recipe, reading: Reading) -> tuple[Prompts, AnyOrder]:
-        """The prompts of `data.train`, which need no response."""
+        """Read the prompts of `data.train`, which need no response, and return them with their order."""
         d = recipe.data
         prompts = read_prompts(sources(d.train, recipe, "train"), d.chat, d.system, reading.watch)
         check_conversations(reading.encode, prompts.has_conversations)
         return prompts, Order(prompts.sizes, self.prompts_per_round, recipe.seed, prompts.weights)
 
     def read_prompts(self, recipe: Recipe, reading: Reading, is_chat: bool) -> Prompts:
-        """The prompts of `evaluation.prompts`; DataError for one that the task does not take."""
+        """Read the prompts of `evaluation.prompts`. Raises DataError for a prompt that the task does not accept."""
         d, e = recipe.data, recipe.evaluation
         rows = read_prompts(sources(e.prompts or (), recipe, "test"), is_chat, d.system, reading.watch).rows
         prompts = Prompts(rows[: e.prompts_count])
@@ -205,21 +205,21 @@ class Policy(Canvas):
         return prompts
 
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
-        """The collator of canvases, or of a causal model's rows."""
+        """Return the collator of canvases or, for a causal model, of rows without canvases."""
         made = super().collator(recipe, base, reader)
         return made if base.denoises else replace(made, canvases=NoCanvases())
 
     def rewards(self, recipe: Recipe, data: Data) -> Rewards:
-        """The functions that judge answers; RecipeError or DataError for one that cannot judge those of the prompts."""
+        """Return the functions that judge answers. Raises RecipeError or DataError if one cannot judge the prompts."""
         rows = [prompt for each in (data.train, data.prompts) for prompt in getattr(each, "rows", ())]
         return make_rewards(self.reward, recipe.given.reward or (), rows)
 
     def check_data(self, recipe: Recipe, data: Data) -> None:
-        """Refuse rewards that cannot judge, before weights are read."""
+        """Raise RecipeError or DataError for rewards that cannot judge the prompts, before weights are read."""
         self.rewards(recipe, data)
 
     def source(self, recipe: Recipe, built: Built, ranks: Ranks, show: Progress) -> Source:
-        """Rounds of rollouts."""
+        """Return the batches made of rollouts, after a check that every prompt can be answered."""
         base, data, objective = built.base, built.data, built.objective
         strategy = rollout_strategy(self.over, self.strategy, base.generation, base.denoises)
         rewards = self.rewards(recipe, data)
@@ -232,11 +232,11 @@ class Policy(Canvas):
         return made
 
     def in_words(self, recipe: Recipe) -> str:
-        """The answers of a step."""
+        """Return the number of answers of a step, in words."""
         return counted(recipe.train.batch_size, "answer")
 
     def show_step(self, recipe: Recipe, data: Data, step: int, rows: int) -> tuple[dict[str, Any], list[str]] | None:
-        """The first prompts of the round that an optimiser step belongs to."""
+        """Return the round to which an optimiser step belongs, as a record, and lines with its first `rows` prompts."""
         number = (step - 1) // self.round(recipe).steps + 1
         sizes = f"{self.prompts_per_round} prompts with {self.answers} answers each"
         first = f"round {number}: {sizes}, drawn when it begins"
@@ -248,17 +248,17 @@ class Policy(Canvas):
     # -- the losses, and what is measured --------------------------------------------------------------------------
 
     def losses(self, objective: Any) -> dict[str, Loss]:
-        """The policy's loss, and those of canvases and next tokens with the weight `sft`."""
+        """Return the policy's loss, and the losses of canvases and next tokens with weights multiplied by `sft`."""
         of_examples = super().losses(objective).items()
         ordinary = {name: replace(loss, weight=self.sft * loss.weight) for name, loss in of_examples}
         return ordinary | {"policy": Loss(methodcaller("answer_count"))}
 
     def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
-        """A round of equal rewards teaches nothing, and the next one may."""
+        """Return None: a round of equal rewards teaches nothing, but the next one may."""
         return None
 
     def sample(self, recipe: Recipe, built: Built, sampler: Sampler, ranks: Ranks, show: Progress) -> Sampled:
-        """The figures of the sampled prompts, with the mean reward of their answers."""
+        """Answer the sampled prompts. Returns their metrics, with the mean reward, and a record of each answer."""
         assert isinstance(built.source, Rollouts)
         sampled = sample_rewarded(recipe, sampler, built.data.prompts, built.source.rewards, ranks, built.precision)
         for line in failure_lines([text["reward_failures"] for text in sampled.texts]):
@@ -266,7 +266,7 @@ class Policy(Canvas):
         return sampled
 
     def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
-        """The prompts, and the template that makes tokens of them."""
+        """Return digests of the prompts and of the chat template, and whether passes are swept together."""
         return {
             "data.train": json_digest([data.train.fingerprint, str(base.tokenizer.chat_template)]),
             "evaluation.prompts": data.prompts.fingerprint if isinstance(data.prompts, Prompts) else json_digest([]),
@@ -284,13 +284,13 @@ class Policy(Canvas):
         rows: int,
         image_tokens: Sequence[int],
     ) -> Batch:
-        """Answers as long as the rows, with every step of every canvas."""
+        """Return answers as long as the rows, with every step of every canvas."""
         batch = super().largest_batch(recipe, base, model, tokens, rows, image_tokens)
         made = worst_rollouts(batch, base.canvas_length, base.generation.max_steps, self.over == "canvas")
         return replace(made, examples=batch) if self.sft else made
 
     def between_steps(self, recipe: Recipe, base: StartingModel, tokens: int, dtype: torch.dtype) -> dict[str, int]:
-        """The pages of as many rollouts as are drawn together, which are given back before the step."""
+        """Return the bytes of the pages of rollouts drawn together, which are freed before an optimiser step."""
         rows = min(ROWS, self.prompts_per_round * self.answers)
         cached = base.config.cached_per_token
         return {"pages of rollouts": rows * tokens * cached * dtype.itemsize}

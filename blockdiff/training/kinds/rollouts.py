@@ -1,8 +1,8 @@
-"""Rollouts: answers that the engine draws with the weights as they are, their rewards, and the batches made of them.
+"""Rollouts: answers that the engine draws with the present weights, their rewards, and the batches made of them.
 
-A round is some prompts with several answers each. Its answers are the batches of one optimiser step, or of several, in
-one or more passes. Every answer has a seed of its own, which follows from the round, the prompt's place
-and the draw, so a round follows from weights and recipe alone.
+A round draws several answers to each of its prompts. They are the batches of one or more optimiser steps, in one or
+more passes. Each answer has its own seed, which follows from the round, the index of the prompt and the number of the
+draw. So a round follows from weights and recipe alone.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ SEEN = ("actions", "clipped", "surprise", "kl", "positions", "reaccepted")  # in
 
 @dataclass(frozen=True)
 class Round:
-    """The shape of a round: its prompts, the answers to each, the passes over them, and what is made of them.
+    """The shape of a round: its prompts, the answers to each, the passes over them, and what is learnt from them.
 
-    over: whose draws are the actions; batch_size: answers of an optimiser step; has_kl, has_examples: whether the
-    divergence from the reference, and the ordinary objective, are learnt, too; asks_head: whether a trained head says
-    its likeliest tokens beside those of canvases.
+    over: whose draws are the actions. batch_size: answers of an optimiser step. has_kl: whether the divergence from the
+    reference is in the loss. has_examples: whether the ordinary objective is. asks_head: whether a trained next-token
+    head returns its likeliest tokens in addition to those of canvases.
     """
 
     over: Literal["next_token", "canvas"]
@@ -62,15 +62,15 @@ class Round:
 
     @property
     def steps(self) -> int:
-        """The optimiser steps that a round is for."""
+        """The number of optimiser steps for which a round has batches."""
         return self.prompts * self.answers // self.batch_size * self.passes
 
 
 class Rollouts(Source):
-    """The batches of every optimiser step, from 1 on: `rollouts(step)`, asked for one step after the other.
+    """The batches of a policy's optimiser steps: `rollouts(step)`, called for one step after the other, from 1 on.
 
-    sampler: of the weights, which change in place between rounds: it keeps what it has captured; rewards: of the
-    answers.
+    sampler: samples with the weights that train. They change in place, so that captured graphs stay valid. rewards:
+    judges the answers.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Rollouts(Source):
         self._counted: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, step: int) -> list[RolloutBatch]:
-        """This rank's micro-batches of an optimiser step, on the CPU: as many on every rank, and at least one.
+        """Return this rank's micro-batches of an optimiser step, on the CPU: as many on every rank, and at least one.
 
-        Raises DataError for a prompt that cannot be answered, and Interrupted when a rank is to stop meanwhile.
+        Raises DataError for a prompt that cannot be answered, and Interrupted if a rank is to stop meanwhile.
         """
         number, within = divmod(step - 1, self.shape.steps)
         if number + 1 != self._round:
@@ -112,13 +112,13 @@ class Rollouts(Source):
         return self._updates[within % len(self._updates)]
 
     def may_stop(self, step: int) -> bool:
-        """False within a round."""
+        """Return False within a round."""
         return step % self.shape.steps == 0
 
     def read(self, ranks: Ranks, seconds: float) -> Record:
-        """The metrics of all rounds and updates since the last call, over all ranks.
+        """Return the metrics of all rounds and updates since the last call, over all ranks.
 
-        Left out are means of nothing, and sums that are not finite, because of a step that was skipped.
+        Omits means over zero items and non-finite sums, which a skipped step leaves.
         """
         seen, counted, record = self._seen(ranks), self._counted, Record()
         self.objective.measured.clear()
@@ -147,13 +147,13 @@ class Rollouts(Source):
         return record | {"update_seconds": seconds - record.get("rollout_seconds", 0.0)}
 
     def counts(self, ranks: Ranks) -> dict[str, float]:
-        """The counts since the last reading, over all ranks, for a checkpoint; seconds are none of them."""
+        """Return the counts since the last `read`, over all ranks, for a checkpoint; without seconds."""
         return {f"seen {name}": value for name, value in self._seen(ranks).items()} | {
             name: value for name, value in self._counted.items() if name != "seconds"
         }
 
     def restore_counts(self, counts: Mapping[str, float], ranks: Ranks) -> None:
-        """Go on from what a checkpoint has of `counts`."""
+        """Continue from the `counts` of a checkpoint."""
         for name, value in counts.items():
             if not name.startswith("seen "):
                 self._counted[name] = value
@@ -161,17 +161,17 @@ class Rollouts(Source):
                 self.objective.measured[name.removeprefix("seen ")] = value
 
     def _seen(self, ranks: Ranks) -> dict[str, float]:
-        """The sums that the objective has measured, over all ranks."""
+        """Return the sums that the objective has measured, over all ranks."""
         mine = [torch.as_tensor(self.objective.measured[name], device=ranks.device).double() for name in SEEN]
         return dict(zip(SEEN, ranks.sum_of_rows(torch.stack(mine)).tolist(), strict=True))
 
     def _begin(self, number: int, step: int) -> None:
-        """Draw the answers of a round, and lay out the batches of its optimiser steps."""
+        """Draw and judge the answers of a round, and make the batches of its optimiser steps."""
         began, group, size = time.perf_counter(), self.shape.answers, self.shape.batch_size
-        self.sampler.forget()  # where no weight has changed since, a resumed run has nothing encoded, either
+        self.sampler.forget()  # drop cached prompts even if no weight has changed: a resumed run has none, either
         answers, spread = self._answers(number), False
         self._require_rewards(answers, step)
-        if not self._round:  # no optimiser step has run here, so nobody knows what memory one takes
+        if not self._round:  # the memory that an optimiser step needs is not known before the first
             self.sampler.release()
         for first in range(0, len(answers), group):
             of_group = answers[first : first + group]
@@ -199,9 +199,9 @@ class Rollouts(Source):
         self._round = number
 
     def _answers(self, number: int) -> list[Answer]:
-        """All answers of a round with their rewards, in the order of prompts and draws, on every rank.
+        """Return all answers of a round with their rewards, in the order of prompts and draws, on every rank.
 
-        A rank draws the answers of whole groups, which share the pages of their prompt.
+        A rank draws all answers of its prompts, which share the pages of the prompt.
         """
         shape, ranks, model, sampler = self.shape, self.ranks, self.objective.model, self.sampler
         rows = [self.prompts.rows[index] for _, index in self.order(number)]
@@ -227,7 +227,7 @@ class Rollouts(Source):
                 if result.error is not None:
                     refusal = f"{row.question.where}: the prompt cannot be answered: {result.error}"
                     continue
-                tokens = list(result.tokens)  # before somebody else's function has the result
+                tokens = list(result.tokens)  # copied before a reward function can change the result
                 earned = self.rewards(row, result)
                 parts = earned.total, earned.values, earned.failures, list(result.steps)
                 canvases = recorder.take(places[n]) if shape.over == "canvas" else []
@@ -237,13 +237,13 @@ class Rollouts(Source):
                 self.show.rollouts(count, len(requests), total / (time.perf_counter() - began))
         names = [each.name for each in fields(Answer)]
         gathered = ranks.gather_rows((refusal, [[getattr(answer, name) for name in names] for answer in drawn]))
-        if refusals := [said for said, _ in gathered if said is not None]:  # all ranks say it together
+        if refusals := [said for said, _ in gathered if said is not None]:  # all ranks raise together
             raise DataError(refusals[0])
         found = [Answer(**dict(zip(names, values, strict=True))) for _, of_rank in gathered for values in of_rank]
         return sorted(found, key=lambda answer: answer.place)
 
     def _require_rewards(self, answers: Sequence[Answer], step: int) -> None:
-        """Raise DataError, on all ranks, for a reward function that has failed for every answer of a round."""
+        """Raise DataError, on all ranks, if a reward function has failed for every answer of a round."""
         for name in self.rewards.functions:
             if all(name in answer.failures for answer in answers):
                 raise DataError(
@@ -252,9 +252,9 @@ class Rollouts(Source):
                 )
 
     def check(self, asked: Sequence[Prompts]) -> None:
-        """Raise DataError for a prompt that cannot be answered, and not in the middle of a run.
+        """Raise DataError for a prompt that cannot be answered, before the run begins.
 
-        Prompts that an earlier run found good are not looked at again; a file beside the kept tokens says so.
+        Prompts that an earlier run has checked are skipped; an empty file in the cache directory records them.
         """
         directory, settings, data = cache_directory(self.recipe.data.cache), self.sampler.settings, self.recipe.data
         facts = [repr(settings.generation), repr(settings.strategy), settings.canvas_length, settings.positions]
@@ -268,12 +268,12 @@ class Rollouts(Source):
             except RequestError as error:
                 raise DataError(f"{row.question.where}: {error}") from None
         if directory is not None:
-            with suppress(OSError):  # which costs the next start what it cost this one
+            with suppress(OSError):  # without the file the next run checks again
                 directory.mkdir(parents=True, exist_ok=True)
                 (directory / kept).touch()
 
     def _request(self, number: int, place: int, row: Prompt) -> Request:
-        """The request of one draw, with the seed of its address; beside canvases a trained head says its likeliest."""
+        """Return the request of one draw, with its own seed and, with `asks_head`, for the head's likeliest tokens."""
         data, is_foretold = self.recipe.data, self.shape.asks_head
         high, low = words(self.recipe.seed, Stream.ROLLOUT, (number, *divmod(place, self.shape.answers)), 2).tolist()
         asked = row.question.request(data.thinking, allow_control_tokens=data.control_tokens == "allow")
@@ -283,7 +283,7 @@ class Rollouts(Source):
         return list(request.as_tokens(self.sampler.tokenizer, self.sampler.settings.vocab_size).tokens)
 
     def _count(self, answers: Sequence[Answer]) -> None:
-        """Add the answers of a round to what the next record says, and name the rewards that failed."""
+        """Add the answers of a round to the metrics of the next `read`, and show which rewards failed."""
         counted = self._counted
         for answer in answers:
             counted["answers"] += 1
@@ -304,10 +304,10 @@ class Rollouts(Source):
     # -- batches ---------------------------------------------------------------------------------------------------
 
     def _batches(self, answers: Sequence[Answer], number: int, step: int) -> list[RolloutBatch]:
-        """This rank's micro-batches of an optimiser step over these answers.
+        """Return this rank's micro-batches of an optimiser step over these answers.
 
-        Answers without an advantage are left out where nothing else is learnt of them. Those of similar size go
-        together, and the ranks' micro-batches of one turn have equally many steps.
+        Answers without an advantage are left out unless the divergence is learnt from them. Answers of similar size are
+        in one micro-batch. At each index, the micro-batches of all ranks have equally many steps.
         """
         ranks = self.ranks
         kept = [answer for answer in answers if answer.advantage or self.shape.has_kl]
@@ -328,7 +328,7 @@ class Rollouts(Source):
         return batches
 
     def _with_old(self, batch: RolloutBatch) -> RolloutBatch:
-        """The batch with the log-probabilities of its actions, by the code of the update, before any."""
+        """Return the batch with the log-probabilities of its actions, by the update's code, before any update."""
         with torch.no_grad(), autocast(self.ranks.device, self.precision):
             log_p_N = self.objective.actions(batch.to(self.ranks.device), is_measured=False).log_p_N
         return replace(batch, old_N=log_p_N.cpu())

@@ -1,7 +1,7 @@
 """The check before a run that its training fits, and the changes of a recipe that make one fit.
 
-What a rank's device cannot hold is refused in one line before weights are read. Every change is planned, and only what
-helps is named.
+If a rank's device cannot hold the training, it is refused in one line before weights are read. Every change is planned,
+and only changes that help are named.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import StartingModel
 
 WORTH = 0.99  # of the bytes before: a change that leaves more is not named
-LENGTHS = ("data.max_length", "data.pack")  # rows are as long as what is packed
+LENGTHS = ("data.max_length", "data.pack")  # packed rows are as long as the pack
 
 
 def require_resident(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> None:
-    """Refuse an objective without memory whose weights, gradients and optimiser alone the device cannot hold.
+    """Refuse an objective, still without memory, whose weights, gradients and optimiser the device cannot hold.
 
-    Raises BlockdiffError with the parts, and the changes of the recipe that make it fit.
+    Raises BlockdiffError with the parts and the changes of the recipe that make it fit.
     """
     total, parts = memory.total_bytes(ranks.device), _kept(objective, recipe, base, ranks)
     if not recipe.parallel.offload and total is not None and sum(parts.values()) > total:
@@ -70,22 +70,22 @@ def require_step(
         plan = plan_training(recipe, ranks=ranks.world, device=device, base=base, batch=batch, times=times)
     except BlockdiffError:
         raise
-    except Exception as error:  # whatever a part from Python does that reads numbers
+    except Exception as error:  # a part from Python may fail in any way if it reads numbers
         show.line(f"note      memory is not planned: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
         return
     _require(plan.parts, recipe, base, ranks, plan)
 
 
 def _kept(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> dict[str, int]:
-    """Bytes that a rank keeps all the time, by what they hold."""
+    """Return the bytes that a rank keeps between steps, by their name."""
     return kept_bytes(cut_to_rank(objective, recipe), recipe, ranks.row_world, *weight_dtypes(recipe, base))
 
 
 def _largest(data: Data, recipe: Recipe, ranks: Ranks) -> tuple[Batch | None, float]:
-    """The largest micro-batch of this rank in the first optimiser step, with at most the rows that a plan runs.
+    """Return this rank's largest micro-batch of the first optimiser step, of at most MOST_ROWS rows, and a factor.
 
-    Returns it with the number of its rows relative to the rows that are run. It is None if the data have an error,
-    which is reported when the step fetches them.
+    The factor is the number of rows of the run's micro-batch for each of its rows. The batch is None if the data have
+    an error; the step reports it when it fetches them.
     """
     most, rows = MOST_ROWS * ranks.row_world, recipe.train.micro_batch_size
 
@@ -102,9 +102,10 @@ def _largest(data: Data, recipe: Recipe, ranks: Ranks) -> tuple[Batch | None, fl
 
 
 def step_bound(objective: nn.Module, rows: int, length: int) -> int:
-    """An upper bound of the bytes of a micro-batch's step beside what is kept, without running it.
+    """Return an upper bound of the bytes that a micro-batch's step adds, without running it.
 
-    Every matrix is taken to keep 256 bytes of each input and output a token, attention 2 bytes of each key and number.
+    Every matrix is assumed to keep 256 bytes per token and per number of its input and output; attention 2 bytes per
+    query, key and column of the widest matrix in each layer.
     """
     L = objective.model.canvas_length  # type: ignore[union-attr]
     of_canvases = -(-length // L) * L  # type: ignore[operator]
@@ -140,7 +141,7 @@ class Change:
     applies: Callable[[Recipe, int], bool]
 
 
-# What costs little comes first: the same updates in less memory, then their rounding, then what is learnt.
+# The cheapest come first: the same updates in less memory, then other rounding. Later sets change what is learnt.
 CHEAP = (
     Change({"objective.sweep": "true"}, lambda r, _: _calls_layers_twice(r)),
     Change({"train.micro_batch_size": "1"}, lambda r, ranks: micro_batch_rows(r, ranks // r.parallel.tensor) > 1),
@@ -153,7 +154,7 @@ CHEAP = (
 
 
 def _rounded_to(word: str) -> Change:
-    """Return the change to a form of fewer bits, which applies to weights that have more."""
+    """Return the change that stores weights as `word`, which applies unless they already have as few bits."""
     words = list(QUANTIZE)  # from more bits to fewer
     return Change({"model.quantize": word}, lambda r, _: r.model.quantize not in words[words.index(word) :])
 
@@ -203,7 +204,7 @@ def _smallest(plans: _Plans, way: Sequence[Change], limit: int) -> tuple[list[st
             continue
         taken, plan = [*taken, change], smaller
         if plan.fits(limit):
-            for each in taken[-2::-1]:  # all but the last, beginning with what costs most
+            for each in taken[-2::-1]:  # all but the last, the costliest first
                 fewer = plans.of(_joined([other for other in taken if other is not each]))
                 if fewer is not None and fewer.fits(limit):
                     taken, plan = [other for other in taken if other is not each], fewer
@@ -219,11 +220,11 @@ class _Plans:
         self._made: dict[tuple[tuple[str, str], ...], TrainingPlan | None] = {}
 
     def apply(self, change: Change, taken: Sequence[Change]) -> bool:
-        """True if a change applies on top of others."""
+        """Return True if a change applies on top of others."""
         return change.applies(self._changed(_joined(taken)), self.asked["ranks"])
 
     def of(self, settings: Mapping[str, str]) -> TrainingPlan | None:
-        """The plan with some keys set; None if the recipe is then refused."""
+        """Return the plan with some keys set; None if the recipe is then refused."""
         key = tuple(sorted(settings.items()))
         if key not in self._made:
             self._made[key] = self._plan(settings)
@@ -245,7 +246,7 @@ class _Plans:
 
 
 def _joined(changes: Sequence[Change]) -> dict[str, str]:
-    """The keys that several changes set; the last value of a key counts."""
+    """Return the keys that several changes set; the last value of a key counts."""
     return {key: value for change in changes for key, value in change.settings.items()}
 
 

@@ -1,4 +1,4 @@
-"""The largest micro-batch of rows that a plan of the memory runs on shapes."""
+"""The largest micro-batch of rows, which a memory plan runs on shapes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def worst_batch(
     stride: int,
     image_sizes: Sequence[int] = (),
 ) -> Batch:
-    """Rows of `tokens` tokens: a prompt of one canvas, then the chosen canvases, `stride` tokens from one to the next.
+    """Return rows of `tokens` tokens: a prompt of one canvas, then the chosen canvases, `stride` tokens apart.
 
-    canvases: their choice (None: rows have none). image_sizes: the tokens of each image of a row; they stand at its
-    beginning. Several images are not all equally large, so that the smaller ones are filled up, and the tower has to
-    tell what is filling.
+    canvases: their choice (None: rows have none). image_sizes: the tokens of each image of a row, at its beginning.
+    Only the first image of the first row is that large; the others are one token smaller, so that they are padded and
+    the image tower has to mask the padding.
     """
     L = model.canvas_length
     images = [list[PlacedImage]() for _ in range(rows)]

@@ -1,7 +1,7 @@
 """Bytes of tensors that live at once while a model runs on shapes, without numbers and without memory.
 
-Weights and all that is computed from them are torch's fake tensors: they have a shape, a dtype and a device, a CPU, and
-no memory. Token ids, positions and masks are real, for the code reads them. Everything here belongs to the thread that
+Weights and everything computed from them are torch's fake tensors: they have a shape, a dtype and a device (a CPU), and
+no memory. Token ids, positions and masks are real, because the code reads them. All of this applies to the thread that
 enters the mode.
 """
 
@@ -28,10 +28,10 @@ _CPU = torch.device("cpu")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within it operations on fake tensors run without memory, and `peak` is the most bytes that lived at once.
+    """A mode in which operations on fake tensors run without memory; `peak` is the most bytes that lived at once.
 
-    vocabulary: V, by which the logits of a chunk are known. live: bytes that live now; parts: bytes of the peak by what
-    they hold; recent: the most bytes since `begin_interval`, and by what they hold.
+    vocabulary: V, which tells the logits of a chunk from other tensors. live: bytes that live now. parts: bytes at the
+    peak, by their name. recent: the most bytes since `begin_interval`, in all and by name.
     """
 
     def __init__(self, vocabulary: int | None = None) -> None:
@@ -42,11 +42,11 @@ class LiveBytes(TorchDispatchMode):
         self.recent: tuple[int, Counter[str]] = 0, Counter()
         self._vocabulary = vocabulary
         self._by_part: Counter[str] = Counter()
-        self._known: dict[int, Any] = {}  # storages that are counted, or that never are
-        self._begun = 0  # how often the count began again: what was there before is not in it
+        self._known: dict[int, Any] = {}  # counted storages, and those that are never counted
+        self._begun = 0  # number of calls of start_again; older tensors do not count
 
     def fill(self, module: nn.Module) -> None:
-        """Give a module fake tensors for its weights, which are not counted."""
+        """Replace the weights of a module by fake tensors, which are not counted."""
         for part in module.modules():
             for tensors in (part._parameters, part._buffers):
                 for name, x in tensors.items():
@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
                         tensors[name] = nn.Parameter(fake, x.requires_grad) if is_parameter else fake
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        """A fake tensor that is not counted."""
+        """Return a fake tensor that is not counted."""
         with self.fakes:
             x = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         storage = x.untyped_storage()
@@ -65,17 +65,17 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # what torch asks for more often than it computes
+            return args[0].fake_device  # torch asks for it more often than it computes
         named = kwargs or {}
         name = function._schema.name.partition("::")[2]
         tensors = _tensors((*args, *named.values()))
         if function.namespace == "blockdiff":
             args = tree_map(self._without_numbers, args)
-            with self:  # not only what an op gives back, but what it needs meanwhile
+            with self:  # count temporaries of the op, too, not only its output
                 return RUNS[name](*args, **named)
         if not any(isinstance(x, FakeTensor) for x in tensors):
             out = function(*args, **named)
-            if "empty" in name:  # nothing will fill it, and the code may read it
+            if "empty" in name:  # kernels will not fill it, and the code may read it
                 out.zero_()
             if not tensors and isinstance(out, Tensor) and out.is_floating_point() and out.numel() > 1:
                 with self.fakes:
@@ -88,7 +88,7 @@ class LiveBytes(TorchDispatchMode):
             if name in MASKED:
                 args = args[0], _places(args[1]), *args[2:]
             out = self._on_shapes(function, args, named)
-            if name == "topk":  # which experts: real numbers, evenly spread, for the code sorts by them
+            if name == "topk":  # the chosen experts: real numbers, evenly spread, because the code sorts by them
                 out = out[0], (torch.arange(out[1].numel()) % tensors[0].shape[-1]).view(out[1].shape)
         for x in _tensors((out,)):
             self._count(x)
@@ -109,18 +109,18 @@ class LiveBytes(TorchDispatchMode):
         return self._fake(out)
 
     def _fake(self, x: Any) -> Any:
-        """The output of a kernel for shapes, as the fake tensor of a CPU."""
+        """Return the output of a kernel for shapes as a fake tensor on a CPU."""
         is_new = isinstance(x, Tensor) and not isinstance(x, FakeTensor)
         return FakeTensor(self.fakes, x, _CPU) if is_new else x
 
     def start_again(self) -> None:
-        """Forget the peak, and what lives now."""
+        """Reset the peak, and stop counting tensors that live now."""
         self.live = self.peak = 0
         self._by_part.clear()
         self._begun += 1
 
     def hold(self, size: int, part: str) -> None:
-        """Count bytes that no tensor stands for; a negative size gives them back."""
+        """Count bytes without a tensor; a negative `size` releases them."""
         self.live += size
         self._by_part[part] += size
         self._note(self.live, self._by_part)
@@ -130,7 +130,7 @@ class LiveBytes(TorchDispatchMode):
         self.recent = self.live, self._by_part.copy()
 
     def note_recent(self, more: int, part: str, less: int, other: str) -> None:
-        """The peak of the interval would be another: with more bytes of a part, and less of the other."""
+        """Raise the peak to the interval's, plus `more` bytes of `part` and minus `less` of `other`, if higher."""
         live, parts = self.recent
         parts = parts.copy()
         parts[part] += more
@@ -139,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak, self.parts = live + more - less, parts
 
     def _without_numbers(self, x: Any) -> Any:
-        """A fake tensor in place of a real one, which is not counted again."""
+        """Return an uncounted fake tensor in place of a real one; anything else unchanged."""
         return self.empty(x.shape, x.dtype) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x
 
     def _count(self, x: Tensor) -> None:
@@ -168,7 +168,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """The tensors among values and lists of them."""
+    """Return the tensors among values and nested lists of them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -186,7 +186,7 @@ def _has_kernel_for_shapes(function: Any) -> bool:
 
 
 def _shape_of(x: Any) -> Any:
-    """A tensor without numbers in place of a real one, also in a list."""
+    """Replace a tensor, also in a list, by one on the meta device; fake tensors and other values stay."""
     if isinstance(x, list | tuple):
         return type(x)(_shape_of(each) for each in x)
     if not isinstance(x, Tensor) or isinstance(x, FakeTensor):
@@ -204,14 +204,14 @@ def _places(indices: Any) -> list[Any]:
 
 
 def _grouped(left: Tensor, right: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The result of a grouped product, whose form for shapes takes bf16 only."""
+    """Return the result of a grouped product; torch's kernel for shapes takes bf16 only."""
     if right.dim() == 3:
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
 
 
 def _scaled(left: Tensor, right: Tensor, *_: Any, out: Tensor, **__: Any) -> Tensor:
-    """A product of fp8 into a given tensor, which has no form for shapes."""
+    """Return `out`, the result of an fp8 product, which has no kernel for shapes."""
     return out
 
 

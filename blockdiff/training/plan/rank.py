@@ -1,4 +1,4 @@
-"""A rank of a plan: its part of a model without memory, cut by the code that cuts it in training, and what it keeps."""
+"""A rank of a plan: its part of a model without memory, split by training's own code, and the bytes that it keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ORDER = ("weights", "masters", "adapters", "gradients", "buckets", "optimiser", 
 
 
 def sharding_ranks(objective: Any, recipe: Recipe, ranks: int) -> dict[nn.Module, int]:
-    """The number of `ranks` processes that share the weights of each sharding unit of the model, inner units first."""
+    """Return how many of `ranks` processes share the weights of each sharding unit, inner units first."""
     experts = recipe.parallel.experts
     if ranks % experts:
         raise RecipeError(f"parallel.experts: {experts} does not divide the {ranks} processes of --gpus")
@@ -36,10 +36,10 @@ def sharding_ranks(objective: Any, recipe: Recipe, ranks: int) -> dict[nn.Module
 def kept_bytes(
     objective: Any, recipe: Recipe, ranks: int, stored: torch.dtype, computed: torch.dtype
 ) -> dict[str, int]:
-    """Bytes that each of `ranks` processes keeps all the time, by what they hold; `objective` is cut to a rank.
+    """Return the bytes that each of `ranks` processes keeps between steps, by their name.
 
-    ranks: those that have rows of their own. stored: the dtype of the weights; computed: the one they run in. Adapters
-    have fp32 at least.
+    objective: already cut to a rank. ranks: those with rows of their own. stored: the dtype of the weights. computed:
+    the dtype in which they run. Adapters have fp32 at least.
     """
     experts = [module for module in objective.modules() if isinstance(module, Experts)]
     split = {id(x) for module in experts for x in module.parameters()} if recipe.parallel.experts > 1 else set()
@@ -57,7 +57,7 @@ def kept_bytes(
         parts["weights"] += x.nbytes if has_own_dtype else x.numel() * stored.itemsize
     for full_name, x in objective.named_parameters():
         name, count, rows = full_name.removeprefix("model."), sharers[id(x)], x.shape[0] if x.dim() else 1
-        if id(x) in split:  # whole experts, of which a dimension after theirs is sharded
+        if id(x) in split:  # whole experts: sharding cuts a dimension behind theirs
             numbers = -(-x.numel() // count)
         else:
             numbers = -(-rows // count) * (x.numel() // max(1, rows))
@@ -100,10 +100,10 @@ def _exchange_among(ranks: int) -> Callable[..., Tensor]:
         x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, experts: int, compute: Callable[..., Tensor]
     ) -> Tensor:
         (N, k), D = index_Nk.shape, x_ND.shape[1]
-        distinct = ranks * (1 - (1 - 1 / ranks) ** k)  # ranks that a token's experts lie on
+        distinct = ranks * (1 - (1 - 1 / ranks) ** k)  # mean number of ranks that have a token's experts
         M = min(N * ranks, math.ceil(N * distinct))
         token, place = torch.arange(M) % N, torch.arange(M * k)
-        x_MD = x_ND.index_select(0, token).clone()  # what goes, and what comes
+        x_MD = x_ND.index_select(0, token).clone()  # the tokens sent, and those received
         weight_Mk = weight_Nk.index_select(0, token).clone()
         index_Mk = torch.where(place < N * k, place % experts, experts).view(M, k)  # the others have no expert here
         y_MD = compute(x_MD, index_Mk, weight_Mk).clone()

@@ -1,4 +1,4 @@
-"""The memory that sampling with a model needs, from its config alone: a step is run on shapes."""
+"""The memory that sampling with a model needs. Only its config is read; a step runs on shapes without memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from blockdiff.training.plan.training import kernels_for, spare
 class SamplingPlan:
     """The memory of sampling, in bytes: `weights`, the `cache` of 1,000 tokens of a row, and a denoising `step`.
 
-    images: weights of the image side, which come with the first image; step: of the first row and of each further
-    one, beside a prefix of 1,000 tokens, in whole blocks. forms: the words for those that linear layers and experts
-    are stored in.
+    images: weights of the image side, which is loaded with the first image. step: of the first row and of each further
+    one, after a prefix of 1,000 tokens, rounded up to whole blocks. forms: names of the formats in which linear layers
+    and experts are stored.
     """
 
     weights: int
@@ -35,7 +35,7 @@ class SamplingPlan:
     forms: tuple[str, ...] = ()
 
     def rows(self, limit: int, tokens: int) -> int:
-        """The number of rows with prefixes of `tokens` tokens that fit together, with memory to `spare`."""
+        """Return how many rows with prefixes of `tokens` tokens fit into `limit` bytes, less the `spare` ones."""
         first, further = self.step
         left = limit - spare(limit) - self.weights - self.images - first
         each = further + self.cache * tokens // 1000
@@ -73,7 +73,10 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _step(model: BlockDiffusionModel, rows: int) -> int:
-    """The peak of one denoising step with a signal and the statistics of all its tokens, in which layers follow."""
+    """Return the peak bytes of one denoising step, with a signal and the statistics of all canvas tokens.
+
+    For a model that does not denoise it is the step that predicts the next token.
+    """
     counted = LiveBytes()
     counted.fill(model)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), counted:

@@ -1,7 +1,7 @@
-"""Bytes that a step needs beside what a rank keeps: one layer of each kind runs on shapes and counts for all of them.
+"""Bytes that a step adds to those that a rank keeps. One layer of each kind runs on shapes, and counts for its kind.
 
-What a layer leaves for its backward is there once for each layer that stands for, until its backward has run; then its
-gradients are. The units of sharded weights are whole while they run.
+The activations that a layer saves for its backward count once per layer of the kind, until the backward has run; then
+its gradients count. Sharded weights are gathered, a unit at a time, while the unit runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ GATHERED, LATE = "gathered layer", "given back late"
 
 
 def keep_one_of_each(model: Any) -> dict[nn.Module, int]:
-    """Leave a model without memory the last layer of each kind, in place: how many layers each stands for.
+    """Keep only the last layer of each kind of a model without memory. Returns how many layers each represents.
 
-    Layers are of a kind that see the same tokens, and whose weights have the same shapes and are trained alike.
+    Layers are of one kind if they see the same tokens and their weights have the same shapes, dtypes and
+    `requires_grad`.
     """
     kinds: dict[Any, list[int]] = {}
     for number, (kind, layer) in enumerate(zip(model.layer_kinds, model.layers, strict=True)):
@@ -42,12 +43,14 @@ def keep_one_of_each(model: Any) -> dict[nn.Module, int]:
 class Step:
     """Forward and backward of a micro-batch on shapes, by an objective whose model has one layer of each kind.
 
-    counts: how many layers each of them stands for. has_gradients: whether gradients are there before, of an earlier
-    micro-batch or in the buckets that ranks exchange. sharing: how many ranks share the weights of each sharding unit,
-    inner ones first; empty where weights are not sharded. is_late: whether what ranks have added up is given back late,
-    as by gloo's threads: measured, those of four units more, and after another micro-batch those of all.
-    experts_apart: whether the experts' gradients are not there before, as those that DDP leaves alone.
-    stored: the dtype of the weights that a rank keeps, and of their gradients; those of adapters have fp32 at least.
+    counts: how many layers each of them represents.
+    sharing: how many ranks share the weights of each sharding unit, inner ones first; empty if weights are not sharded.
+    has_gradients: whether gradients exist before the step, of an earlier micro-batch or in the buckets that ranks
+    exchange.
+    is_late: whether gradients that ranks have summed are freed late, as gloo's threads do: measured, those of four more
+    units, and after another micro-batch those of all units.
+    experts_apart: whether the experts have no gradients before the step, because DDP leaves them alone.
+    stored: the dtype of the weights that a rank keeps, and of their gradients; adapters have fp32 at least.
     beside: the models of the objective in addition to the one that trains.
     """
 
@@ -77,13 +80,13 @@ class Step:
         self.widths = {id(x): (wide if is_adapter(name) else stored).itemsize for name, x in named}
         self.units = _units(sharing)
         self.sharers = {id(x): ranks for unit, ranks in sharing.items() for x in self.units[unit]}
-        self.open: tuple[nn.Module, int] | None = None  # whose backward runs, and what it kept for it
+        self.open: tuple[nn.Module, int] | None = None  # the layer whose backward runs, and the bytes saved for it
         self.live = 0
-        self.calls: Counter[nn.Module] = Counter()  # of which a backward is still to come
-        self.waiting: Counter[nn.Module] = Counter()  # bytes of gradients that wait for those of other calls
+        self.calls: Counter[nn.Module] = Counter()  # forwards whose backward has not run yet
+        self.waiting: Counter[nn.Module] = Counter()  # bytes of gradients until those of the layer's other calls exist
 
     def run(self, batch: Batch, autocast: torch.dtype | None) -> LiveBytes:
-        """The count of bytes alive during the step beside weights and optimiser state; gradients are among them."""
+        """Run the step and return the count of its bytes: gradients are in it, weights and optimiser state are not."""
         counted = self.counted
         if self.has_gradients:
             for module in (self.objective, *self.counts):
@@ -98,7 +101,7 @@ class Step:
             module.register_forward_pre_hook(self._before)
             module.register_forward_hook(self._after)
         with counted:
-            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):  # whatever the caller computes in
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):  # not the autocast of the caller
                 losses = self.objective(batch)
             torch.stack([*losses.values()]).sum().backward()
             self._begin(self.objective.model.vocabulary, 0)
@@ -125,9 +128,11 @@ class Step:
         self._hold_units(module, 1)
 
     def _close(self) -> None:
-        """End the backward of a layer: that of the first of its kind has the gradients of all, and what it kept.
+        """End the backward of a layer: free its activations and count its gradients, for all layers of its kind.
 
-        The gradients of several calls wait for one another before they are added to those that are there.
+        The peak is the larger of two: the last layer's backward, with the activations of all, and the first one's, with
+        the gradients of all. If a layer is called several times, the gradients of the calls are kept until the last
+        call, and then added to existing ones.
         """
         if self.open is None:
             return
@@ -144,13 +149,13 @@ class Step:
         if is_last:
             self.counted.hold(-self.waiting[module], "gradients")
             self.waiting[module] = 0
-        if self.is_sharded and is_last:  # a rank keeps its pieces alone
+        if self.is_sharded and is_last:  # a rank keeps only its shards
             self.counted.hold(self._gradients(module, False), "gradients")
             for parameter in _trained(module):
                 parameter.grad = None
 
     def _gradients(self, module: nn.Module, there: bool) -> int:
-        """Bytes of a module's gradients on a rank: of those allocated before the step (`there`) or of the others."""
+        """Return a rank's bytes of a module's gradients: those allocated before the step (`there`) or the others."""
         weights = [x for x in _trained(module) if (id(x) in self.there) is there]
         return sum(x.numel() * self.widths[id(x)] // self.sharers.get(id(x), 1) for x in weights)
 
@@ -177,7 +182,7 @@ class Step:
 
 
 def _units(sharing: dict[nn.Module, int]) -> dict[nn.Module, list[nn.Parameter]]:
-    """The weights that are gathered with each unit: its own without those of units inside it."""
+    """Return the weights that are gathered with each unit: its own, without those of units inside it."""
     seen, units = set[int](), dict[nn.Module, list[nn.Parameter]]()
     for unit in sharing:
         units[unit] = [x for x in unit.parameters() if id(x) not in seen]

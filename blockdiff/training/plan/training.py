@@ -1,8 +1,8 @@
 """`plan_training`: the bytes that a rank holds at the peak of an optimiser step.
 
-What a rank keeps is arithmetic over the weights (`rank`). What a step adds comes from running one layer of each kind on
-shapes (`step_bytes`), with Triton's kernels for a GPU and those of a CPU for a CPU. `changes` finds what makes a
-training fit.
+The bytes that a rank keeps are computed from the weights (`rank`). The bytes that a step adds are counted by running
+one layer of each kind on shapes (`step_bytes`), with Triton's kernels for a GPU and C's for a CPU. `fitting.what_fits`
+finds changes that make a training fit.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.recomputation import checkpoint_activations
 from blockdiff.training.starting_model import StartingModel, computed_in
 
-WAITING = "waiting gradients"  # of layers that run several times in a micro-batch: they wait for one another
-WORTH_A_LINE = 0.1  # of what a step adds: fewer of them count as activations
-MOST_ROWS = 64  # of a micro-batch that is run on shapes; more take as many times as much
+WAITING = "waiting gradients"  # of a layer that runs several times in a micro-batch: they are added once all are there
+WORTH_A_LINE = 0.1  # of the bytes that a step adds; fewer count as activations
+MOST_ROWS = 64  # of a micro-batch that runs on shapes; activations of more rows are scaled up
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
     """The memory of one rank at the peak of an optimiser step.
 
-    parts: bytes on the device by what they hold; host: the same of what is kept on the host instead. tokens, canvases:
-    of a row; image_tokens: of the images of a row; rows: of a micro-batch. numbers, trained: parameters and buffers of
-    the whole model, and those that train. unit: what canvases are called.
+    parts: bytes on the device, by their name. host: bytes that are kept on the host instead, by their name. tokens,
+    canvases: of a row. image_tokens: of all images of a row. rows: of a micro-batch. numbers: parameters and buffers of
+    the whole model; trained: the number of them that train. unit: the name of canvases.
     """
 
     parts: dict[str, int]
@@ -65,7 +65,7 @@ class TrainingPlan:
         return sum(self.parts.values())
 
     def fits(self, limit: int) -> bool:
-        """True if a device of `limit` bytes holds it beside what CUDA, libraries and the allocator take."""
+        """Return True if a device of `limit` bytes holds it and the `spare` bytes."""
         return self.total <= limit - spare(limit)
 
 
@@ -109,7 +109,7 @@ def plan_training(
         few, longest = min(rows, MOST_ROWS), _longest(recipe, tokens)
         images = _image_sizes(recipe, base, model, longest, image_tokens)
         batch, times = kind.largest_batch(recipe, base, model, longest, few, images), rows / few
-    if ranks > 1 and not is_sharded and share > rows:  # DDP's buckets, beside what earlier micro-batches left
+    if ranks > 1 and not is_sharded and share > rows:  # DDP's buckets, besides earlier micro-batches' gradients
         static["buckets"] = static.get("gradients", 0)
     orthogonalised = _orthogonalised(objective, recipe, ranks)
     counts = keep_one_of_each(model)
@@ -164,7 +164,7 @@ def breaking(plan: TrainingPlan, limit: int) -> str:
 
 
 def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
-    """A plan for a person to read."""
+    """Yield the lines of a plan for a person to read, with a verdict if a `limit` is given."""
     parts = [counted(plan.canvases, plan.unit)] * bool(plan.canvases)
     parts += [f"images of {plan.image_tokens:,} tokens"] * bool(plan.image_tokens)
     each = f" with {' and '.join(parts)} each" if parts else ""
@@ -215,7 +215,7 @@ def _image_sizes(
         return []
     try:
         most = image_reader(recipe, base).processor.most_tokens  # type: ignore[union-attr]
-    except BlockdiffError:  # the settings need not be there
+    except BlockdiffError:  # the processor's settings may be missing
         most = model.image_side.released_tokens
     most = min(most, longest)
     images, rest = divmod(most if tokens is None else min(tokens, longest), most)
@@ -226,7 +226,7 @@ def weight_dtypes(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, tor
     """Return the dtype in which a rank keeps weights, and the one in which sharded weights are gathered and run."""
     if recipe.model.dtype != "auto":
         stored = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
-    else:  # what a checkpoint is stored in is read from its config
+    else:  # the dtype of a checkpoint is read from its config
         dtype_by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
         stored = dtype_by_name.get(
             str(base.config.stored_dtype), torch.float32 if recipe.model.path is None else torch.bfloat16
