@@ -34,7 +34,7 @@ SUITES = {
 
 
 def main(words: list[str] | None = None) -> int:
-    """Returns 1 when anything disagrees with the peer or a suite fails, else 0."""
+    """Run the suites; return 1 if a line disagrees with the peer or a suite fails, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", action="append", choices=SUITES, help="a suite (may be repeated); default: all")
     parser.add_argument("--sizes", help="comma-separated names; default: all that suit the device")
@@ -65,7 +65,7 @@ def main(words: list[str] | None = None) -> int:
     results: list[Result] = []
 
     def done(result: Result) -> None:
-        """Keep what there is after every line: a rented machine can end first."""
+        """Write the results so far after every line, since a rented machine can end early."""
         results.append(result)
         speedup = f"{result.speedup[0]:.2f}x" if result.speedup else f"DISAGREES: {result.agreement}"
         print(f"{result.suite}, {result.size}, {result.case}: {speedup}", file=sys.stderr, flush=True)

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
-FAILED: list[str] = []  # what failed in this process, by the names that were tried
+FAILED: list[str] = []  # names of failed attempts of this process
 
 
 @contextlib.contextmanager
 def attempt(name: str) -> Iterator[None]:
-    """Whatever is raised within it is said, and remembered in FAILED; the work after it goes on.
+    """Report an exception in the block and add `name` to FAILED; the program goes on.
 
-    What a device has no memory for is said and is no failure.
+    If the device runs out of memory, this is reported but is not a failure.
     """
     try:
         yield
@@ -31,5 +31,5 @@ def attempt(name: str) -> Iterator[None]:
         print(f"{name}: FAILED: {type(error).__name__}: {said[:300]}", file=sys.stderr, flush=True)
     gc.collect()  # models and inputs that the error held
     if torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # where the device itself is gone
+        with contextlib.suppress(RuntimeError):  # if the device itself is lost
             torch.cuda.empty_cache()

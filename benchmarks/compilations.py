@@ -45,9 +45,9 @@ MULTIPROCESSORS = 132
 def compilations(
     architecture: int = 90, multiprocessors: int = MULTIPROCESSORS, compile_kernel: Callable[..., Any] | None = None
 ) -> Iterator[dict[str, set[str]]]:
-    """Within it a launch runs nothing: the keys of what Triton would compile, by kernel.
+    """In the block no launch runs; yields the keys of the kernels that Triton would compile, by kernel name.
 
-    compile_kernel: called in the place of `JITFunction._do_compile` for each new key (None: nothing is compiled).
+    compile_kernel: called in place of `JITFunction._do_compile` for each new key (None: nothing is compiled).
     """
     found: dict[str, set[str]] = defaultdict(set)
 
@@ -75,14 +75,14 @@ def compilations(
 
 
 def released_model(preset: str = "diffusiongemma-26b-a4b") -> DiffusionGemma:
-    """Two layers of the released model, or of another preset."""
+    """Return two layers of the released model, or of another preset, on the meta device."""
     with torch.device("meta"):
         model = DiffusionGemma(config_of(preset, LAYERS), kernels=Kernels("triton"))
     return model.to(torch.bfloat16).eval()
 
 
 def drafted_model() -> Drafted:
-    """Two layers of Qwen3-8B's shape, of which the first is shown to two layers of its drafter's."""
+    """Return two layers of Qwen3-8B's shape with a drafter of two layers, which sees the first one's output."""
     target, drafter = (preset_config(name).to_dict() for name in ("qwen3-8b", "qwen3-8b-drafter"))
     for values in (target, drafter):
         values.update(num_hidden_layers=2, layer_types=["full_attention"] * 2)
@@ -94,7 +94,7 @@ def drafted_model() -> Drafted:
 
 
 def pages_of(model: BlockDiffusionModel) -> Pages:
-    """Pages whose memory is there."""
+    """Return pages for a model, with their memory allocated."""
     pages = Pages(model, capacity=1 << 18)
     pages.make_pools()
     return pages
@@ -102,7 +102,7 @@ def pages_of(model: BlockDiffusionModel) -> Pages:
 
 @torch.no_grad()
 def walk(model: DiffusionGemma, pages: Pages) -> None:
-    """Every op of an encoding, a step, a commit and a verification, for several numbers of rows and lengths."""
+    """Call every op of encodes, denoising steps, commits and verifications, for several batch sizes and lengths."""
     L = model.canvas_length
     for count in ROWS:
         for longest in LONGEST:
@@ -121,7 +121,7 @@ def walk(model: DiffusionGemma, pages: Pages) -> None:
 
 @torch.no_grad()
 def walk_drafted(model: Drafted, pages: Pages) -> None:
-    """The rounds of a drafter, for several numbers of rows, lengths and drafted tokens."""
+    """Call every op of a drafter's rounds, for several numbers of rows, lengths and drafted tokens."""
     drafter = model.drafter
     for count in ROWS:
         for longest in LONGEST:
@@ -138,13 +138,13 @@ def walk_drafted(model: Drafted, pages: Pages) -> None:
 
 
 def draw(model: BlockDiffusionModel, hidden: torch.Tensor, shaping: Shaping | None) -> torch.Tensor:
-    """The soft embedding, and all other statistics of the logits beside it."""
+    """Compute all statistics of the logits; return the soft embedding."""
     uniform, temperature = hidden[..., 0].float(), hidden[:, 0, 0].float()
     return model.vocabulary.stats(hidden, temperature, uniform, None, shaping).soft_embedding
 
 
 def main() -> None:
-    """Prints a table, or one JSON object of compilations by kernel."""
+    """Print a table, or one JSON object of compilations by kernel."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compilations", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one object")
     options = parser.parse_args()

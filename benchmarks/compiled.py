@@ -55,8 +55,10 @@ TENSOR_MEMORY = 512  # columns that a block of an sm_100 can have
 
 
 def attention(head_dim: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """Split forward, forward, both over pages too, and backward of the released model's attention: 16 query heads,
-    canvases of 256."""
+    """Launch the released model's attention: split forward, forward, both over pages, and backward.
+
+    16 query heads, canvases of 256.
+    """
     keys = torch.zeros(1, 256, kv_heads, head_dim, dtype=dtype, requires_grad=True)
     q = torch.zeros(1, 256, 16, head_dim, dtype=dtype, requires_grad=True)
     start = torch.tensor([[256]])
@@ -74,8 +76,10 @@ def attention(head_dim: int, kv_heads: int, dtype: torch.dtype) -> None:
 
 
 def block_sparse(dtype: torch.dtype, heads: int = 64, kv_heads: int = 4, d: int = 128) -> None:
-    """Selection and attention of MiniMax M3's sparse layers: packed rows, forward and backward, and canvases over pages
-    in one part and in two."""
+    """Launch selection and attention of MiniMax M3's sparse layers.
+
+    Packed rows, forward and backward; canvases over pages in one part and in two.
+    """
     T, block, topk = 256, 128, 16
     shapes = (1, T, heads, d), (1, 4096, kv_heads, d), (1, T, 4, d), (32, 128, kv_heads, d)
     q, keys, idx_q, pool = (torch.zeros(*shape, dtype=dtype) for shape in shapes)
@@ -95,7 +99,7 @@ def block_sparse(dtype: torch.dtype, heads: int = 64, kv_heads: int = 4, d: int 
 
 
 def norms(dtype: torch.dtype) -> None:
-    """The norms of the released model, forward and backward: hidden states and heads of both layer kinds."""
+    """Launch the released model's norms, forward and backward: of hidden states, and of heads of both layer kinds."""
     x, w = (torch.zeros(*shape, dtype=dtype, requires_grad=True) for shape in ((1, 64, 2816), (2816,)))
     sum(out.sum() for out in rms_norms(x, (w, w, None), 1e-6)).backward()  # type: ignore[union-attr]
     add_rms_norm(x, x, w, 1e-6, torch.ones(1, dtype=dtype)).sum().backward()
@@ -109,7 +113,10 @@ def norms(dtype: torch.dtype) -> None:
 def experts(
     tokens: int, dtype: torch.dtype, E: int = 128, k: int = 8, D: int = 2816, F: int = 704, rank: int = 0
 ) -> None:
-    """Experts of the released model's sizes, forward and backward with everything trained, or low-rank matrices."""
+    """Launch experts of the released model's sizes, forward and backward.
+
+    rank: 0 trains all weights, else low-rank matrices of this rank.
+    """
     x, gate_up, down = (
         torch.empty(*shape, dtype=dtype, requires_grad=not rank)  # gigabytes that are never touched
         for shape in ((tokens, D), (E, 2 * F, D), (E, D, F))
@@ -121,7 +128,10 @@ def experts(
 
 
 def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
-    """Weights in fp8 of the released model's sizes: experts and linear layers, also back to their inputs."""
+    """Launch experts and linear layers of the released model's sizes with fp8 weights.
+
+    goes_back: also the backward to their inputs.
+    """
     stored(Fp8, fp8_linear, tokens, dtype, goes_back)
     if tokens <= FEW_ROWS:
         with torch.no_grad():
@@ -130,12 +140,12 @@ def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
 
 
 def in_nvfp4(tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
-    """The same weights in NVFP4."""
+    """Launch experts and linear layers of the released model's sizes with NVFP4 weights, as `in_fp8` does."""
     stored(Nvfp4, nvfp4_linear, tokens, dtype, goes_back)
 
 
 def stored(form: Any, linear: Callable[..., Tensor], tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
-    """The released model's experts and a linear layer with weights in a form of fewer bits."""
+    """Launch the released model's experts and a linear layer with weights in a form of fewer bits."""
     E, k, D, F = 128, 8, 2816, 704
     gate_up, down, weight = (form.empty_like(torch.empty(shape)) for shape in ((E, 2 * F, D), (E, D, F), (4096, D)))
     x = torch.empty(tokens, D, dtype=dtype, requires_grad=goes_back)
@@ -147,7 +157,10 @@ def stored(form: Any, linear: Callable[..., Tensor], tokens: int, dtype: torch.d
 
 @torch.no_grad()
 def inference(dtype: torch.dtype) -> None:
-    """The ops that are several with gradients, as a denoising step of the released model has them: both layer kinds."""
+    """Launch the fused ops of a denoising step of the released model, for both layer kinds.
+
+    With gradients, each of these is several ops.
+    """
     N, D, F, E, k, eps = 256, 2816, 2112, 128, 8, 1e-6
     x, w, scalar = (torch.zeros(*shape, dtype=dtype) for shape in ((1, N, D), (D,), (1,)))
 
@@ -181,13 +194,16 @@ def inference(dtype: torch.dtype) -> None:
 
 
 def router(experts: int, dtype: torch.dtype) -> None:
-    """The choice of 8 experts for 256 tokens of the released model's width, and its gradient."""
+    """Launch the choice of 8 experts for 256 tokens of the released model's width, and its gradient."""
     x, table, scale = (torch.zeros(*shape, dtype=dtype) for shape in ((256, 2816), (experts, 2816), (experts,)))
     routed_tokens(x.requires_grad_(), x[0].detach(), 1.0, table, scale, 8)[1].sum().backward()
 
 
 def gated(tokens: int, dtype: torch.dtype) -> None:
-    """The gated half of the released model's dense MLP, and what it is composed of in training, with its gradient."""
+    """Launch the gated half of the released model's dense MLP.
+
+    Also the ops of which it is composed in training, with gradient.
+    """
     gate, products = torch.empty(2112, 2816, dtype=dtype), torch.zeros(tokens, 2112, dtype=dtype, requires_grad=True)
     with torch.no_grad():
         gated_linear(torch.zeros(tokens, 2816, dtype=dtype), gate, gate, "gelu_tanh")
@@ -195,7 +211,7 @@ def gated(tokens: int, dtype: torch.dtype) -> None:
 
 
 def vocabulary(dtype: torch.dtype) -> None:
-    """Every vocabulary op at the released model's 262,144 tokens, with all options and with none."""
+    """Launch every vocabulary op at the released model's 262,144 tokens, with all options and with none."""
     N, V, D = 16, 262_144, 16
     hidden, table = (torch.zeros(*shape, dtype=dtype, requires_grad=True) for shape in ((N, D), (V, D)))
     tokens, vector = torch.zeros(N, dtype=torch.int64), torch.zeros(N)
@@ -219,7 +235,7 @@ def vocabulary(dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def automaton() -> None:
-    """The walks of a constraint of 100 states over two canvases of 16."""
+    """Launch the walks of a constraint of 100 states over two canvases of 16."""
     successor, ways = torch.zeros(100, 5, dtype=torch.int64), torch.zeros(2, 16, 2, 100, 5, dtype=torch.float64)
     ahead = ways.new_zeros(2, 2, 101)
     look_ahead(successor, ways, ahead)
@@ -249,7 +265,7 @@ OPS: dict[str, Callable[[], None]] = {
 
 
 class Driver:
-    """In place of a GPU's driver: Triton compiles for the architecture, and keeps what it compiled for it apart."""
+    """Replaces a GPU's driver: Triton compiles for `architecture`, and keeps a cache for each architecture."""
 
     def __init__(self, architecture: int):
         self.architecture = architecture
@@ -264,11 +280,11 @@ class Driver:
         return GPUTarget("cuda", self.architecture, 32)
 
 
-Wanted = Callable[[str, dict[str, Any]], bool]  # of a kernel's name and its arguments by name
+Wanted = Callable[[str, dict[str, Any]], bool]  # called with a kernel's name and its arguments by name
 
 
 class _Ended(Exception):
-    """A compilation of which no more is wanted; its argument: Triton's metadata so far."""
+    """Raised to stop a compilation early; its argument is Triton's metadata so far."""
 
 
 @contextmanager
@@ -279,10 +295,10 @@ def launches_compile(
     sizes_only: bool = False,
     loops: bool = True,
 ) -> Iterator[None]:
-    """Within it a launch compiles its kernel instead, if it is wanted, and adds the figures of a new one to `found`.
+    """In the block a launch compiles its kernel instead, if it is wanted; figures of new kernels are added to `found`.
 
-    Kernels that do not fit have no more figures than their sizes, with sizes_only none has: most of the time goes
-    into what comes after these are known. loops: whether what stands in the loop of the products is counted.
+    Compilation stops after the sizes if a kernel does not fit, or always with `sizes_only`, since later stages take
+    most of the time. wanted: None wants all. loops: also count the instructions in the loop of the products.
     """
     seen: set[Any] = set()
     launch, make_ptx = JITFunction.run, CUDABackend.make_ptx
@@ -297,7 +313,7 @@ def launches_compile(
             figures = _sizes(compiled.metadata._asdict()) | _code(compiled, loops)
         except _Ended as ended:
             identity, figures = str(values), _sizes(ended.args[0])
-        except Exception as error:  # what this Triton does not compile: the others are worth knowing all the same
+        except Exception as error:  # this Triton does not compile it; the other kernels still count
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             identity, figures = str(values), dict(shared=0, tensor_memory=0, error=reason)
         if identity not in seen:  # Triton keeps one for equal specialisations
@@ -323,28 +339,31 @@ def launches_compile(
 
 
 def _sizes(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of shared memory, and columns of tensor memory."""
+    """Return bytes of shared memory, and columns of tensor memory."""
     return dict(shared=metadata["shared"], tensor_memory=metadata.get("tmem_size") or 0)
 
 
 def _code(compiled: Any, loops: bool) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack, how many operations of products are executed for each useful one
-    (None where there are no products), and what stands in the loop of the products."""
+    """Return the registers of a thread, bytes of its stack, and figures of matrix products.
+
+    products: executed operations for each useful one (None without products). With `loops` the counts of `_loop` are
+    added.
+    """
     useful, executed = _useful(compiled.asm["ttir"]), _executed(compiled.asm["ptx"], compiled.metadata.num_warps)
     products, cubin = executed / useful if useful and executed else None, compiled.asm["cubin"]
     return dict(products=products, **_resources(cubin), **(_loop(cubin) if products and loops else {}))
 
 
 def _useful(ttir: str) -> int:
-    """Operations of the products as they are written, once each."""
+    """Return the operations of the products as written, each counted once."""
     shapes = re.findall(r"tt\.dot .*tensor<(\d+)x(\d+)x\w+> \* tensor<\d+x(\d+)x", ttir)
     return sum(2 * int(m) * int(k) * int(n) for m, k, n in shapes)
 
 
 def _executed(ptx: str, warps: int) -> int:
-    """Operations of the products of the loop that has most: what all warps execute, some of it perhaps twice.
+    """Return the operations of the products in the loop with most of them, over all warps; some may be done twice.
 
-    sm_100 issues its products once for all warps, without a shape in the instruction: 0 there.
+    0 on sm_100, which issues its products once for all warps, without a shape in the instruction.
     """
     lines, labels, most = ptx.splitlines(), {}, 0
     for place, line in enumerate(lines):
@@ -359,16 +378,19 @@ def _executed(ptx: str, warps: int) -> int:
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and the bytes of its stack: what did not fit into them."""
+    """Return the registers of a thread, and bytes of its stack, which holds spilled values."""
     usage = re.search(r"REG:(\d+) STACK:(\d+)", _said_of(cubin, "cuobjdump", "--dump-resource-usage"))
     return {} if usage is None else dict(registers=int(usage[1]), stack=int(usage[2]))
 
 
 @lru_cache(maxsize=256)
 def _loop(cubin: bytes) -> dict[str, int]:
-    """Counts over the loop that has most products: instructions in all, and those that read or write the stack,
-    that issue a product (wgmma, mma; of fp8 with a Q) and that wait for products. As many waits as products: none runs
-    beside others."""
+    """Count instructions in the loop with the most products.
+
+    All instructions (`loop_instructions`), reads and writes of the stack (`loop_stack`), issued products (`issued`:
+    wgmma and mma, fp8 with a Q), and waits for products (`waits`). If there are as many waits as products, no two
+    overlap.
+    """
     lines, labels, loop = _said_of(cubin, "nvdisasm", "-c", "-ndf").splitlines(), {}, ""
     products = r"\b[HQ]?G?MMA\b"
     for place, line in enumerate(lines):
@@ -383,7 +405,7 @@ def _loop(cubin: bytes) -> dict[str, int]:
 
 
 def _said_of(cubin: bytes, tool: str, *options: str) -> str:
-    """The output of one of the tools that come with Triton, for a compiled kernel."""
+    """Return the output of a tool that comes with Triton, run on a compiled kernel."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -398,7 +420,10 @@ def compiled(
     sizes_only: bool = False,
     loops: bool = True,
 ) -> list[dict[str, Any]]:
-    """The figures of the wanted kernels that a call launches on an architecture (90: sm_90); default: of all."""
+    """Return the figures of the kernels that a call launches on an architecture (90: sm_90).
+
+    wanted: selects kernels (None: all).
+    """
     found: list[dict[str, Any]] = []
     with launches_compile(architecture, found, wanted, sizes_only, loops):
         call()
@@ -406,7 +431,7 @@ def compiled(
 
 
 def fits(line: dict[str, Any]) -> bool:
-    """True for a kernel that compiles and can be launched on its architecture."""
+    """Return whether a kernel compiles and can be launched on its architecture."""
     if "error" in line:
         return False
     limit = tiles.SHARED_MEMORY[line["architecture"]]
@@ -414,7 +439,7 @@ def fits(line: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Prints a Markdown table, or one JSON object per kernel; returns 1 when a kernel does not fit."""
+    """Print a Markdown table, or one JSON object per kernel; return 1 if a kernel does not fit, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
     parser.add_argument("--only", action="append", choices=OPS, help="an op (may be repeated); default: all")
     parser.add_argument(

@@ -36,7 +36,7 @@ LOGIT_BOUND = 1e-4
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
-    """Every batch size of every size; `done` gets each line as it is finished."""
+    """Measure every batch size of every size; call `done` with each finished line."""
     for size in sizes:
         for dtype in (torch.bfloat16, torch.float32) if settings.device.type == "cuda" else (torch.float32,):
             if size.name == "released" and dtype == torch.float32:
@@ -52,16 +52,16 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
 
 @torch.no_grad()
 def measure(models: Pair, size: Size, rows: int, settings: Settings) -> list[Result]:
-    """One line: compare the logits of two steps, then time in turns, then trace the memory.
+    """Compare the logits of two steps, then time in turns, then trace the memory; return the lines.
 
-    On CUDA a second one is of the same steps without CUDA graphs; in the first they are where they can be.
+    On CUDA a second line has the same steps without CUDA graphs; the first uses them where it can.
     """
     models.ours.eval(), models.peer.eval()
     device = settings.device
     ours = models.ours
 
     def draw(seed: int) -> tuple[Tensor, Tensor]:
-        """Prompts and canvases."""
+        """Draw prompts and canvases."""
         draws = torch.Generator().manual_seed(1 + seed)
         tokens_BS = torch.randint(3, ours.vocab_size, (rows, size.prompt), generator=draws)
         canvas_BL = torch.randint(0, ours.vocab_size, (rows, ours.canvas_length), generator=draws)
@@ -122,7 +122,7 @@ def measure(models: Pair, size: Size, rows: int, settings: Settings) -> list[Res
 
 
 def _through_triton(work: Callable[[], object]) -> Callable[[], object]:
-    """The same work as with BLOCKDIFF_RELAUNCH=0 in the environment."""
+    """Wrap work to run as with BLOCKDIFF_RELAUNCH=0 in the environment."""
     from blockdiff.kernels import relaunch
 
     def run() -> object:
@@ -154,7 +154,7 @@ def agreement(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> Agreement:
 
 
 def logits_of_two_steps(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Our logits of a denoise without a signal, and of one whose signal those logits are."""
+    """Return our logits of a denoise without a signal, and of a second one with these logits as its signal."""
     model = models.ours
     prefix = model.encode(tokens_BS)
     first = model.unembed(model.denoise(canvas_BL, prefix))
@@ -167,6 +167,6 @@ def _peer_logits(model: DiffusionGemmaForBlockDiffusion, tokens_BS: Tensor, canv
 
 
 def _error(values: Tensor, truth: Tensor) -> float:
-    """Relative 2-norm error; infinite where anything is not a number."""
+    """Return the relative 2-norm error; infinite if any value is not a number."""
     error = float((values.float() - truth.float()).norm() / truth.float().norm())
     return error if math.isfinite(error) else math.inf

@@ -52,12 +52,12 @@ WAYS = {  # by name: strategy, and whether the drafter is there
 
 
 def command(*words: object) -> None:
-    """Run `blockdiff` in a process of its own."""
+    """Run `blockdiff` in a separate process."""
     subprocess.run([sys.executable, "-m", "blockdiff", *map(str, words)], check=True)
 
 
 def write_rows(task: str, to: Path) -> None:
-    """The rows and the tokenizer of a task."""
+    """Write the rows and the tokenizer of a task."""
     counts = {"train": 20_000, "test": 300}
     if task == "prose":
         word_problems.write_splits(to, counts)
@@ -67,7 +67,7 @@ def write_rows(task: str, to: Path) -> None:
 
 
 def trained(task: str, to: Path, seed: int) -> tuple[Path, Path]:
-    """The directories of the target and of its drafter, which are trained where they are not there."""
+    """Return the directories of a target and its drafter; train them if they are missing."""
     if not (to / "tokenizer").exists():
         write_rows(task, to)
     target, drafter = to / "target" / "model", to / f"drafter-{seed}" / "model"
@@ -92,7 +92,7 @@ def trained(task: str, to: Path, seed: int) -> tuple[Path, Path]:
 
 
 def repeated(texts: list[list[int]], n: int = 8) -> float:
-    """The share of n-grams of tokens that stood in the same text before."""
+    """Return the share of n-grams of tokens that occurred before in the same text."""
     total = again = 0
     for tokens in texts:
         seen = set[tuple[int, ...]]()
@@ -105,7 +105,11 @@ def repeated(texts: list[list[int]], n: int = 8) -> float:
 
 
 def measure(target: Path, drafter: Path, prompts: list[str], batch_size: int) -> dict[str, Any]:
-    """Tokens a second of every way over the same prompts, the best of some repeats in turns, and what was drafted."""
+    """Time every way over the same prompts, in turns; report the best repeat.
+
+    Returns `ways` (tokens per second, tokens per round, and texts that differ from next-token sampling, by way), the
+    share of repeated 8-grams, and the mean tokens of an answer.
+    """
     samplers = {
         name: Sampler.from_pretrained(target, strategy=strategy, draft_model=drafter if has_drafter else None)
         for name, (strategy, has_drafter) in WAYS.items()
@@ -131,7 +135,7 @@ def measure(target: Path, drafter: Path, prompts: list[str], batch_size: int) ->
 
 
 def reference(target: Path, drafter: Path, prompts: list[list[int]], eos: int) -> dict[str, Any]:
-    """Tokens a second of the reference package at batch 1, and its texts."""
+    """Return the reference package's tokens per second at batch 1, and its texts."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     package = import_module("dflash.model")
@@ -149,7 +153,11 @@ def reference(target: Path, drafter: Path, prompts: list[list[int]], eos: int) -
 
 
 def agreement() -> dict[str, Any]:
-    """The worst relative error of the oracle's hidden states beside the package's in fp64, and runs of other tokens."""
+    """Compare our oracle with the package over 20 random drafters, in fp64.
+
+    Returns the worst relative error of hidden states, and how many greedy runs had other tokens. Asserts that both are
+    within bounds.
+    """
     from transformers import Qwen3Config
 
     package = import_module("dflash.model")
@@ -181,9 +189,9 @@ def agreement() -> dict[str, Any]:
 
 
 def agreement_of_heads() -> dict[str, Any]:
-    """The worst relative error of the EAGLE3 oracle's logits beside those of speculators' model in fp64.
+    """Return the worst relative error of the EAGLE3 oracle's logits against speculators' model, in fp64.
 
-    That model runs all passes from every token, with the tokens of the row, and zeros after them, in place of drafts.
+    That model runs all passes from every token. In place of drafts it uses the row's own tokens, with zeros after them.
     """
     from transformers import LlamaConfig, Qwen3Config
 
@@ -203,7 +211,7 @@ def agreement_of_heads() -> dict[str, Any]:
         options |= {"transformer_layer_config": layer, "architectures": []}
         model = package.Eagle3DraftModel(package.Eagle3SpeculatorConfig(**options)).double().eval()
         state = {key.replace("midlayer", "layers.0"): x for key, x in weights.items()}
-        assert not model.load_state_dict(state, strict=False).unexpected_keys  # what it lacks is for training
+        assert not model.load_state_dict(state, strict=False).unexpected_keys  # missing keys are only for training
         T, draw = rng.randint(5, 12), torch.Generator().manual_seed(number)
         tokens = torch.randint(6, 90, (T + 1,), generator=draw)
         shown, logits = torch.randn(T, 96, generator=draw, dtype=torch.float64), list[Tensor]()
@@ -224,7 +232,7 @@ def agreement_of_heads() -> dict[str, Any]:
 
 
 def measured(to: Path, target: Path, drafter: Path, count: int) -> dict[int, dict[str, Any]]:
-    """By batch size what `measure` finds; with the reference package its generation stands beside batch 1."""
+    """Return the results of `measure` by batch size; batch 1 also has the reference package, if it is installed."""
     prompts = [json.loads(line)["prompt"] for line in (to / "test.jsonl").read_text().splitlines()[-count:]]
     found = {size: measure(target, drafter, prompts, size) for size in (1, 8)}
     if importlib.util.find_spec("dflash") is not None:
@@ -239,7 +247,7 @@ def measured(to: Path, target: Path, drafter: Path, count: int) -> dict[int, dic
 
 
 def table(task: str, seed: int, found: dict[int, dict[str, Any]]) -> list[str]:
-    """The lines of a table: tokens a second of each way, beside those of next tokens."""
+    """Return the lines of a table: tokens per second of each way, and relative to next tokens."""
     lines = []
     for size, of_size in found.items():
         answers = f"{of_size['tokens']:.0f} tokens an answer, {of_size['repeated_8_grams']:.1%} of 8-grams repeated"

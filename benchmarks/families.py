@@ -31,7 +31,7 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling import Generation, Request, Sampler
 
 CPU = torch.device("cpu")
-# Factors of the head's weights: with one some places of a step are sure and others are not, with the other none is.
+# Factors of the head's weights: with PEAKED only some positions of a step are sure, with FLAT none is.
 PEAKED, FLAT = 15.0, 4.0
 YARN = {
     "rope_type": "yarn",
@@ -72,7 +72,7 @@ class Size:
     answer: int = 64
 
     def values(self) -> dict[str, Any]:
-        """The keys of config.json that all families share."""
+        """Return the keys of config.json that all families share."""
         return {
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
@@ -90,7 +90,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Peer:
-    """transformers' layers in the released loop; threshold: the probability above which a place is filled."""
+    """transformers' layers in the released loop; threshold: a token of higher probability fills its position."""
 
     model: Any
     block: int
@@ -100,7 +100,7 @@ class Peer:
 
     @torch.no_grad()
     def answer(self, tokens_BS: Tensor, blocks: int, steps: int) -> Tensor:
-        """The tokens [B, blocks * block] behind the prompts, after `steps` steps of a block at most."""
+        """Return the tokens [B, blocks * block] after the prompts, with at most `steps` steps per block."""
         cache, found = transformers.DynamicCache(), list[Tensor]()
         logits = self._call(tokens_BS, cache, self.is_causal)
         for number in range(blocks):
@@ -119,7 +119,7 @@ class Peer:
         return torch.cat(found, 1)
 
     def _call(self, tokens_BT: Tensor, cache: Any, is_causal: bool) -> Tensor:
-        """The logits of tokens behind those of the cache; without `is_causal` they see their whole block."""
+        """Return the logits of tokens after those in the cache; unless `is_causal`, each sees its whole block."""
         T, before = tokens_BT.shape[1], cache.get_seq_length()
         position_T = torch.arange(before, before + T)
         end_T = position_T + 1 if is_causal else (position_T // self.block + 1) * self.block
@@ -133,7 +133,10 @@ class Peer:
         return logits
 
     def _filled(self, canvas_BL: Tensor, logits_BLV: Tensor, fills_all: bool) -> Tensor:
-        """The canvases with the likeliest tokens in the masks that are sure, and in the surest one."""
+        """Return the canvases with sure masks filled by their likeliest tokens.
+
+        The surest mask of a row is always filled; with `fills_all` every mask is.
+        """
         is_mask_BL = canvas_BL == self.mask
         probability_BL, token_BL = logits_BLV.softmax(-1).max(-1)
         probability_BL = probability_BL.masked_fill(~is_mask_BL, -1.0)
@@ -143,7 +146,7 @@ class Peer:
 
 
 def pair(name: str, size: Size, peak: float) -> tuple[BlockDiffusionModel, Peer]:
-    """Our model of a family with random weights, and transformers' layers with the same ones."""
+    """Return our model of a family with random weights, and transformers' layers with the same weights."""
     own, theirs, spelt, threshold = FAMILIES[name]
     config = config_from(size.values() | own, name)
     ours = blockdiff.init(config, seed=1, device=CPU)
@@ -163,14 +166,14 @@ def pair(name: str, size: Size, peak: float) -> tuple[BlockDiffusionModel, Peer]
 
 
 def measure(name: str, size: Size, rows: int, repeats: int) -> list[Result]:
-    """The line of whole answers, and that of a step."""
+    """Return two lines: whole answers, and one denoising step."""
     draws = torch.Generator().manual_seed(7)
     tokens_BS = torch.randint(4, size.vocabulary, (rows, size.prompt), generator=draws)
     requests = [Request(row, tokens=tokens) for row, tokens in enumerate(tokens_BS.tolist())]
     described = f"{size.hidden} x {size.layers}, prompts of {size.prompt}"
 
     def both(peak: float, blocks: int, steps: int) -> tuple[Peer, Callable[[], Tensor], Callable[[], Tensor]]:
-        """The peer, and the answers of both sides of so many blocks and steps in each at most."""
+        """Return the peer, and a function for each side that answers with `blocks` blocks of at most `steps` steps."""
         ours, peer = pair(name, size, peak)
         rule = f"confident:threshold={peer.threshold},confidence=0,t_min=1,t_max=1,greedy=true"
         generation = Generation(max_steps=steps, max_new_tokens=blocks * peer.block, eos_ids=())
@@ -206,7 +209,7 @@ def measure(name: str, size: Size, rows: int, repeats: int) -> list[Result]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 1 if a line disagrees, else 0."""
+    """Measure and print; return 1 if a line disagrees, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.families", description=__doc__)
     parser.add_argument("--rows", default="1,8", help="batch sizes, comma-separated (default 1,8)")
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each side (default 5)")

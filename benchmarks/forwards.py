@@ -43,10 +43,10 @@ TIMED = 20  # rows that are answered one at a time for a time
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its name in `blockdiff eval`, its model's canvas and window, and what its recipe says of the training.
+    """A task: its name in `blockdiff eval`, its model's canvas and window, and overrides of the training recipe.
 
     write: writes the rows of the splits and the tokenizer into a directory. has_distilled: whether a second model is
-    distilled of the first, which is quick where its canvases settle in few steps.
+    distilled from the first; this is quick if its canvases settle in few steps.
     """
 
     name: str
@@ -75,7 +75,7 @@ TASKS = (
 
 @dataclass(frozen=True)
 class Way:
-    """A way of sampling: a strategy (None: the model's own settings), and which model."""
+    """A way of sampling: a strategy (None: the model's own settings), with the trained or the distilled model."""
 
     name: str
     strategy: str | None = None
@@ -102,7 +102,7 @@ WAYS = (
 
 @dataclass
 class Line:
-    """The answers of a way to the rows of all seeds, and the processor's milliseconds for an answer alone."""
+    """The answers of a way to the rows of all seeds, and CPU milliseconds for an answer that runs alone."""
 
     way: Way
     records: list[dict[str, Any]]
@@ -111,14 +111,14 @@ class Line:
     verdict: str = ""
 
     def to_record(self, task: str) -> dict[str, Any]:
-        """All but the answers as JSON values."""
+        """Return everything except the answers as JSON values."""
         right = sum(record["is_solved"] for record in self.records)
         counts = {"right": right, "rows": len(self.records), "interval": interval(right, len(self.records))}
         own = {"task": task, **asdict(self.way), **counts, "right_by_seed": self.solved}
         return {**own, "milliseconds": self.milliseconds, **costs(self.records), "verdict": self.verdict}
 
     def cells(self) -> list[str]:
-        """The line of the table."""
+        """Return the cells of the table's line."""
         found = self.to_record("")
         (low, high), calls = found["interval"], found["forwards_per_row"]
         return [
@@ -133,7 +133,7 @@ class Line:
         ]
 
     def same_as(self, head: Line) -> str:
-        """Of a verified line the number of answers that are those of next tokens, in words."""
+        """Return in words how many answers of a verified way equal those of `head`, next tokens; "" for other ways."""
         if self.way.is_distilled or not str(self.way.strategy).startswith("verified"):
             return ""
         pairs = zip(self.records, head.records, strict=True)
@@ -148,7 +148,7 @@ HEADS = (
 
 
 def interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a share (1927): of normal quantile z, 1.96 for 95 %."""
+    """Return Wilson's interval of a share (1927); z: the normal quantile, 1.96 for 95 %."""
     share, spread = right / count, z * z / count
     middle = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
@@ -156,9 +156,10 @@ def interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def verdict(own: dict[str, Any], other: dict[str, Any]) -> str:
-    """A sentence on what a way gains beside the model's own settings, by the tests of `compare`.
+    """Return a sentence on the gain of a way over the model's own settings, by the tests of `compare`.
 
-    Fewer forwards are a gain where most rows take fewer and the mean falls: a few very long rows can outweigh the rest.
+    Fewer forwards are a gain only if most rows take fewer and the mean falls, since a few very long rows can outweigh
+    the rest.
     """
     found = compare(own, other)
     forwards, rows = found["forwards"], len(found["records"])
@@ -174,14 +175,14 @@ def verdict(own: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def agreement(one: Line, other: Line) -> float:
-    """The share of places at which the answers of two lines have the same character."""
+    """Return the share of positions at which the answers of two lines have the same character."""
     pairs = [(a["text"], b["text"]) for a, b in zip(one.records, other.records, strict=True)]
     equal = sum(sum(x == y for x, y in zip(a, b, strict=False)) for a, b in pairs)
     return equal / max(1, sum(max(len(a), len(b)) for a, b in pairs))
 
 
 def model_of(task: Task, seed: int, directory: Path) -> Path:
-    """The directory of a task's trained model, which is made where it is missing."""
+    """Return the directory of a task's trained model; train it if it is missing."""
     run, data = directory / f"{task.name}-{seed}", directory / "data" / task.name
     if not (data / "test.jsonl").exists():
         task.write(data, {"train": 60_000, "test": 1000})
@@ -210,7 +211,7 @@ def model_of(task: Task, seed: int, directory: Path) -> Path:
 
 
 def distilled_of(model: Path) -> Path:
-    """The directory of the model that is distilled of a trained one, which is made where it is missing."""
+    """Return the directory of the model distilled from `model`; distil it if it is missing."""
     run, recipe = model.parent, model.parent / "recipe.yaml"
     distilled = run.with_name(f"{run.name}-distilled")
     if not (distilled / "model").exists():
@@ -221,7 +222,7 @@ def distilled_of(model: Path) -> Path:
 
 
 def line_of(way: Way, task: Task, models: Sequence[Path], count: int) -> Line:
-    """The answers of a way with the models of all seeds."""
+    """Return the line of a way, with the models of all seeds."""
     records, solved, seconds = [], [], []
     rows = list(read_rows(Source(str(models[0].parents[1] / "data" / task.name / "test.jsonl"))))[:count]
     for model in map(distilled_of, models) if way.is_distilled else models:
@@ -237,7 +238,7 @@ def line_of(way: Way, task: Task, models: Sequence[Path], count: int) -> Line:
 
 
 def section(task: Task, seeds: Sequence[int], directory: Path, count: int) -> tuple[list[Line], list[str]]:
-    """The lines of a task, and their table."""
+    """Return the lines of a task, and their table."""
     models = [model_of(task, seed, directory) for seed in seeds]
     ways = [way for way in WAYS if task.has_distilled or not way.is_distilled]
     lines = [line_of(way, task, models, count) for way in ways]

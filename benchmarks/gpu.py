@@ -47,7 +47,7 @@ print(json.dumps((torch.__version__, torch.version.cuda, of_gpu)))
 
 
 def looked_at() -> tuple[str, list[str]]:
-    """The name of the GPU, and what this machine lacks to run anything here, in words."""
+    """Return the name of the GPU, and in words what this machine lacks to run anything here."""
     found = [f"the Python package {name}" for name in NEEDED if importlib.util.find_spec(name) is None]
     compilers = [os.environ.get("CC"), "gcc", "clang", "cc"]
     if not any(name and shutil.which(name) for name in compilers):
@@ -71,8 +71,10 @@ def looked_at() -> tuple[str, list[str]]:
 
 
 def test_files() -> dict[Path, str]:
-    """The files that have tests for a GPU, and which of them: "gpu" for the marked ones, "" for all of a file that
-    chooses its DEVICE. Those of kernels come first."""
+    """Return the files with tests for a GPU, those of kernels first, each with a marker to select.
+
+    "gpu" selects the marked tests; "" runs the whole file, which chooses its DEVICE.
+    """
     found = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text("utf-8")
@@ -84,7 +86,7 @@ def test_files() -> dict[Path, str]:
 
 
 def process(words: Sequence[str], limit: float, environment: Mapping[str, str] | None = None) -> str:
-    """Run `python` with words: "" where it ends well, else why not. It prints as it goes."""
+    """Run `python` with these words; return "" if it succeeds, else the reason. Its output is printed as it comes."""
     begin = time.monotonic()
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **(environment or {})}
@@ -97,7 +99,7 @@ def process(words: Sequence[str], limit: float, environment: Mapping[str, str] |
 
 
 def run_tests(files: Mapping[Path, str], limit: float) -> dict[str, str]:
-    """Run those tests of files; returns for each file "passed", or what is wrong with it."""
+    """Run the selected tests of each file; return for each file "passed" or the failure in words."""
     found = {}
     for path, mark in files.items():
         name = str(path.relative_to(ROOT))
@@ -114,8 +116,8 @@ def run_tests(files: Mapping[Path, str], limit: float) -> dict[str, str]:
 
 
 def run_suites(suites: Sequence[str], words: Sequence[str], output: Path, limit: float) -> dict[str, str]:
-    """Run suites; returns how each ended. Their lines are in `output`, as JSON and as a table, after each of them."""
-    from benchmarks import machine  # these need torch, whose absence is said before
+    """Run suites; return how each ended. After each, `output` has the lines so far, as JSON and as a table."""
+    from benchmarks import machine  # this needs torch; its absence is reported earlier
     from benchmarks.result import Result, table
 
     found, lines = {}, []
@@ -135,7 +137,7 @@ def run_suites(suites: Sequence[str], words: Sequence[str], output: Path, limit:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 0 where all tests pass and all lines agree."""
+    """Run tests and suites; return 0 if all tests pass and all lines agree."""
     words = sys.argv[1:] if words is None else words
     if "--quick" in words:
         return quick.main([word for word in words if word != "--quick"])

@@ -93,7 +93,7 @@ def write_data(directory: Path, rows: int) -> None:
 
 
 def trained(directory: Path, recipe: str, seed: int, changes: Sequence[str]) -> Path:
-    """Return the model of a recipe and a seed, trained if it is not there."""
+    """Return the model of a recipe and a seed; train it if it is missing."""
     run, data = directory / f"{recipe}-{seed}", directory / "data"
     if not (run / "model").is_dir():
         of_recipe = {
@@ -112,7 +112,10 @@ def trained(directory: Path, recipe: str, seed: int, changes: Sequence[str]) -> 
 
 @dataclass
 class Answers:
-    """The answers about some cells: by draw the log-probabilities [N, 4] of the digits, the posteriors, the digits."""
+    """Answers about cells, a list entry each: scores by draw [N, 4], posterior, true digit, row.
+
+    scores: log-probabilities of the four digits; digits count from 0.
+    """
 
     scores: list[Tensor]
     posteriors: list[Tensor]
@@ -121,7 +124,7 @@ class Answers:
 
     @classmethod
     def empty(cls) -> Answers:
-        """No answers yet."""
+        """Return a list of no answers."""
         return cls([], [], [], [])
 
     def add(self, puzzle: Puzzle, cell: int, scores_NX: Tensor, row: int) -> None:
@@ -132,7 +135,7 @@ class Answers:
         self.rows.append(row)
 
     def lines(self, others: Answers | None, **about: Any) -> Iterator[Line]:
-        """The line of the table, and with `others` the line after their temperature, too."""
+        """Yield the line of the table, and with `others` a second line with the temperature fitted on them."""
         yield self._line(None, **about)
         if others is not None:
             targets = [torch.eye(4, dtype=torch.float64)[digit] for digit in others.digits]
@@ -154,7 +157,7 @@ class Answers:
 
 
 def decided(sampler: Sampler, asked: Sequence[Puzzle], asking: Asking) -> tuple[Answers, float]:
-    """The answers to decisions about the puzzles, and the milliseconds of a prompt."""
+    """Return the answers of decisions about the puzzles, and milliseconds per prompt."""
     answers, began, rows, cells = Answers.empty(), time.perf_counter(), [], list[tuple[int, ...]]()
     for number, puzzle in enumerate(asked):
         cells.append(ASKED if asking.joint else (puzzle.asked,))
@@ -168,7 +171,10 @@ def decided(sampler: Sampler, asked: Sequence[Puzzle], asking: Asking) -> tuple[
 
 
 def sampled(sampler: Sampler, asked: Sequence[Puzzle]) -> tuple[Answers, float]:
-    """The shares of the digits in full samples, each digit counted half a time more than it was seen."""
+    """Return the shares of digits in full samples, and milliseconds per prompt.
+
+    Half a count is added for each digit, so that no share is 0.
+    """
     answers, began = Answers.empty(), time.perf_counter()
     requests = [
         Request(f"{row}/{number}", prompt=f"{puzzle.cells}=")
@@ -185,7 +191,7 @@ def sampled(sampler: Sampler, asked: Sequence[Puzzle]) -> tuple[Answers, float]:
 
 
 def next_tokens(sampler: Sampler, asked: Sequence[Puzzle]) -> tuple[Answers, float]:
-    """The next-token head's probabilities of the labels of one cell's question."""
+    """Return the next-token head's scores of the labels of one cell's question, and milliseconds per prompt."""
     answers, began, requests = Answers.empty(), time.perf_counter(), []
     for row, puzzle in enumerate(asked):
         state = [{"role": "user", "content": puzzle.state}]
@@ -201,7 +207,7 @@ def next_tokens(sampler: Sampler, asked: Sequence[Puzzle]) -> tuple[Answers, flo
 
 
 def lines_of(directory: Path, recipe: str, seed: int, count: int, changes: Sequence[str]) -> Iterator[Line]:
-    """The lines of a model."""
+    """Yield the lines of a model."""
     path = trained(directory, recipe, seed, changes)
     sampler = Sampler(blockdiff.load(path, dtype="float32", device="cpu"), load_tokenizer(path))
     asked, others = puzzles(count, 3), puzzles(max(1, count // 5), 4)

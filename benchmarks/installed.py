@@ -10,7 +10,7 @@ from typing import Any
 
 @functools.cache
 def installed(package: str, name: str) -> Any:
-    """A peer's module; None, with one line that says why, where it is not installed or does not import here."""
+    """Import a peer's module; None, with one printed line of the reason, if it is missing or fails to import."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

@@ -35,7 +35,7 @@ Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # x, gate_up, 
 
 @dataclass(frozen=True)
 class Shape:
-    """N tokens, of which each takes k of E experts; skewed: the popularity of experts falls like 1 / rank."""
+    """N tokens, each routed to k of E experts; skewed: the popularity of experts falls like 1 / rank."""
 
     name: str
     N: int
@@ -50,11 +50,14 @@ class Shape:
         return f"{self.N:,} tokens, {self.k} of {self.E} experts, {'skewed' if self.skewed else 'uniform'}"
 
     def flops(self, kind: str) -> float:
-        """Operations: three matrices of D x F a row; backward as much again, and once more for their gradients."""
+        """Return operations of three products with D x F matrices a row.
+
+        The backward takes as many again, and gradients of the weights as many once more.
+        """
         return {FROZEN: 12, TRAINED: 18}.get(kind, 6) * self.N * self.k * self.D * self.F
 
     def bytes(self, element_size: int, used: int) -> float:
-        """Bytes that a forward must move: the experts in use, tokens in and out."""
+        """Return the bytes that a forward must move: the `used` experts, tokens in and out."""
         return element_size * (used * 3 * self.D * self.F + 2 * self.N * self.D)
 
 
@@ -66,7 +69,7 @@ SHAPES = tuple(
 
 
 class Inputs(NamedTuple):
-    """The tensors that every candidate reads, and the gradient of the output."""
+    """The tensors that all candidates read, and the gradient of the output."""
 
     x_ND: Tensor
     gate_up_EFD: Tensor
@@ -76,13 +79,13 @@ class Inputs(NamedTuple):
     grad_ND: Tensor
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """All but the routing in another dtype."""
+        """Return the inputs in another dtype, except the routing."""
         x, gate_up, down, index, weight, grad = self
         return Inputs(x.to(dtype), gate_up.to(dtype), down.to(dtype), index, weight, grad.to(dtype))
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
-    """Every shape on a GPU, if `sizes` have the released model; `done` gets each line as it is finished."""
+    """Measure every shape on a GPU if `sizes` have the released model; call `done` with each finished line."""
     if settings.device.type != "cuda":
         print(f"{SUITE}: needs a GPU", file=sys.stderr)
         return
@@ -96,7 +99,10 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
 
 
 def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Normed tokens, weights that keep their size, and a routing without repetition whose weights add up to 1."""
+    """Draw normed tokens, weights that preserve their scale, and a routing.
+
+    A token's experts are distinct, and their weights sum to 1.
+    """
     g = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
@@ -121,7 +127,10 @@ def measure(
     settings: Settings,
     ceilings: Ceilings | None,
 ) -> Result:
-    """One line: compare with fp32 eager (bf16: bounded by the error of bf16 eager), time in turns, trace memory."""
+    """Compare with fp32 eager, time in turns, trace the memory; return the line.
+
+    In bf16 the error of bf16 eager is the bound.
+    """
 
     def ours(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         return experts(x, gate_up, down, index, weight)
@@ -151,7 +160,7 @@ def measure(
 
 
 def _work(mix: Mix, inputs: Inputs, kind: str) -> Work:
-    """A call that gives the output and, where the kind has them, the gradients."""
+    """Return a call that computes the output and, if `kind` has them, the gradients."""
     x, gate_up, down, index, weight, grad = inputs
 
     def forward() -> list[Tensor]:
@@ -176,12 +185,12 @@ NAMES = ("output", "grad x", "grad weight", "grad gate_up", "grad down")
 
 
 def _peers(shape: Shape, kind: str, inputs: Inputs) -> Iterator[tuple[str, Work]]:
-    """The peers that there are; one that cannot run says so when it is tried."""
+    """Yield the peers; one that cannot run here says so when it is tried."""
     yield "transformers eager", _work(_transformers("eager", shape), inputs, kind)
     grouped = _transformers("grouped_mm", shape)
     yield "transformers grouped_mm", _work(grouped, inputs, kind)
     capacity = int(inputs.index_Nk.flatten().bincount().max())
-    if shape.E * capacity <= 4 * shape.N * shape.k:  # else nearly all of it is padding
+    if shape.E * capacity <= 4 * shape.N * shape.k:  # else the slab is nearly all padding
         yield "padded bmm", _work(_padded(capacity), inputs, kind)
     deep_gemm = installed("deep_gemm", "DeepGEMM") if inputs.x_ND.is_cuda and kind == FORWARD else None
     if deep_gemm is not None:
@@ -199,7 +208,7 @@ def _peers(shape: Shape, kind: str, inputs: Inputs) -> Iterator[tuple[str, Work]
 
 
 def _deep_gemm(module: Any) -> Mix:
-    """DeepGEMM's grouped bf16 products, on rows sorted by expert and padded to its alignment; forward only."""
+    """Return DeepGEMM's grouped bf16 products on rows sorted by expert, padded to its alignment; forward only."""
 
     def mix(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         (N, k), E = index.shape, len(down)
@@ -225,7 +234,7 @@ def _deep_gemm(module: Any) -> Mix:
 
 
 def _transformers(implementation: str, shape: Shape) -> Mix:
-    """Their module's forward, on whatever weights it is given."""
+    """Return the forward of transformers' module, on any weights."""
     module = _module(implementation, shape)
 
     def mix(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
@@ -239,7 +248,7 @@ def _transformers(implementation: str, shape: Shape) -> Mix:
 
 
 def _module(implementation: str, shape: Shape) -> DiffusionGemmaTextExperts:
-    """Their module without weights."""
+    """Return transformers' module without weights."""
     config = DiffusionGemmaTextConfig(
         num_experts=shape.E,
         top_k_experts=shape.k,
@@ -253,7 +262,7 @@ def _module(implementation: str, shape: Shape) -> DiffusionGemmaTextExperts:
 
 
 def _padded(capacity: int) -> Mix:
-    """Every expert's tokens in a slab of as many rows as the fullest one has (known beforehand), two bmm."""
+    """Return two bmm over a slab of `capacity` rows for every expert, the fullest expert's (known beforehand)."""
 
     def mix(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         E, (N, k) = gate_up.shape[0], index.shape
@@ -273,7 +282,7 @@ def _padded(capacity: int) -> Mix:
 
 
 def _captured(work: Work) -> Work:
-    """The same work as one graph's replay."""
+    """Return the replay of the work's CUDA graph."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -27,7 +27,7 @@ Work = Callable[[], Any]
 
 
 def relative_error(values: Tensor, truth: Tensor) -> float:
-    """Relative 2-norm error; of tokens the share that differs; infinite if anything is not a number."""
+    """Return the relative 2-norm error; for tokens the share that differs; infinite if any value is not a number."""
     if not truth.is_floating_point():
         return float((values != truth).float().mean())
     error = float((values.float() - truth.float()).norm() / truth.float().norm().clamp(min=1e-30))
@@ -37,7 +37,7 @@ def relative_error(values: Tensor, truth: Tensor) -> float:
 def agreement(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, is_fp32: bool
 ) -> Agreement:
-    """Our relative errors against the truth in fp32; of inputs in half precision bounded by the errors of a peer."""
+    """Compare our outputs with the fp32 truth by relative error; in half precision a peer's errors are the bound."""
     errors = {}
     for name, exact in truth.items():
         if exact.numel():
@@ -47,7 +47,7 @@ def agreement(
 
 
 def computes(name: str, work: Callable[[], Sequence[Tensor]], ours: Sequence[Tensor]) -> bool:
-    """True for a peer that runs here and gives what we give; another one is named."""
+    """Return whether a peer runs here and gives our outputs; if not, it is named."""
     try:
         error = max(relative_error(x, y) for x, y in zip(work(), ours, strict=True))
     except Exception as problem:  # whatever it says that cannot take this shape or device
@@ -59,7 +59,7 @@ def computes(name: str, work: Callable[[], Sequence[Tensor]], ours: Sequence[Ten
 
 
 def timed(result: Result, ours: Work, peers: Mapping[str, Work], settings: Settings, has_peak: bool = True) -> Result:
-    """The line with the times of ours and of the fastest peers, in turns, and with the peaks of their memory."""
+    """Return the line with our times and those of the fastest peers, in turns, and their peak memory."""
     device = settings.device
     probed = probe({name: once(work, device) for name, work in peers.items()})
     chosen = {name: once(peers[name], device) for name in contenders(probed)}
@@ -72,7 +72,7 @@ def timed(result: Result, ours: Work, peers: Mapping[str, Work], settings: Setti
 
 
 def rates(line: Result, operations: float, nbytes: float | None, ceilings: Ceilings | None) -> Result:
-    """The line with what it reached of the operations, and of the bytes a second, that the device has at best."""
+    """Return the line with its operations and bytes per second in `case`, also as shares of the ceilings."""
     assert line.ours is not None
     seconds = line.ours.median
     words = f"{operations / seconds / 1e12:.3g} TFLOP/s"

@@ -30,7 +30,7 @@ from blockdiff.spans import Spans, denoise_spans, encode_spans
 from tests.oracles import span_attention as reference
 
 SUITE = "span attention"
-COMPARED_QUERIES = 1024  # of which the fp32 scores are held at once
+COMPARED_QUERIES = 1024  # whose fp32 scores are in memory together
 
 Attend = Callable[..., Tensor]  # ours: q, prefix k and v, own k and v; a peer: q, k, v, heads before tokens
 
@@ -62,16 +62,16 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs that are seen: the useful work."""
+        """Return the number of query-key pairs that are seen: the useful work."""
         lo, hi = self.spans.bounds_BT4[..., ::2].long(), self.spans.bounds_BT4[..., 1::2].long()
         return int((hi - lo).clamp(min=0).sum())
 
     def flops(self, with_backward: bool) -> float:
-        """Useful operations: two products forward, five backward."""
+        """Return the useful operations: two products forward, five backward."""
         return (14 if with_backward else 4) * self.heads.h * self.heads.d * self.pairs
 
     def bytes(self, element_size: int) -> int:
-        """Bytes of everything that a forward must read and write once."""
+        """Return the bytes that a forward must read and write, each once."""
         B, T = self.spans.bounds_BT4.shape[:2]
         keys = 2 * (self.prefix + self.own) * self.heads.K
         return B * self.heads.d * element_size * (keys + 2 * T * self.heads.h)
@@ -81,7 +81,7 @@ SLIDING, FULL = Heads(16, 8, 256, 1024), Heads(16, 2, 512, None)  # the released
 
 
 def training(name: str, heads: Heads, rows: int, S: int, C: int, L: int) -> Iterator[Shape]:
-    """The encode of clean rows of S tokens, and the denoise of C canvases of L tokens in each."""
+    """Yield the encode of clean rows of S tokens, and the denoise of C canvases of L tokens in each row."""
     yield Shape(
         name, f"encode {rows} x {S}", heads, 0, S, encode_spans(torch.zeros(rows, S).long(), heads.window), True
     )
@@ -91,7 +91,7 @@ def training(name: str, heads: Heads, rows: int, S: int, C: int, L: int) -> Iter
 
 
 def sampling(name: str, heads: Heads, rows: int, prefix: int, L: int) -> Shape:
-    """One canvas per row after `prefix` cached tokens, of which a sliding layer keeps the last window - 1."""
+    """Return one canvas per row after `prefix` cached tokens; sliding layers keep the last window - 1 of them."""
     held = prefix if heads.window is None else min(prefix, heads.window - 1)
     start = torch.full((rows, 1), held)
     own = denoise_spans(start, torch.zeros_like(start), torch.full_like(start, L), L)
@@ -100,7 +100,7 @@ def sampling(name: str, heads: Heads, rows: int, prefix: int, L: int) -> Shape:
 
 
 def shapes() -> Iterator[Shape]:
-    """Every shape of the released model."""
+    """Yield every shape of the released model."""
     for heads in (SLIDING, FULL):
         for rows, S, C in ((16, 1024, 4), (4, 4096, 16), (1, 16_384, 64)):
             yield from training("released", heads, rows, S, C, 256)
@@ -110,7 +110,7 @@ def shapes() -> Iterator[Shape]:
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
-    """Every shape on a GPU, if `sizes` have the released model; `done` gets each line as it is finished."""
+    """Measure every shape on a GPU if `sizes` have the released model; call `done` with each finished line."""
     if settings.device.type != "cuda":
         print(f"{SUITE}: needs a GPU", file=sys.stderr)
         return
@@ -124,7 +124,7 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
 def measure(
     shape: Shape, with_backward: bool, attend: Callable[..., Any], settings: Settings, ceilings: Ceilings | None
 ) -> Result:
-    """One line: compare row 0 with fp32, then time in turns, then trace the memory."""
+    """Compare row 0 with fp32, then time in turns, then trace the memory; return the line."""
     device = settings.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     spans = Spans(shape.spans.bounds_BT4.to(device), shape.spans.sees_all)
@@ -154,7 +154,7 @@ def measure(
 
 
 def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """q, prefix k and v, own k and v as normed heads have them, and the gradient of the output."""
+    """Draw q, prefix k and v, own k and v as normed heads produce them, and the gradient of the output."""
     g = torch.Generator(device).manual_seed(0)
     (B, T), heads = shape.spans.bounds_BT4.shape[:2], shape.heads
     sizes = [(B, T, heads.h, heads.d), *[(B, shape.prefix, heads.K, heads.d)] * 2]
@@ -178,7 +178,7 @@ def _work(attend: Attend, tensors: list[Tensor], grad_out: Tensor, with_backward
 
 
 def _agreement(spans: Spans, tensors: list[Tensor], grad_out: Tensor, ours: Attend, backward: bool) -> Agreement:
-    """Relative errors of row 0 against fp32; in half precision bounded by twice those of SDPA."""
+    """Return relative errors of row 0 against fp32; in half precision twice SDPA's are the bound."""
 
     dense = spans.dense(tensors[1].shape[1], tensors[3].shape[1])[:, None]
 
@@ -201,7 +201,7 @@ def _of_row_0(attend: Attend, tensors: list[Tensor], grad_out: Tensor, backward:
 
 
 def _truth(spans: Spans, tensors: list[Tensor], grad_out: Tensor, backward: bool) -> list[Tensor]:
-    """The reference in fp32, some queries and one key head at a time."""
+    """Return the reference in fp32, computed for some queries and one key head at a time."""
     wide = [x.detach().float().requires_grad_(backward) for x in tensors]
     out = torch.empty_like(wide[0])
     group = tensors[0].shape[2] // tensors[3].shape[2]
@@ -226,7 +226,7 @@ Peers = dict[str, tuple[Attend, list[Tensor]]]  # a peer, and its q, k and v
 
 
 def peers(shape: Shape, spans: Spans, tensors: list[Tensor]) -> Peers:
-    """The peers for a geometry; one that cannot run is named when it is tried."""
+    """Return the peers for a geometry; one that cannot run is named when it is tried."""
     whole = [x.detach().requires_grad_(shape.trains) for x in _whole(tensors)]
     repeated = [x.detach().repeat_interleave(whole[0].shape[1] // x.shape[1], 1) for x in whole]
     repeated = [x.requires_grad_(shape.trains) for x in repeated]
@@ -254,7 +254,7 @@ def peers(shape: Shape, spans: Spans, tensors: list[Tensor]) -> Peers:
 
 
 def _whole(tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, and k and v of both sources, heads before tokens."""
+    """Return q, and k and v of both sources joined, heads before tokens."""
     q, prefix_k, prefix_v, own_k, own_v = tensors
     k, v = torch.cat([prefix_k, own_k], 1), torch.cat([prefix_v, own_v], 1)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -268,13 +268,13 @@ def _sdpa(is_seen: Tensor | None, backend: SDPBackend | None, q: Tensor, k: Tens
 
 
 def _flash_3(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlashAttention-3 of tensors with tokens before heads; earlier versions also return the log-sum-exp."""
+    """Run FlashAttention-3, which has tokens before heads; earlier versions also return the log-sum-exp."""
     out = module.flash_attn_func(q, k, v, softmax_scale=1.0, causal=False)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
 def _flex(shape: Shape, spans: Spans) -> Attend:
-    """FlexAttention, compiled, with a BlockMask of the same geometry."""
+    """Return compiled FlexAttention with a BlockMask of the same geometry."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # it would stop compiling after a few shapes

@@ -34,7 +34,7 @@ PEER_ROWS = 4096  # transformers' way holds several fp32 [rows, V]
 
 @dataclass(frozen=True)
 class Shape:
-    """N tokens of D numbers, V tokens to choose from."""
+    """N tokens of width D, and a vocabulary of V."""
 
     name: str
     N: int
@@ -49,7 +49,7 @@ SHAPES = tuple(Shape("released", N, 262_144, 2816) for N in (256, 2048, 4096, 16
 
 
 class Inputs(NamedTuple):
-    """The tensors that every candidate reads."""
+    """The tensors that all candidates read."""
 
     hidden_ND: Tensor
     table_VD: Tensor
@@ -57,19 +57,19 @@ class Inputs(NamedTuple):
     uniform_N: Tensor
 
     def first(self, rows: int) -> Inputs:
-        """The same with fewer tokens."""
+        """Return the inputs with only the first `rows` tokens."""
         return Inputs(self.hidden_ND[:rows], self.table_VD, self.target_N[:rows], self.uniform_N[:rows])
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Hidden states and table in another dtype."""
+        """Return the inputs with hidden states and table in another dtype."""
         return self._replace(hidden_ND=self.hidden_ND.to(dtype), table_VD=self.table_VD.to(dtype))
 
 
-Candidate = Callable[[Inputs], dict[str, Tensor]]  # gives what is compared
+Candidate = Callable[[Inputs], dict[str, Tensor]]  # returns the tensors to compare
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
-    """Every op at every shape on a GPU, if `sizes` have the released model; `done` gets each line."""
+    """Measure every op at every shape on a GPU if `sizes` have the released model; call `done` with each line."""
     if settings.device.type != "cuda":
         print(f"{SUITE}: needs a GPU", file=sys.stderr)
         return
@@ -81,7 +81,7 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
 
 
 def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Logits of a standard deviation of about 3."""
+    """Draw inputs whose logits have a standard deviation of about 3."""
     g = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(shape.N, shape.D, generator=g, device=device).mul_(3 / shape.D**0.5).to(dtype)
     table = torch.randn(shape.V, shape.D, generator=g, device=device).to(dtype)
@@ -90,7 +90,7 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
 
 
 def measure(inputs: Inputs, shape: Shape, kernels: Kernels, settings: Settings) -> Iterator[Result]:
-    """Loss and gradients with a frozen and a trained table, soft embedding, and what a denoising step needs."""
+    """Yield lines: loss and gradients (frozen and trained table), soft embedding, statistics of a denoising step."""
     is_cuda = settings.device.type == "cuda"
     liger, cut = (_liger(), _cut_cross_entropy()) if is_cuda else (None, None)
     for trains_table in (False, True):
@@ -123,7 +123,7 @@ def _compared(
     settings: Settings,
     floor: Work | None = None,
 ) -> Iterator[Result]:
-    """A line against the peers, and one against the floor where there is one (its "speed-up" is at most about 1)."""
+    """Yield a line against the peers and, if there is a floor, one against it (a "speed-up" of at most about 1)."""
     device, name = settings.device, str(shape)
     result = Result(SUITE, name, case, _agreement(inputs.first(COMPARED_ROWS), ours, peers["transformers"]))
     if not result.agreement.is_met:
@@ -139,7 +139,7 @@ def _compared(
 
 
 def _agreement(inputs: Inputs, ours: Candidate, peer: Candidate) -> Agreement:
-    """Relative errors against the peer in fp32; in half precision bounded by the peer's own error."""
+    """Return relative errors against the peer in fp32; in half precision the peer's own error is the bound."""
     mine, theirs = ours(inputs), peer(inputs)
     is_fp32 = inputs.hidden_ND.dtype == torch.float32
     return agreement(mine, theirs, theirs if is_fp32 else peer(inputs.to(torch.float32)), is_fp32=is_fp32)
@@ -204,7 +204,7 @@ def _unfused_stats(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _in_parts(peer: Candidate) -> Candidate:
-    """Whole where the logits fit, as for the comparison, else part after part, as micro-batches."""
+    """Run a peer whole if its logits fit, else part by part, as micro-batches do."""
 
     def in_parts(inputs: Inputs) -> dict[str, Tensor]:
         out: dict[str, Tensor] = {}
@@ -217,7 +217,7 @@ def _in_parts(peer: Candidate) -> Candidate:
 
 
 def _liger() -> Callable[..., dict[str, Tensor]] | None:
-    """Liger's fused linear cross-entropy, where it is installed."""
+    """Return Liger's fused linear cross-entropy; None if it is not installed."""
     liger = installed("liger_kernel.transformers", "Liger")
     if liger is None:
         return None
@@ -233,7 +233,7 @@ def _liger() -> Callable[..., dict[str, Tensor]] | None:
 
 
 def _cut_cross_entropy() -> Callable[..., dict[str, Tensor]] | None:
-    """Apple's cut cross-entropy (arXiv 2411.09009), where it is installed, without the filter that skips gradients."""
+    """Return Apple's cut cross-entropy (arXiv 2411.09009) with its filter of gradients off; None if not installed."""
     cut = installed("cut_cross_entropy", "cut-cross-entropy")
     if cut is None:
         return None
@@ -249,7 +249,7 @@ def _cut_cross_entropy() -> Callable[..., dict[str, Tensor]] | None:
 
 
 def _two_products(inputs: Inputs) -> Tensor:
-    """The products that no path can avoid: the logits, and theirs with the table; a chunk of rows at a time."""
+    """Compute the two products that no path can avoid, chunk by chunk: the logits, and logits times table."""
     out = torch.empty_like(inputs.hidden_ND)
     for lo in range(0, len(out), 512):
         rows = slice(lo, lo + 512)

@@ -41,7 +41,7 @@ class Chain:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Returns 1 when a killed run differs from the one that nobody killed or a damage went unnoticed, else 0."""
+    """Run all; return 1 if a killed run differs from the undisturbed one or a damage is not noticed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="kills (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at")
@@ -75,7 +75,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def table(chains: list[Chain], outcomes: list[tuple[Damage, str]]) -> list[str]:
-    """The lines that say what was done, how often, and what became of it."""
+    """Return lines that say what was done, how often, and with what result."""
     rows = []
     for stage, count in Counter(kill.stage for chain in chains for kill in chain.kills).most_common():
         spoilt = sum(bool(chain.differs) for chain in chains if stage in {kill.stage for kill in chain.kills})
@@ -90,21 +90,21 @@ def table(chains: list[Chain], outcomes: list[tuple[Damage, str]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Whole:
-    """A run that nobody killed, in `folder`/whole, with its inputs beside it."""
+    """An undisturbed run in `folder`/whole, with its inputs beside it."""
 
     folder: Path
     seconds: float
     operations: dict[str, int]
-    answer: str  # what its model says to PROMPT
+    answer: str  # its model's answer to PROMPT
 
     @property
     def run(self) -> Path:
-        """Its directory."""
+        """The run's directory."""
         return self.folder / "whole"
 
     @classmethod
     def trained(cls, folder: Path) -> Whole:
-        """Make the inputs and the run; says on stderr how long it took."""
+        """Make the inputs and the run; print on stderr how long it took."""
         make_inputs(folder)
         attempt(folder, folder / "first", None)
         for name in (folder / "modules").read_text().split():
@@ -119,12 +119,12 @@ class Whole:
 
 
 def sample_words(run: Path) -> list[str]:
-    """The command that asks the model of a run."""
+    """Return the command that samples from the model of a run."""
     return ["sample", str(run / "model"), "--prompt", PROMPT, "--steps", "2", "--dtype", "auto"]
 
 
 def damaged(whole: Whole, damage: Damage, number: int) -> str:
-    """Damage a copy of everything, go on with it, and say what became of it."""
+    """Damage a copy of everything, resume or use it, and return the outcome in words."""
     place = whole.folder / f"damaged-{number}"
     place.mkdir()
     copy_to(whole.folder, whole.run, place)
@@ -152,7 +152,7 @@ def damaged(whole: Whole, damage: Damage, number: int) -> str:
 
 
 def kill_many(whole: Whole, count: int, seed: int) -> Iterator[Chain]:
-    """Run and kill chains until there were `count` kills; says on stderr how each ended."""
+    """Run and kill chains until there were `count` kills; print on stderr how each ended."""
     draw, done, number = random.Random(seed), 0, 0
     folder, seconds, operations = whole.folder, whole.seconds, whole.operations
     while done < count:
@@ -175,9 +175,10 @@ def kill_many(whole: Whole, count: int, seed: int) -> Iterator[Chain]:
 
 
 def attempt(folder: Path, run: Path, kill: Kill | None) -> dict[str, int] | None:
-    """`blockdiff train --resume` until it ends or is killed: the file operations there were, or None if it was killed.
+    """Run `blockdiff train --resume` until it ends or is killed.
 
-    Raises RuntimeError with what the process said when it failed.
+    Returns counts of its file operations, None if it was killed. Raises RuntimeError with the process's output if it
+    failed.
     """
     return in_child(folder, train_words(folder, run), kill)
 

@@ -31,7 +31,7 @@ from tests.support.launches import (
 
 
 def main() -> None:
-    """Prints a Markdown table."""
+    """Print a Markdown table."""
     argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__).parse_args()
     of_time = "host microseconds | of them stand-ins | look-ups on a GPU, on top"
     print(f"| layer | Triton launches | torch operations | Python calls | {of_time} |\n|---|---|---|---|---|---|---|")

@@ -35,7 +35,7 @@ FEW, MANY, REPEATS = 2, 8, 25
 
 
 def made(layers: int, recomputes: bool) -> tuple[Objective, Batch]:
-    """The objective of a model with so many sliding layers and adapters of rank 16, and a batch of one row."""
+    """Return the objective of a model with `layers` sliding layers and adapters of rank 16, and a batch of one row."""
     config = small_config([KINDS["sliding"]] * layers + [KINDS["full"]])
     model = DiffusionGemma(config, kernels=Kernels("triton")).to(torch.bfloat16)
     adapt(model, targets(model, {part: LowRank(16, 32) for part in ("attention", "mlp")}))
@@ -49,7 +49,7 @@ def made(layers: int, recomputes: bool) -> tuple[Objective, Batch]:
 
 
 def step(objective: Objective, batch: Batch) -> None:
-    """The gradient of a step."""
+    """Compute the gradients of a step."""
     with cast_once(objective):
         sums: Any = objective(batch)
         (sums["canvas"] / 16 + sums["ar"] / 30).backward()
@@ -58,7 +58,7 @@ def step(objective: Objective, batch: Batch) -> None:
 
 
 def measured(layers: int, recomputes: bool) -> tuple[float, int, int]:
-    """Seconds of the host in a step, the least of some, its launches and its torch operations."""
+    """Return the host seconds of a step (the least of several), its launches and its torch operations."""
     launched: Counter[str] = Counter()
 
     def count(launch: launching.Launch, *arguments: Any) -> None:
@@ -81,7 +81,7 @@ def measured(layers: int, recomputes: bool) -> tuple[float, int, int]:
 
 
 def main() -> None:
-    """Print a line without and one with recomputation."""
+    """Print a line without recomputation and one with it."""
     argparse.ArgumentParser(prog="python -m benchmarks.lora_host", description=__doc__).parse_args()
     for recomputes in (False, True):
         few, many = measured(FEW, recomputes), measured(MANY, recomputes)

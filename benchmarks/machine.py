@@ -20,7 +20,7 @@ PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers")
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Hardware, versions and commit as JSON values; `dirty` = tracked files differ from the commit."""
+    """Return hardware, versions and commit as JSON values; `dirty`: tracked files differ from the commit."""
     versions = {"python": platform.python_version(), "blockdiff": blockdiff.__version__}
     for package in PACKAGES:
         try:
@@ -50,36 +50,36 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def name(device: torch.device) -> str:
-    """The device in words: the GPU's name, or the processor's with its cores."""
+    """Return the device in words: the GPU's name, or the processor's with its cores."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
 
 
 def heading(record: dict[str, Any], repeats: int) -> str:
-    """The first line of a table: on what it was measured, and how often."""
+    """Return the first line of a table: the machine, and the number of repeats."""
     return f"{place(record)}; medians (quartiles) of {repeats} repeats in turns"
 
 
 def place(record: dict[str, Any]) -> str:
-    """The hardware, versions and commit of a record in words."""
+    """Return the hardware, versions and commit of a record in words."""
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     commit = f"{str(record['commit'])[:12]}{' + changes' if record['dirty'] else ''}"
     return f"{record['device']}, {record['cores']} cores, {record['threads']} threads; {versions}; commit {commit}"
 
 
 def write(output: Path, figures: Any, text: str) -> None:
-    """Write figures to FILE.json, and the table that shows them beside it as FILE.md."""
+    """Write figures to FILE.json, and the table that shows them to FILE.md."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     output.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
 def slug(device: torch.device) -> str:
-    """The device's name as part of a file name."""
+    """Return the device's name as part of a file name."""
     return slug_of(name(device))
 
 
 def slug_of(device_name: str) -> str:
-    """The same of its name."""
+    """Return a device's name, as `name` gives it, as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower().replace("(r)", "").replace("(tm)", "")).strip("-")
 
 

@@ -29,10 +29,10 @@ MARGIN, TRIES = 1.5e-5, 100
 
 @dataclass(frozen=True)
 class Size:
-    """A model and the rows it is measured on.
+    """A model, and the rows on which it is measured.
 
-    preset: in recipes/presets; text: what differs from it; rows x (prompt + canvas) tokens make a training
-    batch; steps: (fewer, more) denoising steps whose difference is timed.
+    preset: in recipes/presets; text: changes of its text config; rows x (prompt + canvas) tokens make a training batch;
+    steps: (fewer, more) denoising steps whose difference is timed.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Size:
     text: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> DiffusionGemmaFamily:
-        """The config of this size."""
+        """Return the config of this size."""
         return changed_preset(self.preset, self.text)
 
 
@@ -54,15 +54,15 @@ class Pair(NamedTuple):
     peer: DiffusionGemmaForBlockDiffusion
 
     def peer_parameter(self, name: str) -> Tensor:
-        """The peer's parameter that corresponds to ours called `name`."""
+        """Return the peer's parameter that corresponds to our parameter `name`."""
         return self.peer.get_parameter(NAMES.to_hub(name))
 
 
 def sizes(device: torch.device) -> dict[str, Size]:
-    """The sizes worth measuring on a device, by name.
+    """Return by name the sizes worth measuring on a device.
 
-    The windows of the small presets are widened beyond the rows: only then can transformers encode a whole
-    row once and crop its cache to the prompt. On a GPU with room for it: some layers of the released model.
+    The windows of the small presets are widened beyond the rows: only then can transformers encode a whole row once and
+    crop its cache to the prompt. A GPU with enough memory also gets some layers of the released model.
     """
     listed = [
         Size("quickstart", "sudoku4", rows=64, prompt=18, steps=(4, 36), text=dict(sliding_window=128)),
@@ -87,13 +87,13 @@ def pair(
     seed: int = 0,
     kernels: str = "auto",
 ) -> Pair:
-    """Both models of a size, in training mode."""
+    """Return both models of a size, in training mode."""
     config = size.config()
     with torch.device(device):
         peer = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**config.to_dict()))
     peer.set_attn_implementation("sdpa")
     for module in (peer.model.decoder.embed_tokens, peer.model.encoder.get_input_embeddings()):
-        # transformers gives pad no gradient as an input, not even where it is noise; we do. Both alike, to compare.
+        # transformers gives pad no gradient as an input, not even if it is noise; we do. Here neither does.
         module.padding_idx = None
     _draw(peer, torch.Generator(device).manual_seed(seed))
     _cast(peer, dtype)
@@ -106,7 +106,7 @@ def pair(
 
 
 def in_fp32(peer: DiffusionGemmaForBlockDiffusion) -> DiffusionGemmaForBlockDiffusion:
-    """A copy of the peer that computes in fp32 with the same (rounded) weights: the truth for bf16."""
+    """Return a copy of the peer that computes in fp32 with the same (rounded) weights: the truth for bf16."""
     reference = copy.deepcopy(peer)
     reference.zero_grad(set_to_none=True)
     _cast(reference, torch.float32)
@@ -114,7 +114,7 @@ def in_fp32(peer: DiffusionGemmaForBlockDiffusion) -> DiffusionGemmaForBlockDiff
 
 
 def with_wide_margins(model: DiffusionGemma, draw: Callable[[int], T], run: Callable[[T], object]) -> T:
-    """The result of `draw` for the first seed (1, 2, ...) with which no router comes near a tie in `run`."""
+    """Return `draw(seed)` for the first seed (1, 2, ...) with which no router is close to a tie in `run`."""
     for seed in range(1, TRIES):
         drawn = draw(seed)
         if router_margin(model, lambda drawn=drawn: run(drawn)) >= MARGIN:  # type: ignore[misc]
@@ -124,7 +124,7 @@ def with_wide_margins(model: DiffusionGemma, draw: Callable[[int], T], run: Call
 
 @torch.no_grad()
 def router_margin(model: DiffusionGemma, run: Callable[[], object]) -> float:
-    """The smallest distance of the last expert taken to the first one left, over all that routers decide in `run`."""
+    """Return the smallest distance between the last chosen and the first rejected expert, over all routers in `run`."""
     margins: list[float] = []
 
     def measure(router: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
@@ -140,7 +140,7 @@ def router_margin(model: DiffusionGemma, run: Callable[[], object]) -> float:
 
 
 def _cast(model: DiffusionGemmaForBlockDiffusion, dtype: torch.dtype) -> None:
-    """Cast what a checkpoint holds; `.to()` would round the RoPE frequencies too."""
+    """Cast the tensors that a checkpoint has; `.to()` would round the RoPE frequencies too."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     for name, buffer in model.named_buffers():

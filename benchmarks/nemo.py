@@ -43,9 +43,9 @@ ROWS = {"quickstart": (16, 18), "15m": (4, 64)}  # rows and tokens of a prompt
 
 
 def nemo_model(models: Pair) -> nn.Module:
-    """NeMo's model with the weights of both others; routing is trained as theirs is.
+    """Return NeMo's model with the weights of both others; its routing is trained as theirs is.
 
-    It folds the scale per expert into the experts and has one scalar per layer: both are made equal first.
+    NeMo folds the scale per expert into the experts and has one scalar per layer: both are made equal first.
     """
     from nemo_automodel.components.models.common import BackendConfig
     from nemo_automodel.components.models.diffusion_gemma.model import DiffusionGemmaForBlockDiffusion
@@ -66,7 +66,10 @@ def nemo_model(models: Pair) -> nn.Module:
 
 
 def equalise(models: Pair) -> None:
-    """Give both of ours what NeMo can hold: scales per expert of 1, and one scalar for both passes of a layer."""
+    """Reduce both of our models to what NeMo can represent.
+
+    Scales per expert become 1, and both passes of a layer share one scalar.
+    """
     with torch.no_grad():
         for name, value in models.ours.state_dict(keep_vars=True).items():
             if name.endswith("per_expert_scale"):
@@ -79,7 +82,7 @@ def equalise(models: Pair) -> None:
 
 
 class Step:
-    """NeMo's forward of the objective: `step() -> (canvas loss, AR loss)`; masks are made once, outside of its time."""
+    """NeMo's forward of the objective: `step() -> (canvas loss, AR loss)`; its masks are made before any timing."""
 
     def __init__(self, model: Any, batch: Batch, noisy_BCL: Tensor, window: int):
         from nemo_automodel.components.models.diffusion_gemma.attention_mask import build_block_diffusion_training_mask
@@ -106,7 +109,10 @@ class Step:
 
 
 def gradient_error(models: Pair, model: Any) -> float:
-    """The distance of our gradients from NeMo's, all as one vector; what it does not train is left aside."""
+    """Return the distance of our gradients from NeMo's, all as one vector.
+
+    Parameters that NeMo does not train are left out.
+    """
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     theirs = model.state_dict_adapter.to_hf(grads)
     squared_error = squared_norm = 0.0
@@ -124,7 +130,7 @@ def gradient_error(models: Pair, model: Any) -> float:
 
 
 def measure(size: Size, repeats: int) -> Result:
-    """One line: compare, then time in turns, then trace the memory."""
+    """Compare, then time in turns, then trace the memory; return the line."""
     device = torch.device("cpu")
     rows, prompt = ROWS[size.name]
     size = replace(size, rows=rows, prompt=prompt)
@@ -157,7 +163,7 @@ def measure(size: Size, repeats: int) -> Result:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure and print; 1 where anything disagrees, 0 otherwise, and where NeMo is not installed."""
+    """Measure and print; return 1 if anything disagrees, else 0 (also if NeMo is not installed)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.nemo", description=__doc__)
     parser.add_argument("--sizes", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--repeats", type=int, default=5)

@@ -22,8 +22,8 @@ KV = list[tuple[Tensor, Tensor]]
 class TrainingStep:
     """The objective on rows of equal length: `step() -> (canvas loss, AR loss)`, with gradient.
 
-    noisy_BCL: the corrupted canvases, drawn outside and so not part of the peer's time; scored: the index of
-    the one canvas per row that is scored; pass_one_rows: "all", or "coin" for only rows that use the signal.
+    noisy_BCL: the corrupted canvases, drawn outside of the peer's time; scored: the index of the one canvas per row
+    that is scored; pass_one_rows: "all", or "coin" for only the rows that use the signal.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class TrainingStep:
         return F.cross_entropy(logits_BTV[:, columns].flatten(0, 1), target), ar
 
     def _encode(self) -> tuple[Tensor, KV]:
-        """Hidden states of the whole row, and the keys and values that the canvas sees."""
+        """Return the hidden states of the whole row, and the keys and values that the canvas sees."""
         encoder, tokens = self.model.model.encoder, self.batch.tokens_BS
         cache = DynamicCache(config=self.model.config.text_config)
         if self.fits_window:
             hidden = encoder(input_ids=tokens, past_key_values=cache).last_hidden_state
             stop = None if self.C > 1 else self.start
             return hidden, [(layer.keys[:, :, :stop], layer.values[:, :, :stop]) for layer in cache.layers]
-        # A sliding cache forgets: stop at the canvas's start, take what it holds there, go on.
+        # A sliding cache forgets: stop at the canvas's start, copy its keys and values, continue.
         prompt = encoder(input_ids=tokens[:, : self.start], past_key_values=cache).last_hidden_state
         kv = [(layer.keys, layer.values) for layer in cache.layers]
         response = encoder(input_ids=tokens[:, self.start :], past_key_values=cache).last_hidden_state
@@ -86,7 +86,7 @@ class TrainingStep:
         cache = DynamicCache(config=self.model.config.text_config)
         for n, (keys, values) in enumerate(kv):
             cache.update(keys, values, n)
-        # every canvas of a row stands at its own place, canvas after canvas
+        # the canvases of a row have positions one after another
         positions_1T = torch.arange(canvas_BT.shape[1], device=canvas_BT.device)[None] + self.start
         return self.model(
             decoder_input_ids=canvas_BT,
@@ -98,7 +98,7 @@ class TrainingStep:
         ).logits
 
     def _canvas_masks(self) -> dict[str, Tensor]:
-        """[1, 1, C * L, S + C * L], True where seen: the clean tokens before a canvas, and the canvas."""
+        """Return masks [1, 1, C * L, S + C * L], True if seen: the clean tokens before a canvas, and the canvas."""
         S, T = self.batch.tokens_BS.shape[1], self.C * self.L
         device = self.noisy_BT.device
         canvas_T = torch.arange(T, device=device) // self.L
@@ -114,7 +114,7 @@ class TrainingStep:
 def logits_of_two_steps(
     model: DiffusionGemmaForBlockDiffusion, tokens_BS: Tensor, canvas_BL: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logits of a denoise without a signal, and of one whose signal those logits are."""
+    """Return the logits of a denoise without a signal, and of a second one with these logits as its signal."""
     cache = DynamicCache(config=model.config.text_config)
     model.model.encoder(input_ids=tokens_BS, past_key_values=cache)
     first = model(decoder_input_ids=canvas_BL, past_key_values=cache).logits
@@ -130,7 +130,7 @@ def generation(
     experts: str,
     cache: str = "dynamic",
 ) -> Callable[[], object]:
-    """One canvas by `generate`; a static cache makes transformers compile the denoising step."""
+    """Return a call that generates one canvas; a static cache makes transformers compile the denoising step."""
 
     def run() -> object:
         model.set_experts_implementation(experts)
@@ -149,7 +149,7 @@ def generation(
 
 
 def denoising_steps(model: DiffusionGemmaForBlockDiffusion, generate: Callable[[], object]) -> int:
-    """The number of denoising steps that a call of `generate` (not compiled) takes."""
+    """Return the number of denoising steps in a call of `generate` (not compiled)."""
     calls = 0
 
     def count(*_: object) -> None:

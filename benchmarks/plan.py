@@ -48,7 +48,7 @@ SHARDED = "parallel={shard: full}"
 
 @dataclass(frozen=True)
 class Case:
-    """A training. name: as it is printed; overrides: of the recipe; ranks: processes."""
+    """A training. name: as printed; overrides: of the recipe; ranks: number of processes."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ CASES = (
 
 
 def make_inputs(folder: Path) -> None:
-    """A tokenizer, the preset, and a checkpoint to adapt."""
+    """Make a tokenizer, the preset, and a checkpoint to adapt."""
     from blockdiff import checkpoint
     from blockdiff.checkpoint.tokenizer import load_tokenizer
     from blockdiff.data.tokenizer import character_tokenizer
@@ -96,7 +96,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def tree_of(folder: Path, name: str = "large") -> dict[str, Any]:
-    """The recipe that every case changes."""
+    """Return the recipe that every case changes."""
     response = "".join(chr(0x4E00 + n % 97) for n in range(TOKENS - 70))
     rows = [{"prompt": response[n : n + 56], "response": response} for n in range(8)]
     return {
@@ -107,12 +107,12 @@ def tree_of(folder: Path, name: str = "large") -> dict[str, Any]:
 
 
 def overrides_of(folder: Path, case: Case, name: str = "large") -> list[str]:
-    """The overrides of a case, with the checkpoint's place."""
+    """Return the overrides of a case, with the path of the checkpoint."""
     return [text.replace("path: base", f"path: {folder / f'{name}-base'}") for text in case.overrides]
 
 
 def planned(folder: Path, case: Case) -> Any:
-    """The plan of a case."""
+    """Return the plan of a case."""
     from blockdiff.training.plan.training import plan_training
     from blockdiff.training.recipe_files import read_recipe
 
@@ -121,7 +121,7 @@ def planned(folder: Path, case: Case) -> Any:
 
 
 def measured(folder: Path, number: int, is_traced: bool) -> int:
-    """Bytes that a training takes at its peak, in the process that takes most."""
+    """Return the peak bytes of a training, in the process with the highest peak."""
     case = CASES[number]
     words = [sys.executable, "-m", "benchmarks.plan", "--worker", str(number), "--folder", str(folder)]
     words += ["--trace"] if is_traced else []
@@ -177,7 +177,7 @@ def work(folder: Path, case: Case, is_traced: bool) -> None:
 
 
 def now(name: str) -> int:
-    """Bytes that /proc says of this process."""
+    """Return the figure `name` of this process in /proc, in bytes."""
     return int(re.findall(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[0]) * 1024
 
 

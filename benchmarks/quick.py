@@ -28,9 +28,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASED = "diffusiongemma-26b-a4b"
-LIMIT = 120.0  # seconds of a figure that says no other
-SHARE_OF_TESTS = 0.2  # of the seconds, which what comes before leaves to them
-LOST = 17  # the exit code of a process that has said a figure and lost its GPU
+LIMIT = 120.0  # seconds of a figure without a limit of its own
+SHARE_OF_TESTS = 0.2  # of the seconds; the parts before leave it to the tests
+LOST = 17  # the exit code of a process that has printed a figure and lost its GPU
 MOST_STARTS = 10  # of processes of a stage
 TESTS = "tests"
 # Stages, each of one process that makes the figures of its parts in this order.
@@ -51,7 +51,7 @@ Line = dict[str, Any]
 
 
 class Report:
-    """The figures of a run: on the screen, and in the files of a directory."""
+    """Writes the figures of a run to the screen and to files in a directory."""
 
     def __init__(self, directory: Path):
         directory.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Report:
         self.fallen = 0
 
     def add(self, line: Line) -> None:
-        """Write a figure everywhere, with the second of the run at which it came."""
+        """Write a figure to all outputs, with its time in seconds since the run began."""
         line = dict(run=self.run, at=round(time.monotonic() - self.begin, 1)) | line
         self.fallen += bool(line.get("short"))
         print(json.dumps(line), flush=True)
@@ -71,7 +71,7 @@ class Report:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """A Markdown table of figures; those of a run follow its heading."""
+    """Return a Markdown table of figures, with a heading for each run."""
     text, run = "", None
     for line in lines:
         if line["run"] != run:
@@ -90,16 +90,16 @@ def _words(found: Any) -> str:
 
 
 class Stage:
-    """The figures that one process after the other makes, until all are made, the time is over, or none helps."""
+    """Makes figures with one process after another, until all are made, time is over, or none makes progress."""
 
     def __init__(self, parts: Sequence[str], report: Report, end: float):
         self.parts, self.report, self.end = parts, report, end
-        self.done: list[str] = []  # "part: figure", and "part" for one of which no more can be made
+        self.done: list[str] = []  # "part: figure"; "part" if no more of its figures can be made
         self.current = ""  # the figure that is being made, or the part before and between its figures
         self.limit = 0.0  # the moment at which it has taken too long
 
     def run(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        """Run `python command --done ...` until it ends well, or dies without having begun anything new."""
+        """Run `python command --done ...` until it succeeds, or dies without having begun anything new."""
         for _ in range(MOST_STARTS):
             known, self.current = len(self.done), ""
             self.limit = time.monotonic() + LIMIT
@@ -122,7 +122,7 @@ class Stage:
                 self.report.add(dict(part=part, figure="start", short="not begun"))
 
     def _run(self, command: Sequence[str], environment: dict[str, str]) -> str:
-        """Run a process: "" where it ends well, else how it ended."""
+        """Run a process; return "" if it succeeds, else how it ended."""
         with self.report.log.open("a", encoding="utf-8") as log:
             log.write(f"\n== {' '.join(command)}\n")
             log.flush()
@@ -145,7 +145,7 @@ class Stage:
         return "" if code == 0 else f"its process ended with code {code}" if code > 0 else f"it died of signal {-code}"
 
     def _said(self, process: subprocess.Popen[bytes]) -> Iterator[str]:
-        """The lines that a process prints; raises TimeoutError where it takes too long."""
+        """Yield the lines that a process prints; TimeoutError if it takes too long."""
         assert process.stdout is not None
         rest, file = b"", process.stdout
         with selectors.DefaultSelector() as selector:
@@ -163,7 +163,7 @@ class Stage:
                 yield from (each.decode("utf-8", "replace") for each in whole)
 
     def _take(self, said: str, log: Any) -> None:
-        """A figure goes to the report, the beginning of one is remembered, and other words go to the log."""
+        """Process a printed line: report a figure, remember one that begins, and log any other words."""
         line = None
         if said.startswith("{"):
             with contextlib.suppress(json.JSONDecodeError):
@@ -182,7 +182,7 @@ class Stage:
 
 
 def missing() -> dict[str, str]:
-    """The packages that are not there, and what is left out without them."""
+    """Return the missing packages, each with the parts that are left out without it."""
     absent = {}
     for name, (_, what) in NEEDS.items():
         try:
@@ -195,7 +195,7 @@ def missing() -> dict[str, str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 0 where nothing falls short."""
+    """Run all stages; return 0 if no figure falls short."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quick", description=__doc__)
     parser.add_argument(
         "--only", action="append", choices=PARTS, help="a part (may be repeated); default: all but nccl"

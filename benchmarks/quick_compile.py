@@ -27,7 +27,7 @@ MOST = 14  # processes
 
 
 class Pool:
-    """The processes, from their start on."""
+    """Processes that compile kernels; they start with this object."""
 
     def __init__(self, architecture: int, multiprocessors: int, count: int | None = None, preset: str | None = None):
         self.directory = tempfile.TemporaryDirectory()
@@ -40,7 +40,10 @@ class Pool:
         self.processes = [subprocess.Popen([sys.executable, *words], **how) for _ in range(count)]
 
     def wait(self, seconds: float) -> dict[str, Any]:
-        """Wait for all, and end those that take longer; what was compiled, by number, and what failed, in words."""
+        """Wait for all processes, and kill those still running after `seconds`.
+
+        Returns how many kernels were compiled, and the failures in words (`short`).
+        """
         end, late = time.monotonic() + seconds, 0
         found, failed = 0, list[str]()
         for process in self.processes:
@@ -61,7 +64,11 @@ class Pool:
 
 
 def sharing(directory: Path, found: list[str], failed: list[str]) -> Callable[..., Any]:
-    """A function in the place of `JITFunction._do_compile`, given that: it compiles what nobody else has taken."""
+    """Return a replacement for `JITFunction._do_compile` that compiles only kernels no other process has taken.
+
+    directory: has an empty file for each kernel taken. Names of compiled kernels are added to `found`, failures in
+    words to `failed`.
+    """
     from triton.runtime.jit import JITFunction
 
     compile_kernel = JITFunction._do_compile
@@ -87,7 +94,7 @@ def sharing(directory: Path, found: list[str], failed: list[str]) -> Callable[..
 
 
 def main() -> None:
-    """Compiles; prints one JSON object."""
+    """Compile kernels and print one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quick_compile", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("architecture", type=int)

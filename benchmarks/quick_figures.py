@@ -27,9 +27,9 @@ SPLITS = {"FSDP2": "parallel.shard=full", "experts": "parallel.experts=2", "tens
 
 
 class Figures:
-    """Makes figures one after the other; what several parts share is kept: models, and what the device can do.
+    """Makes figures one after another, except those in `done` ("part: figure").
 
-    Those in `done` ("part: figure") are left out.
+    `kept` has objects that several parts share: models, and the rates of the device.
     """
 
     def __init__(self, device: torch.device, preset: str, prompt: int, rows: int, done: Sequence[str] = ()):
@@ -39,7 +39,10 @@ class Figures:
         self.kept: dict[str, Any] = {}
 
     def make(self, name: str, measure: Callable[[], dict[str, Any] | None], limit: float | None = None) -> None:
-        """Make a figure of the part; limit: the seconds after which the caller ends this process."""
+        """Make and print a figure of the present part; an exception becomes its `short`.
+
+        limit: seconds after which the caller ends this process.
+        """
         if f"{self.part}: {name}" in self.done:
             return
         say(dict(begins=f"{self.part}: {name}", limit=limit))
@@ -51,7 +54,7 @@ class Figures:
         self.wait_or_end(dict(part=self.part, figure=name, seconds=round(time.monotonic() - begin, 2)) | line)
 
     def wait_or_end(self, line: dict[str, Any]) -> None:
-        """Print a line; end this process where the GPU is lost."""
+        """Wait for the device and print a line; end this process if the GPU is lost."""
         try:
             self.wait()
         except Exception as error:
@@ -62,7 +65,7 @@ class Figures:
         say(line)
 
     def run(self, part: str, work: Callable[[Figures], None]) -> None:
-        """Make the figures of a part; an error between them ends the part."""
+        """Make the figures of a part; an exception between figures ends the part."""
         self.part = part
         if part in self.done:
             return
@@ -83,7 +86,7 @@ class Figures:
             torch.cuda.synchronize(self.device)
 
     def free(self, *names: str) -> None:
-        """Forget what is kept under these names, and give back its memory."""
+        """Drop the kept objects of these names, and release their memory."""
         for name in names:
             self.kept.pop(name, None)
         gc.collect()
@@ -92,7 +95,7 @@ class Figures:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's words."""
+    """Return the first line of an error's message."""
     return str(error).strip().partition("\n")[0][:300]
 
 
@@ -102,10 +105,10 @@ def say(line: dict[str, Any]) -> None:
 
 
 def nccl(figures: Figures) -> None:
-    """A tiny training of two processes for each way to split a model."""
+    """Train a tiny model in two processes, for each way to split it."""
     if not figures.is_cuda or torch.cuda.device_count() < 2:
         return say(dict(part="nccl", figure="start", found="needs two GPUs"))
-    from tests.support.tiny_run import make_inputs  # needs what `blockdiff train` needs
+    from tests.support.tiny_run import make_inputs  # imports the requirements of `blockdiff train`
 
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
@@ -124,7 +127,7 @@ def _trained(folder: Path, name: str, setting: str) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prints lines of JSON."""
+    """Make figures and print lines of JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quick_figures", description=__doc__)
     parser.add_argument("parts", nargs="+", choices=[part for part in PARTS if part != TESTS])
     parser.add_argument("--device", default="cuda")

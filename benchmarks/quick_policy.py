@@ -26,13 +26,13 @@ from blockdiff.training import optimiser
 from blockdiff.training.recomputation import checkpoint_activations
 
 ANSWERS, TOKENS, CANVAS_STEPS = 8, 128, 8
-CLOSE = 0.1  # nats, the mean difference of a token's log-probability where it was drawn and in the update
+CLOSE = 0.1  # nats, the mean difference of a token's log-probability between its draw and the update
 
 
 def updates(figures: Figures, layers: int | None = None) -> None:
-    """Answers of the head, an update over them, and one over the recorded steps of canvases; the model gets adapters.
+    """Measure rollouts of the head, an update over them, and an update over recorded steps of canvases.
 
-    layers: of a smaller model (None: the released one).
+    layers: of a smaller model (None: the released one). The model gets adapters.
     """
     figures.free(*figures.kept.keys() - {"ceilings", "model"})
     device, prompt = figures.device, figures.prompt
@@ -111,7 +111,10 @@ def _answer(place: int, prompt: list[int], tokens: list[int], canvases: Any = ()
 def _updated(
     objective: PolicyObjective, batches: list[RolloutBatch], steps: torch.optim.Optimizer, device: torch.device
 ) -> dict[str, Any]:
-    """Two updates over the same answers, the first of which compiles: seconds, peak memory and the gradient's norm."""
+    """Make two updates over the same answers, the first of which compiles.
+
+    Returns seconds, peak memory and the gradient's norm.
+    """
     seconds, parameters = [], list(optimiser.trainable(objective.model).values())
     is_cuda = device.type == "cuda"
     if is_cuda:

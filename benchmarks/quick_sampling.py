@@ -27,18 +27,20 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.sampling import Engine, Request, Result
 
 TARGET, DRAFTER = "qwen3-8b", "qwen3-8b-drafter"
-MOST_STEPS = 200  # of a canvas, which no request of a measurement reaches
+MOST_STEPS = 200  # of a canvas; no request of a measurement reaches it
 SAME_STEPS = 16  # that are compared bit by bit
 ALPHABET = 'abcdefgh0123456789{}[]":,. '
-# What differs from the shapes of a target and of its drafter on a CPU.
+# On a CPU, changes of the shapes of a target and of its drafter.
 SMALL = dict(vocab_size=384, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
 SMALL |= dict(head_dim=16, num_hidden_layers=3)
 
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Within it the kernels that this process meets for the first time are noted; with "compiled" before their names
-    where Triton has not kept them on disk."""
+    """In the block, list the kernels that this process loads for the first time.
+
+    "compiled" precedes the name of a kernel that was not in Triton's cache on disk.
+    """
     found: list[str] = []
     try:
         from triton import knobs
@@ -68,16 +70,16 @@ def wait(device: torch.device) -> None:
 
 
 def prompts(rows: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Random prompts, the same for as many rows."""
+    """Return random prompts, the same for equal arguments."""
     draws = torch.Generator().manual_seed(rows)
     return torch.randint(3, vocab_size, (rows, length), generator=draws).tolist()
 
 
 @contextmanager
 def running(engine: Engine, rows: int, prompt: int, asked: dict[str, Any]) -> Iterator[None]:
-    """Within it all rows of an engine are encoded, and a step of their kind has been called, and captured.
+    """In the block all rows of an engine are encoded, and their kind of step has run, and is captured if possible.
 
-    Raises RuntimeError where rows end before it does.
+    Raises RuntimeError if a row ends before the block does.
     """
     try:
         for n, tokens in enumerate(prompts(rows, prompt, engine.model.vocab_size)):
@@ -98,7 +100,7 @@ def running(engine: Engine, rows: int, prompt: int, asked: dict[str, Any]) -> It
 
 
 def step_times(engine: Engine, rows: int, prompt: int, asked: dict[str, Any], steps: int) -> list[float]:
-    """Milliseconds of each of so many steps of an engine with all rows in their canvases; sorted."""
+    """Return the milliseconds of `steps` steps of an engine whose rows are all in their canvases, sorted."""
     device, found = engine.model.device, []
     with running(engine, rows, prompt, asked):
         for _ in range(steps):
@@ -111,7 +113,7 @@ def step_times(engine: Engine, rows: int, prompt: int, asked: dict[str, Any], st
 
 
 def by_kernel(engine: Engine, rows: int, prompt: int, most: int = 40) -> dict[str, Any]:
-    """The milliseconds of each kernel in a step, of the kernels that take most, and their sum beside the wall time."""
+    """Return the milliseconds of each kernel in a step, for the `most` slowest, and their sum and the wall time."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with running(engine, rows, prompt, {}), torch.profiler.profile(activities=activities) as profile:
         begin = time.perf_counter()
@@ -128,7 +130,7 @@ def by_kernel(engine: Engine, rows: int, prompt: int, most: int = 40) -> dict[st
 
 
 def engine_of(figures: Figures, quantize: str | None = None) -> Engine:
-    """The engine of the released model, made once in a process."""
+    """Return the engine of the released model, made once per process."""
     name = f"{quantize} engine" if quantize else "engine"
     if name not in figures.kept:
         model = released(figures, quantize)
@@ -143,7 +145,7 @@ def engine_of(figures: Figures, quantize: str | None = None) -> Engine:
 
 
 def sampling(figures: Figures, quantize: str | None = None) -> None:
-    """An engine's start, its memory, and steps of few rows and of many."""
+    """Measure an engine's start, its memory, and steps of few rows and of many."""
     engine, device = engine_of(figures, quantize), figures.device
     floor = ceilings_of(figures).pass_ms
 
@@ -180,21 +182,21 @@ def sampling(figures: Figures, quantize: str | None = None) -> None:
 
 
 def quantised(figures: Figures, quantize: str) -> None:
-    """The same with weights in fewer bits."""
+    """Measure the figures of `sampling` with weights in fewer bits."""
     figures.free("engine", "model")
     sampling(figures, quantize)
     figures.free(f"{quantize} engine", f"{quantize} model")
 
 
 def graphs(figures: Figures) -> None:
-    """Steps that are replayed give the bits of steps that are launched."""
+    """Check that replayed steps give the same bits as launched steps."""
     engine = engine_of(figures)
     for count in dict.fromkeys((1, figures.rows)):
         figures.make(f"{SAME_STEPS} steps of {count} rows", partial(same_bits, engine, count, figures.prompt))
 
 
 def same_bits(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
-    """The tensors of the state of running canvases that differ after some steps with graphs and without."""
+    """Return the state tensors of running canvases that differ after some steps with and without graphs."""
 
     def state() -> dict[str, torch.Tensor]:
         engine.pages.forget()  # rows whose prompts are kept would begin sooner
@@ -207,7 +209,7 @@ def same_bits(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
 
     replayed = state()
     graphs, was_refused = engine._graphs, engine._graphs._is_refused
-    graphs._is_refused = True  # padded as what is captured: other shapes may round otherwise
+    graphs._is_refused = True  # padded like captured steps: other shapes may round differently
     try:
         launched, again = state(), state()
     finally:
@@ -225,21 +227,21 @@ def _apart(x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def timed(times: list[float], floor: float | None) -> dict[str, Any]:
-    """The median and the worst of sorted times beside a floor."""
+    """Return the median, least and worst of sorted times with their floor; `short` if the median is far above it."""
     median = times[len(times) // 2]
     short = f"more than {FACTOR:g} times the floor" if floor and median > FACTOR * floor else ""
     return dict(median_ms=median, least_ms=times[0], worst_ms=times[-1], floor_ms=floor, short=short)
 
 
 def free_bytes(device: torch.device) -> int:
-    """The bytes of a GPU that nobody holds; 0 on a CPU."""
+    """Return the free bytes of a GPU; 0 on a CPU."""
     return (memory.available_bytes(device) or 0) if device.type == "cuda" else 0
 
 
 def memory_line(engine: Engine, before: int, after: int, total: int) -> dict[str, Any]:
-    """The memory that the engine's calls and captured steps hold beside its pages, against what was left free for them.
+    """Compare the memory that calls and captured steps hold with the memory kept free for them outside of pages.
 
-    before, after: the bytes that were free before there was an engine, and are after all its steps.
+    before, after: free bytes before the engine was made, and after all its steps.
     """
     pages = sum(x.nbytes for pool in engine.pages.pools.values() for x in pool.tensors)
     kept, taken, gib = engine.pages.kept_free or 0, before - after - pages, 2**30
@@ -250,7 +252,7 @@ def memory_line(engine: Engine, before: int, after: int, total: int) -> dict[str
 
 
 def drafted(figures: Figures) -> None:
-    """Rounds of a drafter's pass and its verification, of whole blocks, beside next tokens one by one."""
+    """Measure a drafter's rounds over whole blocks (its pass and the verification), and next tokens one by one."""
     figures.free(*figures.kept.keys() - {"ceilings"})
     device, rows, prompt = figures.device, figures.rows, figures.prompt
     target_of, drafter_of = preset_config(TARGET).to_dict(), preset_config(DRAFTER).to_dict()

@@ -32,14 +32,14 @@ CLOSE = 1.5  # times the error of torch in bf16 that ours may have
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of a device at best: bytes that a copy reads and writes, and operations of a bf16 product, in a second."""
+    """The best rates of a device: bytes per second that a copy reads and writes, and operations of a bf16 product."""
 
     bytes_per_second: float
     operations_per_second: float
 
     @staticmethod
     def of(device: torch.device) -> Ceilings:
-        """Measure a copy of 4 GB and a product of 8192 x 8192 x 8192; less of both on a CPU."""
+        """Measure a copy of 4 GB and a product of 8192 x 8192 x 8192; smaller ones on a CPU."""
         is_cuda = device.type == "cuda"
         size, count = (8192, 4 << 30) if is_cuda else (256, 1 << 24)
         source = torch.ones(count, dtype=torch.uint8, device=device)
@@ -50,14 +50,14 @@ class Ceilings:
         return Ceilings(2 * count / copied, 2 * size**3 / multiplied)
 
     def floor_ms(self, nbytes: float, operations: float) -> float:
-        """The milliseconds that reading so many bytes, or so many operations of products, take at least."""
+        """Return the least milliseconds for reading `nbytes` bytes, or for `operations` of products if that is more."""
         return 1e3 * max(nbytes / self.bytes_per_second, operations / self.operations_per_second)
 
     def pass_ms(self, model: BlockDiffusionModel, tokens: int, sweeps: int = 1, vocabulary: int = 2) -> float:
-        """The floor of a pass over tokens: all weights are read, and multiplied with every token that takes them.
+        """Return the floor of a pass over tokens: all weights are read, and multiplied with the tokens that use them.
 
-        sweeps: how often the layers are multiplied with them; vocabulary: how often the table is (logits, the signal).
-        Attention is left out.
+        sweeps: how often the layers' weights are read and multiplied; vocabulary: how often the table is (logits, the
+        signal). Attention is left out.
         """
         table, config = model.vocabulary.table, model.config
         tensors = [x for x in (*model.parameters(), *model.buffers()) if x.dim() > 1 and x is not table]
@@ -71,7 +71,7 @@ class Ceilings:
 
 
 def _seconds(work: Any, device: torch.device, repeats: int = 8) -> float:
-    """The fewest seconds of some runs."""
+    """Return the fewest seconds of `repeats` runs."""
     found = []
     for _ in range(repeats):
         if device.type == "cuda":
@@ -85,7 +85,7 @@ def _seconds(work: Any, device: torch.device, repeats: int = 8) -> float:
 
 
 def ceilings_of(figures: Figures) -> Ceilings:
-    """The ceilings, measured once in a process."""
+    """Return the ceilings, measured once per process."""
     if "ceilings" not in figures.kept:
         figures.kept["ceilings"] = Ceilings.of(figures.device)
         figures.free()
@@ -94,7 +94,10 @@ def ceilings_of(figures: Figures) -> Ceilings:
 
 
 def config_of(preset: str, layers: int | None = None) -> Any:
-    """The config of a preset without its image side; layers: fewer, the last of which sees all tokens (None: all)."""
+    """Return the config of a preset without images.
+
+    layers: their number, the last of which sees all tokens (None: all layers of the preset).
+    """
     text: dict[str, Any] = {}
     if layers is not None:
         kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
@@ -105,7 +108,7 @@ def config_of(preset: str, layers: int | None = None) -> Any:
 def random_model(
     config: Family, device: torch.device, quantize: str | None = None, kernels: str | Kernels = "auto"
 ) -> BlockDiffusionModel:
-    """A model of a config with numbers drawn on the device; bf16, on a CPU fp32."""
+    """Return a model of a config with weights drawn on the device, in bf16 (on a CPU in fp32)."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
     try:
@@ -129,14 +132,14 @@ def random_model(
 
 @torch.no_grad()
 def calm(model: BlockDiffusionModel) -> None:
-    """Give attention scores a deviation of 1: sharp ones blow up every rounding. Fewer experts are chosen then."""
+    """Give attention scores a deviation of 1, since sharp scores amplify every rounding. Fewer experts are chosen."""
     for name, weight in model.named_parameters():
         if name.endswith("q_norm.weight"):
             weight.fill_(len(weight) ** -0.5)
 
 
 def released(figures: Figures, quantize: str | None = None) -> BlockDiffusionModel:
-    """The model of the run's preset, made once in a process."""
+    """Return the model of the run's preset, made once per process."""
     name = f"{quantize} model" if quantize else "model"
     if name not in figures.kept:
         figures.kept[name] = random_model(config_of(figures.preset), figures.device, quantize)
@@ -145,7 +148,7 @@ def released(figures: Figures, quantize: str | None = None) -> BlockDiffusionMod
 
 
 def start(figures: Figures) -> None:
-    """The machine and its ceilings; the model is drawn and kernels are compiled before anything is timed."""
+    """Describe the machine and measure its ceilings; draw the model and compile kernels before any timing."""
     device, pool, updates = figures.device, None, None
     figures.make("machine", lambda: machine.describe(device))
     if figures.is_cuda and f"{figures.part}: kernels" not in figures.done:
@@ -189,9 +192,10 @@ def start(figures: Figures) -> None:
 
 @torch.no_grad()
 def close_to_torch(figures: Figures, tokens: int) -> dict[str, Any]:
-    """The error of two layers at the released shapes beside torch's in the same numbers; both against torch in fp32.
+    """Compare two layers at the released shapes with torch's; return both errors.
 
-    A prefix is encoded into pages, and two canvases are denoised after it.
+    Ours and torch's in the same dtype are compared with torch in fp32. A prefix is encoded into pages, and two canvases
+    are denoised after it.
     """
     device = figures.device
     model = random_model(config_of(figures.preset, 2), device)

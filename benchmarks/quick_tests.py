@@ -51,10 +51,10 @@ RELEASED_TESTS = {
 
 
 def run(name: str, device: str) -> dict[str, Any]:
-    """The line of a test, or of all cases of one that has several: how many passed, and what pytest says of others."""
+    """Run a test with all its cases; return a line: how many passed, and pytest's message for the others."""
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu" if device == "cuda" else "not gpu", name]
     how: dict[str, Any] = dict(cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=LIMIT)
-    how |= dict(env=os.environ | dict(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"))  # what others have installed takes seconds
+    how |= dict(env=os.environ | dict(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"))  # plugins take seconds to load
     begin = time.monotonic()
     line: dict[str, Any] = dict(part=TESTS, figure=name.removeprefix("tests/"))
     try:
@@ -71,7 +71,7 @@ def run(name: str, device: str) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prints a line of JSON for each test as it ends."""
+    """Run the tests and print a line of JSON for each as it ends."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quick_tests", description=__doc__)
     parser.add_argument("device", choices=RELEASED_TESTS)
     parser.add_argument("--done", type=Path, help="a JSON list of the figures that are there")

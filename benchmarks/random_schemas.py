@@ -22,7 +22,7 @@ REFUSED = re.compile(r"the JSON schema(?:'s| says) (\$?\w+)")
 
 
 def main() -> None:
-    """Compile as many schemas of each kind as asked for, and judge their texts."""
+    """Compile the requested number of schemas of each kind, and validate their texts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.random_schemas", description=__doc__)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--texts", type=int, default=10, help="tries of a text of each schema")

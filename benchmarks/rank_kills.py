@@ -43,7 +43,7 @@ LOST = re.compile(
 
 @dataclass(frozen=True)
 class Mesh:
-    """A number of ranks, and what their recipe says of them."""
+    """A number of ranks, and the parallel settings of their recipe."""
 
     name: str
     world: int
@@ -63,7 +63,7 @@ MESHES = (
 
 @dataclass
 class Outcome:
-    """The outcome of one attempt: how each rank ended, its last words, and how long the others took after a kill."""
+    """The outcome of an attempt: how each rank ended, its last words, and the time the others took after a kill."""
 
     codes: list[int]
     said: list[str]
@@ -85,7 +85,7 @@ class Kills:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Returns 1 when a rank did not end as it should or a run differs from the one that nobody killed, else 0."""
+    """Run all; return 1 if a rank did not end as it should or a run differs from the undisturbed one, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_kills", description=__doc__)
     parser.add_argument("--count", type=int, default=105, help="kills, over all meshes (default 105)")
     parser.add_argument("--seed", type=int, default=0, help="of ranks and moments")
@@ -112,7 +112,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def table(found: list[Kills]) -> list[str]:
-    """A line per mesh, and one for whatever went wrong."""
+    """Return a line per mesh, and one for each failure."""
     heads = ("mesh", "kills", "ends of the other ranks", "slowest end (s)", "runs", "equal to the bit")
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for each in found:
@@ -124,9 +124,9 @@ def table(found: list[Kills]) -> list[str]:
 
 
 def kill_ranks(folder: Path, mesh: Mesh, count: int, draw: random.Random) -> Kills:
-    """Run and kill chains on one mesh until there were `count` kills; says on stderr how each ended."""
+    """Run and kill chains on one mesh until there were `count` kills; print on stderr how each ended."""
     found, whole = Kills(mesh.name), folder / f"whole {mesh.name}"
-    attempt(folder, folder / f"first {mesh.name}", mesh)  # what it imports, the children have from here on
+    attempt(folder, folder / f"first {mesh.name}", mesh)  # its imports are inherited by later children
     for name in (folder / "modules").read_text().split():
         with suppress(ImportError):
             importlib.import_module(name)
@@ -163,13 +163,13 @@ def kill_ranks(folder: Path, mesh: Mesh, count: int, draw: random.Random) -> Kil
 
 
 def distance(whole: Path, run: Path) -> float:
-    """The distance of the exported weights of two runs, by norm of each tensor."""
+    """Return the largest relative distance, by norm, of a tensor in the exported weights of two runs."""
     expected, got = (load_file(each / "model" / "model.safetensors") for each in (whole, run))
     return max(float((got[name] - tensor).norm() / (tensor.norm() + 1e-12)) for name, tensor in expected.items())
 
 
 def judge(found: Kills, ended: Outcome, rank: int, what: str) -> None:
-    """Count how a rank ended whose peer was killed."""
+    """Count how a rank ended after one of its peers was killed."""
     code, lines = ended.codes[rank], [line for line in ended.said[rank].splitlines() if "blockdiff: error" in line]
     if code == 1 and len(lines) == 1 and LOST.match(lines[0]) and "Traceback" not in ended.said[rank]:
         found.endings["with a line"] += 1
@@ -183,7 +183,7 @@ def judge(found: Kills, ended: Outcome, rank: int, what: str) -> None:
 
 
 def attempt(folder: Path, run: Path, mesh: Mesh, victim: int = -1, kill: Kill | None = None) -> Outcome:
-    """`blockdiff train --resume` on all ranks of a mesh, until they end or one is killed and the others end."""
+    """Run `blockdiff train --resume` on all ranks of a mesh, until they end, or one is killed and the others end."""
     words = [*train_words(folder, run), *(word for each in mesh.overrides for word in ("--set", each))]
     with meeting(mesh.world) as variables:
         children = {
@@ -194,7 +194,7 @@ def attempt(folder: Path, run: Path, mesh: Mesh, victim: int = -1, kill: Kill | 
 
 
 def outcome(folder: Path, children: dict[int, int]) -> Outcome:
-    """Wait for the ranks of some process ids; once one has failed, end the others as a launcher does."""
+    """Wait for the ranks with these process ids; after the first failure end the others as a launcher does."""
     world = len(children)
     codes, lost = [0] * world, 0.0
     impatient = threading.Timer(PATIENCE, end_all, [children])
@@ -216,13 +216,13 @@ def outcome(folder: Path, children: dict[int, int]) -> Outcome:
 
 
 def end_all(children: dict[int, int]) -> None:
-    """End the children that do not end by themselves, as a launcher does."""
+    """End the children that still run, as a launcher does."""
     for child in list(children):
         os.kill(child, signal.SIGKILL)
 
 
 def be_rank(folder: Path, words: list[str], rank: int, variables: dict[str, str], kill: Kill | None) -> int:
-    """The process id of a rank, forked after the imports. variables: what its environment has beside ours."""
+    """Fork a rank and return its process id. variables: added to its environment."""
     counted = folder / f"operations-{rank}"
     counted.unlink(missing_ok=True)
     (folder / f"said-{rank}").write_text("")

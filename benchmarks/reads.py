@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # the text before the word, the word, and
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, a template with holes, their choices, and the right ones."""
+    """A prompt, a template with holes, the choices for these, and the right choices."""
 
     request: Request
     template: str
@@ -55,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table. agreement: with full sampling in the same template; seconds: for each question."""
+    """One line of the table. agreement: with full sampling in the same template; seconds: per question."""
 
     task: str
     steps: int
@@ -68,7 +68,10 @@ class Line:
 
 
 def cells(rows: Sequence[dict[str, Any]], is_rest_written: bool, seed: int = 0) -> list[Question]:
-    """A blank cell of each puzzle given the rest, or all blank cells of each puzzle together."""
+    """Return a question per puzzle: about one blank cell, or about all of them together.
+
+    is_rest_written: ask about one cell, with the rest of the solution written.
+    """
     draw, found, digits = random.Random(seed), [], ["1", "2", "3", "4"]
     for number, row in enumerate(rows):
         prompt, solution = row["prompt"], row["response"]
@@ -81,7 +84,10 @@ def cells(rows: Sequence[dict[str, Any]], is_rest_written: bool, seed: int = 0) 
 
 
 def words(rows: Sequence[dict[str, Any]], tokenizer: Any, canvas_length: int) -> list[Question]:
-    """The last answer of each conversation that has a word or number of a kind, asked for in the rest of its text."""
+    """Return a question per conversation whose last answer has a word or number of a known kind.
+
+    The hole is that word or number, and the rest of the answer is written. All choices have equally many tokens.
+    """
     found = []
     for number, row in enumerate(rows):
         *before, answer = row["messages"]
@@ -100,7 +106,7 @@ def words(rows: Sequence[dict[str, Any]], tokenizer: Any, canvas_length: int) ->
 
 
 def lines_of(task: str, sampler: Sampler, questions: Sequence[Question]) -> Iterator[Line]:
-    """The lines of a task."""
+    """Yield the lines of a task."""
     sampled = _sampled(sampler, questions)
     for steps in STEPS:
         engine, started = Engine(sampler.model, settings=sampler.settings), time.perf_counter()
@@ -127,7 +133,7 @@ def lines_of(task: str, sampler: Sampler, questions: Sequence[Question]) -> Iter
 
 
 def calibration_error(top_N: Tensor, is_right_N: Tensor) -> float:
-    """The mean distance of confidence and accuracy in bins of confidence, weighted by size (Guo et al. 2017)."""
+    """Return the mean distance of confidence and accuracy over bins of confidence, by size (Guo et al. 2017)."""
     bin_N = (top_N * BINS).long().clamp_(max=BINS - 1)
     zeros = torch.zeros(BINS, dtype=torch.float64)
     gap = zeros.index_add(0, bin_N, top_N) - zeros.index_add(0, bin_N, is_right_N)
@@ -137,7 +143,7 @@ def calibration_error(top_N: Tensor, is_right_N: Tensor) -> float:
 def _scored(
     question: Question, name: str, reading: RunningRead, draws: int, sampled: Sequence[int]
 ) -> tuple[float, float, float]:
-    """The probability of the likeliest choice, whether it is right, and whether it is what full sampling says."""
+    """Return the likeliest choice's probability, whether it is right, and whether it agrees with full sampling."""
     mean_X = reading.scores(name)[:draws].softmax(-1).mean(0)
     best, (places, choices) = question.choices[name][int(mean_X.argmax())], reading.holes[name]
     says_the_same = choices is not None and choices[best] == list(sampled[places[0] : places[-1] + 1])
@@ -145,7 +151,7 @@ def _scored(
 
 
 def _sampled(sampler: Sampler, questions: Sequence[Question]) -> list[list[int]]:
-    """The tokens of answers in the same templates, denoised to their end."""
+    """Return the tokens of answers in the same templates, denoised to their end."""
     requests = []
     for each in questions:
         template = each.template

@@ -40,7 +40,7 @@ BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 @dataclass(frozen=True)
 class Check:
-    """A line of the table; is_met: None where nothing is asked."""
+    """A line of the table; is_met: None if the line only informs."""
 
     name: str
     found: str
@@ -48,7 +48,7 @@ class Check:
 
 
 def drawn(directory: Path, preset: str, layers: int, vocabulary: int, experts: int | None, dtype: torch.dtype) -> Path:
-    """A checkpoint of a preset's shape with fewer layers, the last a full one, and random weights."""
+    """Write a checkpoint of a preset's shape with fewer layers, the last with full attention, and random weights."""
     text: dict[str, Any] = {"num_hidden_layers": layers, "eos_token_id": 1}
     text["layer_types"] = ["sliding_attention"] * (layers - 1) + ["full_attention"]
     text |= {"num_experts": experts} if experts else {}
@@ -60,7 +60,7 @@ def drawn(directory: Path, preset: str, layers: int, vocabulary: int, experts: i
 
 
 def of_tensors(directory: Path, config: Family) -> list[Check]:
-    """The tensors of the files against the parameters and buffers of transformers' class, by name and shape."""
+    """Compare the tensors of the files with the parameters and buffers of transformers' class, by name and shape."""
     import transformers
 
     with torch.device("meta"):
@@ -80,7 +80,7 @@ def of_tensors(directory: Path, config: Family) -> list[Check]:
 
 
 def inputs(vocab_size: int, canvas_length: int) -> tuple[Tensor, Tensor]:
-    """Fixed tokens of a prompt [1, S] and of a canvas [1, L]."""
+    """Return fixed tokens of a prompt [1, S] and of a canvas [1, L]."""
     draw = torch.Generator().manual_seed(0)
     high = min(vocab_size, 100_000)
     return tuple(torch.randint(3, high, (1, n), generator=draw) for n in (PROMPT, canvas_length))  # type: ignore[return-value]
@@ -88,14 +88,14 @@ def inputs(vocab_size: int, canvas_length: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def our_logits(model: Any, prompt_BS: Tensor, canvas_BL: Tensor) -> Tensor:
-    """fp32 [1, L, V] on the host: a denoising without a signal."""
+    """Return our logits fp32 [1, L, V] on the host, from a denoise without a signal."""
     prefix = model.encode(prompt_BS.to(model.device))
     return model.unembed(model.denoise(canvas_BL.to(model.device), prefix)).float().cpu()
 
 
 @torch.no_grad()
 def their_logits(directory: Path, config: Family, dtype: torch.dtype, device: torch.device, inputs: Any) -> Tensor:
-    """The same from transformers."""
+    """Return transformers' logits for the inputs of `our_logits`."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -106,7 +106,7 @@ def their_logits(directory: Path, config: Family, dtype: torch.dtype, device: to
 
 
 def of_logits(ours_BLV: Tensor, theirs_BLV: Tensor, dtype: torch.dtype) -> list[Check]:
-    """The distance of two sets of logits."""
+    """Check the distance of two sets of logits."""
     apart = (ours_BLV - theirs_BLV).abs().mean() / theirs_BLV.std()
     agree = (ours_BLV.argmax(-1) == theirs_BLV.argmax(-1)).float().mean()
     bound = BOUNDS[dtype]
@@ -117,7 +117,7 @@ def of_logits(ours_BLV: Tensor, theirs_BLV: Tensor, dtype: torch.dtype) -> list[
 
 
 def of_sampling(model: Any, prompt_BS: Tensor) -> list[Check]:
-    """A sampled canvas, and the memory that it takes beside the weights, against the plan."""
+    """Sample a canvas, and check its memory in addition to the weights against the plan."""
     sampler = Sampler(model, None, Generation(max_new_tokens=model.canvas_length, max_steps=16))
     answers: list[Any] = []
 
@@ -140,7 +140,7 @@ def of_sampling(model: Any, prompt_BS: Tensor) -> list[Check]:
 
 
 def checked(directory: Path, dtype: torch.dtype, device: torch.device) -> list[Check]:
-    """All checks of a checkpoint."""
+    """Return all checks of a checkpoint."""
     config = checkpoint.read_config(directory)
     checks = of_tensors(directory, config)
     model: Any = checkpoint.load(directory, dtype=dtype, device=device)
@@ -155,7 +155,7 @@ def checked(directory: Path, dtype: torch.dtype, device: torch.device) -> list[C
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check and print; the exit code is 1 where a check fails."""
+    """Check and print; the exit code is 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.released", description=str(__doc__).split("\n")[0])
     parser.add_argument("model", nargs="?", help="a checkpoint directory or hub id; without it one is drawn")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

@@ -34,7 +34,7 @@ LOST = ("lost before it began", "ended without a word")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Start, ask, kill, count; 1 where a request is lost."""
+    """Start replicas, send requests, kill one, and count; return 1 if a request is lost."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replica_kills", description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=512, help="of each answer")
@@ -72,7 +72,7 @@ def _save_model(folder: Path) -> None:
 
 
 async def _under_load(port: int, count: int, tokens: int) -> tuple[Counter[str], float]:
-    """The ends of the requests, counted, and the seconds until there were two replicas again."""
+    """Return the endings of the requests, counted, and the seconds until there were two replicas again."""
     client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
     begun = asyncio.Semaphore(0)
     asked = [asyncio.create_task(_ask(client, number, tokens, begun)) for number in range(count)]
@@ -88,7 +88,7 @@ async def _under_load(port: int, count: int, tokens: int) -> tuple[Counter[str],
 
 
 async def _ask(client: openai.AsyncOpenAI, number: int, tokens: int, begun: asyncio.Semaphore) -> str:
-    """The end of one request."""
+    """Send one request and return how it ended."""
     said = dict(model="blockdiff", messages=[{"role": "user", "content": f"{number}"}], seed=number, max_tokens=tokens)
     chunks, finish = 0, None
     try:

@@ -10,19 +10,22 @@ from benchmarks.timing import Times, quartiles
 
 
 def half_precision_bound(peer_error: float) -> float:
-    """The distance to fp32 that our bf16 may have: twice the peer's (single experts flip), and never half the value."""
+    """Return the largest allowed distance of our bf16 to fp32.
+
+    This is twice the peer's distance, since single experts flip, but at most half the value.
+    """
     return min(2 * peer_error, 0.5)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The distance of our outputs to the peer's: the name of what was compared -> (error, its bound)."""
+    """The distances of our outputs to the peer's: name of the compared output -> (error, its bound)."""
 
     errors: dict[str, tuple[float, float]]
 
     @property
     def is_met(self) -> bool:
-        """True where every error is within its bound (NaN never is)."""
+        """True if every error is within its bound (NaN never is)."""
         return all(error <= bound for error, bound in self.errors.values())
 
     def __str__(self) -> str:
@@ -32,7 +35,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Result:
-    """One line. `peers` holds the variants of the peer that were timed; the fastest is what we compare with.
+    """One line. `peers` has the timed variants of the peer; ours is compared with the fastest.
 
     Without agreement there are no times, so no speed-up can be quoted.
     """
@@ -48,12 +51,12 @@ class Result:
 
     @property
     def fastest_peer(self) -> str | None:
-        """The name of the peer's fastest variant."""
+        """The name of the peer's fastest variant; None without times."""
         return min(self.peers, key=lambda name: self.peers[name].median) if self.peers else None
 
     @property
     def speedup(self) -> tuple[float, float, float] | None:
-        """Median, lower and upper quartile over the repeats of (fastest peer / ours)."""
+        """The median, lower and upper quartile of (fastest peer / ours) over the repeats; None without times."""
         if not self.agreement.is_met or self.ours is None or self.fastest_peer is None:
             return None
         pairs = zip(self.peers[self.fastest_peer].seconds, self.ours.seconds, strict=True)
@@ -61,7 +64,7 @@ class Result:
         return ratios.median, *quartiles(ratios.seconds)
 
     def to_record(self) -> dict[str, Any]:
-        """All of it as JSON values; times in seconds, memory in bytes."""
+        """Return the line as JSON values; times in seconds, memory in bytes."""
         speedup = self.speedup
         return {
             "suite": self.suite,
@@ -79,7 +82,7 @@ class Result:
 
     @staticmethod
     def of_record(record: dict[str, Any]) -> Result:
-        """The line that `to_record` was made of."""
+        """Return the line from which `to_record` made this record."""
         errors = {name: (both["error"], both["bound"]) for name, both in record["errors"].items()}
         ours, peak = record["ours_seconds"], record["peak_bytes"]
         return Result(
@@ -95,7 +98,7 @@ class Result:
 
 
 def table(results: Sequence[Result], peer: str = "transformers") -> str:
-    """The results as a Markdown table; a line that disagrees shows its errors instead of times."""
+    """Return a Markdown table of results; a line that disagrees shows its errors instead of times."""
     columns = ["what", "size", "case", "ours ms", f"{peer} ms", "speed-up", "peak MiB", f"{peer}' variant", "errors"]
     rows = [columns, *(_cells(result) for result in results)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]

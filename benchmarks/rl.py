@@ -40,7 +40,7 @@ COUNTS = {"sft": 1000, "prompts": 20_000, "test": 1000, "tune": 300}
 
 @dataclass(frozen=True)
 class Case:
-    """A task with its recipes, changes of the second, and the strategy that its policy is used by (None: its own)."""
+    """A task with its recipes, the overrides of the second, and the strategy that uses its policy (None: its own)."""
 
     name: str
     task: str
@@ -65,7 +65,7 @@ CASES = (
 
 
 def data_of(task: str, directory: Path) -> Path:
-    """The directory of a task's rows and tokenizer, which are made where they are missing."""
+    """Return the directory of a task's rows and tokenizer; make them if they are missing."""
     found = directory / "data" / task
     if not (found / "test.jsonl").exists():
         if task == "countdown":
@@ -76,9 +76,9 @@ def data_of(task: str, directory: Path) -> Path:
 
 
 def run_of(case: Case, seed: int, directory: Path, way: str, seconds: float = 0.0) -> blockdiff.Run:
-    """The run of one way to train, which is made where it is missing.
+    """Return the run of one way to train; train it if it is missing.
 
-    way: "start", "sft" for supervised training that goes on for so many seconds, or "rl".
+    way: "start", "sft" for supervised training continued for `seconds` seconds, or "rl".
     """
     data, start = data_of(case.task, directory), directory / f"{case.task}-{seed}-start"
     changes = [f"seed={seed}", f"evaluation.prompts={data / 'tune.jsonl'}", "evaluation.prompts_count=300"]
@@ -98,7 +98,7 @@ def run_of(case: Case, seed: int, directory: Path, way: str, seconds: float = 0.
     if way == "sft":
         run, first = directory / f"{case.task}-{seed}-sft", blockdiff.Run(start).report
         steps = max(1, round(seconds * first["steps"] / first["seconds"]))
-        # A tenth of the rate, as the start ended: at the full one it would first forget what it knows.
+        # A tenth of the rate, with which the start ended: at the full rate it would first forget.
         changes += [f"model.path={start / 'model'}", "model.preset=null", "lora=none", "optim.lr=1.0e-3"]
         changes += [f"train.steps={steps}", "evaluation.patience=none"]
     if not (run / "model").exists():
@@ -107,7 +107,7 @@ def run_of(case: Case, seed: int, directory: Path, way: str, seconds: float = 0.
 
 
 def measured(case: Case, run: blockdiff.Run, directory: Path, count: int) -> dict[str, Any]:
-    """The share of test problems that a run's model solves, and its denoising steps per canvas."""
+    """Return the share of test problems that a run's model solves, and its denoising steps per canvas."""
     model = run.directory / "model"
     loaded = blockdiff.load(model, dtype="float32", device="cpu")
     sampler = Sampler(loaded, load_tokenizer(model), strategy=case.strategy)
@@ -123,7 +123,7 @@ WORDS = {"start": "the start", "sft": "supervised, on the same rows", "rl": "rei
 
 
 def table(run: dict[str, Any]) -> list[str]:
-    """The lines of a run's table."""
+    """Return the lines of a run's table."""
     commit = str(run["machine"]["commit"])[:12]
     lines = [
         f"\n**{run['case']}**, seed {run['seed']}, commit {commit}\n",
@@ -138,7 +138,7 @@ def table(run: dict[str, Any]) -> list[str]:
 
 
 def means(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """The lines of the table over seeds of every case that has several; none where no case has."""
+    """Return the lines of the table over seeds, for every case with several; [] if no case has."""
     lines = []
     for case in dict.fromkeys(run["case"] for run in runs):
         of_seeds = [run["results"] for run in runs if run["case"] == case]
@@ -160,7 +160,7 @@ def means(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is missing, print a table for each case and seed, and write them where asked."""
+    """Train what is missing, print a table for each case and seed, and write them if an output is named."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rl", description=__doc__)
     parser.add_argument("directory", type=Path, help="of runs and data, made where it is missing")
     parser.add_argument("--cases", default="0,1,2", help="numbers of cases, with commas (default 0,1,2)")

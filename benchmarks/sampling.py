@@ -46,24 +46,24 @@ from tests.support.peaks import peak_memory
 CPU = torch.device("cpu")
 SAME = 0.99  # of the requests must have the same tokens under the same draws; a near-tie may flip the others
 COMPARED = 128  # requests that are answered with the same draws
-SHARED, OWN = 512, 16  # tokens of a prompt that are every request's, and its own
+SHARED, OWN = 512, 16  # tokens of a prompt: shared by all requests, and a request's own
 
 
 @dataclass(frozen=True)
 class ScriptedStops(Composed):
-    """The rules for weights that never settle: a request's canvases take as many steps as its id says."""
+    """Stopping rules for weights that never settle: a request's id sets the number of steps of its canvases."""
 
     steps: tuple[int, ...] = ()
 
     def stop(self, canvases: Canvases) -> Tensor:
-        """The canvases that have taken their steps."""
+        """Return which canvases have done their steps."""
         own_B = torch.tensor([self.steps[int(id)] for id in canvases.ids], device=canvases.step_B.device)
         return canvases.step_B + 1 >= own_B
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests for two models of the same weights; `steps` scripts them (None: the model's own rule)."""
+    """Requests for two models with the same weights; `steps` scripts their stops (None: the model's own rule)."""
 
     name: str
     models: models.Pair
@@ -73,18 +73,18 @@ class Workload:
     steps: tuple[int, ...] | None = None
 
     def sampler(self) -> Sampler:
-        """Ours, fresh: it shares nothing with an earlier call."""
+        """Return a fresh sampler of ours, which shares nothing with an earlier call."""
         rules = released(self.generation)
         if self.steps is not None:
             rules = ScriptedStops(**vars(rules), steps=self.steps)
         return Sampler(self.models.ours, None, self.generation, strategy=rules)
 
     def ours(self, limit: int) -> list[Result]:
-        """The answers of `Sampler.generate`."""
+        """Return the answers of `Sampler.generate`."""
         return self.sampler().generate(self.requests, batch_size=limit)
 
     def lockstep(self, limit: int) -> list[Result]:
-        """The answers of the loop in which rows wait for each other."""
+        """Return the answers of the loop in which rows wait for each other."""
         sampler = self.sampler()
         asked = [sequence for request in self.requests for sequence in prepare_sequences(request, sampler.settings)]
         generate_in_lockstep(sampler.model, sampler.settings, asked, limit)
@@ -92,10 +92,10 @@ class Workload:
 
 
 class Meter:
-    """Counts canvas forwards and where the time goes while `work` runs once.
+    """Counts canvas forwards and times the parts while `work` runs once.
 
-    The model's: inside it and its vocabulary; the method's: drawing random numbers and the strategy's decisions, which
-    any way of scheduling has to do. The rest is scheduling: who runs, and moving what belongs to them.
+    The model's time is inside it and its vocabulary. The method's is spent on random numbers and the strategy's
+    decisions, which any scheduler needs. The rest is scheduling: choosing rows, and moving their data.
     """
 
     def __init__(self, model: Any, work: Callable[[], Any]):
@@ -119,7 +119,7 @@ class Meter:
 
     @property
     def scheduling(self) -> float:
-        """The share of the wall time that is neither the model's nor the method's."""
+        """The share of wall time that is neither the model's nor the method's."""
         return 1 - (self.model_seconds + self.method_seconds) / self.seconds
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +150,7 @@ class Meter:
 
 
 def puzzles(model: str, prompts: Path, count: int, limits: Sequence[int]) -> Workload:
-    """The first puzzles of a file, by the model trained for them."""
+    """Return the first puzzles of a file, with the model trained for them."""
     tokenizer = load_tokenizer(Path(model))
     texts = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()[:count]]
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -165,7 +165,7 @@ def puzzles(model: str, prompts: Path, count: int, limits: Sequence[int]) -> Wor
 
 
 def scripted(name: str, preset: str, count: int, limits: Sequence[int], seed: int = 0, longest: int = 512) -> Workload:
-    """Random weights, random prompts, and scripted steps and lengths."""
+    """Return a workload with random weights, random prompts, and scripted steps and lengths."""
     pair = models.pair(models.Size(preset, preset, 1, 64, (2, 4)), CPU)
     pair.ours.eval(), pair.peer.eval()
     length, draw = pair.ours.canvas_length, torch.Generator().manual_seed(seed)
@@ -190,7 +190,7 @@ def scripted(name: str, preset: str, count: int, limits: Sequence[int], seed: in
 
 
 def compared(work: Workload, limit: int) -> dict[str, Any]:
-    """A comparison of all sides: `agrees`, and the figures behind it."""
+    """Compare the answers of all sides; `agrees`, and the figures behind it."""
     if work.steps is None:
         some = replace(work, requests=work.requests[:COMPARED])
         ours = some.ours(limit)
@@ -229,7 +229,7 @@ def compared(work: Workload, limit: int) -> dict[str, Any]:
 
 
 def measure(work: Workload, limit: int, repeats: int, experts: str) -> dict[str, Any]:
-    """One line: outputs compared, then all three timed in turns, then what ours ran and its memory."""
+    """Compare outputs, time all three in turns, then count our forwards and memory; return the line."""
     line: dict[str, Any] = {"workload": work.name, "requests": len(work.requests), "limit": limit}
     line |= compared(work, min(limit, 32))
     if not line["agrees"]:
@@ -265,7 +265,7 @@ def measure(work: Workload, limit: int, repeats: int, experts: str) -> dict[str,
 
 
 def fastest_experts(work: Workload, limit: int) -> str:
-    """The variant of transformers' experts that answers the first requests in the least time."""
+    """Return the variant of transformers' experts that answers the first requests fastest."""
     some, taken = work.requests[: limit if work.steps is None else min(limit, 8)], {}
     for name in EXPERTS:
         peer = Peer(work.models.peer, work.generation, work.steps, name)
@@ -277,7 +277,7 @@ def fastest_experts(work: Workload, limit: int) -> str:
 
 
 def told(line: dict[str, Any]) -> str:
-    """A line for a person."""
+    """Return a line for a person."""
     head = f"{line['workload']}, {line['requests']} requests, limit {line['limit']}:"
     if not line["agrees"]:
         found = {name: value for name, value in line.items() if name.startswith(("same", "errors"))}
@@ -293,7 +293,7 @@ def told(line: dict[str, Any]) -> str:
 
 
 def _double(model: Any) -> Any:
-    """A copy of our model that computes in fp64."""
+    """Return a copy of our model that computes in fp64."""
     return copy.deepcopy(model).double()
 
 
@@ -302,7 +302,7 @@ def _shortest(requests: Sequence[Request], count: int) -> tuple[Request, ...]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print a line per workload and limit; 1 where something disagrees."""
+    """Print a line per workload and limit; return 1 if one disagrees."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__.split("\n")[0])
     parser.add_argument("workloads", nargs="+", choices=("puzzles", "ragged", "shared"))
     parser.add_argument("--model", default="runs/quickstart/model", help="of puzzles")
@@ -327,7 +327,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for limit in limits:
             lines.append(measure(work, limit, given.repeats, given.experts))
             print(told(lines[-1]), flush=True)
-            if given.output is not None:  # what there is after every line
+            if given.output is not None:  # all lines so far, after each one
                 record = {"machine": machine.describe(CPU), "repeats": given.repeats, "lines": lines}
                 machine.write(given.output, record, "".join(f"- {told(each)}\n" for each in lines))
     return 0 if all(line["agrees"] for line in lines) else 1

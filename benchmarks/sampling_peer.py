@@ -22,11 +22,11 @@ PAD = 0
 
 
 class Peer:
-    """transformers' model as somebody would use it: requests of similar length in batches, left-padded.
+    """transformers' model in ordinary use: requests of similar length in left-padded batches.
 
-    steps: scripted denoising steps of every canvas by the request's id (None: the model's own stopping rule). A row
-    that is done stops at its first step then, which is kinder than its own rule would be. `canvas_forwards` counts what
-    the decoder ran.
+    steps: scripted denoising steps of every canvas, by request id (None: the model's own stopping rule). A finished row
+    then stops at its first step, which favours transformers over its own rule. `canvas_forwards` counts canvases
+    through the decoder.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Peer:
 
     @torch.no_grad()
     def answer(self, requests: Sequence[Request], limit: int) -> dict[int, tuple[list[int], float]]:
-        """The new tokens of every request, by id, and its tokens per forward; `limit` rows a batch."""
+        """Return the new tokens of every request, by id, and its tokens per forward; `limit`: rows per batch."""
         found: dict[int, tuple[list[int], float]] = {}
         order = sorted(requests, key=lambda request: len(request.tokens or ()))
 
@@ -83,30 +83,33 @@ class Peer:
 
 
 class Script:
-    """Stands in for transformers' stopping rules: a canvas ends after so many steps, a response at its limit."""
+    """Replaces transformers' stopping rules: a canvas ends after scripted steps, a response at its limit."""
 
     def __init__(self, steps_B: Tensor, limits_B: Tensor, canvas_length: int):
         self.steps_B, self.limits_B, self.canvas_length = steps_B, limits_B, canvas_length
         self.canvas, self.step = -1, 0
 
     def reset(self) -> None:
-        """A new canvas begins."""
+        """Begin a new canvas."""
         self.canvas, self.step = self.canvas + 1, 0
 
     def __call__(self, argmax_BL: Tensor, logits_BLV: Tensor, **_: Any) -> Tensor:
-        """The canvases that are finished by this step."""
+        """Return which canvases finish with this step."""
         self.step += 1
         is_done_B = self.limits_B <= self.canvas * self.canvas_length
         return is_done_B | (self.steps_B <= self.step)
 
     def finished(self, tokens_BS: Tensor, prompt: int) -> Tensor:
-        """The responses that are complete."""
+        """Return which responses are complete."""
         return self.limits_B <= tokens_BS.shape[1] - prompt
 
 
 @contextmanager
 def addressed_draws(seeds: Sequence[int], length: int, vocab_size: int) -> Iterator[None]:
-    """Let one batch of transformers' `generate` draw what our requests of these seeds draw: to compare, not to time."""
+    """In the block one batch of transformers' `generate` draws what our requests with these seeds draw.
+
+    To compare, not to time.
+    """
     state = SimpleNamespace(canvas=-1, step=0, expects_renoise=False, draws=None)
 
     def randint(low: int, high: int, size: tuple[int, ...], device: Any = None) -> Tensor:

@@ -50,29 +50,29 @@ WARM = 4  # requests before anything is timed
 
 @dataclass(frozen=True)
 class Workload:
-    """A checkpoint and requests for it; `max_tokens` of each answer."""
+    """A checkpoint and requests for it; max_tokens: of each answer."""
 
     name: str
     model: str
     prompts: tuple[str, ...]
     max_tokens: int
-    agreement: dict[str, float] | None  # what was compared beside the answers; None: the answers are
+    agreement: dict[str, float] | None  # of logits; None: only the answers are compared
     agrees: bool
 
     def body(self, number: int, **more: Any) -> dict[str, Any]:
-        """The request of a number."""
+        """Return the body of request number `number`."""
         said = dict(prompt=self.prompts[number % len(self.prompts)], seed=number, max_tokens=self.max_tokens)
         return {"model": self.model, **said, **more}
 
 
 def quickstart(model: str, prompts: Path) -> Workload:
-    """The puzzles of a file."""
+    """Return the puzzles of a file."""
     rows = tuple(json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines())
     return Workload("quickstart", model, rows, 17, None, True)
 
 
 def random_15m(folder: Path) -> Workload:
-    """15M random weights with a tokenizer of bytes, saved in a folder, and prompts of about 128 tokens."""
+    """Save a model of 15M random weights and a tokenizer of bytes in a folder; prompts have about 128 tokens."""
     pair = models.pair(models.Size("15m", "15m", 1, 64, (2, 4)), CPU)
     pair.ours.eval(), pair.peer.eval()
     draw, V, L = torch.Generator().manual_seed(1), pair.ours.vocab_size, pair.ours.canvas_length
@@ -93,7 +93,7 @@ def random_15m(folder: Path) -> Workload:
 
 @dataclass(frozen=True)
 class Running:
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     address: str
     pid: int
@@ -101,7 +101,7 @@ class Running:
 
 @contextmanager
 def served(words: Sequence[str], seconds: float = 120.0) -> Iterator[Running]:
-    """A server that a command of Python starts, which says at which address; it ends with the block."""
+    """Start a server by a command of Python, which prints its address; it ends with the block."""
     with tempfile.NamedTemporaryFile("w+") as said:
         process = subprocess.Popen([sys.executable, "-m", *words], stdout=said, stderr=said, env=os.environ.copy())
         try:
@@ -117,22 +117,22 @@ def served(words: Sequence[str], seconds: float = 120.0) -> Iterator[Running]:
 
 
 def our_server(model: str, rows: int, *more: str) -> Any:
-    """`blockdiff serve` of a model."""
+    """Start `blockdiff serve` for a model."""
     return served(["blockdiff", "serve", model, "--port", "0", "--max-rows", str(rows), "--device", "cpu", *more])
 
 
 def their_server(model: str) -> Any:
-    """The thin server over transformers."""
+    """Start the thin server over transformers."""
     return served(["benchmarks.serving_peer", model])
 
 
 def client_of(address: str) -> openai.AsyncOpenAI:
-    """OpenAI's client, which asks once."""
+    """Return OpenAI's client, without retries."""
     return openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600)
 
 
 async def _all(address: str, work: Workload, clients: int, count: int, **more: Any) -> tuple[float, list[str]]:
-    """The seconds that so many clients take for all requests, and the answers."""
+    """Return the seconds that `clients` clients take for all requests, and the answers."""
     numbers, texts = iter(range(count)), [""] * count
     async with client_of(address) as client:
 
@@ -147,7 +147,7 @@ async def _all(address: str, work: Workload, clients: int, count: int, **more: A
 
 
 async def _first_canvases(address: str, work: Workload, clients: int, count: int) -> list[float]:
-    """The seconds to the first chunk of each request."""
+    """Return the seconds to the first chunk of each request."""
     numbers, found = iter(range(count)), list[float]()
     async with client_of(address) as client:
 
@@ -166,7 +166,7 @@ async def _first_canvases(address: str, work: Workload, clients: int, count: int
 
 
 def front(work: Workload, address: str, count: int) -> dict[str, Any]:
-    """Milliseconds a request, of medians: by an engine here, over HTTP by a bare client, and by OpenAI's."""
+    """Return median milliseconds per request: by an engine here, over HTTP by a bare client, and by OpenAI's client."""
     sampler = Sampler.from_pretrained(work.model, device="cpu")
     engine = Engine(sampler.model, settings=sampler.settings, max_rows=1)
     bare, theirs = httpx.Client(base_url=address), openai.OpenAI(base_url=f"{address}/v1", api_key="none")
@@ -199,7 +199,7 @@ def front(work: Workload, address: str, count: int) -> dict[str, Any]:
 
 
 def measure(work: Workload, clients: Sequence[int], count: int) -> dict[str, Any]:
-    """All lines of a workload."""
+    """Return all lines of a workload."""
     line: dict[str, Any] = {"workload": work.name, "agrees": work.agrees, "errors": work.agreement, "clients": {}}
     with our_server(work.model, max(clients)) as our, their_server(work.model) as their:
         both = ours, _ = our.address, their.address
@@ -231,7 +231,7 @@ def measure(work: Workload, clients: Sequence[int], count: int) -> dict[str, Any
 
 
 def told(line: dict[str, Any]) -> str:
-    """The lines of a workload as a Markdown table, with its front above."""
+    """Return the lines of a workload as a Markdown table, below the cost of its front."""
     found, ms = line["front"], line["front"]["ms"]
     head = (
         f"{line['workload']}: {'agrees' if line['agrees'] else 'DISAGREES'} "
@@ -253,7 +253,7 @@ def told(line: dict[str, Any]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the lines; 1 where something disagrees, or a soak finds a fault."""
+    """Print the lines; return 1 if one disagrees, or if a soak finds a fault."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="runs/quickstart/model", help="of quickstart, and of the soak")
     parser.add_argument("--prompts", type=Path, default=Path("data/sudoku4/test.jsonl"), help="of quickstart")

@@ -25,7 +25,7 @@ from blockdiff.sampling.request import Request
 
 
 def application(model: str) -> FastAPI:
-    """The server; with `compare` a request gets the numbers that we draw (to compare, not to time)."""
+    """Return the server. A request with `compare` gets the random numbers that we draw (to compare, not to time)."""
     tokenizer, generation = load_tokenizer(Path(model)), Generation.from_pretrained(model)
     theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(model, dtype=torch.float32).eval()
     peer, turn, found = Peer(theirs, generation), Lock(), FastAPI()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CLIENTS = 32
 DIFFERENT = 400  # requests; each is asked several times, in other company
-SAME = {"float64": 1.0, "float32": 0.99}  # of the answers must equal those alone; near-ties may flip the others
+SAME = {"float64": 1.0, "float32": 0.99}  # the share of answers that must be equal; near-ties may flip others
 GROWTH = 1.10
 FORM = "[1-4]{1,16}"  # one token is enough, so it fits canvases of any length
 ENDS = ("whole", "whole", "whole", "whole", "stream", "stream", "left", "left under way", "bad")
@@ -43,7 +43,7 @@ BAD: Sequence[dict[str, Any]] = (
     {"json": {"prompt": "1", "regex": "("}},
     {"json": {"prompt": "1", "temperature": -1}},
     {"json": {"prompt": "1", "seed": "x"}},
-    # what is sent to do harm: items and texts without number, halves of characters, numbers that overflow
+    # harmful requests: endless items and texts, halves of characters, numbers that overflow
     {"json": {"prompt": [{}] * 20_000}},
     {"json": {"prompt": "1", "stop": ["a"] * 20_000}},
     {"json": {"prompt": "1", "strategy": "a" * 100_000}},
@@ -57,7 +57,7 @@ BAD: Sequence[dict[str, Any]] = (
 
 
 def soak(work: Workload, count: int, dtype: str) -> dict[str, Any]:
-    """The record of a soak; `agrees` says that nothing was lost, mixed up or leaked."""
+    """Return the record of a soak; `agrees`: nothing was lost, mixed up or leaked."""
     from benchmarks.serving import our_server
 
     began = time.perf_counter()
@@ -88,7 +88,7 @@ def soak(work: Workload, count: int, dtype: str) -> dict[str, Any]:
 
 
 def told(line: dict[str, Any]) -> str:
-    """The record for a person."""
+    """Return the record in words."""
     first, last = line["rss_mib"]
     return (
         f"soak of {line['requests']} requests in {line['dtype']}: "
@@ -99,7 +99,7 @@ def told(line: dict[str, Any]) -> str:
 
 
 def _body(work: Workload, number: int) -> dict[str, Any]:
-    """One of the requests."""
+    """Return the body of request number `number`."""
     chance = random.Random(number)
     more: dict[str, Any] = {"max_tokens": chance.choice((1, 8, 17, 34))}
     if chance.random() < 0.3:
@@ -110,7 +110,7 @@ def _body(work: Workload, number: int) -> dict[str, Any]:
 
 
 async def _asked(work: Workload, address: str, pid: int, count: int) -> dict[str, Any]:
-    """The answers and faults of all requests, what the server then holds, and its memory."""
+    """Send all requests; return answers and faults, what the server holds afterwards, and its memory."""
     chance, ends, faults, answers = random.Random(0), Counter[str](), Counter[str](), list[tuple[int, str]]()
     numbers, memory = iter(range(count)), list[float]()
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
@@ -157,7 +157,7 @@ async def _asked(work: Workload, address: str, pid: int, count: int) -> dict[str
 
 
 async def _ended(client: httpx.AsyncClient, body: dict[str, Any], end: str, seconds: float) -> str | None:
-    """The text of a request that is read to its end; None for one that is left before."""
+    """Return the text of a request that is read to its end; None if the client leaves earlier."""
     if end == "left":
         try:
             async with asyncio.timeout(seconds):
@@ -185,6 +185,6 @@ async def _ended(client: httpx.AsyncClient, body: dict[str, Any], end: str, seco
 
 
 def _rss(pid: int) -> float:
-    """The memory of a process in MiB."""
+    """Return the resident memory of a process in MiB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

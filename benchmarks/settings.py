@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Settings:
-    """repeats: of every timing; kernels: ours; compiled_peer: try the generate that transformers compiles, too."""
+    """repeats: of every timing; kernels: ours; compiled_peer: also try the `generate` that transformers compiles."""
 
     device: torch.device
     repeats: int = 9

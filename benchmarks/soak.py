@@ -19,11 +19,11 @@ import torch
 from blockdiff.checkpoint import init
 from tests.support.soak import soak
 
-NEAR_TIES = 0.01  # of the answers may differ where near-ties flip
+NEAR_TIES = 0.01  # the share of answers that may differ, since near-ties flip
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print what came of a soak."""
+    """Run a soak and print its outcome."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

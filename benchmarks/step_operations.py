@@ -45,7 +45,7 @@ B, LENGTH = 2, 256
 
 @torch.no_grad()
 def counted(kind: str) -> Counter[str]:
-    """Launches, by the kernel's name, and torch's operations of a step, a key of STEPS or "verified"."""
+    """Count Triton launches by kernel, and torch's operations, of a step. kind: a key of STEPS or "verified"."""
     config = small_config(list(KINDS.values()), LENGTH)
     with torch.device("meta"):
         model = DiffusionGemma(config, kernels=Kernels("triton")).eval()
@@ -80,7 +80,7 @@ def counted(kind: str) -> Counter[str]:
             assert shape is not None
             step.prefixes.load(rows)
             call = StepCall(B, B, (), ((settings.strategy, None),), controls, [shape] * B)
-            step(call)  # the first one makes what later ones find
+            step(call)  # the first one fills caches for later ones
             found.clear()
             with Operations() as operations:
                 step(call)
@@ -88,7 +88,7 @@ def counted(kind: str) -> Counter[str]:
 
 
 def main() -> None:
-    """Prints a Markdown table."""
+    """Print a Markdown table."""
     argparse.ArgumentParser(prog="python -m benchmarks.step_operations", description=__doc__).parse_args()
     print("| step | launches | torch operations | both |\n|---|---|---|---|")
     for kind in (*STEPS, "verified"):

@@ -42,7 +42,7 @@ Key = tuple[str, int, int, tuple[int, ...]]  # kernel, architecture, bytes of an
 
 
 def calls() -> Iterator[tuple[int, Callable[[], None]]]:
-    """Bytes of an element, and what launches kernels for such."""
+    """Yield the bytes of an element, and a call that launches kernels with such elements."""
     for dtype in (torch.bfloat16, torch.float32):
         found: list[Callable[..., None]] = []
         found += [partial(ops.attention, *heads) for heads in ((64, 8), (128, 8), (256, 8), (512, 2))]
@@ -57,25 +57,27 @@ def calls() -> Iterator[tuple[int, Callable[[], None]]]:
 
 
 def line_key(kernel: str, architecture: int, size: int, constants: dict[str, Any]) -> Key:
-    """The key of a launch, for elements of so many bytes."""
+    """Return the key of a launch, for elements of `size` bytes."""
     return kernel, architecture, size, tuple(constants.get(name, 0) for name in SIZES)
 
 
 def read() -> dict[Key, int]:
-    """Bytes of shared memory, from the file."""
+    """Return bytes of shared memory by key, from the file."""
     lines = json.loads(FILE.read_text(encoding="utf-8"))["kernels"]
     return {(name, on, size, tuple(sizes)): shared for name, on, size, sizes, shared in lines}
 
 
 def measure(architecture: int, only: str = "") -> dict[Key, int]:
-    """Bytes of shared memory on an architecture, of kernels with this in their name: the most of all launches with a
-    tile."""
+    """Return bytes of shared memory by key on an architecture: the largest of all launches with a tile.
+
+    only: a part of the kernels' names.
+    """
     found: dict[Key, int] = {}
 
     def served(call: Callable[[], None]) -> None:
         try:
             call()
-        except Unserved as obstacle:  # the rest of a call that the table has no line for
+        except Unserved as obstacle:  # the table has no line for this kernel; the rest of the call is skipped
             print(f"sm_{architecture}: {obstacle.reason}", flush=True)
 
     for size, call in calls():
@@ -86,7 +88,7 @@ def measure(architecture: int, only: str = "") -> dict[Key, int]:
 
 
 def main() -> None:
-    """Compiles and writes; prints what the table has no line for."""
+    """Compile and write; print the keys for which the table has no line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tile_memory", description=__doc__)
     parser.add_argument("--architecture", action="append", type=int, choices=SHARED_MEMORY, help="default: all")
     parser.add_argument("--only", default="", help="kernels with this in their name; the others' lines stay")

@@ -15,7 +15,7 @@ Stopwatch = Callable[[], float]  # runs once, returns seconds
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of every repeat, in order: repeat i of two candidates ran right after each other."""
+    """Seconds of every repeat, in order: repeat i of two candidates ran one right after the other."""
 
     seconds: tuple[float, ...]
 
@@ -31,7 +31,7 @@ class Times:
 
 
 def quartiles(values: tuple[float, ...]) -> tuple[float, float]:
-    """Lower and upper quartile; both the value itself where there is only one."""
+    """Return the lower and upper quartile; of a single value, the value twice."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -39,7 +39,7 @@ def quartiles(values: tuple[float, ...]) -> tuple[float, float]:
 
 
 def once(work: Callable[[], object], device: torch.device) -> Stopwatch:
-    """A stopwatch for one call of `work`, waiting for the device before and after."""
+    """Return a stopwatch for one call of `work`; it waits for the device before and after."""
 
     def seconds() -> float:
         _wait(device)
@@ -52,7 +52,7 @@ def once(work: Callable[[], object], device: torch.device) -> Stopwatch:
 
 
 def interleaved(candidates: Mapping[str, Stopwatch], repeats: int, warmup: int = 2) -> dict[str, Times]:
-    """Time all candidates in turns (A B A B ...), so that a slow spell of the machine meets all of them."""
+    """Time all candidates in turns (A B A B ...), so that a slow phase of the machine affects all of them."""
     for stopwatch in candidates.values():
         for _ in range(warmup):
             stopwatch()
@@ -64,10 +64,10 @@ def interleaved(candidates: Mapping[str, Stopwatch], repeats: int, warmup: int =
 
 
 def probe(variants: Mapping[str, Stopwatch], tries: int = 2) -> dict[str, float]:
-    """The best of a few tries of every variant, fastest first.
+    """Return the best of `tries` tries of every variant, fastest first.
 
-    A variant that raises (not every device and number format has them all) is named on stderr and left out; when
-    none is left, the last error is raised.
+    A variant that raises (not every device and number format has all of them) is named on stderr and left out. If none
+    is left, the last error is raised.
     """
     best = {}
     for name, stopwatch in variants.items():
@@ -82,7 +82,7 @@ def probe(variants: Mapping[str, Stopwatch], tries: int = 2) -> dict[str, float]
 
 
 def contenders(probed: Mapping[str, float], margin: float = 1.05) -> list[str]:
-    """The variants worth timing in full: the fastest, and those within `margin` times its seconds.
+    """Return the variants worth timing in full: the fastest, and those within `margin` times its seconds.
 
     A difference of two noisy times can be negative.
     """

@@ -45,7 +45,7 @@ ADAPTED, LOW_RANK = ("attention", "mlp", "experts"), LowRank(16, 32)
 
 @dataclass(frozen=True)
 class Case:
-    """The choices that vary between lines: number format, AdamW, canvases per row (of which one is scored), LoRA."""
+    """The choices that vary between lines: number format, AdamW, canvases per row (one of which is scored), LoRA."""
 
     dtype: torch.dtype = torch.float32
     autocast: bool = False
@@ -65,7 +65,7 @@ class Case:
 
 
 def cases(size: Size, device: torch.device) -> list[Case]:
-    """The lines of a size; the first is the one that is quoted."""
+    """Return the lines of a size; the first is the one quoted."""
     fp32, bf16 = torch.float32, torch.bfloat16
     if device.type != "cuda":
         return [Case(), Case(update=True), Case(autocast=True), Case(canvases=4), Case(lora=True)]
@@ -75,7 +75,7 @@ def cases(size: Size, device: torch.device) -> list[Case]:
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
-    """Every case of every size; `done` gets each line as it is finished."""
+    """Measure every case of every size; call `done` with each finished line."""
     has_peft = installed("peft", "PEFT") is not None
     for size in sizes:
         for case in cases(size, settings.device):
@@ -87,7 +87,7 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
 
 
 def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
-    """One line: compare, then time in turns, then trace the memory."""
+    """Compare, then time in turns, then trace the memory; return the line."""
     device, vocabulary = settings.device, models.ours.vocab_size
     if case.lora:
         models = adapted(models)
@@ -96,7 +96,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
     scored = case.canvases - 1
 
     def draw(seed: int) -> tuple[Batch, Batch]:
-        """All canvases, and only those that are scored."""
+        """Return a batch with all canvases, and one with the scored canvases only."""
         whole = rows_of(size, vocabulary, models.ours.canvas_length, case.canvases, seed).to(device)
         is_scored_BC = (torch.arange(case.canvases) == scored).expand(whole.start_BC.shape)
         return whole, whole.select(is_scored_BC)[0]
@@ -153,7 +153,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
 
 
 def rows_of(size: Size, vocabulary: int, canvas_length: int, canvases: int, seed: int = 1) -> Batch:
-    """Rows of `prompt` tokens and whole canvases; every other row has the signal, t is spread evenly."""
+    """Return rows of `prompt` tokens and whole canvases; every other row has the signal, t is spread evenly."""
     draw = torch.Generator().manual_seed(seed)
     width = size.prompt + canvases * canvas_length
     tokens_BS = torch.randint(3, vocabulary, (size.rows, width), generator=draw).tolist()
@@ -175,7 +175,7 @@ def gradient_step(
     precision: contextlib.AbstractContextManager,
     update: torch.optim.Optimizer | None,
 ) -> Callable[[], tuple[float, float]]:
-    """A call that clears the gradients, computes the losses and gradients, and updates; returns the losses."""
+    """Return a call that clears gradients, computes losses and gradients, and updates; it returns the losses."""
 
     def run() -> tuple[float, float]:
         model.zero_grad(set_to_none=True)
@@ -190,14 +190,14 @@ def gradient_step(
 
 
 def adapted(models: Pair) -> Pair:
-    """Both models with the same adapters, transformers' by PEFT."""
+    """Return both models with the same adapters, transformers' by PEFT."""
     from peft import PeftModel
 
     model = models.ours
     adapt(model, targets(model, dict.fromkeys(ADAPTED, LOW_RANK)))
     draw_adapters(model, 0, model.device, model.dtype)
     draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # a B of 0 would hide what A does
+    with torch.no_grad():  # with B = 0 the effect of A would not show
         for tensor in adapter_tensors(model).values():
             tensor.add_((torch.randn(tensor.shape, generator=draw) * 0.02).to(tensor))
     with tempfile.TemporaryDirectory() as folder:
@@ -207,7 +207,7 @@ def adapted(models: Pair) -> Pair:
 
 
 def _agreement(models: Pair, ours: tuple[float, float], theirs: tuple[float, float]) -> Agreement:
-    """fp32: relative errors of the losses, of all gradients as one vector, and of the worst tensor's."""
+    """Return in fp32 the relative errors of the losses, of all gradients as one vector, and of the worst tensor."""
     total, worst = _gradient_error(_our_gradients(models), _peer_gradients(models, models.peer))
     return Agreement(
         {
@@ -225,7 +225,7 @@ def _half_agreement(
     theirs: tuple[float, float],
     truth: tuple[float, float],
 ) -> Agreement:
-    """bf16: our errors against the peer in fp32 beside the errors that the peer's own bf16 makes."""
+    """Return our bf16 errors against the peer in fp32, bounded by those of the peer's own bf16."""
     exact = _peer_gradients(models, reference)
     total, _ = _gradient_error(_our_gradients(models), exact)
     their_total, _ = _gradient_error(_peer_gradients(models, models.peer), exact)
@@ -238,7 +238,7 @@ def _half_agreement(
 
 
 def _our_gradients(models: Pair) -> list[Tensor]:
-    """The gradients of all that trains, adapters in PEFT's layout."""
+    """Return the gradients of all trained parameters, adapters in PEFT's layout."""
     gradients = []
     for name, parameter in models.ours.named_parameters():
         if parameter.requires_grad:
@@ -248,7 +248,7 @@ def _our_gradients(models: Pair) -> list[Tensor]:
 
 
 def _peer_gradients(models: Pair, peer: DiffusionGemmaForBlockDiffusion) -> list[Tensor]:
-    """The gradients of the same parameters in the peer, those of PEFT's two copies of an adapter added."""
+    """Return the peer's gradients of the same parameters; PEFT's two copies of an adapter are added up."""
     theirs = {name.replace(".default", ""): p for name, p in peer.named_parameters(remove_duplicate=False)}
     gradients = []
     for name, parameter in models.ours.named_parameters():
@@ -261,7 +261,7 @@ def _peer_gradients(models: Pair, peer: DiffusionGemmaForBlockDiffusion) -> list
 
 
 def _gradient_error(gradients: list[Tensor], truths: list[Tensor]) -> tuple[float, float]:
-    """Relative 2-norm error against the true gradients: of all together, and of the worst tensor."""
+    """Return the relative 2-norm error against the true gradients: of all as one vector, and of the worst tensor."""
     squared_error = squared_norm = worst = 0.0
     for gradient, truth in zip(gradients, truths, strict=True):
         error, norm = float((gradient.float() - truth.float()).norm()), float(truth.float().norm())

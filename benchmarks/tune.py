@@ -42,11 +42,11 @@ from blockdiff.kernels.tiles import SHARED_MEMORY, Tile
 from blockdiff.spans import denoise_spans, encode_spans
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-MOST_TRIED = 12  # tiles that fit and are looked at where none suits
+MOST_TRIED = 12  # tiles that fit, tried before the best of them is taken
 MOST_TIMED = 30  # tiles of a line that are timed, the nearest to the present one
 MARGIN = 0.99  # of the present tile's seconds that another has to stay under
 Key = tuple[str, int, int]  # kernel, architecture, element size
-# Kernels of experts, those without a gradient first, and what tells launches of one kernel apart.
+# Kernels of experts, those without a gradient first, and the arguments that distinguish launches of one kernel.
 OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gate_up": ("expert_mlp_gate_up", {}),
     "down": ("expert_mlp_product", {"WEIGHT_N": 704}),
@@ -59,8 +59,8 @@ OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 class Problem:
     """A line of the table: a kernel at one size, and a call that launches it.
 
-    arguments: values that tell its launches from others of the same kernel; same: a size of the tile, and the line
-    whose it has to be.
+    arguments: values that distinguish its launches from others of the same kernel; same: for a size of the tile, the
+    line whose size it must equal.
     """
 
     line: str
@@ -71,13 +71,15 @@ class Problem:
     same: dict[str, str] = field(default_factory=dict)
 
     def wanted(self, kernel: str, arguments: dict[str, Any]) -> bool:
-        """True for a launch of this line."""
+        """Return whether a launch belongs to this line."""
         return kernel == self.kernel and all(arguments[name] == value for name, value in self.arguments.items())
 
 
 def attention(head: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """An encode of the released model's number of heads, forward and backward, and a denoising pass over a prefix of a
-    quarter of it; on a GPU of a size worth timing."""
+    """Run an encode with the released model's heads, forward and backward, and a denoising pass over a prefix.
+
+    The prefix is a quarter of the encode; on a GPU sizes are large enough to time.
+    """
     rows, T = (4, 4096) if torch.cuda.is_available() else (2, 128)
     shapes = ((rows, T, 16, head), (rows, T, kv_heads, head), (rows, T, kv_heads, head))
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
@@ -94,13 +96,13 @@ def attention(head: int, kv_heads: int, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def router(dtype: torch.dtype) -> None:
-    """The router of a canvas of the released model."""
+    """Run the router of a canvas of the released model."""
     x, weight = torch.randn(256, 2816).to(dtype), torch.randn(128, 2816).to(dtype)
     routed_tokens(x, torch.ones(2816, dtype=dtype), 2816**-0.5, weight, torch.ones(128, dtype=dtype), 8)
 
 
 def experts(tokens: int, dtype: torch.dtype) -> None:
-    """Experts of the released model's sizes, forward and backward with everything trained."""
+    """Run experts of the released model's sizes, forward and backward with everything trained."""
     E, k, D, F = 128, 8, 2816, 704
     x, gate_up, down = (torch.empty(shape, dtype=dtype) for shape in ((tokens, D), (E, 2 * F, D), (E, D, F)))
     for each in (x, gate_up, down):
@@ -112,7 +114,7 @@ def experts(tokens: int, dtype: torch.dtype) -> None:
 
 
 def drawn(form: Any, *shape: int) -> Any:
-    """A matrix of random codes in a form of fewer bits."""
+    """Return a matrix of random codes in a form of fewer bits."""
     made = form.empty_like(torch.empty(shape))
     for tensor in made:
         if tensor.is_floating_point():
@@ -123,7 +125,7 @@ def drawn(form: Any, *shape: int) -> Any:
 
 
 def experts_in(form: Any, tokens: int, dtype: torch.dtype) -> None:
-    """The same experts with weights in a form of fewer bits, forward, and back to their inputs."""
+    """Run the released model's experts with weights in a form of fewer bits, forward, and back to their inputs."""
     E, k, D, F = 128, 8, 2816, 704
     gate_up, down, index = drawn(form, E, 2 * F, D), drawn(form, E, D, F), torch.rand(tokens, E).topk(k).indices
     x = torch.randn(tokens, D).to(dtype).requires_grad_()
@@ -131,13 +133,13 @@ def experts_in(form: Any, tokens: int, dtype: torch.dtype) -> None:
 
 
 def linear_in(form: Any, linear: Callable[..., Any], dtype: torch.dtype, tokens: int = 256) -> None:
-    """The linear layers of a canvas of the released model in a form of fewer bits, and back to their inputs."""
+    """Run the linear layers of a canvas with weights in a form of fewer bits, forward, and back to their inputs."""
     for inner, columns in ((2816, 4096), (4096, 2816), (2816, 2048), (2112, 2816)):
         linear(torch.randn(tokens, inner).to(dtype).requires_grad_(), drawn(form, columns, inner)).sum().backward()
 
 
 def problems() -> list[Problem]:
-    """The lines of the table that are chosen here, those first whose sizes others have to have."""
+    """Return the lines to choose; a line whose sizes another must equal comes first."""
     found = []
     keys = "span_attention_backward_keys"
     for head, kv_heads in ((64, 8), (128, 8), (256, 8), (512, 2)):
@@ -166,7 +168,10 @@ def problems() -> list[Problem]:
 
 
 def candidates(tile: Tile, fixed: dict[str, int], factors: tuple[float, ...]) -> list[Tile]:
-    """Tiles with so many times its sizes, and up to its stages, the largest first."""
+    """Return tiles with the sizes of `tile` times `factors`, and up to its stages, the largest first.
+
+    fixed: sizes that do not vary.
+    """
     choices = {name: [int(getattr(tile, name) * f) for f in factors] for name in ("rows", "columns", "inner")}
     choices |= dict(warps=[4, 8], stages=list(range(1, tile.stages + 1 + (max(factors) > 1))))
     choices |= {name: [value] for name, value in fixed.items()}
@@ -176,13 +181,13 @@ def candidates(tile: Tile, fixed: dict[str, int], factors: tuple[float, ...]) ->
 
 
 def area(tile: Tile) -> int:
-    """Elements of the result, times summands where the tile has some; 0 where tensor cores have no such product."""
+    """Return the elements of a tile's result, times its summands if it has some; 0 if tensor cores cannot do it."""
     sizes = (tile.rows, tile.columns, *((tile.inner,) if tile.inner else ()))
     return math.prod(sizes) if all(tiles.LEAST <= size <= 256 for size in sizes) else 0
 
 
 def by_compiling(problem: Problem, key: Key, choices: list[Tile]) -> Tile:
-    """The first tile that fits, spills nothing and executes no product twice, else the one that comes nearest."""
+    """Return the first tile that fits, spills nothing and executes no product twice; else the nearest to that."""
     tried: dict[Tile, tuple[float, int]] = {}
     for tile in choices:
         with trying(key, tile):
@@ -199,9 +204,9 @@ def by_compiling(problem: Problem, key: Key, choices: list[Tile]) -> Tile:
 
 
 def by_timing(problem: Problem, key: Key, choices: list[Tile], present: Tile, pool: Any) -> Tile:
-    """The fastest on this machine's GPU of those near the present tile, which stays if none is clearly faster.
+    """Return the fastest tile near the present one on this GPU; the present one if none is clearly faster.
 
-    The processes of `pool` compile them before; tiles that the device has no room for are left out.
+    The processes of `pool` compile the tiles first. Tiles that do not fit on the device are left out.
     """
     nearest = sorted(choices, key=lambda tile: distance(tile, present))[:MOST_TIMED]
     begin = time.monotonic()
@@ -221,13 +226,13 @@ def by_timing(problem: Problem, key: Key, choices: list[Tile], present: Tile, po
 
 
 def distance(tile: Tile, present: Tile) -> float:
-    """The number of doublings, halvings and stages from one tile to another."""
+    """Return the number of doublings, halvings and stages between two tiles."""
     pairs = ((getattr(tile, name), getattr(present, name)) for name in ("rows", "columns", "inner", "warps"))
     return sum(abs(math.log2(a / b)) for a, b in pairs if b) + abs(tile.stages - present.stages)
 
 
 def compile_tile(problem: Problem, key: Key, tile: Tile) -> None:
-    """Put the wanted kernels with a tile among those that Triton keeps, without a launch of any kernel."""
+    """Compile the wanted kernels with a tile into Triton's cache, without any launch."""
     launch = JITFunction.run
 
     def run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -243,7 +248,7 @@ def compile_tile(problem: Problem, key: Key, tile: Tile) -> None:
 
 @contextmanager
 def trying(key: Key, tile: Tile) -> Iterator[None]:
-    """Within it the table has this tile, and no other, for a kernel."""
+    """In the block the table has only this tile for a kernel."""
     forget_sizes()
     with patch.dict(tiles.table(), {key: [(float("inf"), tile)]}):
         yield
@@ -251,7 +256,7 @@ def trying(key: Key, tile: Tile) -> Iterator[None]:
 
 
 def _seconds(wanted: Wanted, call: Callable[[], None]) -> float:
-    """Seconds of the wanted launches of a call on the GPU, each by itself."""
+    """Return the seconds of the wanted launches of a call on the GPU, each timed alone."""
     launch, seconds = JITFunction.run, []
 
     def run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
@@ -266,7 +271,7 @@ def _seconds(wanted: Wanted, call: Callable[[], None]) -> float:
 
 
 def write(made: dict[str, str]) -> None:
-    """The table as it is now, equal lines of several architectures as one."""
+    """Write the table as it is now; equal lines of several architectures become one."""
     lines: dict[str, dict[str, Any]] = {}
     for (kernel, architecture, size), entries in sorted(tiles.table().items()):
         for limit, tile in entries:
@@ -280,7 +285,7 @@ def write(made: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Chooses and writes; prints every line as it is chosen."""
+    """Choose and write; print every line as it is chosen."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
     parser.add_argument(
         "--architecture", action="append", type=int, choices=SHARED_MEMORY, help="choose by compiling, without a GPU"

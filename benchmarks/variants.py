@@ -44,11 +44,11 @@ class Machine:
         self.config = config_of(preset, LAYERS)
 
     def drawn(self, *shape: int) -> Tensor:
-        """Random numbers of the deviation that weights have."""
+        """Return random numbers with the deviation of weights."""
         return torch.randn(*shape, device=self.device, dtype=self.dtype) * 0.02
 
     def model(self) -> Any:
-        """A model of a few layers."""
+        """Return a model of a few layers."""
         return random_model(self.config, self.device, kernels=resolve("auto"))
 
     def wait(self) -> None:
@@ -57,7 +57,7 @@ class Machine:
             torch.cuda.synchronize()
 
     def captured(self, work: Work) -> Work:
-        """The work as a graph, on a CPU itself."""
+        """Return the work as a CUDA graph; on a CPU unchanged."""
         work()
         if not self.is_cuda:
             return work
@@ -70,7 +70,7 @@ class Machine:
         return graph.replay
 
     def seconds(self, *ways: Work) -> list[float]:
-        """The median seconds of each way, in turns."""
+        """Return the median seconds of each way, timed in turns."""
         found: list[list[float]] = [[] for _ in ways]
         for _ in range(REPEATS):
             for way, seconds in zip(ways, found, strict=True):
@@ -90,7 +90,7 @@ def say(part: str, way: str, **figures: Any) -> None:
 
 @torch.no_grad()
 def experts(machine: Machine) -> None:
-    """Experts of 48 to 384 rows each, with the tiles of 64 rows and with those of 128."""
+    """Time experts of 48 to 384 rows each, with tiles of 64 and of 128 rows."""
     model = machine.model()
     layer, config = model.layers[0].experts, machine.config
     E, k = config.experts, config.experts_per_token
@@ -115,7 +115,10 @@ def experts(machine: Machine) -> None:
 
 @torch.no_grad()
 def gate_up(machine: Machine) -> None:
-    """The gated half of the dense MLP of many tokens: two products and a walk, one product and a walk, one kernel."""
+    """Time the gated half of the dense MLP of many tokens, done in three ways.
+
+    Two products and a walk; one product and a walk; one kernel.
+    """
     config, kernels = machine.config, resolve("auto")
     D, width = config.hidden_size, config.intermediate_size
     both = machine.drawn(2 * width, D)
@@ -139,9 +142,9 @@ def gate_up(machine: Machine) -> None:
 
 
 def lora(machine: Machine) -> None:
-    """A LoRA micro-batch of 4,096 tokens: the step, and the host until all of it is queued, with relaunch and without.
+    """Time a LoRA micro-batch of 4,096 tokens with relaunch and without: the step, and the host until all is queued.
 
-    The floor of the device is not known here: where the host's time is the step's, the host is what bounds it.
+    If the host's time equals the step's, the host is the bound; the device's own floor is not known here.
     """
     model, length = machine.model().train(), machine.config.canvas_length
     adapt(model, targets(model, {part: LowRank(16, 32) for part in ("attention", "mlp")}))
@@ -184,7 +187,7 @@ PARTS = {each.__name__: each for each in (lora, experts, gate_up)}
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the parts that are named, or all."""
+    """Run the named parts, or all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.variants", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--device", default="cuda")

@@ -29,13 +29,13 @@ from blockdiff.sampling import Request, Sampler
 
 SUITE = "workload"
 BATCH, PEER_BATCHES = 100, (32, 100, 250, 1000)
-COUNT, PUZZLES = 1000, 60_000  # of test puzzles, and of those that a model is trained on
+COUNT, PUZZLES = 1000, 60_000  # numbers of test puzzles and of training puzzles
 BOUND = 0.05  # of the difference between the shares of solved puzzles
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml"
 
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
-    """Both kinds of puzzles; only with the size `quickstart`, and on a CPU."""
+    """Measure both kinds of puzzles, if `sizes` have `quickstart` and on a CPU."""
     if settings.device.type != "cpu" or "quickstart" not in [size.name for size in sizes]:
         return
     with attempt(SUITE):
@@ -51,7 +51,10 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
 
 
 def ambiguous(prompts: Iterable[str]) -> list[str]:
-    """The prompts that have two solutions without one of their givens, without the first such given."""
+    """Return prompts blanked at the first given without which they have two solutions.
+
+    Prompts without such a given are dropped.
+    """
     found = []
     for prompt in prompts:
         for place in range(16):
@@ -64,7 +67,7 @@ def ambiguous(prompts: Iterable[str]) -> list[str]:
 
 
 def trained(run: Path, own: Path) -> Path:
-    """The directory of a run's model; without one, that of a model which is trained into `own`, once."""
+    """Return the directory of a run's model; if there is none, train one into `own`, once."""
     if (run / "model").exists():
         return run / "model"
     if not (own / "model").exists():
@@ -79,7 +82,7 @@ def trained(run: Path, own: Path) -> Path:
 def measure(
     model: Path, prompts: Sequence[str], case: str, settings: Settings, batches: Sequence[int] = PEER_BATCHES
 ) -> Result:
-    """One line: solved shares compared, then both sides timed in turns, from prompts as texts to answers as texts."""
+    """Compare the shares solved, then time both sides in turns, from prompts as texts to answers as texts."""
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None
     ours = blockdiff.load(model, dtype="float32", device="cpu", kernels=settings.kernels).eval()

@@ -2,8 +2,8 @@
 
 The prompt of 283 + 795 is `a35b89c27=`: column a has the ones, b the tens. The response is the working,
 `a3+5+0=08;b8+9+0=17;c2+7+1=10;`: the digits of a column, the carry into it and their sum, whose first digit is the next
-carry. Nothing else is right, so the task `exact` tests it. Columns have letters because a small model finds a letter
-sooner than a place.
+carry. No other response is right, so the task `exact` tests it. Columns have letters because a small model finds a
+letter sooner than a position.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from blockdiff.files import write_text
 from blockdiff.seeding import Stream, integers
 
 COLUMNS = "abcdefghijkl"
-FEWEST = 6  # columns of a row; the most are all
+FEWEST = 6  # columns of a row; at most all of COLUMNS
 ALPHABET = "0123456789+=;" + COLUMNS
 CHUNK = 256  # rows whose random numbers are drawn together
-ADDRESS = 200  # draws are at this address, apart from those of sudoku's and countdown's sizes
+ADDRESS = 200  # keys the draws; different from the addresses of sudoku's and countdown's sizes
 
 
 def to_row(pairs: list[tuple[int, int]]) -> dict[str, str]:
-    """A training row; pairs: the two digits of every column, from the ones on."""
+    """Return a training row; pairs: the two digits of every column, starting with the ones."""
     prompt = response = ""
     carry = 0
     for name, (first, second) in zip(COLUMNS, pairs, strict=False):
@@ -37,7 +37,10 @@ def to_row(pairs: list[tuple[int, int]]) -> dict[str, str]:
 
 
 def make_splits(counts: Mapping[str, int], seed: int = 0) -> dict[str, list[dict[str, str]]]:
-    """Different additions for every split: name -> rows. The same seed gives the same rows; DataError for no split."""
+    """Return distinct additions for every split, by name; the same seed gives the same rows.
+
+    Raises DataError if there is no split.
+    """
     import torch
 
     if not counts:
@@ -63,9 +66,9 @@ def make_splits(counts: Mapping[str, int], seed: int = 0) -> dict[str, list[dict
 
 
 def write_splits(directory: str | Path, counts: Mapping[str, int], seed: int = 0) -> list[str]:
-    """Write NAME.jsonl for every split and the character tokenizer into `directory`/tokenizer.
+    """Write NAME.jsonl for every split, and the character tokenizer into `directory`/tokenizer.
 
-    Returns a line for each split that says how many rows it holds. Raises DataError as `make_splits`.
+    Returns a line per split with its number of rows. Raises DataError as `make_splits` does.
     """
     from blockdiff.data.tokenizer import character_tokenizer, write_tokenizer
 

@@ -1,7 +1,7 @@
 """Countdown as a task that makes its own data: reach a target with all of some numbers, each used once.
 
-A prompt is `86,28,13,31:96=`, a response an expression such as `86+28-(31-13)`. Most problems have several; `is_solved`
-takes any. No two problems, of one split or of two, have the same numbers.
+A prompt is `86,28,13,31:96=`, a response an expression such as `86+28-(31-13)`. Most problems have several solutions;
+`is_solved` accepts any. No two problems, within a split or across splits, have the same numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALPHABET = "0123456789+-*/(),:="
 LARGEST, HIGHEST = 99, 999  # number, and result of any step
 NUMBERS = (3, 6)  # how many a problem has
 CHUNK = 256  # problems whose random numbers are drawn together
-ADDRESS = 100  # draws of n numbers are at address n + this, apart from those of sudoku's sizes
+ADDRESS = 100  # n + ADDRESS keys the draws for n numbers; different from the addresses of sudoku's sizes
 PROMPT = re.compile(r"\s*([0-9]+(?:,[0-9]+)+):([0-9]+)=?\s*", re.ASCII)
 TOKEN = re.compile(r"[0-9]+|[-+*/()]", re.ASCII)
 DIGITS = 20  # a longer number is none of the problem's
@@ -38,7 +38,7 @@ OPERATIONS: dict[str, tuple[int, Callable[[Fraction, Fraction], Fraction]]] = {
 
 
 def problem(prompt: str) -> tuple[list[int], int]:
-    """The numbers and the target of a prompt; DataError where it is none."""
+    """Return the numbers and the target of a prompt; DataError if it is not a problem."""
     found = PROMPT.fullmatch(prompt)
     numbers = found[1].split(",") if found else []
     if found is None or any(len(number) > DIGITS for number in (*numbers, found[2])):
@@ -47,17 +47,18 @@ def problem(prompt: str) -> tuple[list[int], int]:
 
 
 def is_solved(prompt: str, text: str) -> bool:
-    """True for a `text` that is an expression for the target of the prompt's numbers; DataError for no problem.
+    """Return whether `text` is an expression that reaches the target with the prompt's numbers.
 
-    Any expression of +, -, *, / and parentheses that uses every number exactly once is right, whatever comes up on the
-    way (negative numbers and fractions too); there are no signs before numbers.
+    Any expression of +, -, *, / and parentheses that uses every number exactly once is right, whatever its intermediate
+    results (also negative numbers and fractions); numbers have no signs. Raises DataError if the prompt is not a
+    problem.
     """
     numbers, target = problem(prompt)
     return value(text, numbers) == target
 
 
 def value(text: str, numbers: Sequence[int]) -> Fraction | None:
-    """The exact value of an expression; None unless it is one that uses each of the numbers once."""
+    """Return the exact value of an expression; None unless it uses each of the numbers exactly once."""
     if re.search(r"[0-9]\s+[0-9]", text):
         return None
     text = re.sub(r"\s", "", text)
@@ -69,7 +70,7 @@ def value(text: str, numbers: Sequence[int]) -> Fraction | None:
 
 
 def _evaluated(tokens: Sequence[str]) -> Fraction | None:
-    """The value of an expression by two stacks (Dijkstra's shunting yard); None if it is malformed or divides by 0."""
+    """Evaluate an expression with two stacks (Dijkstra's shunting yard); None if it is malformed or divides by 0."""
     values: list[Fraction] = []
     waiting: list[str] = []
     wants_operand = True
@@ -104,10 +105,10 @@ def _evaluated(tokens: Sequence[str]) -> Fraction | None:
 
 
 def make_splits(size: int, counts: Mapping[str, int], seed: int = 0) -> dict[str, list[dict[str, str]]]:
-    """Problems of `size` numbers for every split: name -> rows. The same seed gives the same rows.
+    """Return problems of `size` numbers for every split, by name; the same seed gives the same rows.
 
-    Numbers are 1 to 99, and the target and every result on the way 1 to 999. Raises DataError for a size that is not
-    offered, and for more problems than there are sets of numbers to find.
+    Numbers are 1 to 99; the target and all intermediate results are 1 to 999. Raises DataError for an unknown size, or
+    if a split asks for more problems than can be found.
     """
     if not NUMBERS[0] <= size <= NUMBERS[1]:
         raise DataError(f"countdown of {size} numbers is not offered; choose {NUMBERS[0]} to {NUMBERS[1]}")
@@ -142,7 +143,7 @@ def to_row(numbers: Sequence[int], target: int, expression: str) -> dict[str, st
 
 
 def _combined(numbers: Sequence[int], keys: Sequence[int]) -> tuple[int, str]:
-    """A target and an expression that makes it: two parts at a time become one, as three `keys` each say."""
+    """Return a target and an expression for it. Three of `keys` per step choose two parts and how to join them."""
     parts = [(number, str(number), 3) for number in numbers]  # value, text, how tightly its last operation binds
     for step in range(len(numbers) - 1):
         first, second, choice = keys[3 * step : 3 * step + 3]
@@ -163,7 +164,7 @@ def _combined(numbers: Sequence[int], keys: Sequence[int]) -> tuple[int, str]:
 
 
 def _keys(size: int, seed: int, split: int) -> Iterator[list[int]]:
-    """Random numbers below 2^31, one list per problem: the numbers, then two parts and an operation per step."""
+    """Yield lists of random numbers below 2^31, one list per problem: the numbers, then three for each step."""
     import torch
 
     for chunk in count():
@@ -173,9 +174,9 @@ def _keys(size: int, seed: int, split: int) -> Iterator[list[int]]:
 
 
 def write_splits(directory: str | Path, size: int, counts: Mapping[str, int], seed: int = 0) -> list[str]:
-    """Write NAME.jsonl for every split and the character tokenizer into `directory`/tokenizer.
+    """Write NAME.jsonl for every split, and the character tokenizer into `directory`/tokenizer.
 
-    Returns a line for each split that says what it holds. Raises DataError as `make_splits`.
+    Returns a line per split that describes its rows. Raises DataError as `make_splits` does.
     """
     from blockdiff.data.tokenizer import character_tokenizer, write_tokenizer
 

@@ -23,7 +23,7 @@ CELL = (13, 15)  # pixels of a cell, fewest and most
 MARGIN = 3  # pixels that a digit leaves of its cell, at least
 PAPER, INK = (150, 255), (0, 90)  # grey values
 NOISE = 24  # a pixel's grey value changes by this at most
-ADDRESS = 200  # draws of split n are at address n + this, apart from those of the puzzles
+ADDRESS = 200  # n + ADDRESS keys the draws of split n; different from the addresses of the puzzles
 CHOICES = 40  # random numbers of an image besides its noise: 8 of the board, 2 of each cell
 
 IMAGE_TOKENS = ("<|image>", "<|image|>", "<image|>")  # around an image, and in its place
@@ -54,9 +54,9 @@ DIGITS = (
 
 
 def draw(puzzle: str, seed: int, split: int, number: int) -> Image:
-    """The grey image of a 4x4 puzzle (`.` for a blank), of SIDE x SIDE pixels.
+    """Return the grey image, SIDE x SIDE pixels, of a 4x4 puzzle (`.` for a blank).
 
-    The seed and the puzzle's place, its number in a split, decide where and how large the board and its digits are.
+    seed, split and number (of the puzzle in its split) key the position, size and look of board and digits.
     """
     import torch
     from PIL import Image, ImageChops
@@ -76,7 +76,7 @@ def draw(puzzle: str, seed: int, split: int, number: int) -> Image:
     digits = DIGITS[numbers[6] & 1]
     picture = Image.new("L", (SIDE, SIDE), paper)
     for line in range(5):
-        grey = ink if line % 2 == 0 else (paper + ink) // 2  # those around boxes are darker
+        grey = ink if line % 2 == 0 else (paper + ink) // 2  # lines around boxes are darker
         picture.paste(grey, (left, top + line * cell, left + 4 * cell + 1, top + line * cell + 1))
         picture.paste(grey, (left + line * cell, top, left + line * cell + 1, top + 4 * cell + 1))
     width = max(5, height * 5 // 7)
@@ -92,20 +92,23 @@ def draw(puzzle: str, seed: int, split: int, number: int) -> Image:
 
 
 def is_solved(puzzle: str, text: str) -> bool:
-    """True for a `text` whose part after `=` solves the puzzle (16 cells, `.` for a blank); DataError for no puzzle."""
+    """Return whether the part of `text` after `=` solves the puzzle (16 cells, `.` for a blank).
+
+    Raises DataError if `puzzle` is not a puzzle.
+    """
     return sudoku.is_solved(puzzle, text.partition("=")[2])
 
 
 def is_read(puzzle: str, text: str) -> bool:
-    """True for a `text` whose part before `=` is the puzzle."""
+    """Return whether the part of `text` before `=` is the puzzle."""
     return text.partition("=")[0].strip() == puzzle
 
 
 def write_splits(directory: str | Path, counts: Mapping[str, int], seed: int = 0) -> list[str]:
     """Write NAME.jsonl and the images NAME/*.png of every split, and the tokenizer with its image processor.
 
-    No solved grid of one split equals a grid of another, as in `sudoku.make_splits`, which raises its DataErrors here.
-    Returns a line for each split that says what it holds.
+    As in `sudoku.make_splits`, which raises the DataErrors, no solved grid is in two splits. Returns a line per split
+    that describes its rows.
     """
     from blockdiff.data.tokenizer import character_tokenizer, write_tokenizer
 

@@ -1,7 +1,7 @@
 """Small talk as data: short conversations made from a few facts, so that a model small enough for a CPU can chat.
 
-Greetings, names that are remembered, sums, capitals, opposites, spelling, counting, days and months. What is asked
-beside that is answered with "I do not know that.". A system message may ask for capital letters.
+Greetings, names that are remembered, sums, capitals, opposites, spelling, counting, days and months. Any other question
+is answered with "I do not know that.". A system message may request capital letters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ STRANGE = (
 
 
 def exchange(draw: Random, name: str | None) -> tuple[str, str, str | None]:
-    """A question, its answer, and the name of the user as far as it is known after that."""
+    """Draw a question and its answer; also return the user's name, as far as it is known afterwards.
+
+    name: the user's name so far, None if unknown.
+    """
     kind = "recall" if name and draw.random() < 0.3 else draw.choice(tuple(_KINDS))
     if kind == "name":
         name = draw.choice(NAMES)
@@ -58,7 +61,7 @@ def exchange(draw: Random, name: str | None) -> tuple[str, str, str | None]:
 
 
 def conversation(draw: Random) -> list[Message]:
-    """One to three exchanges, with or without a system message."""
+    """Draw one to three exchanges, with or without a system message."""
     messages, name = [], None
     is_loud = draw.random() < 0.15
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
@@ -70,9 +73,9 @@ def conversation(draw: Random) -> list[Message]:
 
 
 def make_conversations(counts: Mapping[str, int], seed: int = 0) -> dict[str, list[dict[str, list[Message]]]]:
-    """Rows for every split: name -> conversations; the same seed gives the same rows, and none is in two splits.
+    """Return conversations for every split, by name; none is in two splits, and the same seed gives the same rows.
 
-    Raises DataError where a split asks for none, or for more than can be made.
+    Raises DataError if a split asks for none, or for more than can be made.
     """
     taken: set[str] = set()
     splits = {}
@@ -96,9 +99,9 @@ def make_conversations(counts: Mapping[str, int], seed: int = 0) -> dict[str, li
 
 
 def write_conversations(directory: str | Path, counts: Mapping[str, int], seed: int = 0) -> list[str]:
-    """Write NAME.jsonl for every split and a byte-level BPE tokenizer into `directory`/tokenizer.
+    """Write NAME.jsonl for every split, and a byte-level BPE tokenizer into `directory`/tokenizer.
 
-    Returns a line for each split that says what it holds. Raises DataError as `make_conversations`.
+    Returns a line per split that describes its rows. Raises DataError as `make_conversations` does.
     """
     from blockdiff.data.tokenizer import byte_level_bpe, write_tokenizer
 
@@ -151,7 +154,7 @@ def _spell(draw: Random) -> tuple[str, str]:
 
 
 _KINDS: dict[str, Callable[[Random], tuple[str, str]]] = {
-    "name": lambda draw: ("", ""),  # these two depend on what was said before: see `exchange`
+    "name": lambda draw: ("", ""),  # these two depend on earlier exchanges: see `exchange`
     "recall": lambda draw: ("", ""),
     "greeting": _said(("Hi!", "Hello!", "Good morning!", "Hey."), "Hello! How can I help you?"),
     "mood": _said(("How are you?", "How do you do?"), "I am fine, thank you."),

@@ -1,7 +1,7 @@
 """Sudoku as a task that makes its own data: 4x4 and 9x9 puzzles with one solution, splits, a test of solutions.
 
-No solved grid of one split equals a grid of another, not even after relabelling its digits. At 4x4 there are
-only 288 solved grids in 12 such classes, so the classes themselves are dealt out to the splits.
+No solved grid of one split equals a grid of another, not even after relabelling its digits. At 4x4 there are only 288
+solved grids in 12 such classes, so each split gets classes of its own.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from blockdiff.files import write_text
 from blockdiff.seeding import Stream, integers, permutation
 from blockdiff.terminal import counted
 
-Grid = tuple[int, ...]  # size * size digits 1..size, 0 where the puzzle is blank
+Grid = tuple[int, ...]  # size * size digits 1..size, 0 for a blank
 
 BOX = {4: 2, 9: 3}
-# How many digits a puzzle shows: drawn uniformly; more where one less would allow two solutions.
+# How many digits a puzzle shows: drawn uniformly; more if one less would allow two solutions.
 GIVENS = {4: (4, 10), 9: (24, 40)}
 CHUNK = 256  # puzzles whose random numbers are drawn together
 MIN_CLASSES = 2  # a 4x4 split smaller than that would test a single pattern
 
 
 def alphabet(size: int) -> str:
-    """The characters that prompts and responses of this size are written in."""
+    """Return the characters of prompts and responses of this size."""
     return ".=" + "".join(str(digit) for digit in range(1, size + 1))
 
 
 def to_row(puzzle: Grid, solution: Grid) -> dict[str, str]:
-    """A training row: the prompt is the cells (`.` for a blank) and `=`, the response the solved cells."""
+    """Return a training row: the prompt is the cells (`.` for a blank) and `=`, the response the solved cells."""
     return {
         "prompt": "".join(str(digit) if digit else "." for digit in puzzle) + "=",
         "response": "".join(map(str, solution)),
@@ -41,22 +41,25 @@ def to_row(puzzle: Grid, solution: Grid) -> dict[str, str]:
 
 
 def is_solved(prompt: str, text: str) -> bool:
-    """True for a `text` that is exactly a solved grid and keeps every given of the puzzle in `prompt`.
+    """Return whether `text` is exactly a solved grid that keeps every given of the puzzle in `prompt`.
 
-    Raises DataError for a prompt that is no puzzle.
+    Raises DataError if the prompt is not a puzzle.
     """
     return keeps_givens(prompt, text) and is_valid(prompt, text)
 
 
 def keeps_givens(prompt: str, text: str) -> bool:
-    """True for a `text` that is a grid of the puzzle's size with every given where it is; DataError for no puzzle."""
+    """Return whether `text` is a grid of the puzzle's size that keeps every given; DataError if it is no puzzle."""
     cells, _ = _cells(prompt)
     grid = _grid(prompt, text)
     return grid is not None and all(given in (".", digit) for given, digit in zip(cells, grid, strict=True))
 
 
 def is_valid(prompt: str, text: str) -> bool:
-    """Whether `text` is a solved grid of the puzzle's size, perhaps of another one. Raises DataError for no puzzle."""
+    """Return whether `text` is a solved grid of the puzzle's size, perhaps of another puzzle.
+
+    Raises DataError if the prompt is not a puzzle.
+    """
     _, size = _cells(prompt)
     grid = _grid(prompt, text)
     return grid is not None and all(len({grid[cell] for cell in group}) == size for group in groups(size))
@@ -71,7 +74,7 @@ def _cells(prompt: str) -> tuple[str, int]:
 
 
 def _grid(prompt: str, text: str) -> str | None:
-    """The text where it is a grid of digits of the puzzle's size."""
+    """Return the text if it is a grid of digits of the puzzle's size, else None."""
     cells, size = _cells(prompt)
     text = text.strip()
     return text if len(text) == len(cells) and all(digit in alphabet(size)[2:] for digit in text) else None
@@ -79,26 +82,29 @@ def _grid(prompt: str, text: str) -> str | None:
 
 @cache
 def groups(size: int) -> tuple[tuple[int, ...], ...]:
-    """The cells of every row, column and box: 3 * size groups of `size` cells."""
+    """Return the cells of every row, column and box: 3 * size groups of `size` cells."""
     houses = range(3 * size)
     return tuple(tuple(cell for cell, its in enumerate(_houses(size)) if house in its) for house in houses)
 
 
 @cache
 def _houses(size: int) -> tuple[tuple[int, int, int], ...]:
-    """For every cell the number of its row, column and box in `groups`."""
+    """Return for every cell the indices of its row, column and box in `groups`."""
     box, side = BOX[size], range(size)
     return tuple((r, size + c, 2 * size + r // box * box + c // box) for r in side for c in side)
 
 
 def relabelled(grid: Grid) -> Grid:
-    """The grid with its digits renamed so that they first occur in rising order: equal for a whole class."""
+    """Rename the digits of a grid so that they first occur in rising order: equal for all grids of a class."""
     names: dict[int, int] = {}
     return tuple(names.setdefault(digit, len(names) + 1) for digit in grid)
 
 
 def solutions(puzzle: Grid, order: Sequence[Sequence[int]] | None = None) -> Iterator[Grid]:
-    """Every solution of a puzzle (0 = blank): the most constrained cell first, its digits in the cell's `order`."""
+    """Yield every solution of a puzzle (0 = blank).
+
+    The search fills the most constrained cell first, and tries digits as `order` lists them for the cell.
+    """
     size = math.isqrt(len(puzzle))
     houses, every_digit = _houses(size), (1 << size + 1) - 2  # digits are bits 1 to size
     cells, blanks = list(puzzle), [cell for cell, digit in enumerate(puzzle) if not digit]
@@ -138,7 +144,7 @@ def solutions(puzzle: Grid, order: Sequence[Sequence[int]] | None = None) -> Ite
 
 
 def dig(solution: Grid, order: Sequence[int], givens: int) -> Grid:
-    """Blank cells in the given order while the solution stays the only one, down to `givens` digits."""
+    """Blank cells in the given order, down to `givens` digits; a cell stays if without it there are other solutions."""
     cells, left, size = list(solution), len(solution), math.isqrt(len(solution))
     for cell in order:
         if left <= givens:
@@ -154,7 +160,7 @@ def dig(solution: Grid, order: Sequence[int], givens: int) -> Grid:
 
 @cache
 def classes4() -> tuple[tuple[Grid, ...], ...]:
-    """The 288 solved 4x4 grids in their 12 classes modulo relabelling, each of 24 grids."""
+    """Return the 288 solved 4x4 grids as 12 classes of 24 grids that differ in the names of digits only."""
     classes: dict[Grid, list[Grid]] = {}
     for grid in solutions((0,) * 16):
         classes.setdefault(relabelled(grid), []).append(grid)
@@ -162,14 +168,14 @@ def classes4() -> tuple[tuple[Grid, ...], ...]:
 
 
 def random_grid9(keys: list[int]) -> Grid:
-    """A solved 9x9 grid: a search that tries digits in random order, given by 9 `keys` per cell."""
+    """Return a solved 9x9 grid, found by trying digits in random order; `keys` has 9 numbers per cell."""
     by_cell = (keys[9 * cell : 9 * cell + 9] for cell in range(81))
     order = [[place + 1 for place in sorted(range(9), key=of_cell.__getitem__)] for of_cell in by_cell]
     return next(solutions((0,) * 81, order))
 
 
 def deal_classes(counts: Mapping[str, int], seed: int) -> dict[str, list[int]]:
-    """Deal the 12 classes of 4x4 grids out to the splits by size, at least two to each; DataError for too many."""
+    """Divide the 12 classes of 4x4 grids among the splits by size, at least two each; DataError for too many splits."""
     total = len(classes4())
     if len(counts) * MIN_CLASSES > total:
         raise DataError(f"at most {total // MIN_CLASSES} splits of 4x4 sudoku: there are {total} classes of grids")
@@ -185,9 +191,9 @@ def deal_classes(counts: Mapping[str, int], seed: int) -> dict[str, list[int]]:
 
 
 def make_splits(size: int, counts: Mapping[str, int], seed: int = 0) -> dict[str, list[dict[str, str]]]:
-    """Distinct puzzles with one solution for every split: name -> rows. The same seed gives the same rows.
+    """Return distinct puzzles with one solution for every split, by name; the same seed gives the same rows.
 
-    Raises DataError when a size is unknown or a 4x4 split asks for more puzzles than its classes give.
+    Raises DataError for an unknown size, or if a 4x4 split asks for more puzzles than its classes have.
     """
     if size not in BOX:
         raise DataError(f"sudoku size {size} is not offered; choose one of {', '.join(map(str, BOX))}")
@@ -227,7 +233,7 @@ def make_splits(size: int, counts: Mapping[str, int], seed: int = 0) -> dict[str
 
 
 def _keys(size: int, seed: int, split: int) -> Iterator[list[int]]:
-    """Random numbers below 2^31, one list per puzzle: cell order, digit order, two choices."""
+    """Yield lists of random numbers below 2^31, one list per puzzle: cell order, digit order, two choices."""
     import torch
 
     width = size * size + (729 if size == 9 else 0) + 2
@@ -237,9 +243,9 @@ def _keys(size: int, seed: int, split: int) -> Iterator[list[int]]:
 
 
 def write_splits(directory: str | Path, size: int, counts: Mapping[str, int], seed: int = 0) -> list[str]:
-    """Write NAME.jsonl for every split and the character tokenizer into `directory`/tokenizer.
+    """Write NAME.jsonl for every split, and the character tokenizer into `directory`/tokenizer.
 
-    Returns a line for each split that says what it holds. Raises DataError as `make_splits`.
+    Returns a line per split that describes its rows. Raises DataError as `make_splits` does.
     """
     from blockdiff.data.tokenizer import character_tokenizer, write_tokenizer
 

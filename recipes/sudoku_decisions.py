@@ -1,8 +1,8 @@
 """Decisions about four cells of 4x4 sudokus, with a posterior that is known exactly.
 
 Grids are uniform over all 288 solved ones, and each cell is given with probability 0.3, so that most puzzles have many
-solutions. The posterior of a cell is the share of the solutions that have each digit in it. What a model says of a cell
-can then be compared with the truth and not with one label (benchmarks/honesty.py).
+solutions. The posterior of a cell is the share of solutions with each digit in it. So a model's probabilities for a
+cell can be compared with the truth, not only with one label (benchmarks/honesty.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A grid, its cells with a dot for each that is not given, and the blank one that a single question asks for."""
+    """A grid, its cells with a dot for each one that is not given, and the blank cell of a single question."""
 
     cells: str
     grid: str
@@ -57,7 +57,7 @@ class Puzzle:
         ]
 
     def row(self, cells: Sequence[int], joint: bool) -> dict[str, Any]:
-        """Return the row of decisions about some of the cells."""
+        """Return a row of decisions about these cells."""
         asked, answers = [question(cell) for cell in cells], [self.grid[cell] for cell in cells]
         return {"input": self.state, "questions": asked, "answers": answers, "joint": joint}
 
@@ -69,7 +69,7 @@ def every_grid() -> list[str]:
 
 
 def draw_puzzle(draw: Random) -> Puzzle:
-    """Draw a puzzle that has a blank cell among those that questions ask for."""
+    """Draw a puzzle with at least one blank among the cells of questions."""
     while True:
         grid = draw.choice(every_grid())
         cells = "".join(cell if draw.random() < GIVEN else "." for cell in grid)
@@ -115,8 +115,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def write_splits(directory: str | Path, counts: Mapping[str, int], seed: int = 0) -> list[str]:
     """Write NAME.jsonl for every split, and the tokenizer into `directory`/tokenizer.
 
-    Half of the rows ask for one cell, half for all of `ASKED` jointly; no question about a state is in two splits.
-    Returns a line for each split. Raises DataError for a split without rows.
+    Half of the rows ask about one cell, half about all of `ASKED` jointly; no question about a state is in two splits.
+    Returns a line per split. Raises DataError for a split without rows.
     """
     from blockdiff.data.tokenizer import write_tokenizer
 

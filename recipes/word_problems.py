@@ -1,6 +1,6 @@
-"""Word problems of a few steps with their working in sentences, made here: what a causal model learns in minutes.
+"""Word problems of a few steps with their working in sentences: data that a causal model learns in minutes.
 
-A problem is a chain of events that change a number of things; the answer tells each step with its sum, as the answers
+A problem is a chain of events that change a number of things; the answer states each step with its sum, as the answers
 of GSM8K do. Names, things, events and numbers are drawn anew for every row.
 """
 
@@ -49,7 +49,7 @@ TIMES = (
 
 
 def row(rng: random.Random) -> dict[str, str]:
-    """A row with a prompt, the problem, and a response, its working and the answer."""
+    """Draw a row: the prompt is a problem, the response its working and answer."""
     name, thing, total = rng.choice(NAMES), rng.choice(THINGS), rng.randint(11, 60)
     said, worked = [rng.choice(OPENINGS).format(name=name, n=total, thing=thing)], []
     for _ in range(rng.randint(4, 5)):
@@ -72,7 +72,7 @@ def row(rng: random.Random) -> dict[str, str]:
 
 
 def rows(count: int, seed: int | str) -> list[dict[str, str]]:
-    """So many rows; the same seed gives the same ones."""
+    """Return `count` rows; the same seed gives the same ones."""
     rng = random.Random(seed)
     return [row(rng) for _ in range(count)]
 
@@ -80,7 +80,7 @@ def rows(count: int, seed: int | str) -> list[dict[str, str]]:
 def write_splits(directory: str | Path, counts: Mapping[str, int], seed: int = 0) -> list[str]:
     """Write NAME.jsonl for every split, and a tokenizer learnt from the first one into `directory`/tokenizer.
 
-    Returns a line for each split that says how many rows it holds; DataError for no split.
+    Returns a line per split with its number of rows. Raises DataError if there is no split.
     """
     from blockdiff.data.tokenizer import byte_level_bpe, write_tokenizer
 

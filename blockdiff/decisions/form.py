@@ -1,8 +1,9 @@
 """The expansion of questions into a prompt and a canvas: the same in training, evaluation, serving and Python.
 
-A question is put behind the state as text: a heading with its instructions, one line an option, `LABEL: text`, and an
-instruction to answer with the label alone. The answer is read in one place of a canvas that is otherwise given: the
-slot. Several questions are asked one by one, each with a canvas of its own, or jointly, as numbered lines of one.
+The state comes first, then the question as text: a heading with its instructions, a line `LABEL: text` for each option,
+and an instruction to answer with the label alone. The answer is read at one position of a canvas whose other tokens are
+fixed: the slot. Several questions are asked one by one, each in its own canvas, or jointly, as numbered lines of one
+canvas.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, Literal
 from blockdiff.decisions.question import Question
 from blockdiff.errors import RequestError
 
-Form = Literal["decisions", "systemone"]  # the labels of the surface whose questions it writes
+Form = Literal["decisions", "systemone"]  # whose labels are used: of `POST /v1/decisions` or of `POST /v1/systemone`
 FORMS: tuple[Form, ...] = ("decisions", "systemone")
-VERSION = 1  # of the texts below; it is kept with what was fitted to them
+VERSION = 1  # of the texts below; it is stored with temperatures fitted to them
 ASKED = {
     "letter": "Answer with the letter of one option and nothing else.",
     "side": "Answer with yes or no and nothing else.",
@@ -30,8 +31,8 @@ JOINTLY = "Answer every question in order, each on a line of its own: its number
 class Asking:
     """The way in which questions are asked and read.
 
-    form: of their text and labels; joint: whether those about one state share canvases; steps: denoising steps before
-    the labels are read; draws: of the noise, over which probabilities are averaged.
+    form: of the questions' text and labels; joint: whether the questions about a state share one canvas; steps:
+    denoising steps before the labels are read; draws: number of noise draws over which probabilities are averaged.
     """
 
     form: Form = "decisions"
@@ -47,7 +48,7 @@ ONE_BY_ONE = Asking()
 class Asked:
     """The text that asks one question or several jointly, and the template of the canvas that answers them.
 
-    labels: of the options of each question, as they are read in its hole, which `hole` names.
+    labels: for each question, the labels of its options. They are read in the question's hole (named by `hole`).
     """
 
     questions: tuple[Question, ...]
@@ -58,18 +59,21 @@ class Asked:
 
     @property
     def spaces(self) -> tuple[str, ...]:
-        """The texts that may stand before a label in its slot: a space or none behind the colon of a line."""
+        """Return what may precede a label in its slot: nothing for one question, a space or nothing for several."""
         return ("",) if len(self.questions) == 1 else (" ", "")
 
     def choices(self, spaces: Sequence[str]) -> dict[str, list[str]]:
-        """The texts that each hole is read for: every label, behind each of the spaces."""
+        """Return by hole the texts to score in it: every label, preceded by each of `spaces`."""
         return {
             hole(place): [space + label for space in spaces for label in labels]
             for place, labels in enumerate(self.labels)
         }
 
     def spellings(self, count: Callable[[str], int]) -> list[str]:
-        """The spaces with which every label is one token, by the count of a text's tokens; RequestError without any."""
+        """Return the entries of `spaces` with which every label is a single token.
+
+        count: counts the tokens of a text. Raises RequestError if there are none.
+        """
         found, longer = [], ""
         for space in self.spaces:
             labels = [text for texts in self.choices([space]).values() for text in texts]
@@ -84,7 +88,10 @@ class Asked:
         return found
 
     def answered(self, places: Sequence[int], space: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the canvas with the labels of these options, and the characters [start, end) of each slot."""
+        """Return the text of an answered canvas, and the character range [start, end) of each slot.
+
+        places: the index of the chosen option of each question; space: precedes every label.
+        """
         text, spans = "", []
         for line, (labels, place) in enumerate(zip(self.labels, places, strict=True)):
             if len(self.labels) > 1:
@@ -96,15 +103,15 @@ class Asked:
 
 
 def hole(place: int) -> str:
-    """The name of the hole of the question in this place."""
+    """Return the name of the hole of question number `place`, counted from 0."""
     return f"q{place + 1}"
 
 
 def labels_of(question: Question, form: Form) -> tuple[str, ...]:
-    """The labels of a question's options; RequestError if there are more options than letters.
+    """Return the labels of a question's options; RequestError if there are more options than letters.
 
-    `decisions` has letters for every type. `systemone` has them for choices, no and yes for a predicate, and numbers
-    from 0 for levels.
+    `decisions` uses letters for every type of question. `systemone` uses letters for choices, "no" and "yes" for a
+    predicate, and numbers from 0 for levels.
     """
     if form == "systemone" and question.type == "predicate":
         return "no", "yes"
@@ -119,14 +126,14 @@ def labels_of(question: Question, form: Form) -> tuple[str, ...]:
 
 
 def ask_one(question: Question, form: Form) -> Asked:
-    """The text and the template of one question."""
+    """Write one question as text, with the template of its canvas."""
     labels = labels_of(question, form)
     text = _text("Question: ", question, labels, form)
     return Asked((question,), text, question.images, f"<?{hole(0)}>", (labels,))
 
 
 def ask_jointly(questions: Sequence[Question], form: Form) -> Asked:
-    """The text and the template of several questions, which are answered in one canvas; of one as `ask_one`."""
+    """Write several questions as one text, answered in one canvas; a single one as `ask_one` does."""
     if len(questions) == 1:
         return ask_one(questions[0], form)
     labels = [labels_of(question, form) for question in questions]
@@ -151,7 +158,10 @@ def _text(heading: str, question: Question, labels: Sequence[str], form: Form) -
 
 
 def with_question(messages: Sequence[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
-    """The conversation with the question behind its last user message, after a blank line, or as a user message."""
+    """Return the conversation with the question at its end.
+
+    If the last message is the user's, the question follows its text after a blank line; else it is a new user message.
+    """
     images = [{"type": "image", "image": image} for image in asked.images]
     if not messages or messages[-1]["role"] != "user":
         content: Any = asked.text if not images else [*images, {"type": "text", "text": asked.text}]

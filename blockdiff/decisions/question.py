@@ -1,7 +1,7 @@
 """A typed question about a state: whether a statement is true, which of several choices fits, or a score.
 
-Two public forms are read: the questions of OpenAI's `POST /v1/decisions` (also those of files), and those of TypeSafe's
-`POST /v1/systemone`. Both become a `Question`, and an answer is written in the form that was read.
+Two public forms are read: the questions of OpenAI's `POST /v1/decisions` (also in files), and those of TypeSafe's `POST
+/v1/systemone`. Both become a `Question`, and an answer is written in the form in which its question came.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from blockdiff.errors import RequestError
 Type = Literal["predicate", "choice", "score"]
 Value = str | bool | int
 MOST_QUESTIONS, MOST_CHOICES, MOST_LEVELS = 400, 255, 10
-# Of the JSON of a question or an input.
+# Limits of the JSON of a question or an input.
 MOST_DEPTH, MOST_VALUES, MOST_BYTES = 32, 10_000, 256 * 1024
 
 
 @dataclass(frozen=True)
 class Option:
-    """A possible answer: False or True of a predicate, the value of a choice, or the index of a level."""
+    """A possible answer: False or True for a predicate, the value of a choice, or the index of a level."""
 
     value: Value
     text: str
@@ -31,9 +31,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Question:
-    """A question and its options, in the order in which it lists them.
+    """A question and its options, in the given order.
 
-    instructions: its text; images: the images that stand behind it; name: what its answer is called.
+    instructions: the question's text; images: follow the text; name: the key of its answer.
     """
 
     type: Type
@@ -43,9 +43,9 @@ class Question:
     images: tuple[Any, ...] = ()
 
     def place_of(self, value: object) -> int:
-        """The index of the option with this value; RequestError if there is none.
+        """Return the index of the option with this value; RequestError if there is none.
 
-        A score may be given by the text of its level, too.
+        The answer to a score may also be the text of a level.
         """
         for place, option in enumerate(self.options):
             is_text = self.type == "score" and option.text == value
@@ -56,7 +56,10 @@ class Question:
 
 
 def read_questions(values: object, where: str = "questions") -> tuple[Question, ...]:
-    """The questions of `POST /v1/decisions`, of a row or of a file; RequestError, by place, for what is none."""
+    """Read questions in the form of `POST /v1/decisions`, which rows and files use, too.
+
+    Raises RequestError, which names the place, for anything that is not a question.
+    """
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise RequestError(f"{where} must be a list of questions, got {values!r:.80}")
     if not 1 <= len(values) <= MOST_QUESTIONS:
@@ -65,7 +68,10 @@ def read_questions(values: object, where: str = "questions") -> tuple[Question, 
 
 
 def read_systemone(values: object, where: str = "questions") -> tuple[Question, ...]:
-    """The questions of `POST /v1/systemone`, by their ids; RequestError, by id, for what is none."""
+    """Read the questions of `POST /v1/systemone`, an object of questions by id.
+
+    Raises RequestError, which names the id, for anything that is not a question.
+    """
     if not isinstance(values, Mapping):
         raise RequestError(f"{where} must be an object that has a question for each id, got {values!r:.80}")
     if not 1 <= len(values) <= MOST_QUESTIONS:
@@ -95,7 +101,7 @@ def _question(values: object, where: str) -> Question:
 
 
 def predicate_options(false: str | None = None, true: str | None = None) -> tuple[Option, ...]:
-    """The options of a predicate, with their descriptions."""
+    """Return the two options of a predicate, false first; `false` and `true` describe them."""
     return Option(False, "false", false), Option(True, "true", true)
 
 
@@ -143,7 +149,11 @@ def _of_systemone(name: str, values: object, where: str) -> Question:
 
 
 def content_of(value: object, where: str, may_be_empty: bool = False) -> tuple[str, tuple[Any, ...]]:
-    """The text of instructions or of an input, with JSON written out, and the images among their parts in order."""
+    """Return the text of instructions or of an input, and its images, both in order.
+
+    value: a text, or a list of parts; JSON parts become text. Raises RequestError for other parts, and for empty
+    content unless `may_be_empty`.
+    """
     parts = [{"type": "input_text", "text": value}] if isinstance(value, str) else value
     if not isinstance(parts, Sequence):
         raise RequestError(f"{where} must be text or a list of parts, got {value!r:.80}")
@@ -166,7 +176,7 @@ def content_of(value: object, where: str, may_be_empty: bool = False) -> tuple[s
 
 
 def json_text(value: object, where: str) -> str:
-    """A JSON object or a list of objects as the text that a model reads; RequestError for what is too deep or long."""
+    """Write a JSON value as the text that a model reads; RequestError if it is too deep, large or long."""
     values, level = 0, [value]
     for _ in range(MOST_DEPTH + 1):
         values += len(level)

@@ -1,4 +1,4 @@
-"""The mathematics of block diffusion on tokens: noise going in, and the rules by which it comes out again.
+"""The mathematics of block diffusion on tokens: how noise is added, weighted and removed.
 
 Frozen dataclasses with one verb each; no modules, no state.
 """

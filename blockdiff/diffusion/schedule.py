@@ -1,4 +1,4 @@
-"""Noise schedules, the share of a canvas that survives at time t, and draws of the t of each canvas of a batch."""
+"""Noise schedules (the share of a canvas that survives at time t), and draws of a time t for each canvas of a batch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from blockdiff.seeding import Stream, integers, uniform
 class Schedule(Protocol):
     """alpha(t): the probability that a token is kept at time t in [0, 1]; alpha(0) = 1, alpha(1) = 0.
 
-    All verbs are elementwise: float [*] in, float [*] out.
+    All methods are elementwise: float [*] in, float [*] out.
     """
 
     def alpha(self, t: Tensor) -> Tensor:
-        """The probability that a token is kept."""
+        """Return the probability that a token is kept."""
 
     def noise(self, t: Tensor) -> Tensor:
-        """1 - alpha(t), the probability that a token is replaced, with all its digits where it is small."""
+        """Return 1 - alpha(t), the probability that a token is replaced, at full precision even if it is small."""
 
     def derivative(self, t: Tensor) -> Tensor:
-        """d alpha / d t, never positive."""
+        """Return d alpha / d t, never positive."""
 
 
 class TimeDraw(Protocol):
-    """The draw of a canvas's t. It depends on its address alone, never on how the batch is split."""
+    """Draws the time t of a canvas. It depends on seed, step, slot and canvas, not on how the batch is split."""
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
-        """Times float32 [N]: canvas number `canvas_N` of the example in slot `slot_N` of `total`."""
+        """Return times float32 [N] for canvas number `canvas_N` of the example in slot `slot_N` of `total` slots."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class _Time:
-    """Noise levels from `low` to `high`, drawn `per` canvas, or per example for all of its canvases."""
+    """Times between `low` and `high`, one draw `per` canvas, or per example for all of its canvases."""
 
     low: float = 1e-4
     high: float = 1 - 1e-4
@@ -107,7 +107,7 @@ class _Time:
             raise ValueError(f"per must be canvas or example, got {self.per}")
 
     def _drawn_for(self, canvas_N: Tensor) -> Tensor:
-        """The numbers that address the draws of canvases: their own, or 0 for all of an example."""
+        """Return the canvas numbers that key the draws: `canvas_N`, or 0 if an example's canvases share one draw."""
         return canvas_N if self.per == "canvas" else torch.zeros_like(canvas_N)
 
     def _scaled(self, u_N: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class _Time:
 
 @dataclass(frozen=True)
 class UniformTime(_Time):
-    """t ~ U(low, high), every canvas on its own, addressed (step, slot, canvas)."""
+    """t ~ U(low, high), independent for each canvas; (step, slot, canvas) keys the draw."""
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
         """t = low + (high - low) u."""
@@ -125,10 +125,10 @@ class UniformTime(_Time):
 
 @dataclass(frozen=True)
 class StratifiedTime(_Time):
-    """One canvas in each of `total` equal parts of (low, high), so a global batch sees the whole range.
+    """One canvas in each of `total` equal parts of (low, high), so a global batch covers the whole range.
 
-    Which slot gets which part turns by a random amount with every step and canvas number, so each t on its
-    own is U(low, high), and the mean of a loss over the batch varies less than with independent draws.
+    A random rotation for each step and canvas number decides which slot gets which part. So each t alone is U(low,
+    high), and the mean of a loss over the batch varies less than with independent draws.
     """
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
@@ -138,10 +138,10 @@ class StratifiedTime(_Time):
 
 @dataclass(frozen=True)
 class LogitNormalTime(_Time):
-    """logit(t) ~ N(mean, std^2), cut off at low and high: the middle noise levels more often than the ends.
+    """logit(t) ~ N(mean, std^2), clamped to [low, high]: more canvases at middle noise levels than at the ends.
 
-    As diffusion models of images draw it (arXiv 2403.03206). The quantiles are stratified over the
-    global batch like those of `StratifiedTime`.
+    Image diffusion models draw t in this way (arXiv 2403.03206). Quantiles are stratified over the global batch as in
+    `StratifiedTime`.
     """
 
     mean: float = 0.0
@@ -153,7 +153,7 @@ class LogitNormalTime(_Time):
             raise ValueError(f"mean must be finite and std more than 0, got {self.mean} and {self.std}")
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
-        """t = sigmoid(mean + std Phi^-1(u)), within [low, high]; u is stratified, Phi the normal distribution."""
+        """t = sigmoid(mean + std Phi^-1(u)), clamped to [low, high]; u is stratified, Phi is the normal CDF."""
         normal_N = torch.special.ndtri(_stratified_uniform(seed, step, slot_N, self._drawn_for(canvas_N), total))
         return torch.sigmoid(self.mean + self.std * normal_N).clamp(self.low, self.high).float()
 

@@ -15,10 +15,10 @@ TASKS = ("countdown", "exact", "gsm8k", "pixel_sudoku", "sudoku")
 
 
 def task(name: str | Task) -> Task:
-    """The task called `name`; a task is itself.
+    """Return the task called `name`, or `name` itself if it is a Task.
 
-    It is one of TASKS, or "module:name" of a `Task`, or of a function of a question and a text that says whether the
-    text answers the question. BlockdiffError if there is none.
+    name: one of TASKS, or "module:name". The latter is a `Task`, or a function (question, text) that returns whether
+    the text answers the question. Raises BlockdiffError if there is no such task.
     """
     if not isinstance(name, str):
         return name
@@ -31,7 +31,10 @@ def task(name: str | Task) -> Task:
 
 
 def _own(name: str, found: Any) -> Task:
-    """The task that somebody's own object is."""
+    """Return a user's object `found` as a task: a Task itself, or a Task made of a function.
+
+    Raises BlockdiffError if it is neither.
+    """
     from blockdiff.evals.questions import Task
 
     if isinstance(found, Task):

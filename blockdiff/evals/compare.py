@@ -8,16 +8,20 @@ from typing import Any
 
 from blockdiff.evals.summary import CALLS, forwards_of
 
-OWN = ("id", "prompt", "reference")  # of the row, not of an answer to it
+OWN = ("id", "prompt", "reference")  # keys of the row, not of an answer
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The comparison of two reports of `evaluate` over the same rows.
+    """Compare two reports of `evaluate` over the same rows.
 
-    `both, only_first, only_second, neither`: rows solved; `p_value`: that of McNemar's exact test of whether the two
-    solve equally often; `forwards`: of the model calls of a row, of all kinds, `difference` (second -
-    first, on average), `fewer_in_second`, `more_in_second`, `equal`, and the `p_value` of a sign test; `records`: a
-    row's question once and both answers side by side. Raises ValueError where the rows are not the same.
+    - `both`, `only_first`, `only_second`, `neither`: the number of rows solved by these;
+    - `p_value`: McNemar's exact test of whether the two solve equally often;
+    - `forwards`: compares the model calls per row, all kinds together, over rows without an error. It has `difference`
+      (second - first, mean), the numbers of rows `fewer_in_second`, `more_in_second` and `equal`, and the `p_value` of
+      a sign test;
+    - `records`: for each row, the question once and both answers.
+
+    Raises ValueError if the rows differ.
     """
     pairs = list(zip(first["records"], second["records"], strict=True))
     if any(_asked(a[name]) != _asked(b[name]) for a, b in pairs for name in OWN):
@@ -46,15 +50,18 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(value: Any) -> Any:
-    """A value of a record; of a prompt that is a user's message the text, as a model asked in raw text has it."""
+    """Return a value of a record for comparison: a lone user message as its text, anything else unchanged.
+
+    One model may be asked in raw text, and the other by a user's message.
+    """
     is_question = isinstance(value, list) and [message["role"] for message in value] == ["user"]
     return value[0]["content"] if is_question else value
 
 
 def binomial_test(one: int, other: int) -> float:
-    """The two-sided p-value of `one` and `other` under even chances; 1 for no observations.
+    """Return the two-sided p-value of the counts `one` and `other` under even chances; 1 if both are 0.
 
-    Of discordant pairs this is McNemar's exact test, of the signs of differences the sign test.
+    For counts of discordant pairs this is McNemar's exact test, for counts of signs the sign test.
     """
     total, least = one + other, min(one, other)
     ways = sum(math.comb(total, k) for k in range(least + 1))
@@ -62,7 +69,10 @@ def binomial_test(one: int, other: int) -> float:
 
 
 def lines(first: dict[str, Any], second: dict[str, Any], comparison: dict[str, Any]) -> list[str]:
-    """Both reports side by side, then the tests, for a person; `model` of a report is its name."""
+    """Return both reports side by side and then the tests, as lines for a person.
+
+    `first["model"]` and `second["model"]` are the names of the models.
+    """
     forwards = comparison["forwards"]
     rows = [
         ("", "first", "second"),

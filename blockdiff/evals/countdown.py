@@ -1,4 +1,4 @@
-"""Countdown: a text is right if it is any expression that makes the target of all the numbers, each used once."""
+"""Countdown: a text is right if it is any expression that reaches the target with all numbers, each used once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from blockdiff.recipes import countdown
 
 
 def is_solved(question: Question, text: str) -> bool:
-    """True for a text that solves the problem, in whatever way."""
+    """Return whether the text solves the problem, by any expression."""
     return countdown.is_solved(question.last_message, text)
 
 
 def facts(question: Question, text: str) -> dict[str, Any]:
-    """`numbers`: how many there are; `uses_numbers`: whether the text is an expression of all of them, each used once;
-    `value`: what it comes to, as a string, or null."""
+    """Return `numbers`, `uses_numbers` and `value` of an answer.
+
+    numbers: the count of the problem's numbers; uses_numbers: whether the text is an expression of all of them, each
+    used once; value: the value of that expression as a string, None if it is not one.
+    """
     numbers, _ = countdown.problem(question.last_message)
     value = countdown.value(text, numbers)
     return {

@@ -1,4 +1,4 @@
-"""The evaluation of typed decisions on labelled rows, and the temperatures that are fitted on such rows."""
+"""The evaluation of typed decisions on labelled rows, and temperatures fitted on such rows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ from blockdiff.sampling.request import Request
 if TYPE_CHECKING:
     from blockdiff.sampling.sampler import Sampler
 
-TOGETHER = 256  # rows whose reads are prepared at once
+TOGETHER = 256  # rows prepared together
 COVERAGES, ERRORS = (0.5, 0.8, 0.9), (0.01, 0.05, 0.1)
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A question of a row that was read: its scores, the log-probabilities [N, X] of its labels, and its answer."""
+    """One answered question of row number `row`.
+
+    target: the true probabilities of its options, () without a label. scores_NX: the log-probabilities of its X labels
+    in each of N draws.
+    """
 
     row: int
     question: Question
@@ -40,7 +44,7 @@ class Decided:
 
 
 def read_decision_rows(path: str, *, has_answers: bool, split: str = "test") -> Iterator[DecisionRow]:
-    """The rows of a file; DataError, by place, for what is none."""
+    """Read the rows of a file; DataError, which names the place, for a bad row."""
     for where, value in open_source(Source(path, split=split)).values():
         yield decision_row(value, where, has_answers=has_answers)
 
@@ -54,9 +58,10 @@ def decide_rows(
     batch_size: int = 32,
     is_calibrated: bool = True,
 ) -> Iterator[list[Decided]]:
-    """The answers to the questions of every row, in order; DataError, by place, for a row that cannot be asked.
+    """Yield the answers to the questions of each row, in order.
 
-    The draws of a row follow from `seed` and its place.
+    `seed` and the index of a row key its draws. Raises DataError, which names the place, if a row's questions cannot be
+    asked.
     """
     model, settings = sampler.model, sampler.settings
     fitted = temperatures(model, settings, asking) if is_calibrated else uncalibrated
@@ -89,9 +94,10 @@ def evaluate(
     batch_size: int = 32,
     is_calibrated: bool = True,
 ) -> dict[str, Any]:
-    """The report on labelled rows: all questions, those of each type, and those that several rows have.
+    """Report on labelled rows: all questions, those of each type, and each question that several rows share.
 
-    Every part has what `part_of` says. `milliseconds` are those of a decision, all of them together.
+    `parts` has the figures of `part_of` by name. `milliseconds`: the time per decision, total time divided by
+    decisions.
     """
     began = time.perf_counter()
     given = dict(seed=seed, batch_size=batch_size, is_calibrated=is_calibrated)
@@ -119,7 +125,10 @@ def evaluate(
 
 
 def part_of(decided: Sequence[Decided]) -> dict[str, Any]:
-    """The figures of some answers, with intervals by row; if they share their options, the confusion of these."""
+    """Return the figures of some answers, with intervals by row.
+
+    If all questions have the same options, `confusion` is added: options x answers, in counts.
+    """
     judged = _judged(decided)
     found: dict[str, Any] = {"count": len(decided)}
     for name in ("accuracy", "nll", "brier"):
@@ -146,7 +155,7 @@ def part_of(decided: Sequence[Decided]) -> dict[str, Any]:
 def fit(
     sampler: Sampler, rows: Sequence[DecisionRow], asking: Asking, *, seed: int = 0, batch_size: int = 32
 ) -> dict[str, dict[str, Any]]:
-    """The temperatures by their keys: of each type, and of each question that at least `FEW` rows have."""
+    """Return temperatures by key, one for each type of question and for each question with at least `FEW` answers."""
     decided = [each for row in decide_rows(sampler, rows, asking, seed=seed, batch_size=batch_size) for each in row]
     reader = reader_of(sampler.model, sampler.settings, asking)
     groups: dict[str, tuple[str, list[Decided]]] = {}
@@ -165,7 +174,7 @@ def fit(
 
 
 def require_other_rows(rows: Sequence[DecisionRow], others: Sequence[DecisionRow]) -> None:
-    """Raise DataError for a row to fit on that is one to judge by, too."""
+    """Raise DataError if one of the rows to fit on (`others`) is also among `rows`, which judge the fit."""
     known = {row.digest: row.where for row in rows}
     for other in others:
         if (where := known.get(other.digest)) is not None:
@@ -173,7 +182,7 @@ def require_other_rows(rows: Sequence[DecisionRow], others: Sequence[DecisionRow
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report for a person: a table of the parts, then coverage, and the time of a decision."""
+    """Return the report as lines for a person: a table of the parts, then coverage, and the time of a decision."""
     heads = ["", "count", "right", "95 %", "NLL", "Brier", "ECE", "floor", "mass"]
     table = [heads]
     for name, part in report["parts"].items():

@@ -1,7 +1,7 @@
-"""GSM8K (arXiv 2110.14168): grade-school mathematics, right if the number after `####` is.
+"""GSM8K (arXiv 2110.14168): grade-school mathematics; a text is right if the number after its `####` is.
 
-Beside this strict rule the record has the flexible one, for models that were not trained to write the mark: the last
-number anywhere in the text. Both are reported, for they can be far apart.
+In addition to this strict rule, the record has a flexible one for models that were not trained to write the mark: the
+last number anywhere in the text. Both are reported, since they can be far apart.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ANY_NUMBER = re.compile(r"(?:(?<![0-9])-)?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9
 
 
 def answer(text: str) -> Decimal | None:
-    """The number right after the last `####`, without `$` and thousands commas; None if there is none.
+    """Return the number right after the last `####`, without `$` and thousands commas; None if there is none.
 
-    Like the data set's own grader it takes only marked answers; unlike it, it compares values: 18.00 is 18.
+    Like the data set's own grader this reads only marked answers. Unlike it, values are compared: 18.00 equals 18.
     """
     _, mark, rest = text.rpartition(MARK)
     found = NUMBER.match(rest) if mark else None
@@ -31,13 +31,13 @@ def answer(text: str) -> Decimal | None:
 
 
 def flexible_answer(text: str) -> Decimal | None:
-    """The last number in the text, wherever it stands; None if there is none."""
+    """Return the last number anywhere in the text; None if there is none."""
     found = ANY_NUMBER.findall(text)
     return _value(found[-1]) if found else None
 
 
 def check(question: Question) -> None:
-    """Raises DataError for a reference without an answer."""
+    """Raise DataError if the reference has no marked answer."""
     if answer(question.reference) is None:
         raise DataError(
             f"{question.where}: the response has no number after {MARK}, so it is not GSM8K; "
@@ -46,12 +46,15 @@ def check(question: Question) -> None:
 
 
 def is_solved(question: Question, text: str) -> bool:
-    """True where the text's answer has the value of the reference's, however the text comes to it."""
+    """Return whether the marked answer of the text equals that of the reference."""
     return answer(text) == answer(question.reference)
 
 
 def facts(question: Question, text: str) -> dict[str, Any]:
-    """`answer`: the marked number as a string, or null; `flexible_answer`, `is_solved_flexibly`: by the last number."""
+    """Return an answer's `answer`, `flexible_answer` and `is_solved_flexibly`.
+
+    The first two are strings, None if there is no such number; the last is whether the flexible answer is right.
+    """
     strict, flexible = answer(text), flexible_answer(text)
     return {
         "answer": None if strict is None else str(strict),

@@ -1,7 +1,7 @@
-"""Measures of probabilities: accuracy, NLL, Brier, calibration error beside its floor, coverage.
+"""Measures of probabilities: accuracy, NLL, Brier score, calibration error with its floor, coverage.
 
-Rows are N answers: `probabilities` has one distribution each, over options of their own, `targets` the true one as a
-distribution, too (a single 1 for a known answer). All numbers are fp64 on the host.
+There are N answers: `probabilities` has the distribution of each over its own options, `targets` the true distribution
+(a single 1 if the answer is known). All numbers are fp64 on the host.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 BINS = 15
-RESAMPLED = 200  # times that truths are drawn, or rows; the interval holds 95 % of them
+RESAMPLED = 200  # number of redraws, of truths or of rows
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The answers to one question of many states: `p_NX`, the probabilities of X options, and `target_NX`, the truth.
+    """N answers: `p_NX`, the probabilities of X options, and `target_NX`, the true ones.
 
-    Rows with fewer options than others have zeros behind theirs. row_N: the number of the row that each belongs to.
+    Answers with fewer options than X are padded with zeros. row_N: the row from which each answer comes.
     """
 
     p_NX: Tensor
@@ -29,14 +29,14 @@ class Judged:
 
     @classmethod
     def of(cls, probabilities: Sequence[Tensor], targets: Sequence[Tensor], rows: Sequence[int]) -> Judged:
-        """The answers with their distributions laid side by side."""
+        """Stack distributions of different lengths, padded with zeros."""
         padded = (torch.nn.utils.rnn.pad_sequence(list(each), batch_first=True) for each in (probabilities, targets))
         p_NX, target_NX = (each.double() for each in padded)
         return cls(p_NX, target_NX, torch.tensor(rows))
 
     @property
     def top_N(self) -> Tensor:
-        """The probability of the likeliest option."""
+        """The probability of the likeliest option: the confidence of each answer."""
         return self.p_NX.amax(-1)
 
     @property
@@ -45,7 +45,7 @@ class Judged:
         return self.target_NX.gather(-1, self.p_NX.argmax(-1, keepdim=True))[:, 0]
 
     def some(self, places: Tensor) -> Judged:
-        """The answers in some places."""
+        """Return the answers with these indices."""
         return Judged(self.p_NX[places], self.target_NX[places], self.row_N[places])
 
 
@@ -55,18 +55,21 @@ def accuracy(judged: Judged) -> float:
 
 
 def nll(judged: Judged) -> float:
-    """The mean of -log p of the truth, in nats."""
+    """The mean of -log p, weighted by the true distribution, in nats."""
     terms = -judged.target_NX * judged.p_NX.clamp_min(1e-12).log()
     return float(terms.sum(-1).mean())
 
 
 def brier(judged: Judged) -> float:
-    """The mean squared distance of the distribution from the truth, summed over options."""
+    """The mean squared distance between the two distributions, summed over options."""
     return float((judged.p_NX - judged.target_NX).square().sum(-1).mean())
 
 
 def calibration_error(judged: Judged, bins: int = BINS) -> float:
-    """The mean distance of confidence and accuracy over bins with equally many answers, by confidence."""
+    """The mean distance between confidence and accuracy over `bins` of equally many answers.
+
+    Answers are sorted by confidence into the bins.
+    """
     order = judged.top_N.argsort(stable=True)
     gaps = (judged.top_N - judged.right_N)[order]
     parts = gaps.tensor_split(min(bins, len(gaps)))
@@ -74,9 +77,9 @@ def calibration_error(judged: Judged, bins: int = BINS) -> float:
 
 
 def calibration_floor(judged: Judged, bins: int = BINS, seed: int = 0) -> float:
-    """The calibration error that a perfect model with these very probabilities shows, by sampling alone.
+    """The calibration error that a perfect model with these probabilities has by sampling alone.
 
-    Truths are drawn from the probabilities `RESAMPLED` times; the mean of the errors.
+    This is the mean over `RESAMPLED` draws of answers from the probabilities.
     """
     generator = torch.Generator().manual_seed(seed)
     errors = []
@@ -88,7 +91,7 @@ def calibration_floor(judged: Judged, bins: int = BINS, seed: int = 0) -> float:
 
 
 def interval(judged: Judged, figure: Callable[[Judged], float], seed: int = 0) -> tuple[float, float]:
-    """The interval of 95 % of a figure by drawing rows, with all answers of each, with replacement."""
+    """Return the 95 % bootstrap interval of a figure: rows are redrawn with replacement, each with all its answers."""
     generator = torch.Generator().manual_seed(seed)
     _, row_N = judged.row_N.unique(return_inverse=True)
     order, counts = row_N.argsort(stable=True), row_N.bincount()
@@ -102,9 +105,9 @@ def interval(judged: Judged, figure: Callable[[Judged], float], seed: int = 0) -
 
 
 def coverage(judged: Judged, wanted_error: float) -> tuple[float, float]:
-    """The least confidence above which at most this share of answers is wrong, and the share that has it.
+    """Return a threshold of confidence, and the share of answers at or above it.
 
-    The threshold is the lowest one; (inf, 0.0) if the surest answer is wrong too often.
+    The threshold is the lowest at which at most `wanted_error` of the answers are wrong. (inf, 0.0) if there is none.
     """
     order = judged.top_N.argsort(descending=True, stable=True)
     wrong = (1 - judged.right_N[order]).cumsum(0) / torch.arange(1, len(order) + 1)
@@ -116,13 +119,13 @@ def coverage(judged: Judged, wanted_error: float) -> tuple[float, float]:
 
 
 def accuracy_at(judged: Judged, share: float) -> float:
-    """The accuracy of this share of the answers, the surest ones."""
+    """The accuracy of the most confident `share` of the answers."""
     count = max(1, round(share * len(judged.p_NX)))
     return float(judged.right_N[judged.top_N.argsort(descending=True, stable=True)[:count]].mean())
 
 
 def reliability(judged: Judged, bins: int = BINS) -> list[tuple[int, float, float]]:
-    """The points of a reliability diagram: count, mean confidence and accuracy of each bin of `calibration_error`."""
+    """Return for each bin of `calibration_error` its count, mean confidence and accuracy: a reliability diagram."""
     order = judged.top_N.argsort(stable=True)
     parts = order.tensor_split(min(bins, len(order)))
     return [(len(part), float(judged.top_N[part].mean()), float(judged.right_N[part].mean())) for part in parts]

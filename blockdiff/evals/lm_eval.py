@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from blockdiff.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
-UNBOUNDED = 1 << 20  # tokens of a text that are scored at once by a model without a limit
+UNBOUNDED = 1 << 20  # tokens of a text that a model without a limit scores together
 IGNORED = ("temperature", "top_p", "top_k", "do_sample", "num_beams")
 
 
 @register_model("blockdiff")
 class BlockdiffLM(TemplateLM):
-    """A checkpoint as the harness asks a model: `generate_until`, `loglikelihood`, `loglikelihood_rolling`.
+    """A checkpoint behind the harness's interface: `generate_until`, `loglikelihood`, `loglikelihood_rolling`.
 
-    `pretrained` is a checkpoint directory or hub id, or `sampler` is given. `seed` is that of the draws. What the texts
-    cost is in `costs`.
+    pretrained: a checkpoint directory or hub id, unless `sampler` is given; seed: of the draws. `costs` has the cost of
+    all generated texts.
     """
 
     def __init__(
@@ -66,34 +66,34 @@ class BlockdiffLM(TemplateLM):
         self.sampler, self.tokenizer, self.pretrained = sampler, sampler.tokenizer, pretrained
         self.batch_size = 32 if batch_size == "auto" else int(batch_size)
         self.seed, self.steps, self.max_gen_toks, self.thinking = seed, steps, max_gen_toks, thinking
-        self.answers: list[Result] = []  # to all that was to be generated, before anything was cut off
+        self.answers: list[Result] = []  # to all requests so far, not cut at stop strings
         self._said: set[str] = set()
 
     @property
     def eot_token_id(self) -> int:
-        """The first token that ends a text."""
+        """The first of the tokens that end a text; the padding token or 0 if there is none."""
         ids = self.sampler.generation.eos_ids
         return ids[0] if ids else int(self.sampler.generation.pad_id or 0)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has nothing before it: bos where the tokenizer has one."""
+        """The token that stands in for an empty context: bos if the tokenizer has one, else `eot_token_id`."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
     @property
     def max_length(self) -> int:
-        """The most tokens that the model has positions for."""
+        """The number of positions of the model, `UNBOUNDED` if it has no limit."""
         return self.sampler.settings.positions or UNBOUNDED
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for the harness's cache of requests."""
+        """The tokenizer's name, a key in the harness's cache of requests."""
         return str(Path(str(self.tokenizer.name_or_path)).name)
 
     @property
     def costs(self) -> dict[str, Any]:
-        """Steps, endings and empty answers of everything generated so far, as in an evaluation of our own tasks."""
+        """Steps, endings and empty answers of all texts generated so far, as in an evaluation of our own tasks."""
         return costs(
             [
                 {
@@ -108,7 +108,7 @@ class BlockdiffLM(TemplateLM):
         )
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the text of a prompt."""
+        """Write a conversation as the text of a prompt."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -120,7 +120,7 @@ class BlockdiffLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text, with bos before them as the sampler has it, unless `add_special_tokens` is False."""
+        """Return the tokens of a text, after bos if the tokenizer has one and `add_special_tokens` is not False."""
         try:
             tokens = list(self.tokenizer(string, add_special_tokens=False)["input_ids"])
         except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
@@ -130,10 +130,10 @@ class BlockdiffLM(TemplateLM):
         return tokens if bos is None or add_special_tokens is False or tokens[:1] == [bos] else [bos, *tokens]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answer to each context, up to the first of the strings that end it.
+        """Return the answer to each context, cut at the first of its stop strings (`until`).
 
-        Request n draws from the seed of (`seed`, n). Settings of sampling token by token (temperature and the like)
-        mean nothing here and are left out, with a warning. A context that is too long loses its beginning.
+        Seed and request number key the draws. Settings of token-by-token sampling (temperature and the like) do not
+        apply here; they are ignored with a warning. A context that is too long is cut at its beginning.
         """
         asked, ends = [], []
         for number, (context, settings) in enumerate(request.args for request in requests):
@@ -163,17 +163,17 @@ class BlockdiffLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation and whether it is the most probable one, token by token."""
+        """Return for each continuation its log-probability, and whether each of its tokens is the likeliest one."""
         rows = [self._fitting(context, continuation) for _, context, continuation in requests]
         found = score(self.sampler.model, [a for a, _ in rows], [b for _, b in rows], self.batch_size)
         results = [(its.total, its.is_greedy) for its in found]
         for asked, answer in zip(requests, results, strict=True):
-            if asked[0] is not None:  # what a rolling text's windows are
+            if asked[0] is not None:  # None for the windows of a rolling text
                 self.cache_hook.add_partial("loglikelihood", asked[0], answer)
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text after the prefix token; texts beyond `max_length` in disjoint windows."""
+        """Return the log-probability of each whole text after the prefix token; long texts in disjoint windows."""
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for (text,) in (request.args for request in requests):
@@ -193,7 +193,7 @@ class BlockdiffLM(TemplateLM):
         return totals
 
     def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """A pair of at most `max_length` tokens that go through the model, cut at its beginning."""
+        """Cut the beginning of context and continuation, so that at most `max_length` tokens pass through the model."""
         room = self.max_length + 1 - len(continuation)  # the last token is only predicted
         return self._last(context, max(1, room)), continuation[-self.max_length :]
 
@@ -203,7 +203,7 @@ class BlockdiffLM(TemplateLM):
         return tokens[-room:] if room > 0 else tokens
 
     def _warn(self, message: str) -> None:
-        """Say it once."""
+        """Log a message the first time only."""
         if message not in self._said:
             self._said.add(message)
             logger.warning(message)
@@ -212,12 +212,12 @@ class BlockdiffLM(TemplateLM):
 def evaluate(
     sampler: Sampler, names: Sequence[str], directory: str | Path | None = None, chat: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """The harness's results for tasks by name, with `costs` of what was generated beside its `results`.
+    """Return the harness's results for tasks by name, and the `costs` of generated texts (None without any).
 
-    directory: where further tasks' YAML files are, in which case only these are known (reading the harness's own takes
-    seconds); chat: contexts go through the chat template. settings: `limit`, `num_fewshot` and what else
-    `lm_eval.simple_evaluate` takes, and `seed, steps, batch_size, max_gen_toks, thinking` of the model. Raises
-    RequestError for a task that is not there.
+    directory: of further tasks' YAML files; then only these tasks are found (reading the harness's own takes seconds).
+    chat: contexts pass through the chat template. settings: `limit`, `num_fewshot` and other arguments of
+    `lm_eval.simple_evaluate`, and `seed`, `steps`, `batch_size`, `max_gen_toks`, `thinking` of the model. Raises
+    RequestError if a task does not exist or its rows cannot be read.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -241,5 +241,5 @@ def evaluate(
             f"the rows of {', '.join(names)} cannot be read ({first_line(error)}); be online once, or name files of "
             "yours in a task's YAML (--data)"
         ) from error
-    assert found is not None  # it is None only on the other ranks of several
+    assert found is not None  # it is None only on ranks other than the first
     return {**found, "costs": model.costs if model.answers else None}

@@ -10,7 +10,7 @@ from blockdiff.recipes import pixel_sudoku
 
 
 def check(question: Question) -> None:
-    """Raises DataError for a row whose response is not a puzzle, `=`, and its solution."""
+    """Raise DataError if the row's response is not a puzzle, `=`, and its solution."""
     try:
         fits = pixel_sudoku.is_solved(_puzzle(question), question.reference)
     except DataError:
@@ -23,12 +23,12 @@ def check(question: Question) -> None:
 
 
 def is_solved(question: Question, text: str) -> bool:
-    """True for a text that ends with a solution of the puzzle."""
+    """Return whether the text ends with a solution of the puzzle."""
     return pixel_sudoku.is_solved(_puzzle(question), text)
 
 
 def facts(question: Question, text: str) -> dict[str, Any]:
-    """`givens`: how many digits the image shows; `is_read`: whether the text begins with the puzzle."""
+    """Return `givens`, the number of digits in the image, and `is_read`, whether the text begins with the puzzle."""
     puzzle = _puzzle(question)
     return {
         "givens": sum(cell.isdigit() for cell in puzzle),

@@ -1,4 +1,4 @@
-"""Tasks: rows as questions, the test of an answer, and the length that an answer can have."""
+"""Tasks: rows as questions, the test of an answer, and the largest length of an answer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """A row's last response and all that comes before it.
+    """A row's last response and everything before it.
 
-    `place` among the rows addresses the draws. `tokens` is the prompt as training lays it out, and `length` how many
-    tokens the reference and its end take there; without an encoder both are unknown. `images` are those of a prompt
-    that is text or tokens.
+    place: the index among the rows; it keys the draws. tokens: the prompt as training lays it out; length: the number
+    of tokens of the reference and its end in that layout; both are None without an encoder. images: the images of a
+    prompt that is text or tokens.
     """
 
     place: int
@@ -41,14 +41,18 @@ class Question:
 
     @property
     def last_message(self) -> str:
-        """The prompt, or the text of the last message of the conversation."""
+        """The prompt if it is text, else the text of the conversation's last message."""
         if isinstance(self.prompt, str):
             return self.prompt
         content = self.prompt[-1]["content"]
         return "".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)
 
     def request(self, thinking: bool = False, best_of: int = 1, allow_control_tokens: bool = False) -> Request:
-        """The request that the sampler answers; `tokens`, where they are known, say already what is thought."""
+        """Return the sampler's request.
+
+        If `tokens` are known they are sent. They already settle `thinking` and `allow_control_tokens`, which then have
+        no effect.
+        """
         if self.tokens is not None:
             return Request(self.place, tokens=self.tokens, images=self.images, best_of=best_of)
         asked = Request(self.place, thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
@@ -59,12 +63,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """A task: the test of its rows and of texts that answer them.
+    """A task: the test of its rows, and of texts that answer them.
 
-    name: how the command line and recipes call it; is_solved: whether a text answers a question; check: raises
-    DataError naming a question that is none of this task; facts: what else the record of an answer says (those that are
-    true or false are counted); group: the fact by whose values results are given, too; is_open: whether a text longer
-    than the reference can be right.
+    name: used by the command line and recipes; is_solved: whether a text answers a question; check: raises DataError if
+    a question does not belong to this task; facts: further entries of an answer's record (booleans are counted, numbers
+    averaged); group: the fact by whose values results are also reported; is_open: whether a text longer than the
+    reference can be right.
     """
 
     name: str
@@ -75,7 +79,7 @@ class Task:
     is_open: bool = False
 
     def solves(self, question: Question, text: str) -> bool:
-        """Return whether a text answers a question; DataError for an `is_solved` that gives a share, say."""
+        """Return whether a text answers a question; DataError if `is_solved` returns anything but a boolean."""
         found: Any = self.is_solved(question, text)
         is_solved = found.item() if hasattr(found, "item") else found  # numpy and torch have booleans of their own
         if not isinstance(is_solved, bool):
@@ -87,7 +91,7 @@ class Task:
 
 
 def check_solved(name: str, is_solved: Callable[[Question, str], bool], question: Question) -> None:
-    """Raises DataError for a row of the task `name` whose response does not solve its prompt."""
+    """Raise DataError if the row's response does not solve its prompt. name: the task, for the message."""
     try:
         fits = is_solved(question, question.reference)
     except DataError as error:
@@ -99,7 +103,10 @@ def check_solved(name: str, is_solved: Callable[[Question, str], bool], question
 
 
 def questions_of(rows: Sequence[Row | Question], task: Task, encoder: Encoder | None = None) -> list[Question]:
-    """The question of every row, or the questions themselves; DataError for no rows, and for those of no such task."""
+    """Return the rows as questions; with `encoder` they have their tokens.
+
+    Raises DataError if there are no rows, or if one does not belong to the task.
+    """
     if not rows:
         raise DataError("no rows to evaluate; name a file with at least one")
     questions = [row if isinstance(row, Question) else _question(row, place) for place, row in enumerate(rows)]
@@ -110,14 +117,15 @@ def questions_of(rows: Sequence[Row | Question], task: Task, encoder: Encoder | 
 
 
 def longest_response(sampler: Sampler, questions: Sequence[Question], task: Task, thinking: bool = False) -> int:
-    """The most new tokens a response needs: those of the longest reference and its end, or more if `is_open`.
+    """Return the number of new tokens to allow: the longest reference with its end.
 
-    thinking: whether reasoning was asked for, which takes tokens that no reference tells of.
+    At least the sampler's `max_new_tokens` if the task `is_open` or reasoning (`thinking`) is written, whose length no
+    reference shows.
     """
     lengths = [question.length for question in questions if question.length is not None]
     if len(lengths) < len(questions):
         lengths = [_tokens(sampler, question) + 1 for question in questions]
-    # Without an encoder it is not known what the chat template puts around reasoning.
+    # Without an encoder the tokens that the chat template puts around reasoning are unknown.
     thinks = thinking or any(question.has_reasoning and question.length is None for question in questions)
     is_open = task.is_open or thinks
     return max(*lengths, sampler.generation.max_new_tokens) if is_open else max(lengths)
@@ -155,7 +163,7 @@ def _laid_out(questions: list[Question], rows: Sequence[Row], encoder: Encoder) 
 
 
 def _tokens(sampler: Sampler, question: Question) -> int:
-    """The number of tokens of a reference; characters bound it where there is no tokenizer."""
+    """Return the number of tokens of a reference; without a tokenizer the number of characters, an upper bound."""
     if sampler.tokenizer is None:
         return len(question.reference)
     try:

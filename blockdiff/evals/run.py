@@ -1,4 +1,4 @@
-"""Running a task: a sampler answers the questions, and what is right is counted with what it cost."""
+"""Run a task: a sampler answers the questions; right answers and costs are counted."""
 
 from __future__ import annotations
 
@@ -43,20 +43,21 @@ def evaluate(
     allow_control_tokens: bool = False,
     facts: Callable[[Question, Result], dict[str, Any]] = lambda question, result: {},
 ) -> dict[str, Any]:
-    """Answer the question of every row by sampling and count what is right; the ranks share the rows.
+    """Answer the question of every row by sampling and count right answers; the ranks share the rows.
 
-    Every rank gets `task`, what `summary` says of the records, `seconds` (until the last rank is done),
-    `first_canvas_seconds` (the median over rows of the time until their first canvas was there, since all were asked),
-    `seed`, `max_steps`, `max_new_tokens`, `batch_size`, `thinking`, `best_of`, `allow_control_tokens` as they were
-    used, and `records` (one per row, in order). Draws are addressed by `seed` and a row's place, so the number of ranks
-    changes nothing beyond rounding. The model's modes and gradients stay as they are.
+    Every rank gets `task`, the figures of `summary`, `seconds` (until the last rank is done), `first_canvas_seconds`
+    (from the start to a row's first canvas, median over rows, None without canvases), `seed`, `max_steps`,
+    `max_new_tokens`, `batch_size`, `thinking`, `best_of`, `allow_control_tokens` as used, and `records` (one per row,
+    in order). `seed` and a row's index key the draws, so the number of ranks changes nothing beyond rounding. The
+    model's modes and gradients are left unchanged.
 
-    The longest reference bounds the responses, where longer ones can be right the sampler's own limit, unless
-    `max_new_tokens` is given. With `encoder` a prompt has the tokens that training gives it (system prompt, thinking).
-    `thinking` asks the chat template for reasoning, `best_of` for the best of so many answers by their own score;
-    `allow_control_tokens` reads control tokens in prompts as tokens, not as text. `facts` gives what else the record of
-    an answer says; it is called in the main thread.
-    Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
+    max_new_tokens: None bounds responses by the longest reference, or by the sampler's limit if longer ones can be
+    right. encoder: prompts get the tokens that training gives them (system prompt, thinking). thinking: ask the chat
+    template for reasoning. best_of: draw this many answers to a question and keep the one with the best own score.
+    allow_control_tokens: read control tokens in prompts as tokens, not as text. facts: returns further entries of an
+    answer's record; called in the main thread.
+
+    Raises DataError if a row does not belong to the task, and Interrupted between canvases when a rank is to stop.
     """
     questions = questions_of(rows, task, encoder)
     max_new_tokens = max_new_tokens or longest_response(sampler, questions, task, thinking)
@@ -80,7 +81,7 @@ def evaluate(
         )
         results = dict(stream)
         answers = [_record(question, results[n], task) | facts(question, results[n]) for n, question in enumerate(mine)]
-    # Of several draws of a row, the first one has the row's name.
+    # With `best_of`, the first draw of a row has the row's id.
     dealt = ranks.gather_rows((answers, [first_canvas[q.place] for q in mine if q.place in first_canvas]))
     records = [dealt[place % ranks.row_world][0][place // ranks.row_world] for place in range(len(questions))]
     waits = [wait for _, of_rank in dealt for wait in of_rank]

@@ -1,4 +1,4 @@
-"""The settings that decide an evaluation beside the rows, for its record."""
+"""The settings, other than the rows, that decide the result of an evaluation, for its record."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PACKAGES = ("torch", "transformers", "tokenizers")
 
 
 def settings_record(sampler: Sampler) -> dict[str, Any]:
-    """The sampler's settings as JSON values: model, strategy, generation, device and the versions of what computes.
+    """Return the sampler's settings as JSON values: model, strategy, generation, device and versions of libraries.
 
-    What differs between calls (seed, steps, limits) is in the report of `evaluate`.
+    Settings of a single call (seed, steps, limits) are in the report of `evaluate`.
     """
     model, generation = sampler.model, asdict(sampler.generation)
     return {

@@ -10,13 +10,16 @@ from blockdiff.recipes import sudoku
 
 
 def is_solved(question: Question, text: str) -> bool:
-    """True for a text that is a solution of the puzzle."""
+    """Return whether the text is a solution of the puzzle."""
     return sudoku.is_solved(question.last_message, text)
 
 
 def facts(question: Question, text: str) -> dict[str, Any]:
-    """`givens`: how many digits the puzzle shows; `is_valid`: whether it is a solved grid, be it another puzzle's;
-    `keeps_givens`: whether it is a grid, valid or not, that has the puzzle's digits where they are."""
+    """Return `givens`, `is_valid` and `keeps_givens` of an answer.
+
+    givens: the number of digits in the puzzle; is_valid: whether the text is a solved grid, perhaps of another puzzle;
+    keeps_givens: whether it is a grid, valid or not, with the puzzle's digits in their cells.
+    """
     puzzle = question.last_message
     return {
         "givens": sum(cell.isdigit() for cell in puzzle),

@@ -9,23 +9,23 @@ from typing import Any
 
 from blockdiff.metrics import at_limit
 
-OWN_NUMBERS = ("id", "length", "score", "draw")  # of a record, whatever the task
+OWN_NUMBERS = ("id", "length", "score", "draw")  # numbers in the record of every task: not facts
 CALLS = ("denoise", "draft", "encode", "verify")  # the kinds of model calls
 
 
 def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict[str, Any]:
-    """Accuracy, and beside it what it cost and how the answers ended.
+    """Return accuracy, costs and endings.
 
     - `count`, `solved`, `solved_share`, `errors` (rows without an answer), `empty` (answers without a text);
-    - `endings`: how many rows ended by each finish_reason;
+    - `endings`: the number of rows by finish_reason;
     - `steps_per_canvas` (mean over canvases), `steps_histogram` (steps: canvases);
-    - `forwards_per_row`: the mean model calls of a row's answer: `total`, and each kind by the names of
-      `blockdiff.sampling.Forwards`; `tokens_per_forward`: tokens up to eos for each of them;
-    - `tokens_per_round`, of drafts: tokens for each verification; `accepted_by_place`, with a drafter: the share of
-      its tokens in each place that stood;
-    - `facts`: for every fact of the task that is true or false, in how many answers it is true; `means`: the mean of
-      every one that is a number;
-    - `groups`, with `group`: the same counts for the rows of each value of that fact.
+    - `forwards_per_row`: mean model calls of a row's answer: `total`, and each kind named as in
+      `blockdiff.sampling.Forwards`; `tokens_per_forward`: tokens up to eos, per model call;
+    - `tokens_per_round`, if drafts were verified: tokens per verification; `accepted_by_place`, with a drafter: the
+      share of its tokens that were accepted, for each place in the draft;
+    - `facts`: for each boolean fact of the task, the number of answers for which it is True; `means`: the mean of each
+      numeric fact;
+    - `groups`, with `group`: counts of the rows for each value of that fact.
     """
     found = {**_counts(records), **costs(records), "facts": _facts(records), "means": _means(records)}
     if group is not None:
@@ -36,7 +36,10 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
 
 
 def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The costs of answers and how they ended, from their `text`, `steps`, `forwards`, `length`, `finish_reason`."""
+    """Return the costs and endings of answers, as `summary` describes.
+
+    Records need `text`, `steps`, `forwards`, `length` and `finish_reason`; `places` is optional.
+    """
     steps = [count for record in records for count in record["steps"]]
     calls = {kind: sum(record["forwards"].get(kind, 0) for record in records) for kind in CALLS}
     total, rows = sum(calls.values()), max(1, len(records))
@@ -58,14 +61,17 @@ def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def accepted_by_place(places: Sequence[Sequence[tuple[int, int]]]) -> dict[str, list[float]]:
-    """The share of a drafter's tokens in each place that stood, by the `places` of results; nothing without any."""
+    """Return `accepted_by_place`: the share of a drafter's tokens that were accepted, for each place in the draft.
+
+    places: for each result, (drafted, accepted) of each place. Returns {} if no result has any.
+    """
     pairs = zip_longest(*places, fillvalue=(0, 0))
     sums = [tuple(map(sum, zip(*of_place, strict=True))) for of_place in pairs]
     return {"accepted_by_place": [stood / max(1, drafted) for drafted, stood in sums]} if sums else {}
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report of `evaluate` for a person: a figure a line, then a table of the groups if there are any."""
+    """Return the report of `evaluate` as lines for a person: one figure a line, then a table of any groups."""
     count, facts = report["count"], report["facts"]
     wait = report["first_canvas_seconds"]
     rows_per_second = count / max(report["seconds"], 1e-9)
@@ -81,12 +87,12 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def cost_lines(costs: dict[str, Any]) -> list[str]:
-    """Lines for a person of what `costs` gives, and `max_steps`."""
+    """Return the figures of `costs` as lines for a person; `costs` must also have `max_steps`."""
     return _aligned(_costs(costs))
 
 
 def forwards_of(report: dict[str, Any]) -> str:
-    """The model calls of a row, all of them and the kinds that there are, for a person."""
+    """Return the model calls of a row in words: the total, and each kind that occurs."""
     calls = report["forwards_per_row"]
     kinds = ", ".join(f"{calls[kind]:.2f} {kind}" for kind in CALLS if calls[kind])
     return f"{calls['total']:.2f} ({kinds})"
@@ -156,5 +162,5 @@ def _steps(row: dict[str, Any]) -> str:
 
 
 def _words(name: str) -> str:
-    """A fact's name as a person writes it."""
+    """Return a fact's name in words."""
     return name.removeprefix("is_").replace("_", " ")

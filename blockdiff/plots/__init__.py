@@ -1,1 +1,1 @@
-"""Pictures of what a run wrote: loss curves and denoising pages. Reads records, never a model."""
+"""Pictures of the files that a run writes: loss curves and denoising pages. Reads records, never a model."""

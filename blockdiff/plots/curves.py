@@ -1,4 +1,4 @@
-"""Curves of training runs as a PNG: one run with everything it measured, or several compared."""
+"""Curves of training runs as a PNG: one run with everything that it measured, or several compared."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ LEVEL_WORDS = (
     "corrupted: tokens that the noise replaced; kept: the others; "
     "signal: the model's last prediction, fed back into the canvas"
 )
-SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)  # the ticks of an axis that has 95 to 100 % apart
-SMOOTHED = 40  # so many values have a moving average over one to each side
-LEAST_WRONG = 0.005  # the share of wrong tokens at which such an axis stops to grow
+SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)  # ticks of an axis that stretches 95 to 100 %
+SMOOTHED = 40  # for each `SMOOTHED` values of a line, its moving average spans one value more to each side
+LEAST_WRONG = 0.005  # the share of wrong tokens at which such an axis ends
 
 
 def draw_curves(metrics: str | Path, picture: str | Path, title: str | None = None) -> None:
     """Draw the metrics.jsonl of one run as a PNG: losses, held-out figures by noise level, samples, rates, speed.
 
-    Training values are noisy: they stay faint behind their moving average. Nothing is drawn when the file has no
+    Training values are noisy: they are drawn faint behind their moving average. Draws nothing if the file has no
     metrics.
     """
     _draw([NamedRun(title or "", read(Path(metrics)))], picture)
 
 
 def draw_comparison(directories: Sequence[str | Path], picture: str | Path) -> None:
-    """Draw the runs in some directories into one PNG, each in a colour of its own; a single one as `draw_curves` does.
+    """Draw the runs of several directories into one PNG, each in its own colour; a single run as `draw_curves` does.
 
-    Raises RunError naming a directory without a run.
+    Raises RunError, which names the directory, if one has no run.
     """
     _draw(named_apart([read_run(directory) for directory in directories]), picture)
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """Centred moving average over `reach` values to each side; the window shrinks at the ends, so no lag."""
+    """Return the centred moving average over `reach` values to each side.
+
+    The window shrinks at both ends, so there is no lag.
+    """
     result = []
     for i in range(len(values)):
         side = min(reach, i, len(values) - 1 - i)
@@ -88,7 +91,10 @@ def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
 
 
 def _places(count: int, has_large: bool) -> list[list[int]]:
-    """The panel of each cell of the grid, by rows; -1 = none. A large panel 0 has others beside and below it."""
+    """Return the panel number of each cell of the grid, by rows; -1: an empty cell.
+
+    has_large: panel 0 takes two columns and two rows, with other panels beside and below it.
+    """
     small, rows = list(range(count)), []
     if has_large:
         beside = small[1:] if count <= 4 else small[1:3]
@@ -100,7 +106,10 @@ def _places(count: int, has_large: bool) -> list[list[int]]:
 
 
 def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None:
-    """Draw a panel; `last` is the last step or token of any. A legend stands above the axes, clear of the lines."""
+    """Draw a panel. last: the largest step or token count of any panel; legend_columns: 0 draws no legend.
+
+    A legend is above the axes, clear of the lines.
+    """
     for line in panel.lines:
         _line(axes, line)
     values = [value for line in panel.lines for value in line.points[1]]
@@ -108,14 +117,14 @@ def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None
         from matplotlib.ticker import PercentFormatter
 
         axes.set_ylim(-0.02, 1.02)
-        if max(values) > 0.8:  # the last percents take as much room as those before them
+        if max(values) > 0.8:  # stretch the last percents
             axes.set_yscale("function", functions=(_bent, _straight))
             axes.set_ylim(_straight(_bent(min(values)) - 0.2), _straight(_bent(1.0) + 0.1))
             axes.set_yticks([share for share in SHARES if share >= min(values) - 0.1])
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     elif panel.has_losses and min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
-    elif min(values) >= 0 and not (panel.has_losses and 2 * min(values) > max(values)):  # from 0 that would be flat
+    elif min(values) >= 0 and not (panel.has_losses and 2 * min(values) > max(values)):  # losses would look flat from 0
         axes.set_ylim(bottom=0)
     if panel.x == LEVEL:
         axes.set_xlim(0, 1)
@@ -159,14 +168,17 @@ def _legend(panel: Panel) -> dict[str, Any]:
 
 
 def _bent(share: Any) -> Any:
-    """A share as a height: the logarithm of what is wrong, so that 98 % is as far from 90 % as 90 % from 50 %."""
+    """Return the height of a share: minus the logarithm of the wrong share.
+
+    So 98 % is as far from 90 % as 90 % is from 50 %.
+    """
     import numpy as np
 
     return -np.log(np.maximum(1 + LEAST_WRONG - np.asarray(share), LEAST_WRONG / 2))
 
 
 def _straight(height: Any) -> Any:
-    """The share at a height of `_bent`."""
+    """Return the share at a height: the inverse of `_bent`."""
     import numpy as np
 
     return 1 + LEAST_WRONG - np.exp(-np.asarray(height))

@@ -1,8 +1,7 @@
-"""The page of a denoising: canvases fill in, step by step, in one HTML file that needs nothing from outside.
+"""The page of a denoising: canvases fill in step by step, in one self-contained HTML file.
 
-`trace_moments` says what is shown, `player.js` draws it. The page's data are JSON, compressed, of at most `LIMIT`
-bytes: of longer traces first the text of the noise is left out, then the prompts' pictures, some steps, requests, and
-canvases.
+`trace_moments` chooses what is shown, `player.js` draws it. The page's data are compressed JSON of at most `LIMIT`
+bytes. Longer traces lose first the texts of the noise, then the prompts' pictures, steps, requests, and canvases.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def draw_page(
 ) -> None:
     """Write traces as one HTML page; `decode` turns one token id into its text.
 
-    pictures: of requests, by id, the pictures of their prompts, as files have them; the page shows them beside the
-    canvas, reduced to `WIDEST` pixels a side.
+    pictures: by request id, the image files of its prompt; the page shows them beside the canvas, reduced to `WIDEST`
+    pixels a side.
     """
     write_text(path, page(traces, decode, title, pictures=pictures))
 
@@ -78,7 +77,7 @@ def page(
 
 
 def part(name: str) -> str:
-    """The text of a file that pages are made of: html, css or js beside this module."""
+    """Read one of the html, css and js files beside this module."""
     return (files("blockdiff.plots") / name).read_text(encoding="utf-8")
 
 
@@ -92,7 +91,10 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def packed(traces: Sequence[Trace], decode: Decode, limit: int, pictures: Pictures) -> str:
-    """The data of a page: JSON, compressed by zlib, as base64 of at most `limit` bytes."""
+    """Return the data of a page: JSON, compressed by zlib, as base64 of at most `limit` bytes.
+
+    If even the lowest level of detail is longer, that level is returned.
+    """
     drawn = [trace for trace in traces if trace.canvases or trace.steps]
     requests = [_Request.of(trace, decode, pictures.get(trace.id, ())) for trace in drawn]
     most = round(most_entropy(traces), 3)
@@ -108,7 +110,7 @@ def packed(traces: Sequence[Trace], decode: Decode, limit: int, pictures: Pictur
 
 @dataclass(frozen=True)
 class _Request:
-    """A trace as a page shows it: its moments canvas by canvas, those of a sudoku as squares first."""
+    """A trace as a page shows it: moments canvas by canvas; a sudoku has a view of squares before these."""
 
     trace: Trace
     views: list[tuple[dict[str, Any], list[Moment]]]  # facts, moments
@@ -143,8 +145,11 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Level:
-    """The level of detail of a page: so many requests and canvases, with or without texts of the noise and pictures,
-    every so many steps."""
+    """The level of detail of a page.
+
+    requests, canvases: the largest number shown; has_noise: with the texts of the noise; has_pictures: with the
+    prompts' pictures; stride: only every `stride`-th step is shown.
+    """
 
     requests: int
     canvases: int
@@ -153,7 +158,7 @@ class _Level:
     stride: int = 1
 
     def left_out(self, requests: Sequence[_Request]) -> str:
-        """The parts that are not shown, in words; empty where everything is."""
+        """Return in words the parts that are not shown; empty if everything is."""
         words = ["the texts of the noise"] * (not self.has_noise)
         words += ["the pictures"] * (not self.has_pictures)
         words += [f"all steps but one of every {self.stride}"] * (self.stride > 1)
@@ -178,7 +183,10 @@ def _levels(requests: Sequence[_Request]) -> Iterator[_Level]:
 
 
 def _moment(moment: Moment, texts: dict[str, int], has_noise: bool) -> dict[str, Any]:
-    """A moment in numbers: indices of texts, entropies in thousandths of a nat, flags; -1 where there is nothing."""
+    """Return a moment as numbers: indices of texts, entropies in thousandths of a nat, flags; -1 for nothing.
+
+    texts: the index of each text on the page, extended here.
+    """
 
     def index(text: str | None) -> int:
         return -1 if text is None else texts.setdefault(visible(text) if text else "", len(texts))
@@ -205,7 +213,7 @@ def _flags(cell: Cell) -> int:
 
 
 def _as_uri(picture: bytes) -> str:
-    """An upright JPEG of at most `WIDEST` pixels a side, in a data URI: some 50 KB, whatever was given."""
+    """Return a picture as the data URI of an upright JPEG of at most `WIDEST` pixels a side: some 50 KB."""
     small = decoded(picture, "a picture").convert("RGB")
     small.thumbnail((WIDEST, WIDEST))
     file = BytesIO()

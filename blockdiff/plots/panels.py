@@ -1,4 +1,4 @@
-"""From the metrics of runs to panels of lines: what is drawn together. Drawing is in `curves`."""
+"""Panels of lines made from the metrics of runs: which metrics share a panel. `curves` draws them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP, TOKENS, LEVEL = "optimiser step", "tokens trained on", "t (0 = clean, 1 = 
 
 @dataclass(frozen=True)
 class Line:
-    """A metric and how it looks, with the points of a run once it is drawn."""
+    """A metric and its look; `points` are set when it is drawn for a run."""
 
     key: str
     label: str | None = None
@@ -31,7 +31,7 @@ class Line:
 
     @property
     def style(self) -> Literal["noisy", "plain", "dots"]:
-        """Training values stay faint behind their moving average; evaluations are dots, joined."""
+        """The look of a line: "noisy" (faint behind its moving average), "plain", or "dots" for evaluations."""
         if metric(self.key).kind != "train":
             return "dots"
         return "plain" if self.key == "lr" else "noisy"
@@ -39,8 +39,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over one axis. The scale of losses may be logarithmic; of several runs `solid` and `dashed` are what lines
-    that look so show.
+    """Lines over one axis.
+
+    has_losses: the scale may be logarithmic; solid, dashed: in a comparison of runs, what solid and dashed lines show.
     """
 
     title: str
@@ -109,7 +110,7 @@ COMPARED = [  # several runs: colours tell runs apart
 
 @dataclass(frozen=True)
 class NamedRun:
-    """The records of a run and what it is called in a picture."""
+    """The records of a run and its name in a picture."""
 
     name: str
     records: list[Record]
@@ -138,13 +139,13 @@ def named_apart(runs: Sequence[NamedRun]) -> list[NamedRun]:
 
 
 def series(records: Sequence[Record], key: str) -> Points:
-    """Optimiser steps and values of the records that have the metric."""
+    """Return the optimiser steps and values of the records that have this metric."""
     points = [(record["step"], value) for record in records if (value := measured(record, key)) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def tokens_at(records: Sequence[Record]) -> Callable[[float], float] | None:
-    """The number of tokens that a run had trained on at an optimiser step; None where its log has no speeds."""
+    """Return a function from an optimiser step to the number of tokens trained on; None if the log has no speeds."""
     trained = [record for record in records if {"tokens_per_second", "seconds"} <= record.keys()]
     if not trained:
         return None
@@ -174,9 +175,10 @@ def by_level(records: Sequence[Record], key: str) -> Points:
 
 
 def make_panels(runs: Sequence[NamedRun]) -> list[Panel]:
-    """The panels and lines for which one run, or any of several, has points; the last are of keys that no table has.
+    """Return the panels and lines for which at least one run has points.
 
-    Several runs are drawn over the tokens that they trained on, where all have logged their speeds.
+    The last panels are metrics that no table here lists. Several runs are drawn over trained tokens if all have logged
+    their speeds, else over optimiser steps.
     """
     panels = []
     counts = [tokens_at(run.records) for run in runs] if len(runs) > 1 else [None]

@@ -1,6 +1,6 @@
-"""Pictures of one request's denoising, as a PNG for a README or an animated GIF; the page in `denoising` shows more.
+"""Pictures of one request's denoising: a PNG for a README, or an animated GIF; the page in `denoising` shows more.
 
-Both draw the same cells: a PNG has all moments of a canvas side by side, a GIF has a frame for each.
+Both draw the same cells. A PNG has all moments of a canvas side by side, a GIF has a frame for each.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 WIDEST = 48  # positions of a canvas that fit a PNG
 COLUMNS = 16  # cells in a line of a frame
-FRAMES = 150  # most frames of a GIF; of more moments some are left out
-MILLISECONDS, LAST_MILLISECONDS = 600, 2500  # that a frame stays
+FRAMES = 150  # most frames of a GIF; if there are more moments, some are left out
+MILLISECONDS, LAST_MILLISECONDS = 600, 2500  # for which a frame is shown
 Colour = tuple[int, int, int]
 INK, SOFT, WRONG, PAGE = (31, 35, 40), (107, 114, 128), (185, 28, 28), (255, 255, 255)
 SURE, MARK, GIVEN, EMPTY, HOT = (15, 157, 118), (37, 99, 235), (226, 229, 234), (247, 248, 250), (234, 88, 12)
@@ -48,10 +48,10 @@ UNIT = 2  # pixels of a point: pictures are sharp on dense screens
 
 
 def draw_picture(trace: Trace, path: str | Path, decode: Decode) -> None:
-    """Draw a trace as the suffix of `path` says: .gif moves, with a frame per moment; anything else is a still.
+    """Draw a trace as an animated GIF if `path` ends in .gif, with a frame per moment; else as a still PNG.
 
-    A sudoku is drawn as squares. Of other texts a still has a row per moment of the first canvas and at most its first
-    48 positions, or a row per round of a drafter; a GIF goes through all canvases, in at most 150 frames.
+    A sudoku is drawn as squares. For other texts, a still has a row per moment of the first canvas, and at most its
+    first 48 positions; a drafter's rounds are added as rows. A GIF shows all canvases, in about 150 frames at most.
     """
     most, side = most_entropy([trace]), grid_side(trace)
     if side:
@@ -73,21 +73,21 @@ def draw_picture(trace: Trace, path: str | Path, decode: Decode) -> None:
 
 
 def heat(entropy: float | None, most: float) -> Colour:
-    """The colour of a cell: from near white (sure) to orange (the largest entropy drawn)."""
+    """Return the colour of a cell, from near white (sure) to orange (entropy `most` or more)."""
     share = 0.0 if entropy is None else min(1.0, entropy / most)
     red, green, blue = (round(cold + (hot - cold) * share) for cold, hot in zip(EMPTY, HOT, strict=True))
     return red, green, blue
 
 
 def drawable(text: str, style: str = "") -> str:
-    """A text without what the font cannot draw: such a character is written as its code point, `4F60 597D`."""
+    """Replace characters that the font lacks by their code points, such as `4F60 597D`."""
     glyphs = _glyphs(style)
     pieces = (character if ord(character) in glyphs else f" {ord(character):04X} " for character in text)
     return " ".join("".join(pieces).split())  # spaces of the text itself have signs here (`visible`)
 
 
 class Board:
-    """A white picture to put cells and words on; everything is measured in points."""
+    """A white picture on which cells and words are drawn; all measures are in points."""
 
     def __init__(self, width: float, height: float):
         from PIL import Image, ImageDraw
@@ -98,15 +98,18 @@ class Board:
     def words(
         self, x: float, y: float, text: str, size: float = 8, colour: Colour = INK, style: str = "", anchor: str = "lm"
     ) -> None:
-        """Write one line; the anchor is Pillow's (lm: the left end of its middle)."""
+        """Write one line of text; `anchor` is Pillow's (lm: the left end of its middle)."""
         self._pen.text((x * UNIT, y * UNIT), text, fill=colour, font=_font(style, size), anchor=anchor)
 
     def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        """A line between boxes of a sudoku."""
+        """Draw a line, such as between the boxes of a sudoku."""
         self._pen.line([x1 * UNIT, y1 * UNIT, x2 * UNIT, y2 * UNIT], fill=INK, width=UNIT)
 
     def cell(self, x: float, y: float, width: float, height: float, cell: Cell, most: float, size: float) -> None:
-        """One position: orange the less sure, framed where kept (green) or pinned (black), a corner if it changed."""
+        """Draw one position: the less sure, the more orange; framed if kept (green) or pinned (black).
+
+        A corner marks a changed guess. most: the entropy of the strongest colour; size: of the text.
+        """
         is_sure = cell.is_accepted or cell.state == "committed" or cell.verdict in ("accepted", "own")
         fill = {"given": GIVEN, "noise": EMPTY}.get(cell.state) or heat(cell.entropy, most)
         box = [v * UNIT for v in (x + 1, y + 1, x + width - 1, y + height - 1)]
@@ -187,7 +190,7 @@ def _rows(moments: Sequence[Moment], most: float, prompt: str) -> Image:
 
 
 def _lines(moment: Moment, before: str, most: float) -> Image:
-    """A frame of a GIF: the canvas at one moment, broken into lines."""
+    """Draw a frame of a GIF: the canvas at one moment, broken into lines. before: precedes the moment's name."""
     size, count = 46, len(moment.cells)
     columns = min(COLUMNS, count)
     width = 8 + max(columns * size, 360)
@@ -201,7 +204,7 @@ def _lines(moment: Moment, before: str, most: float) -> Image:
 
 
 def _framed(panels: Sequence[Image], most: float) -> Image:
-    """Panels side by side, and below them what colours and frames mean."""
+    """Join panels side by side, with a legend of colours and frames below."""
     width = sum(panel.width for panel in panels) / UNIT
     height = max(panel.height for panel in panels) / UNIT
     words = [(cell, f"{word} ({most:.2f} nats)" if word == "unsure" else word) for cell, word in LEGEND]
@@ -223,7 +226,7 @@ def _framed(panels: Sequence[Image], most: float) -> Image:
 
 
 def _save_moving(frames: Sequence[Image], path: str | Path) -> None:
-    """Write frames as an endless GIF; the last one stays longer."""
+    """Write frames as an endless GIF; the last one is shown longer."""
     from PIL import Image
 
     width, height = max(f.width for f in frames), max(f.height for f in frames)
@@ -235,7 +238,7 @@ def _save_moving(frames: Sequence[Image], path: str | Path) -> None:
 
 
 def _file(style: str) -> str:
-    """A monospaced font with many signs, which comes with matplotlib."""
+    """Return the path of matplotlib's monospaced font, which has many signs. style: "", "Bold" or "Oblique"."""
     import matplotlib
 
     name = f"DejaVuSansMono{'-' * bool(style)}{style}.ttf"

@@ -1,4 +1,4 @@
-"""Reliability diagrams: the accuracy of answers over the confidence that they had."""
+"""Reliability diagrams: the accuracy of answers over their confidence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from matplotlib.figure import Figure
 
 
 def draw_reliability(report: dict[str, Any], output: Path) -> None:
-    """Write a PNG with a panel for each part of a report on decisions; the area of a point is its share of answers."""
+    """Write a PNG with a panel for each part of a report on decisions.
+
+    The area of a point is its share of the answers.
+    """
     parts = list(report["parts"].items())
     figure = Figure(figsize=(3.2 * len(parts), 3.4), layout="constrained")
     for column, (name, part) in enumerate(parts, 1):

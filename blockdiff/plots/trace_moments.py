@@ -1,6 +1,6 @@
-"""Moments of a denoising: a trace turned into the rows of a picture, and the cells of each. Drawing is elsewhere.
+"""Moments of a denoising: a trace as rows of a picture, and the cells of each row. Other modules draw them.
 
-A moment is one row of the picture: the first noise, a denoising step, a verification, or the commit.
+A moment is one row: the first noise, a denoising step, a verification, or the commit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Decode = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Cell:
-    """One position at one moment: its text, how sure the model is, and what happened to it.
+    """One position at one moment: its text, the model's certainty, and what happened to it.
 
-    state: noise (also after the end of the response), the model's guess, committed, or given by the puzzle. Of a guess
-    also: entropy in nats; `seen`, the text that the step saw there; `sample`, the text that was kept where it is not
-    the guess, which is the likeliest; is_wrong: it contradicts a given. verdict: what a verification made of it, where
-    it is "own" the head's token in place of the drafted one, which was `seen`.
+    state: noise (also after the end of the response), the model's likeliest token ("guess"), committed, or given by the
+    puzzle. entropy: of the guess, in nats; seen: the text that the step saw here; sample: the accepted text if it is
+    not the guess; is_wrong: contradicts a given. verdict: the result of a verification; "own" is the head's token in
+    place of the drafted one, which is `seen`.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Cell:
 
     @property
     def is_renewed(self) -> bool:
-        """True where new noise takes the place of the guess at the next step."""
+        """True if new noise replaces the guess at the next step."""
         return self.state == "guess" and not (self.is_accepted or self.is_pinned or self.stays or self.verdict)
 
 
@@ -50,7 +50,7 @@ class Cell:
 class Moment:
     """One row of the picture: a name, a line of numbers, and the cells of the canvas.
 
-    `end` is, of a sudoku, the cell behind its last square, where the response ends.
+    end: for a sudoku, the cell after its last square, where the response ends.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Moment:
 
 
 def visible(text: str) -> str:
-    """A token as something one can see in a cell: white space gets signs, special tokens lose their <>."""
+    """Return a token as visible text: white space becomes signs, special tokens lose their <>, "" becomes ∅."""
     if text == "":
         return "∅"
     if text.startswith("<") and text.endswith(">") and len(text) > 2:
@@ -74,18 +74,18 @@ def prompt_text(trace: Trace) -> str:
 
 
 def canvas_moments(trace: Trace, canvas: CommittedCanvas, decode: Decode) -> list[Moment]:
-    """The moments of one canvas, from noise to commit; `decode` turns one token id into its text."""
+    """Return the moments of one canvas, from noise to commit; `decode` turns one token id into its text."""
     return [*step_moments(trace, canvas.canvas, decode), _commit(trace, canvas, decode)]
 
 
 def unfinished(trace: Trace) -> list[int]:
-    """The numbers of the canvases that were denoised but not committed, as when a request is cancelled."""
+    """Return the numbers of canvases that were denoised but not committed, for example of a cancelled request."""
     committed = {canvas.canvas for canvas in trace.canvases}
     return sorted({step.canvas for step in trace.steps} - committed)
 
 
 def step_moments(trace: Trace, canvas: int, decode: Decode) -> list[Moment]:
-    """The first noise, the steps and the verifications of one canvas."""
+    """Return the first noise, the steps and the verifications of canvas number `canvas`."""
     moments, steps = list[Moment](), trace.steps_of(canvas)
     verified = {each.step: each for each in trace.verifications if each.canvas == canvas}
     if steps:
@@ -131,7 +131,7 @@ def _commit(trace: Trace, canvas: CommittedCanvas, decode: Decode) -> Moment:
 
 
 def _first_cells(step: Step, decode: Decode) -> Iterator[Cell]:
-    """The canvas before the first step: noise, but for what is pinned."""
+    """Yield the canvas before the first step: noise, except for pinned positions."""
     for token, is_pinned in zip(step.tokens, step.is_pinned or repeat(False), strict=False):
         yield Cell(decode(token), "noise", is_pinned=is_pinned)
 
@@ -173,7 +173,7 @@ def grid_side(trace: Trace) -> int | None:
 
 
 def most_entropy(traces: Sequence[Trace]) -> float:
-    """The upper end of the colour scale: the largest entropy of any step, in nats, and at least 0.5."""
+    """Return the upper end of the colour scale: the largest entropy of any step, in nats, and at least 0.5."""
     return max([0.5, *(entropy for trace in traces for step in trace.steps for entropy in step.entropy)])
 
 

@@ -1,1 +1,1 @@
-"""Reinforcement learning: prompts, rewards, batches of rollouts, and the objective of policies."""
+"""Reinforcement learning: prompts, rewards, batches of rollouts, and the objective of a policy."""

@@ -1,4 +1,4 @@
-"""Answers: what is recorded while they are drawn, and batches of them, for their policy and the ordinary objective."""
+"""Answers: how their steps are recorded during sampling, and the batches that train on them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 
 ROWS = 64  # answers that are drawn together
 
-# Of a canvas: what each step saw, what it drew where that was accepted, else -1, and the tokens committed.
+# Of a canvas: the tokens each step saw, the accepted tokens it drew (-1: not accepted), and the committed tokens.
 Trajectory = tuple[list[list[int]], list[list[int]], list[int]]
 
 
 @dataclass
 class Answer:
-    """One answer: the tokens of its prompt and its own, what it earned, and the steps of its canvases."""
+    """One answer: the tokens of prompt and answer, its reward, and the steps of its canvases."""
 
     place: int
     prompt: list[int]
@@ -34,23 +34,23 @@ class Answer:
     failures: dict[str, str]
     steps: list[int]
     canvases: list[Trajectory] = field(default_factory=list)
-    agreed: list[int] = field(default_factory=lambda: [0, 0])  # of the tokens that canvases proposed the head's, too
-    is_cut: bool = False  # it has as many tokens as it may, and no end
+    agreed: list[int] = field(default_factory=lambda: [0, 0])  # tokens: proposed, and of these the head's
+    is_cut: bool = False  # it reached the token limit without an end
     advantage: float = 0.0
 
     @property
     def size(self) -> int:
-        """The number of tokens that a batch holds of it, all steps of its canvases counted."""
+        """The number of tokens in a batch with this answer, all steps of its canvases counted."""
         return len(self.prompt) + len(self.tokens) + sum(len(seen) * len(own) for seen, _, own in self.canvases)
 
     @property
     def most_steps(self) -> int:
-        """The most steps that one of its canvases took."""
+        """The largest number of steps of one of its canvases; 1 without canvases."""
         return max((len(seen) for seen, _, _ in self.canvases), default=1)
 
 
 class Recorder:
-    """Takes note of the steps of canvases, and of the verifications of drafts, while answers are drawn."""
+    """Records the steps of canvases, and the verifications of drafts, during sampling."""
 
     def __init__(self) -> None:
         self._steps: defaultdict[str | int, defaultdict[int, list[Step]]] = defaultdict(lambda: defaultdict(list))
@@ -58,7 +58,7 @@ class Recorder:
         self._verified: defaultdict[str | int, list[int]] = defaultdict(lambda: [0, 0])
 
     def step(self, step: Step | Verification) -> None:
-        """Take note of a step or a verification."""
+        """Record a step or a verification."""
         if isinstance(step, Verification):
             self._verified[step.id][0] += len(step.draft) - step.given
             self._verified[step.id][1] += step.accepted - step.given
@@ -66,14 +66,14 @@ class Recorder:
             self._steps[step.id][step.canvas].append(step)
 
     def canvas(self, canvas: CommittedCanvas) -> None:
-        """Take note of a canvas that was committed."""
+        """Record a committed canvas."""
         self._committed[canvas.id].append(canvas)
 
     def agreed(self, id: str | int, result: Result) -> list[int]:
-        """The tokens that canvases proposed for an answer, and how many of them the head chooses, too.
+        """Return the number of an answer's tokens that canvases proposed, and how many of these the head agrees with.
 
-        Of verified canvases those are drafted tokens, and the ones that stand; else the answer's tokens, and the ones
-        that are the head's likeliest, where it was asked.
+        If the result has `top_logprobs`, this counts the answer's tokens, and those which are the head's likeliest.
+        Else it counts drafted and accepted tokens of verified canvases: [0, 0] if there are none.
         """
         if result.top_logprobs is None:
             return self._verified.pop(id, [0, 0])
@@ -81,7 +81,7 @@ class Recorder:
         return [len(agreed), sum(agreed)]
 
     def take(self, id: str | int) -> list[Trajectory]:
-        """The canvases of an answer: what their steps saw and drew, and the tokens that were committed."""
+        """Remove and return an answer's canvases: the tokens that each step saw and drew, and the committed tokens."""
         found = []
         for canvas in self._committed.pop(id):
             steps = self._steps[id][canvas.canvas]
@@ -90,7 +90,7 @@ class Recorder:
                 [token if kept else -1 for token, kept in zip(step.sample, step.is_accepted, strict=True)]
                 for step in steps
             ]
-            # The last step commits its draw; nothing looks at what it draws after the end.
+            # The last step commits its draw; tokens after the end are ignored.
             drawn[-1] = [*canvas.tokens[: canvas.kept], *[-1] * (len(canvas.tokens) - canvas.kept)]
             found.append((seen, drawn, list(canvas.tokens)))
         del self._steps[id]
@@ -98,7 +98,10 @@ class Recorder:
 
 
 def head_batch(answers: Sequence[Answer], collator: Collator) -> RolloutBatch:
-    """Prompts and answers in rows, whose actions are the answers' tokens; padding where there is no answer."""
+    """Return a batch with a row per answer, prompt and answer; its actions are the answer's tokens.
+
+    A single row of padding if `answers` is empty.
+    """
     rows = []
     for answer in answers:
         weights = [0.0] * (len(answer.prompt) - 1) + [1.0] * len(answer.tokens) + [0.0]
@@ -107,7 +110,7 @@ def head_batch(answers: Sequence[Answer], collator: Collator) -> RolloutBatch:
 
 
 def canvas_batch(answers: Sequence[Answer], collator: Collator, steps: int) -> RolloutBatch:
-    """Each answer's canvases after its prompt and its earlier canvases, with room for so many steps of each."""
+    """Return a batch with a row per answer: its canvases after its prompt, up to `steps` steps for each canvas."""
     L, rows = collator.canvas_length, []
     for answer in answers:
         tail = _tail(answer, collator)
@@ -133,13 +136,16 @@ def canvas_batch(answers: Sequence[Answer], collator: Collator, steps: int) -> R
 
 
 def _tail(answer: Answer, collator: Collator) -> list[int]:
-    """The prompt's last tokens that stand in the first canvas."""
+    """Return the last tokens of the prompt that open the first canvas; [] unless canvases are aligned to blocks."""
     length = len(answer.prompt)
     return answer.prompt[length - length % collator.canvas_length :] if collator.aligned else []
 
 
 def worst_rollouts(batch: Batch, canvas_length: int, steps: int, is_canvas: bool) -> RolloutBatch:
-    """Answers as long as the rows of a batch, every token of which is an action, of canvases in every step."""
+    """Return the largest rollout batch: answers as long as the rows of `batch`, with an action for every token.
+
+    If `is_canvas`, every canvas has `steps` steps, with an action for each of its tokens in each.
+    """
     L, (rows, tokens) = canvas_length, batch.tokens_BS.shape
     canvases = max(1, (tokens - 1) // L)
     start, drawn = max(1, tokens - canvases * L), [[0] * L] * steps
@@ -149,10 +155,10 @@ def worst_rollouts(batch: Batch, canvas_length: int, steps: int, is_canvas: bool
 
 
 def examples(answers: Sequence[Answer], collator: Collator, number: int, step: int, slots: int) -> Batch:
-    """The answers of above-average reward as rows of the ordinary objective, at their places of so many slots.
+    """Return a batch of the answers with positive advantage, for the ordinary objective, in their slots of `slots`.
 
-    number: the round's, by which noise and coins are addressed as by an epoch. An answer that was cut off has whole
-    canvases alone, so that it does not teach to end there.
+    number: the round's number; it keys noise and coins as an epoch does. An answer that was cut off keeps whole
+    canvases only, so that it does not teach to end there. Padding if no answer has a positive advantage.
     """
     found, places = list[Example](), list[int]()
     for answer in answers:

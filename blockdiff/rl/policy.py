@@ -1,10 +1,10 @@
-"""The policies: the strategies that draw their actions, and the objective, with the log-probability of every action.
+"""Policies: the strategies that draw their actions, and the objective, with the log-probability of every action.
 
 - next_token: the head's draws. One encode of prompt and answer gives the log-probability of every token.
-- canvas: the sampler's trajectory. At each step the tokens of the accepted positions are drawn independently of one
-  another from that step's tempered distribution. Which positions are accepted follows from the logits, and the noise
-  elsewhere does not depend on the weights. So log p(trajectory) is the sum over steps and accepted positions, and its
-  gradient is exact wherever the accepted positions stand still.
+- canvas: the sampler's trajectory. At each step the tokens of the accepted positions are drawn independently from that
+  step's tempered distribution. The logits decide which positions are accepted, and the noise elsewhere does not depend
+  on the weights. So log p(trajectory) is the sum over steps and accepted positions, and its gradient is exact wherever
+  the accepted positions do not change.
 
 B answers, S clean columns, C canvases, K steps, L positions, N actions of a micro-batch (docs/rl.md has the formulas).
 """
@@ -33,11 +33,11 @@ FILTERED = "objective.strategy: top_k, top_p and min_p change the distribution t
 
 @dataclass(frozen=True)
 class Policy:
-    """The kind of policy, and the parts of the loss over its actions.
+    """The kind of policy, and the settings of the loss over its actions.
 
-    temperatures: of the head one, of canvases one for each step; acceptance: the rule of the canvases; clip: how far
-    below and above 1 a ratio may go before its gradient ends; kl: the weight of the divergence from the model without
-    its adapters; through: whether the self-conditioning signal's path is differentiated, too.
+    temperatures: one for the head, or one for each step of a canvas; acceptance: the acceptance rule of canvases; clip:
+    how far below and above 1 a ratio may be before its gradient ends; kl: the weight of the divergence from the model
+    without its adapters; through: whether gradients also flow through the self-conditioning signal.
     """
 
     kind: Literal["next_token", "canvas"]
@@ -50,31 +50,32 @@ class Policy:
 
 @dataclass(frozen=True)
 class CommitsDraw:
-    """Another strategy that commits the last step's draw, not its argmax: every token of an answer is an action."""
+    """Wraps a strategy to commit the last step's draw, not its argmax: then every token of an answer is an action."""
 
     strategy: Composed
 
     @property
     def is_capturable(self) -> bool:
-        """True where the other strategy is."""
+        """True if the wrapped strategy is."""
         return self.strategy.is_capturable
 
     def shape(self, step: int, steps: int) -> Shape:
-        """The other strategy's distribution."""
+        """Return the wrapped strategy's distribution."""
         return self.strategy.shape(step, steps)
 
     def decide(self, canvases: Canvases) -> Decision:
-        """The other strategy's decision, with the sample as what a finished canvas becomes."""
+        """Return the wrapped strategy's decision, in which a finished canvas becomes the sample."""
         return replace(self.strategy.decide(canvases), final_BL=canvases.stats.sample)
 
 
 def rollout_strategy(
     kind: Literal["next_token", "canvas"], named: str | None, generation: Generation, denoises: bool
 ) -> Strategy:
-    """The strategy that draws rollouts; RecipeError where its draws are not those of a policy of this kind.
+    """Return the strategy that draws rollouts for a policy.
 
-    named: as a recipe names it. By default the head draws next tokens at temperature 1, and canvases are denoised by
-    the model's own rules.
+    named: the recipe's strategy. None: next tokens at temperature 1 for the head, the model's own rules for canvases.
+    denoises: whether the model has canvases. Raises RecipeError if the strategy's draws have no known log-probability
+    under this kind of policy, or if it draws nothing (greedy).
     """
     if kind == "next_token":
         strategy = NextToken(1.0) if named is None else as_strategy(named, generation)
@@ -106,7 +107,7 @@ def rollout_strategy(
 
 
 def policy_of(strategy: Strategy, max_steps: int, clip: tuple[float, float], kl: float, through: bool) -> Policy:
-    """The policy whose actions a strategy of rollouts draws in at most so many steps a canvas."""
+    """Return the policy whose actions a rollout strategy draws, with at most `max_steps` steps per canvas."""
     head = next_token_head(strategy)
     if head is not None:
         return Policy("next_token", [head.temperature], clip, kl)
@@ -117,13 +118,13 @@ def policy_of(strategy: Strategy, max_steps: int, clip: tuple[float, float], kl:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch(Batch):
-    """Recorded answers, one a row, of which the clean rows have what comes before their last actions.
+    """Recorded answers, one per row; a clean row has all tokens before the answer's last actions.
 
-    advantage_B: of each answer; answers: how many answers the batch stands for, those left out included. Of the head
-    the actions are the tokens of scored pairs. Of canvases seen_BCKL are the tokens that each step saw, and
-    action_BCKL those that it drew in accepted positions, -1 elsewhere; at the last step of a canvas every position is.
-    old_N: the log-probabilities of the actions under the weights that drew them (None: those are the weights now).
-    examples: the answers of above-average reward as rows of the ordinary objective (None: it is left out).
+    advantage_B: of each answer; answers: the number of answers that the batch stands for, including those left out. For
+    the head, actions are the tokens of scored pairs. For canvases, seen_BCKL are the tokens that each step saw, and
+    action_BCKL the tokens that it drew in accepted positions, -1 elsewhere; at the last step of a canvas every position
+    is accepted. old_N: the log-probabilities of the actions under the weights that drew them (None: the present
+    weights). examples: answers of above-average reward as rows of the ordinary objective (None: without this loss).
     """
 
     advantage_B: Tensor
@@ -134,34 +135,34 @@ class RolloutBatch(Batch):
     examples: Batch | None = None
 
     def ar_count(self) -> float:
-        """The divisor of the AR loss, which is of the examples."""
+        """Return the divisor of the AR loss, counted over `examples`; 0 without them."""
         return 0.0 if self.examples is None else self.examples.ar_count()
 
     def answer_count(self) -> float:
-        """The divisor of the policy loss."""
+        """Return the divisor of the policy loss."""
         return float(self.answers)
 
     def rows(self, places: Tensor) -> RolloutBatch:
-        """The batch with some of its rows."""
+        """Return the batch with the rows of these indices only."""
         whole = ("answers", "old_N", "examples", "images", "visited", "host")
         there = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in whole}
         return replace(self, **{name: x[places] for name, x in there.items() if x is not None}, host=None)
 
 
 class Actions(NamedTuple):
-    """Log-probabilities of actions [N], with gradient, and the rows of the batch that they belong to [N]."""
+    """Log-probabilities of actions [N], with gradient, and the batch row of each [N]."""
 
     log_p_N: Tensor
     row_N: Tensor
 
 
 class PolicyObjective(Objective):
-    """The ordinary objective, which of a `RolloutBatch` gives the policy loss, too.
+    """The ordinary objective, extended by a policy loss for batches that are a `RolloutBatch`.
 
     The loss of an answer is the sum over its actions of -min(r A, clip(r) A) with r = exp(log p - old log p) (PPO,
-    arXiv 1707.06347), and with `kl` of r (exp(d) - d - 1) with d = reference log p - log p: the ratio makes value and
-    gradient those of the divergence of each action's distribution, whichever weights drew it (arXiv 2512.02556).
-    `measured` adds up what was seen on the way, until it is taken.
+    arXiv 1707.06347). `kl` adds r (exp(d) - d - 1) with d = reference log p - log p. The factor r makes value and
+    gradient equal those of the divergence of each action's distribution, whichever weights drew the action (arXiv
+    2512.02556). `measured` accumulates sums for the log until the caller resets it.
     """
 
     def __init__(self, *parts: Any, policy: Policy, **choices: Any) -> None:
@@ -170,12 +171,12 @@ class PolicyObjective(Objective):
         self.measured: defaultdict[str, Tensor | float] = defaultdict(float)
 
     def canvas_count(self, batch: Batch) -> float:
-        """The divisor of the canvas loss, which of a `RolloutBatch` is that of its examples."""
+        """Return the divisor of the canvas loss; for a `RolloutBatch` it is counted over `examples`."""
         counted = batch.examples if isinstance(batch, RolloutBatch) else batch
         return 0.0 if counted is None else super().canvas_count(counted)
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the sum of each loss over a batch; that of a `RolloutBatch`'s actions is "policy"."""
+        """Return the sum of each loss over a batch; "policy" is the loss over a `RolloutBatch`'s actions."""
         if not isinstance(batch, RolloutBatch):
             return super().forward(batch)
         log_p_N, row_N = self.actions(batch)
@@ -198,7 +199,7 @@ class PolicyObjective(Objective):
         return {"canvas": zero, "ar": zero} | losses | {"policy": policy_sum}
 
     def actions(self, batch: RolloutBatch, is_measured: bool = True) -> Actions:
-        """The log-probabilities of a batch's actions under the weights as they are."""
+        """Return the log-probabilities of a batch's actions under the present weights."""
         if self.policy.kind == "next_token":
             return self._of_head(batch)
         return self._of_canvases(batch, is_measured)
@@ -216,9 +217,9 @@ class PolicyObjective(Objective):
         return Actions(-loss_N, is_scored_BS.nonzero()[:, 0])
 
     def _of_canvases(self, batch: RolloutBatch, is_measured: bool) -> Actions:
-        """Run the steps one after the other, each on the tokens that it saw and the signal of the one before.
+        """Run the recorded steps in order, each on the tokens that it saw and on the signal of the previous step.
 
-        A step runs the answers that still have one, but one answer at least: ranks run the model together.
+        A step runs the answers that have one, and at least one answer, since ranks run the model together.
         """
         vocabulary, steps = self.model.vocabulary, batch.action_BCKL.shape[2]
         _, kv = self._encode(batch)
@@ -258,11 +259,11 @@ class PolicyObjective(Objective):
         return Actions(torch.cat(log_p), torch.cat(rows))
 
     def _compare(self, entropy_BT: Tensor, batch: RolloutBatch, step: int) -> None:
-        """Count the positions whose acceptance would be another one now, in canvases that go on after this step."""
+        """Count the positions whose acceptance would now differ, in canvases that continue after this step."""
         assert self.policy.acceptance is not None
         goes_on_BC = (batch.action_BCKL[:, :, step + 1] >= 0).any(-1)
         was_XL = (batch.action_BCKL[:, :, step] >= 0)[goes_on_BC]
         is_free_XL = ~batch.is_pinned_BCL[goes_on_BC]
         entropy_XL = entropy_BT.view_as(batch.action_BCKL[:, :, step])[goes_on_BC]
-        is_XL = self.policy.acceptance.within(entropy_XL * is_free_XL)  # what is pinned is certain
+        is_XL = self.policy.acceptance.within(entropy_XL * is_free_XL)  # pinned positions are certain
         self._measure(positions=is_free_XL.sum(), reaccepted=((was_XL != is_XL) & is_free_XL).sum())

@@ -1,4 +1,4 @@
-"""The rows that reinforcement learning answers: what is asked, and the row as its file has it, for rewards."""
+"""The rows that reinforcement learning answers: each row's question, and the row as in its file, for rewards."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from blockdiff.data.sources import Source, open_source
 from blockdiff.errors import DataError
 from blockdiff.evals.questions import Question
 
-RESPONSES = ("response", "completion", "output")  # columns of an answer that a row may bring
+RESPONSES = ("response", "completion", "output")  # columns in which a row may have a response
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row: its values by column, which rewards get, and the question in it."""
+    """A row: its values by column, which rewards receive, and its question."""
 
     value: Mapping[str, Any]
     question: Question
 
 
 class Prompts:
-    """The rows of all sources, one source after the other; `fingerprint` says what they ask and how they are mixed.
+    """The rows of all sources, one source after the other; `fingerprint` identifies rows, sizes and weights.
 
-    sizes: the number of rows of each source (none: there is one); weights: their parts of a mixture.
+    sizes: the number of rows of each source (none: a single source); weights: the share of each source in the mixture.
     """
 
     def __init__(self, rows: Sequence[Prompt], sizes: Sequence[int] = (), weights: Sequence[float] = (1.0,)) -> None:
@@ -42,33 +42,34 @@ class Prompts:
 
     @property
     def summary(self) -> str:
-        """The rows in words."""
+        """The number of prompts, in words."""
         return f"{len(self):,} prompts"
 
     @property
     def unread_keys(self) -> str:
-        """Nothing: a reward may read any key of a row."""
+        """Always empty: a reward may read any key of a row."""
         return ""
 
     @property
     def has_conversations(self) -> bool:
-        """True where the chat template writes some of the prompts."""
+        """True if the chat template writes some of the prompts."""
         return self.form != "raw"
 
     @property
     def form(self) -> Literal["raw", "chat"] | None:
-        """The form of the prompts: raw text, conversations, or None if there are both."""
+        """The form of the prompts: raw text or chat; None if there are both."""
         return prompt_form(sum(not isinstance(row.question.prompt, str) for row in self.rows), len(self.rows))
 
 
 def read_prompts(
     sources: Sequence[Source], is_chat: bool, system: str | None, watch: Watch = lambda rows: rows
 ) -> Prompts:
-    """Read the rows of sources. They need no response; one that is there is the reference of tasks that compare.
+    """Read the rows of sources as prompts.
 
-    is_chat: prompts are a user's turns; system: put before conversations that bring no system message; watch: rows
-    pass through it. Raises DataError "file:line: reason; what to do" for a row that asks nothing, for images, which are
-    not rolled out, and for no rows.
+    Rows need no response; if a row has one, it is the reference for tasks that compare. is_chat: a text prompt becomes
+    a user's message; system: a system message for conversations without one; watch: wraps the iteration over rows.
+    Raises DataError "file:line: reason; what to do" for a row that asks nothing, a row with images, which rollouts do
+    not support, and a source without rows.
     """
     found: list[Prompt] = []
     sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""Rewards: functions of a row and the answer to it, weighted and added up, and the advantages that follow from them."""
+"""Rewards: functions of a row and its answer, added up with weights, and the advantages computed from them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
 Reward = Callable[[Mapping[str, Any], Result], float]
 Weighted = tuple[tuple[Reward, float], ...]
-NAMED = 3  # failures that lines name
-LARGEST = 1e12  # of a reward and of its weight, of which sums and squares are finite, too
+NAMED = 3  # failures that are reported
+LARGEST = 1e12  # reward and weight; their sums and squares are still finite
 
 
 @dataclass(frozen=True)
 class Rewarded:
-    """The reward of an answer: the weighted sum, each function's own value, and those that failed, with why."""
+    """The reward of an answer: the weighted sum, each function's value, and the reason for each one that failed."""
 
     total: float
     values: dict[str, float]
@@ -36,18 +36,17 @@ class Rewarded:
 
 
 class Rewards:
-    """Calls every reward function by name; one that raises, takes too long or gives no usable number counts as 0.
+    """Calls reward functions by name. One that raises, takes too long or returns no usable number counts as 0.
 
-    They run without gradients and outside of autocast, whatever the answers were drawn in.
-
-    functions: of a prompt and a result; weights: by the same names.
+    They run without gradients and without autocast, whatever the sampling used.
+    functions: called with a prompt and a result; weights: by the same names.
     """
 
     def __init__(self, functions: Mapping[str, Callable[[Prompt, Result], float]], weights: Mapping[str, float]):
         self.functions, self.weights = functions, weights
 
     def __call__(self, prompt: Prompt, result: Result) -> Rewarded:
-        """The reward of an answer."""
+        """Return the reward of an answer."""
         values, failures = dict[str, float](), dict[str, str]()
         for name, function in self.functions.items():
             values[name] = 0.0
@@ -64,13 +63,16 @@ class Rewards:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Inside, autocast is off on every device."""
+    """Turn autocast off on every device in the block."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 
 def weighted(reward: Reward | Mapping[Reward, float] | None) -> Weighted:
-    """The functions that Python gives, with their weights: one function has the weight 1; RecipeError for others."""
+    """Return functions given in Python with their weights; a single function has weight 1, None gives ().
+
+    Raises RecipeError for anything else.
+    """
     if reward is None:
         return ()
     given = reward if isinstance(reward, Mapping) else {reward: 1.0}
@@ -84,10 +86,10 @@ def weighted(reward: Reward | Mapping[Reward, float] | None) -> Weighted:
 
 
 def make_rewards(asked: str | Mapping[str, float] | None, given: Weighted, prompts: Sequence[Prompt]) -> Rewards:
-    """The rewards that a recipe names, each a task or "module:function", and those that Python gives.
+    """Return the rewards named in a recipe (`asked`) and those given in Python (`given`).
 
-    Raises RecipeError for a name that leads to no function of a row and a result, and for one name of two functions;
-    DataError for prompts that a task cannot judge.
+    A name is a task or "module:function". Raises RecipeError if a name is not a function of a row and a result, if two
+    functions share a name, or if there is no reward; DataError if a task cannot judge one of the prompts.
     """
     weights = {asked: 1.0} if isinstance(asked, str) else dict(asked or {})
     functions: dict[str, Callable[[Prompt, Result], float]] = {}
@@ -105,7 +107,7 @@ def make_rewards(asked: str | Mapping[str, float] | None, given: Weighted, promp
 
 
 def failure_lines(failures: Sequence[Mapping[str, str]]) -> list[str]:
-    """Lines that name the most frequent failures; `failures` has those of each answer, by reward."""
+    """Return lines that name the most frequent failures; `failures` has for each answer the failures by reward."""
     failed = Counter(f"{name}: {why}" for of_answer in failures for name, why in of_answer.items())
     return [
         f"note      {count} of {len(failures)} rewards failed and count 0: {failure}"
@@ -114,16 +116,16 @@ def failure_lines(failures: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def steps_per_canvas(row: Mapping[str, Any], result: Result) -> float:
-    """The mean number of denoising steps of the answer's canvases: a price, where its weight is negative."""
+    """Return the mean number of denoising steps per canvas of the answer: a price, if its weight is negative."""
     return sum(result.steps) / max(1, len(result.steps))
 
 
 def advantages(rewards: Sequence[float], kind: Literal["centred", "standardised"]) -> list[float]:
-    """The advantages of the answers of one group.
+    """Return the advantages of the answers of one group.
 
-    centred: the reward less the mean of the others' (RLOO, arXiv 2402.14740), whose expected gradient is exact.
-    standardised: the reward less the mean of all, over their deviation (GRPO, arXiv 2402.03300), which is biased.
-    Where all rewards are equal all advantages are 0, whatever rounding says.
+    centred: the reward minus the mean of the others (RLOO, arXiv 2402.14740); its expected gradient is exact.
+    standardised: the reward minus the mean of all, divided by their deviation (GRPO, arXiv 2402.03300); this is biased.
+    If all rewards are equal, all advantages are exactly 0.
     """
     count, mean = len(rewards), math.fsum(rewards) / len(rewards)
     if max(rewards) == min(rewards):
@@ -135,7 +137,7 @@ def advantages(rewards: Sequence[float], kind: Literal["centred", "standardised"
 
 
 def _of_row(name: str, function: Reward) -> Callable[[Prompt, Result], float]:
-    """The function on a copy of a prompt's row; RecipeError where it cannot be called so."""
+    """Wrap a function to receive a copy of the prompt's row; RecipeError if it does not accept a row and a result."""
     if inspect.iscoroutinefunction(function):
         raise RecipeError(
             f"objective.reward: {name} is async, and rewards are called, not awaited; make it a plain function"
@@ -167,7 +169,10 @@ def _name(function: Reward) -> str:
 
 
 def _imported(name: str) -> Reward:
-    """The function that "module:function" names; modules beside the caller are found, too."""
+    """Return the function that "module:function" names, also from modules in the caller's directory.
+
+    Raises RecipeError if there is no such function.
+    """
     module, _, function = name.partition(":")
     if not module or not function:
         tasks = ", ".join(evals.TASKS)
