@@ -60,7 +60,7 @@ def temperatures(model: BlockDiffusionModel, settings: SamplingSettings, asking:
 
 @dataclass(frozen=True)
 class Fit:
-    """A temperature, the rows that it was fitted on, and their mean NLL before and after, in nats."""
+    """A temperature, the number of rows that it was fitted on, and their mean NLL in nats before and after the fit."""
 
     temperature: float
     rows: int
@@ -76,7 +76,7 @@ class Fit:
 def fit_temperature(scores: Sequence[Tensor], targets: Sequence[Tensor]) -> Fit:
     """Fit the temperature with the least NLL, by golden-section search on its logarithm.
 
-    scores: for each row the log-probabilities of its options, [X], or those of N draws [N, X], whose distributions are
+    scores: for each row the log-probabilities of its options, [X], or of N draws [N, X], whose distributions are
     averaged; targets: the true distribution of each row, [X].
     """
 

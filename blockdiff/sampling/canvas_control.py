@@ -17,7 +17,7 @@ from torch import Tensor
 from blockdiff.kernels.vocabulary import Classes
 from blockdiff.sampling.constraints.token_automaton import MOST_STATES, TokenAutomaton
 
-FREE = -1  # in place of a token: the model decides
+FREE = -1  # instead of a token id: the model decides
 NUMBERS = 4 << 20  # the most numbers, one for each (position, class), in a column of the statistics of classes
 
 

@@ -1,4 +1,4 @@
-"""The control of one response: the tokens that its request allows, and the state of that after the committed tokens.
+"""The control of one response: the tokens that its request allows after the tokens committed so far.
 
 `Request` has the fields; `compile_control` makes tokens, token classes and an automaton from them, and `Control.begin`
 the tensors of a canvas. Tensors: L positions of a canvas, N of the whole response, S states, V tokens.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from blockdiff.sampling.settings import SamplingSettings
 
-NOISE = 0.5  # of a draft without a noise level of its own
+NOISE = 0.5  # the noise level of a draft, if its request sets none
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Control:
     def begin(self, seed: int, tail: Sequence[int] = ()) -> CanvasControl:
         """Return the control of the canvas that follows the tokens taken.
 
-        seed: that of the request's draws; tail: the prompt's last tokens, if the canvas begins with them.
+        seed: the seed of the request's draws; tail: the prompt's last tokens, if the canvas begins with them.
         """
         L, seen_V = self.canvas_length - len(tail), self.is_seen_V
         seen_BV, number = None if seen_V is None else seen_V[None].clone(), self._number
@@ -174,7 +174,7 @@ class Control:
             is_final_BS = torch.stack([self._is_open(first + (n + 1) * length) for n in range(B)])
             place_BL = torch.arange(first, first + B * length).view(B, length)
             is_text_BL = (given_BL < 0) if self.pins is not None else place_BL < self.min_tokens
-            # What the constraint leaves no choice of is pinned, so that the model sees it from the first step on.
+            # Tokens to which the constraint leaves no alternative are pinned, so the model sees them at every step.
             each = zip(states, is_final_BS, given_BL, is_text_BL, strict=True)
             pinned_BL = torch.stack([forced(self.automaton, *of_canvas) for of_canvas in each])
             number_B = torch.arange(number, number + B, device=device)
@@ -224,7 +224,7 @@ def compile_control(
     classes = automaton = open_NS = early_NS = seen_V = None
     if languages or request.min_tokens:
         is_text = request.regex is not None or request.json_schema is not None
-        tokenizer = settings.tokenizer if languages else None  # any text, so that no token's text is looked at
+        tokenizer = settings.tokenizer if languages else None  # None: any text is allowed, so no token's text is needed
         automaton = _automaton(
             tokenizer,
             vocab_size,

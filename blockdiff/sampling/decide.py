@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def confidence(self) -> float:
-        """The probability of the likeliest option times that of all labels among all tokens."""
+        """The probability of the likeliest option, times `label_mass`."""
         return self.probabilities[self.place] * self.label_mass
 
     @property
@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields of an answer that its record does not contain."""
+        """The details of an answer by name: label mass, temperature, whether it was fitted, and spread."""
         return {
             "label_mass": self.label_mass,
             "temperature": self.temperature,
@@ -160,6 +160,7 @@ class RunningDecision:
         ]
 
     def _by_space(self) -> list[Tensor]:
+        """Return the log-probabilities of each question's labels by spelling and draw, [S, N, X]."""
         found = []
         for asked, read in zip(self.asked, self.reads, strict=True):
             for place, labels in enumerate(asked.labels):
@@ -188,7 +189,7 @@ def _jointly(questions: Sequence[Question], form: Form, request: Request, settin
 
 
 def _length(asked: Asked, request: Request, settings: SamplingSettings) -> int:
-    """Return the number of tokens of the canvas: its lines with one for each slot, and the end of the turn."""
+    """Return the number of tokens of the canvas: its text, one token for each question, and the end of the turn."""
     text, end = asked.template, max(1, len(settings.closing))
     for place in range(len(asked.questions)):
         text = text.replace(f"<?{hole(place)}>", "\0")

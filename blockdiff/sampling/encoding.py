@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from blockdiff.sampling.graphs import Graphs
     from blockdiff.sampling.sequence import Sequence
 
-Chunk = tuple["Sequence", int]  # a sequence, and how many of its tokens are encoded
+Chunk = tuple["Sequence", int]  # a sequence, and the number of its tokens to encode
 
 
 class CapturedEncode:
     """Encodes the same number of tokens behind each of at most `most` rows, in one CUDA graph per number of tokens.
 
-    longest: the most tokens of a row.
+    longest: the most tokens that are encoded behind a row.
     """
 
     def __init__(self, pages: Pages, most: int, longest: int, graphs: Graphs):
@@ -35,7 +35,7 @@ class CapturedEncode:
         self._buffers: dict[int, tuple[StepBuffers, Tensor, Tensor]] = {}  # by the number of tokens
 
     def takes(self, chunks: abc.Sequence[Chunk]) -> bool:
-        """True if the chunks are drafts to be verified that all have the same number of tokens."""
+        """True if the chunks are drafts to be verified, have equally many tokens each, and fit into the buffers."""
         counts = {count for _, count in chunks}
         fits = len(counts) == 1 and max(counts) <= self.longest and len(chunks) <= self.most
         return fits and all(each.round.proposal is not None and each.may_capture for each, _ in chunks)
@@ -151,7 +151,7 @@ def score_end(sequence: Sequence, model: BlockDiffusionModel) -> None:
 
 
 def _score(sequence: Sequence, start: int, hidden_TD: Tensor, model: BlockDiffusionModel) -> None:
-    """Score the tokens that the hidden states before column `start` and from it on predict.
+    """Score the tokens from column `start` to the one after `hidden_TD`, each by the hidden state before it.
 
     A sequence that is encoded again keeps its scores and adds only new ones.
     """

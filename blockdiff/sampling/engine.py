@@ -216,7 +216,7 @@ class Engine(OneCaller):
 
     @one_caller
     def drop(self, firsts: abc.Collection[Sequence]) -> None:
-        """Drop the unanswered ones of some requests, each given by its first draw, and free their pages."""
+        """Drop the requests whose first draws are `firsts`, except answered ones, and free their pages."""
         for first in firsts:
             left = [draw for draw in first.draws if not draw.is_done]
             for draw in left:

@@ -19,7 +19,7 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.parallel.tensor_vocabulary import SharedRows
 from blockdiff.tensor_pieces import is_spread
 
-MOST_GRAPHS = 64  # kept at once; they share the memory of what they compute, and each takes some of its own
+MOST_GRAPHS = 64  # kept at once; they share memory for their results, and each needs some more
 
 Work = Callable[[], object]
 
@@ -47,7 +47,7 @@ class CudaCapture:
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Work) -> None:
-        """Run work on the capturing stream, so that whatever the first run initialises is initialised there."""
+        """Run work on the capturing stream, so that one-time initialisations happen there and not in a capture."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -62,7 +62,7 @@ class CudaCapture:
         even be ended, as after an operation that invalidates it.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads may do what is forbidden while this one captures.
+        # Other threads may make calls that a capture forbids.
         how = dict(pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
@@ -78,7 +78,7 @@ class CudaCapture:
             except RuntimeError as error:
                 raise BrokenCapture(str(refusal or error)) from error
             finally:
-                torch.cuda.set_stream(current)  # torch leaves the stream that captures where a capture fails at its end
+                torch.cuda.set_stream(current)  # if a capture fails at its end, torch stays on the capturing stream
         if refusal is not None:
             raise refusal
         return graph.replay
@@ -122,7 +122,7 @@ class Graphs:
         self.buckets = buckets if self.captures else ()
         self._replays: OrderedDict[Hashable, Work | None] = OrderedDict()  # None: it ran once
         self._is_refused = False
-        self._memory: Hashable = None  # where the weights lay when work was captured
+        self._memory: Hashable = None  # the addresses of the weights when work was captured
 
     @property
     def captures(self) -> bool:
@@ -171,7 +171,7 @@ class Graphs:
 
 
 def row_counts(most: int) -> list[int]:
-    """The row counts to pad to, up to at least `most`. Each needs a graph; padding costs a quarter at most."""
+    """Return the row counts to pad to, up to at least `most`; each needs a graph, so large ones are further apart."""
     return [*range(1, 4), *range(4, 32, 4), *range(32, most + 16, 16)]
 
 

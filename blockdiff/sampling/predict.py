@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class PredictInputs:
     """The inputs of the statistics of a step over B canvases.
 
-    hidden_BLD: the model's hidden states; tokens_BL: the tokens that the step saw; temperature: one number or one per
-    canvas; uniform_BL: the numbers in [0, 1) that pick the samples; step_B: the step that each canvas is at, int64, by
-    which canvases under controls draw.
+    hidden_BLD: the model's hidden states; tokens_BL: the step's input tokens; temperature: one number or one per
+    canvas; uniform_BL: the numbers in [0, 1) that pick the samples; step_B: the step number of each canvas, int64, on
+    which the draws of canvases under controls depend.
     """
 
     hidden_BLD: Tensor
@@ -266,7 +266,7 @@ def _constrained(
         pinned_BL, is_text_BL = pinned_BL[:, tail:], is_text_BL[:, tail:]
     B, L = pinned_BL.shape
     log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, is_text_BL)
-    # two numbers for each position, that pick the way of the random canvas through the automaton
+    # two numbers for each position pick the path of the random canvas through the automaton
     uniform_BL2 = uniform(control.seed_B, Stream.CONSTRAINT, (control.number_B, step_B), 2 * L).view(B, L, 2)
     found = paths(automaton, log_sum, maximum, control.state_B, control.is_final_BS, uniform_BL2, kernels)
     share = found.share_BLC

@@ -229,7 +229,7 @@ def another_draw(first: Sequence, draw: int) -> None:
 
 
 def _require_plain(strategy: Strategy, max_steps: int) -> None:
-    """Raise RequestError for a strategy with top_k, top_p or min_p."""
+    """Raise RequestError for a strategy with top_k, top_p or min_p in any of its `max_steps` steps."""
     if not all(strategy.shape(step, max_steps).is_plain for step in range(max_steps)):
         raise RequestError(
             "a strategy with top_k, top_p or min_p changes the draws that a template, a constraint, banned texts, "

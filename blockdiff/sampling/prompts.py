@@ -22,12 +22,12 @@ from blockdiff.errors import DataError, RequestError
 from blockdiff.sampling.request import Request, Result
 
 EXPECTED = 'write {"prompt": ...} or {"messages": [...]}'
-# Of a request's fields, those that are the prompt itself; `tokens` are what an output line has, and no option.
+# The fields of a request that are the prompt itself. `tokens` is a field of output lines, not an option.
 OF_PROMPT = ("id", "prompt", "messages", "tools", "tokens", "image", "images")
-# What a file of prompts must not decide, for others may have written it.
+# Fields that a prompts file may not set, because others may have written it.
 OF_CALLER = ("allow_control_tokens",)
 OPTIONS = tuple(field.name for field in fields(Request) if field.name not in (*OF_PROMPT, *OF_CALLER))
-# Settings under other names of other programs; a line that has one wants something of the sampler.
+# Names of settings in other programs; a line with one of them is meant to set an option of the sampler.
 SETTINGS = (
     *("max_tokens", "max_length", "min_new_tokens", "max_denoising_steps", "num_inference_steps", "temperature"),
     *("t_min", "t_max", "top_k", "top_p", "min_p", "entropy_bound", "stability_threshold", "confidence_threshold"),
@@ -36,7 +36,7 @@ SETTINGS = (
     *("chat_template", "tool_choice", *OF_CALLER),
 )
 
-NEAR = 5  # letters of a key; a longer one is refused if it is nearly an option
+NEAR = 5  # longer keys are refused if they are spelled almost like an option
 
 
 def read_prompts(path: str | Path) -> list[Request | Result]:
@@ -121,7 +121,7 @@ def _option(key: str) -> str | None:
     """Return the option that a key is, or is nearly spelled like; None for a key that is data."""
     name = key.strip().lower().replace("-", "_").replace(" ", "_")
     known = {each.replace("_", ""): each for each in (*SETTINGS, *OPTIONS)}
-    is_long = len(name) > NEAR  # a short word, such as score, is near to others by chance
+    is_long = len(name) > NEAR  # a short word, such as score, resembles others by chance
     near = get_close_matches(name.replace("_", ""), known, 1, cutoff=0.88 if is_long else 1.0)
     return known[near[0]] if near else None
 

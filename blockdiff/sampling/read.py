@@ -1,8 +1,8 @@
 """Reads: the distribution of the holes of a template, from a few denoising steps instead of an answer.
 
-The template's texts are pinned, its holes are noise. After the last step the model's logits in the holes say how
-probable each choice is, and the mean over several draws of the noise is the answer. Holes are read at once, each by its
-own marginal; only a product of these stands for several together.
+The template's texts are pinned, its holes are noise. After the last step the model's logits in the holes give the
+probability of each choice, and the mean over several draws of the noise is the answer. All holes are read at once, each
+by its own marginal; for several holes together there is only the product of their marginals.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from blockdiff.sampling.settings import SamplingSettings
 
 Choices = abc.Mapping[str, abc.Sequence[str]]
-MOST_FREE = 16  # tokens of free holes, each of which has the distribution of all tokens for every draw
-TOP = 10  # tokens that are named of each position of a free hole
+MOST_FREE = 16  # tokens of all free holes: for each of them every draw stores the distribution over all tokens
+TOP = 10  # likeliest tokens that are listed for each position of a free hole
 
 
 @dataclass(frozen=True)
 class Read:
     """The distributions of the holes of one prompt: by hole and by text.
 
-    probabilities: the mean over draws; spread: their standard deviation over draws, 0 for one. The choices of a hole
-    add up to 1. Of a free hole the likeliest tokens are named, and its positions are holes of their own ("name[0]")
-    where there are several.
+    probabilities: the mean over draws; spread: their standard deviation over draws, 0 for one. The probabilities of a
+    hole's choices add up to 1. A free hole has only its likeliest tokens; if it has several positions, each of them is
+    listed as a hole of its own ("name[0]").
     """
 
     id: str | int
@@ -50,7 +50,7 @@ class Read:
     spread: dict[str, dict[str, float]]
 
     def product_of_marginals(self, **choices: str) -> float:
-        """The product of the probabilities of some choices; the joint probability only where holes are independent."""
+        """The product of the probabilities of some choices: their joint probability only if holes are independent."""
         product = 1.0
         for hole, text in choices.items():
             product *= self.probabilities[hole][text]
@@ -102,12 +102,12 @@ class RunningRead:
         holes, filled = _holes(template, choices, request, require_tokenizer("a read", settings))
         asked = replace(request, template=filled, max_steps=steps, max_new_tokens=settings.canvas_length)
         [first] = prepare_sequences(asked, settings, seed, model.device)
-        first.max_steps = steps  # whatever the strategy would go on to do
+        first.max_steps = steps  # even if the strategy would take more
         if next_token_head(first.strategy) is not None:
             raise RequestError(
                 "a read looks at a canvas that is denoised, not at verified tokens; take another strategy"
             )
-        first.round = CanvasRound()  # of which no head draws a token
+        first.round = CanvasRound()  # in which no head draws a token
         assert first.control is not None and first.control.pins is not None
         tail = len(first.tail)
         if first.max_tokens > (room := settings.canvas_length - tail):
@@ -140,7 +140,7 @@ class RunningRead:
             p_NX = self.scores(name).softmax(-1)
             mean_X, deviation_X = p_NX.mean(0), p_NX.std(0, correction=0)
             if choices is None:
-                texts = dict[str, int]()  # bytes of characters may look alike: the likeliest of them is named
+                texts = dict[str, int]()  # parts of characters may have the same text: the likeliest of them is listed
                 for token in mean_X.topk(min(TOP, int((mean_X > 0).sum()))).indices.tolist():
                     texts.setdefault(tokenizer.decode([token]), token)
                 names, chosen = list(texts), [*texts.values()]
@@ -152,7 +152,7 @@ class RunningRead:
         return Read(self.sequences[0].request.id, probabilities, spread)
 
     def require_read(self) -> None:
-        """Raise RequestError for a draw that was not read."""
+        """Raise RequestError if any draw was not read."""
         for n, sequence in enumerate(self.sequences):
             if n not in self.log_probabilities:
                 raise RequestError(f"prompt {sequence.request.id!r}: {sequence.error or 'it was not read to its end'}")
@@ -208,7 +208,10 @@ def _holes(
 
 
 def _choices(hole: Hole, choices: Choices | None, others: abc.Container[str]) -> abc.Sequence[str]:
-    """Return the choices of a hole, empty for a free one; RequestError if hole and choices do not fit together."""
+    """Return the choices of a hole, empty for a free one; RequestError if hole and choices do not fit together.
+
+    others: the names of the holes before it.
+    """
     if hole.name is None:
         raise RequestError(f"the template's hole <?{hole.tokens}> has no name; a read tells holes apart by <?name>")
     if hole.name in others:
@@ -228,7 +231,7 @@ def _choices(hole: Hole, choices: Choices | None, others: abc.Container[str]) ->
 
 
 def _size(hole: Hole, tokens: dict[str, list[int]]) -> int:
-    """Return the number of tokens of a hole's choices; RequestError if the choices differ in it."""
+    """Return the number of tokens that each choice of a hole has; RequestError if the choices differ in it."""
     (one, first), *others = tokens.items()
     for other, its in others:
         if len(its) != len(first):

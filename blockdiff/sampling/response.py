@@ -1,7 +1,7 @@
 """Parse a response into the model's reasoning, its text and its tool calls, all at once or as its tokens arrive.
 
-The formats of reasoning are here, those of calls in `tool_calls.py`. Only tokens mark reasoning and calls: a text that
-spells a mark is plain text.
+The formats of reasoning are here, the formats of calls in `tool_calls.py`. Only tokens mark reasoning and calls: a
+text that spells a mark is plain text.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from blockdiff.sampling.request import Request
     from blockdiff.sampling.settings import SamplingSettings
 
-# The tokens around reasoning, and the text that stands right after the first of them: of MiniMax M3, of
-# Qwen3 and others, and of Gemma 4.
+# The tokens before and after reasoning, and the text right after the first: for MiniMax M3, for Qwen3 and
+# others, and for Gemma 4.
 REASONING = (
     ("<mm:think>", "</mm:think>", ""),
     ("<think>", "</think>", ""),
     ("<|channel>", "<channel|>", "thought\n"),
 )
 HALF = "\N{REPLACEMENT CHARACTER}"  # replaces a character whose tokens are incomplete
-CONTEXT = 16  # tokens that are decoded again with new ones, for those before a token may change how it is written
+CONTEXT = 16  # tokens that are decoded again with new ones: the text of a token may depend on the ones before it
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class GrowingText:
         self._decode, self._tokens, self._text = decode, list[int](), ""
 
     def read(self, tokens: list[int]) -> str:
-        """Return the text of `tokens`, with the decoded text of the previous call if they begin with its tokens."""
+        """Return the text of `tokens`; if they begin with the tokens of the previous call, its text is reused."""
         count = len(self._tokens)
         if tokens[:count] != self._tokens:
             self._tokens, self._text, count = [], "", 0
@@ -149,7 +149,7 @@ class ResponseParser:
         if self._calls_format and (begun := self._calls_format.begin(rest, self._tools)) is not None:
             rest = rest[:begun]
         text = self._sure(self._text.read(self._text_tokens + rest))
-        if self._calls_format and not text.strip():  # a call may follow, of which white space is no text
+        if self._calls_format and not text.strip():  # the white space may belong to a call that follows
             text = ""
         return ParsedResponse(text, self._reasoning(may_go_on=self._is_open), list(self._calls) or None)
 
@@ -188,7 +188,10 @@ def parse(
 
 @functools.lru_cache(maxsize=4)
 def reasoning_format(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int | None, int | None, str]:
-    """Return the vocabulary's tokens before and after reasoning, and the text after the first; None if it has none."""
+    """Return the ids of the tokens before and after reasoning, and the text that follows the first.
+
+    (None, None, "") if the vocabulary has no such tokens.
+    """
     for opens, closes, name in REASONING if tokenizer is not None else ():
         if (ids := token_ids(tokenizer, opens, closes)) is not None:
             return ids[0], ids[1], name

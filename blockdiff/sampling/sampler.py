@@ -48,10 +48,9 @@ class Sampler:
 
     A sampler makes one engine at its first call and keeps it, with its captured steps and pages, for the next ones
     (`release` frees their memory). Weights may change in place between calls; if they have moved to another device or
-    dtype, the engine is made again. Calls may overlap, in turns or from several threads: their requests share the
-    engine's rows, those of the call that began first before the others', and a step by one caller advances all. Under
-    autocast every call has an engine of its own, because its steps read weights that torch has cast, which are freed
-    when autocast ends.
+    dtype, the engine is made again. Calls may overlap, in turns or from several threads. Their requests share the
+    engine's rows; requests of earlier calls run first, and a step by one caller advances all. Under autocast every call
+    has an engine of its own, because its steps read weights that torch has cast, which are freed when autocast ends.
 
     Prompts with the same beginning share its pages, within a call and from call to call while the weights do not
     change. pages: the store of prefixes (None: the sampler makes its own, which grows to hold the largest call so far).
@@ -67,10 +66,10 @@ class Sampler:
         pages: Pages | None = None,
     ):
         self.model, self.pages = model, pages
-        self._turn = threading.RLock()  # who has it may call the engine
+        self._turn = threading.RLock()  # its holder may call the engine
         self._engine: Engine | None = None
         self._state: object = None  # of the sampler and the model for which the engine was made
-        self._room = 0, 0, 0  # that the largest calls so far asked pages for, as in `Engine.grow`
+        self._room = 0, 0, 0  # the most that calls so far requested of pages, as in `Engine.grow`
         self._rows: dict[int, int] = {}  # of the calls under way
         self.settings = sampling_settings(model, tokenizer, generation, diffusion, strategy)
 
@@ -164,7 +163,7 @@ class Sampler:
 
         `batch_size` rows run together. `max_new_tokens` is rounded up to whole canvases. `on_canvas` is called with
         every committed canvas, and `on_step` with every denoising step (each costs a copy to the host) and, for
-        verified canvases, with every `Verification`. `graphs` is that of `Engine`. A `Result` among the prompts, as
+        verified canvases, with every `Verification`. `graphs` is as in `Engine`. A `Result` among the prompts, as
         `read_prompts` returns for an invalid line, is returned unchanged.
 
         Raises RequestError for a prompt that cannot be answered, before any is. An answer that fails later has an
@@ -349,7 +348,7 @@ class Sampler:
         finally:
             with self._turn:
                 del self._rows[id(events)]
-                if not engine.is_closed:  # who stops listening leaves sequences whose pages others may need
+                if not engine.is_closed:  # a caller that stops early leaves sequences whose pages others may need
                     engine.drop([first for _, first in left.values()])
 
     @property
@@ -373,7 +372,7 @@ class Sampler:
             if not fits and not engine.unfinished:  # no room in addition to the held pages
                 engine = None
         if engine is None:
-            self._engine, self._state, self._room = None, state, (0, 0, 0)  # its memory goes before the new one's comes
+            self._engine, self._state, self._room = None, state, (0, 0, 0)  # free its memory for the new one
             engine = self._engine = self._made_engine(rows, room)
         tokens, most_rows, run = (max(each) for each in zip(room, self._room, strict=True))
         self._room = tokens, most_rows, run
@@ -397,7 +396,7 @@ class Sampler:
                     raise EngineError("a step of another call failed, and the answers of this one with it; ask again")
                 try:
                     engine.step()
-                except BaseException:  # it may have been left half done
+                except BaseException:  # the step may be half done
                     engine.close()
                     self._engine = None if self._engine is engine else self._engine
                     raise
@@ -429,7 +428,7 @@ def _named(error: RequestError, place: int, prompts: list[_T]) -> RequestError:
 
 
 def _with_defaults(request: Request, settings: Generation) -> Request:
-    """Fill a request's missing settings with those of the call."""
+    """Fill in the request's missing `max_new_tokens` and `max_steps` from `settings`."""
     return replace(
         request,
         max_new_tokens=settings.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.sequence import Sequence
 
 
-MOST_OWNERS = 1000  # whose turns are remembered
+MOST_OWNERS = 1000  # the most whose turns are remembered
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Scheduler:
                 chosen.append((sequence, count))
                 room -= count
         for owner in {sequence.owner for sequence, _ in chosen if sequence.owner and sequence.is_prompting}:
-            self.turns[owner] = self.turns.pop(owner, 0) + 1  # and is the last now
+            self.turns[owner] = self.turns.pop(owner, 0) + 1  # served last, so moved to the end
             if len(self.turns) > MOST_OWNERS:
                 del self.turns[next(iter(self.turns))]
         return [(sequence, count) for sequence, count in chosen if sequence.paged is not None]

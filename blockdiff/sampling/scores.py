@@ -50,7 +50,7 @@ class Score:
 def next_token_logprobs(
     model: BlockDiffusionModel, before_D: Tensor, hidden_TD: Tensor, tokens_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities, fp32 [T], of tokens (int64 [T]) given all before them, and the likeliest tokens.
+    """Compute the log-probability of each token given all before it, fp32 [T], and the likeliest tokens, int64 [T].
 
     before_D: the hidden state of the token before the first one; hidden_TD: the hidden states of the tokens, of which
     the last is not needed ([T - 1, D] is enough).

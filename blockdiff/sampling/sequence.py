@@ -141,7 +141,7 @@ class Sequence:
     names of `Forwards`.
 
     The response so far: `tokens`, the `steps` of each canvas, the `logprobs` and `top_logprobs` of scored tokens, and
-    finally a `finish_reason` or an `error`. control: the tokens that the response may have, and the state of that.
+    finally a `finish_reason` or an `error`. control: the tokens that the response may have (None: any).
 
     Set by the engine: owner: the caller, if callers take turns ("": in order of arrival); token_ids: the prompt and the
     committed tokens, which the next ones see, followed by the round's proposal, but without the prompt's tail until the

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The settings by which requests are answered where they do not bring their own; `sampling_settings` makes them.
+    """The settings with which requests are answered, unless they set their own; made by `sampling_settings`.
 
     generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
     denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;

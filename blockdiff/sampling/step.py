@@ -54,7 +54,7 @@ class StepCall:
 
 @dataclass
 class CanvasState:
-    """The state of every canvas between two steps, with the names of `Canvases`.
+    """The state of every canvas between two steps; fields named as in `Canvases` have the same meaning.
 
     offset_B: the number of the engine's step minus that of the canvas's step; uniform_BTL and noise_BTL: the draws of
     STEPS_AHEAD steps, beginning at the last multiple of STEPS_AHEAD; standing_BL: the input tokens of the next step
@@ -250,7 +250,7 @@ class CanvasStep:
             whole_B=canvases.whole_B,
             soft_BLD=stats.soft_embedding,
         )
-        self.report_BN[of] = step_report(stats, decision)  # before the state: a decision may be views of it
+        self.report_BN[of] = step_report(stats, decision)  # first, for a decision may have views of `state`
         state.write(slice(None), next_state)
         self.start_BL[of].fill_(-1)
         self.may_stop[call.strategies] = decision.stop_B is not None

@@ -29,13 +29,13 @@ SHAPE_RULES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The distribution that one step of a canvas draws from, made of the model's logits; ValueError if none can be.
+    """The distribution that one step of a canvas draws from, made of the model's logits; ValueError for bad values.
 
-    temperature: logits are divided by it. top_k, top_p, min_p: of every position's tempered distribution only the k
-    likeliest tokens are left, the fewest likeliest ones whose probabilities reach top_p, those at least min_p times as
-    likely as the likeliest. The soft embedding that the next step is conditioned on is made of the model's own tempered
-    logits. greedy: nothing is drawn: the sample is the likeliest token, with the probability that the model itself
-    gives it, at temperature 1 and before filters; entropies stay those of the tempered distribution.
+    temperature: logits are divided by it. These filter every position's tempered distribution: top_k keeps the k
+    likeliest tokens, top_p the fewest likeliest tokens whose probabilities reach top_p, min_p the tokens at least min_p
+    times as likely as the likeliest. The soft embedding for the next step is made of the model's own tempered logits.
+    greedy: nothing is drawn: the sample is the likeliest token, with the probability that the model itself gives it, at
+    temperature 1 and before filters; entropies are still computed from the tempered distribution.
     """
 
     temperature: float
@@ -62,7 +62,7 @@ class Canvases:
     for the device. Later steps overwrite them: `decide` must clone the tensors that it keeps.
     """
 
-    ids: Sequence[str | int]  # the requests they belong to
+    ids: Sequence[str | int]  # the ids of their requests
     step_B: Tensor  # int64: this step of the canvas, counted from 0
     steps_B: Tensor  # int64: the most steps that the canvas may take
     temperature_B: Tensor  # fp32
@@ -100,8 +100,8 @@ class Decision:
 
     keep_BL: the sample, or the token of `tokens_BL`, is in the next step's canvas. stay_BL: the step's input token
     remains there (where both are True, the new token wins). Every other position gets fresh noise. stop_B: the canvas
-    is finished; None = no canvas is, before its last step. final_BL: the tokens of a finished canvas; None = its
-    argmax. tokens_BL: replacements for the samples; None = the samples.
+    is finished (None: no canvas finishes before its last step). final_BL: the tokens of a finished canvas (None: its
+    argmax). tokens_BL: replacements for the samples (None: the samples).
     """
 
     keep_BL: Tensor

@@ -13,7 +13,7 @@ MOST_TOKENS = 1 << 20  # of a hole
 
 @dataclass(frozen=True)
 class Hole:
-    """A hole of `tokens` tokens; None if it has only a name, for a read that provides its choices."""
+    """A hole of `tokens` tokens; None if it has only a name, and a read provides its choices."""
 
     tokens: int | None
     name: str | None = None

@@ -1,4 +1,4 @@
-"""The calls of tools in the tokens of a response: as Gemma 4, MiniMax M3, Hermes with Qwen, and Llama 3 write them."""
+"""Tool calls in the tokens of a response: as Gemma 4, MiniMax M3, Hermes with Qwen, and Llama 3 write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Found = tuple[int, int, list[dict[str, Any]]]
 
 BARE = re.compile(r"([^{}\[\],:]+)(:?)")  # Gemma's keys and values without quotes
-BETWEEN_CALLS = "; \t\r\n"  # of Llama
+BETWEEN_CALLS = "; \t\r\n"  # in Llama's format
 FIRST_KEY = re.compile(r'\{\s*(?:"(\w*)("?))?')
 TAG = re.compile(r"\s*<(/?)([^<>\s]+)(?:\s+name=\"([^\"]+)\")?\s*>", re.DOTALL)
 
@@ -46,11 +46,11 @@ class EnclosedCalls:
             return start, end + 1, []
 
     def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the index from which tokens may be the beginning of a call; None if there is none."""
+        """Return the index of the first token that may open a call; None if there is none."""
         return tokens.index(self.opens) if self.opens in tokens else None
 
     def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """Parse tokens as a call in the form of messages; ValueError if they are none."""
+        """Parse tokens as a call in the form of messages; ValueError if they are not a valid call."""
         raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ class GemmaCalls(EnclosedCalls):
 
 
 def _quoted(bare: re.Match[str]) -> str:
-    """Return an unquoted key or value of Gemma's as JSON.
+    """Return an unquoted key or value in Gemma's format as JSON.
 
     A value that is not a number, true, false or null gets quotes.
     """
@@ -113,7 +113,10 @@ class TaggedCalls:
     LAST: ClassVar = "</tool_call>"
 
     def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        """Find the calls between the first outer tags, as `EnclosedCalls.find`; tools: the declarations, for types."""
+        """Return the start, the end and the calls of the first pair of outer tags; None if there is none.
+
+        The list of calls is empty if they are invalid. tools: the declarations, for the types of arguments.
+        """
         places = [place for place in range(start, len(tokens)) if tokens[place] == self.opens]
         pieces = [self._text(tokens[place + 1 : end]) for place, end in pairwise([*places, len(tokens)])]
         first = next((n for n, piece in enumerate(pieces) if piece.startswith(self.FIRST)), len(pieces))
@@ -131,7 +134,7 @@ class TaggedCalls:
         return places[first], end, calls
 
     def begin(self, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the index from which tokens may be the beginning of a call; None if there is none."""
+        """Return the index of the first token that may open a call; None if there is none."""
         return tokens.index(self.opens) if self.opens in tokens else None
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -199,7 +202,7 @@ class LlamaCalls:
 
 
 def _json_call(value: Any) -> dict[str, Any]:
-    """Return a JSON value as a call in the form of messages; ValueError if it is none."""
+    """Convert a JSON value to a call in the form of messages; ValueError if it is not a valid call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -234,7 +237,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, *marks: str) -> list[int] | No
 
 
 def _tagged_calls(pieces: list[str], schemas: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parse the pieces between the outer tags as calls; ValueError if they are none."""
+    """Parse the pieces between the outer tags as calls; ValueError if they are not valid calls."""
     left, calls = pieces[::-1], []
     while left:
         closes, tag, name, _ = _tag(left.pop())
@@ -249,7 +252,10 @@ def _tagged_calls(pieces: list[str], schemas: Mapping[str, Mapping[str, Any]]) -
 
 
 def _tagged_value(left: list[str], tag: str, text: str, schema: Mapping[str, Any]) -> Any:
-    """Parse the value up to the end of `tag`; its further pieces are popped from `left`, `text` is its beginning."""
+    """Parse the value up to the closing `tag`.
+
+    text: the beginning of the value; left: the pieces after it, in reverse, from which the value's are popped.
+    """
     entries: list[tuple[str, Any]] = []
     while left:
         closes, inner, _, after = _tag(left.pop())
@@ -267,7 +273,7 @@ def _tagged_value(left: list[str], tag: str, text: str, schema: Mapping[str, Any
 
 
 def _tag(piece: str) -> tuple[bool, str, str | None, str]:
-    """Split a tag: whether it closes, its name, the name attribute, and the text after the tag."""
+    """Split a tag: whether it closes, its name, the name attribute, and the text after it; ValueError for no tag."""
     found = TAG.match(piece)
     if found is None:
         raise ValueError

@@ -156,7 +156,7 @@ class Recorder:
         return list(self._traces.values())
 
     def step(self, step: Step | Verification) -> None:
-        """Take one denoising step, or one verification."""
+        """Add a denoising step or a verification to the trace of its request."""
         if self._ids is None or step.id in self._ids:
             trace = self._trace(step.id)
             if isinstance(step, Step):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.settings import SamplingSettings
 
 PREFIX_TOKENS = 1000  # of the rows whose steps are captured
-MARGIN = 1.25  # factor on measured bytes: no two calls are alike
+MARGIN = 1.25  # factor on measured bytes, because calls vary
 KEPT_BYTES = 1 << 30  # for the features of images and the workspaces of libraries
 
 
@@ -49,7 +49,7 @@ class WarmUp:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Measure the bytes that pages must leave free for the largest call of each kind, if they take memory at once.
+        """Measure the bytes that pages must leave free for the largest call of each kind, unless pages grow on demand.
 
         Captured steps have memory of their own, and a step runs before it is captured, so steps count twice. Raises
         BlockdiffError if the device has too little memory for the calls.

@@ -1,4 +1,4 @@
-"""Automata over the bytes of a text; all texts without certain words, and the texts common to two automata."""
+"""Automata over the bytes of a text, their intersection and difference, and the texts without certain words."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ MOST_STATES = 1 << 14  # an expression can have exponentially many
 
 @dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton; state S of its S states is the dead one, and state 0 is where it starts.
+    """A deterministic automaton over bytes with S live states, of which 0 is the start, and the dead state S.
 
-    next_SB: int32 [S + 1, 256]; is_accepting_S: bool [S + 1].
+    next_SB: the state after each byte, int32 [S + 1, 256]; is_accepting_S: whether a text that ends in a state is in
+    the language, bool [S + 1].
     """
 
     next_SB: Tensor
@@ -58,7 +59,7 @@ class ByteAutomaton:
         return ByteAutomaton(next_SB, is_accepting_S)
 
     def without(self, other: ByteAutomaton) -> ByteAutomaton:
-        """Return the automaton of the texts that another language does not contain; NoText if there are none."""
+        """Return the automaton of the texts in this language and not in the other; NoText if there are none."""
         # The dead state of the other language is alive in its complement.
         dead = torch.full((1, 256), other.states + 1, dtype=torch.int32)
         return self.both(
@@ -67,7 +68,7 @@ class ByteAutomaton:
 
     def both(self, other: ByteAutomaton) -> ByteAutomaton:
         """Return the intersection of two languages; NoText if it is empty, RequestError for too many states."""
-        # Bytes that neither of the two tells apart lead to the same pair, so one of each such class is followed.
+        # Bytes that both automata treat alike lead to the same pair, so only one byte of each such class is followed.
         class_B, first_C = byte_classes(torch.cat((self.next_SB, other.next_SB)))
         one_SC, two_SC = self.next_SB[:, first_C].tolist(), other.next_SB[:, first_C].tolist()
         one_dead, two_dead = self.states, other.states

@@ -19,8 +19,8 @@ _PLANES = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000
 class ByteNfa:
     """A growing automaton: each method appends a piece after state `start` and returns the state at the piece's end.
 
-    edges: the (lowest byte, highest byte, next state) triples of each state; free: the states reached without a byte.
-    State 0 is the start. Raises RequestError if there are more than `most` states.
+    edges: the (lowest byte, highest byte, next state) triples of each state; free: the states that each state reaches
+    without a byte. State 0 is the start. Raises RequestError if there are more than `most` states.
     """
 
     def __init__(self, most: int = MOST_STATES):
@@ -46,12 +46,12 @@ class ByteNfa:
             raise too_large(len(self.edges))
 
     def join(self, start: int, end: int) -> int:
-        """Add a transition without a byte from one state to another."""
+        """Add a transition without a byte from `start` to `end`, and return `end`."""
         self.free[start].append(end)
         return end
 
     def text(self, start: int, text: str) -> int:
-        """Add a text."""
+        """Add the bytes of a fixed text."""
         for byte in text.encode():
             following = self.state()
             self.edges[start].append((byte, byte, following))
@@ -63,10 +63,10 @@ class ByteNfa:
         return self.join(start, self.text(start, " "))
 
     def character(self, start: int, ranges: Ranges) -> int:
-        """Add one character of some ranges of code points."""
+        """Add any one character of the code point ranges."""
         end = self.state()
         self._count(len(utf8_ranges(ranges)))
-        rest_states: dict[Sequence[tuple[int, int]], int] = {(): end}  # what is to be read is shared
+        rest_states: dict[Sequence[tuple[int, int]], int] = {(): end}  # sequences with an equal rest share its states
         for sequence in utf8_ranges(ranges):
             for index in reversed(range(1, len(sequence))):
                 rest = sequence[index:]
@@ -77,7 +77,7 @@ class ByteNfa:
         return end
 
     def language(self, start: int, automaton: ByteAutomaton) -> int:
-        """Add the texts of a deterministic automaton."""
+        """Add any text that a deterministic automaton accepts."""
         states, end = [self.state() for _ in range(automaton.states)], self.state()
         self.join(start, states[0])
         self._count(sum(map(len, _edges(automaton))))
@@ -88,7 +88,10 @@ class ByteNfa:
         return end
 
     def automaton(self, end: int, most: int = MOST_STATES) -> ByteAutomaton:
-        """Make the deterministic automaton of the texts from state 0 to `end`; RequestError for too many states."""
+        """Make the deterministic automaton of the texts that lead from state 0 to `end`.
+
+        Raises RequestError for more than `most` states, and NoText if there is no such text.
+        """
         bounds = sorted({0, 256, *(bound for edges in self.edges for a, b, _ in edges for bound in (a, b + 1))})
         class_of = {byte: number for number, byte in enumerate(bounds)}
         reached: dict[int, frozenset[int]] = {}
@@ -119,7 +122,10 @@ class ByteNfa:
         return ByteAutomaton(next_SB, torch.tensor([*(end in states for states in order), False])).trimmed()
 
     def _closed(self, states: Sequence[int], end: int, reached: dict[int, frozenset[int]]) -> frozenset[int]:
-        """Return the states reachable without a byte, keeping those that read a byte or are the end."""
+        """Return the states that read a byte, or are `end`, and are reachable from `states` without a byte.
+
+        reached: a cache of the result for each single state.
+        """
         found: set[int] = set()
         for state in states:
             if state not in reached:
@@ -164,7 +170,7 @@ def utf8_ranges(ranges: Ranges) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 def _equally_long(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """Yield the byte range sequences of a code point range whose characters have the same number of bytes."""
-    for following in range(1, len(chr(low).encode())):  # bytes of six bits each
+    for following in range(1, len(chr(low).encode())):  # the number of last bytes, six bits each
         rest = (1 << 6 * following) - 1
         if low | rest == high | rest:
             continue

@@ -1,7 +1,7 @@
 """A program that calls outlines-core in a process of its own, which can be ended when it takes too long.
 
-It reads one line of JSON (`regex`, with the most states and bytes of memory) and writes one line of JSON, which the
-states after each byte follow (int32 [states, 256], -1 for none) and a byte for each state, 1 where it is final.
+It reads one line of JSON: `regex`, the most `states`, and the most `bytes` of memory. It writes one line of JSON,
+followed by the state after each byte (int32 [states, 256], -1 for none) and one byte for each state, 1 if it is final.
 `outlines.py` runs it.
 """
 
@@ -12,22 +12,22 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-# A character that no text has stands at the end of every text. Without it the automaton of outlines-core stops at the
-# first match in the order of the alternatives, so `a|ab` would not hold "ab".
+# A character that no text contains, added to the end of every text. Without it the automaton of outlines-core stops at
+# the first match in the order of the alternatives, so `a|ab` would not accept "ab".
 END = "\U0010ffff"
 
 
 def main() -> None:
     """Answer one request, within the memory limit that it contains."""
     request = json.loads(sys.stdin.readline())
-    with suppress(ValueError, OSError):  # a machine that knows no such limit, or has a lower one already
+    with suppress(ValueError, OSError):  # the machine has no such limit, or a lower one already
         resource.setrlimit(resource.RLIMIT_AS, (request["bytes"], request["bytes"]))
     head, body = answer(request)
     sys.stdout.buffer.write(json.dumps(head).encode() + b"\n" + body)
 
 
 def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return the first line of the answer, and the bytes after it."""
+    """Return the first line of the answer and the bytes after it; no bytes if there is no automaton."""
     try:
         return _automaton(request["regex"], request["states"])
     except ImportError:
@@ -40,7 +40,7 @@ def _automaton(regex: str, most_states: int) -> tuple[dict[str, int], bytes]:
     from outlines_core import Index, Vocabulary
 
     single_bytes = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-    Index(regex, single_bytes)  # for its own error: the group around it must not complete what is half written
+    Index(regex, single_bytes)  # raises its own errors: the group below could close what `regex` leaves open
     index = Index(f"(?:{regex}){END}", single_bytes)
     edges, finals = index.get_transitions(), index.get_final_states()
     if len(edges) > most_states:

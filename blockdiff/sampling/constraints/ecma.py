@@ -1,8 +1,8 @@
 """Patterns of JSON schemas: expressions of ECMA-262 as automata over the texts between the quotes of a JSON string.
 
-A pattern matches the whole string. `\\d` and `\\w` are ASCII's, `\\s` is the space alone (the others of its characters
-would need escapes in JSON, or are no white space to every validator), and `\\S` is none of the white space of ECMA-262,
-Unicode and Python. Control characters cannot be matched.
+A pattern matches the whole string. `\\d` and `\\w` match ASCII only. `\\s` matches only the space: other white space
+needs escapes in JSON, or is white space only to some validators. `\\S` matches no character that is white space in
+ECMA-262, Unicode or Python. Control characters cannot be matched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from blockdiff.errors import NoText, RequestError
 from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton
 from blockdiff.sampling.constraints.byte_nfa import EVERY, ByteNfa, Ranges
 
-Item = tuple["Ranges | Alternatives | str", int, "int | None"]  # what is repeated, at least and at most so often
+Item = tuple["Ranges | Alternatives | str", int, "int | None"]  # the repeated atom, and its least and most repetitions
 Alternatives = list[list[Item]]
 CONTROL: Ranges = ((0x00, 0x1F), (0x7F, 0x9F))
 WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -34,14 +34,14 @@ MOST_REPEATED = 10_000
 class _Parser:
     """Parses a pattern from index `at` on; RequestError for syntax that an automaton cannot follow.
 
-    is_loose: character classes are as large as in any validator; else as small as in any.
+    is_loose: a class has the characters that it has in any validator; else only the ones that it has in all.
     """
 
     def __init__(self, pattern: str, at: int = 0, is_loose: bool = False):
         self.pattern, self.at, self.is_loose = pattern, at, is_loose
 
     def alternatives(self) -> Alternatives:
-        """Parse up to the end of a group or of the pattern."""
+        """Parse alternatives up to the end of the group or of the pattern."""
         ways: Alternatives = [[]]
         while self.at < len(self.pattern) and self.pattern[self.at] != ")":
             if self.pattern[self.at] == "|":
@@ -52,6 +52,7 @@ class _Parser:
         return ways
 
     def _atom(self) -> Ranges | Alternatives | str:
+        """Parse one character, set, group or anchor."""
         sign = self.pattern[self.at]
         if sign == "(":
             self.at += 1
@@ -89,7 +90,7 @@ class _Parser:
             return ((ord(piece), ord(piece)),)
         letter = piece[1]
         if letter in "dDwWsS":
-            # white space that is let in is the space alone, and white space that is left out is all of it
+            # a class includes only the space, but excludes all white space; if `is_loose`, the other way round
             is_small = (letter == "s") != (is_negated != self.is_loose)
             spaces = ((0x20, 0x20),) if is_small else SPACES
             ranges = {"d": DIGIT, "w": WORD, "s": spaces}[letter.lower()]
@@ -134,10 +135,11 @@ class _Parser:
                 continue
             found += ranges
         self.at += 1
-        outside = without(EVERY, tuple(found))  # so ranges that overlap are one
+        outside = without(EVERY, tuple(found))  # which merges overlapping ranges
         return outside if is_negated else without(EVERY, outside)
 
     def _repeated(self, atom: Ranges | Alternatives | str) -> Item:
+        """Parse the repetition after an atom, if there is one."""
         sign = self.pattern[self.at : self.at + 1]
         least: int
         most: int | None
@@ -153,18 +155,18 @@ class _Parser:
             self.at += 1
         else:
             return atom, 1, 1
-        if self.pattern.startswith("?", self.at):  # it matters only which of several matches is found
+        if self.pattern.startswith("?", self.at):  # a lazy repetition matches the same texts
             self.at += 1
         return atom, least, most
 
     def error(self, what: str, back: int = 0) -> RequestError:
-        """Return the error for the part of the pattern that was read last."""
+        """Return the error for the part of the pattern that begins `back` characters before the current index."""
         at = self.at - back
         return RequestError(f"has {what} at character {at} ({self.pattern[at : at + 12]!r})")
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """Subtract character ranges from others."""
+    """Return `ranges` without the characters of `others`."""
     found, left_out = list[tuple[int, int]](), sorted(others)
     for low, high in ranges:
         for first, last in left_out:
@@ -179,7 +181,11 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 def _inner(ways: Alternatives, is_first: bool, is_last: bool, is_loose: bool) -> Alternatives:
-    """Remove `^` at the beginning and `$` at the end of alternatives; alternatives with them elsewhere are dropped."""
+    """Remove `^` at the beginning and `$` at the end of alternatives, and drop alternatives with them elsewhere.
+
+    is_first, is_last: whether the alternatives begin and end the pattern. is_loose: raise RequestError instead of
+    dropping alternatives.
+    """
     found: Alternatives = []
     for way in ways:
         items, is_possible = list[Item](), True
@@ -206,7 +212,7 @@ def _inner(ways: Alternatives, is_first: bool, is_last: bool, is_loose: bool) ->
 
 
 def _write(nfa: ByteNfa, start: int, ways: Alternatives) -> int:
-    """Add the texts of alternatives after a state."""
+    """Add the texts of alternatives after a state, and return the state at their end."""
     end = nfa.state()
     for way in ways:
         state = start
@@ -228,6 +234,7 @@ def _write(nfa: ByteNfa, start: int, ways: Alternatives) -> int:
 
 
 def _once(nfa: ByteNfa, start: int, atom: Ranges | Alternatives | str) -> int:
+    """Add the texts of an atom after a state, and return the state at their end."""
     if isinstance(atom, list):
         return _write(nfa, nfa.join(start, nfa.state()), atom)
     assert not isinstance(atom, str)
@@ -242,13 +249,13 @@ def _once(nfa: ByteNfa, start: int, atom: Ranges | Alternatives | str) -> int:
 def expression_automaton(
     regex: str, is_open: bool = False, is_anywhere: bool = False, is_loose: bool = False
 ) -> ByteAutomaton:
-    """Make the automaton of the texts that match a whole expression, as written in a JSON string.
+    """Make the automaton of the texts that a whole expression matches, as they are written in a JSON string.
 
     is_open: anything may follow an expression without `$` at its end; is_anywhere: anything may precede one without `^`
     at its beginning. is_loose: the automaton has every text that matches in some validator. Raises RequestError for an
     expression that an automaton cannot follow, and names the part; NoText for one that matches nothing.
     """
-    if regex.startswith("^(?!"):  # what must not follow at the beginning
+    if regex.startswith("^(?!"):  # a look-ahead at the beginning: exclude the texts that match it
         parser = _Parser(regex, at=4, is_loose=True)
         ways = [[("^", 1, 1), *way] for way in parser.alternatives()]
         kept = expression_automaton(f"^{regex[parser.at + 1 :]}", is_open, is_anywhere, is_loose)

@@ -1,4 +1,4 @@
-"""Pieces of JSON documents for an automaton, with an optional space between their parts."""
+"""An automaton that is built from pieces of JSON documents, with an optional space between their parts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from blockdiff.sampling.constraints.byte_nfa import ByteNfa
 from blockdiff.sampling.constraints.json_strings import any_string
 
-Write = Callable[[int], "int | None"]  # adds a piece behind a state; None if there is no text of it
+Write = Callable[[int], "int | None"]  # adds a piece after a state and returns its end; None if it has no text
 
 
 class JsonNfa(ByteNfa):
-    """An automaton of JSON texts. most_items: the largest size of arrays and objects that have a maximum.
+    """An automaton of JSON texts. most_items: the size to which a larger maximum of arrays and objects is reduced.
 
     Methods append a piece after state `start` and return the state at its end; None if the piece has no text.
     """
@@ -27,7 +27,7 @@ class JsonNfa(ByteNfa):
         return self.text(any_string(self, self.text(start, '"')), '"')
 
     def joined(self, ends: Sequence[int | None]) -> int | None:
-        """Join the ends of alternatives into one state; None entries are skipped."""
+        """Join the ends of alternatives into one state, without the None ones; None if all are None."""
         found = [end for end in ends if end is not None]
         if len(found) < 2:
             return found[0] if found else None
@@ -55,16 +55,17 @@ class JsonNfa(ByteNfa):
     def in_order(
         self, start: int, signs: str, entries: Sequence[tuple[Write, bool]], least: int, most: int | None
     ) -> int | None:
-        """Add entries in a fixed order between two signs; entries that are not required may be left out.
+        """Add entries in a fixed order between the two `signs`; entries that are not required may be left out.
 
-        least, most: bounds on the number of entries. None if they cannot be satisfied.
+        entries: how each entry is written, and whether it is required. least, most: bounds on the number of entries
+        (most None: no maximum). Returns None if they cannot be satisfied.
         """
         count = len(entries)
         needed = [number for number, (_, is_required) in enumerate(entries) if is_required]
         most = None if most is None or most >= count else most
         if max(least, len(needed)) > (count if most is None else most):
             return None
-        counted = max(least if least > max(1, len(needed)) else 0, most or 0)  # more make no difference
+        counted = max(least if least > max(1, len(needed)) else 0, most or 0)  # counting further makes no difference
         end = self.state()
         first = self.text(start, signs[0])
         if not needed and least == 0:
@@ -115,7 +116,10 @@ class JsonNfa(ByteNfa):
     def sequence(
         self, start: int, writes: Sequence[Write], rest: Write | None, least: int, most: int | None
     ) -> int | None:
-        """Add an array whose first items are `writes`, in order, and whose further items are `rest`."""
+        """Add an array of one item for each of `writes`, in order, and further items that `rest` writes (None: none).
+
+        least, most: bounds on the number of all items (most None: no maximum).
+        """
         end = self.state()
         state = self.text(start, "[")
         for number, write in enumerate(writes):
@@ -140,7 +144,7 @@ class JsonNfa(ByteNfa):
         return end
 
     def repeated(self, start: int, signs: str, item: Write, least: int = 0, most: int | None = None) -> int | None:
-        """Add `least` to `most` items between two signs."""
+        """Add `least` to `most` items (None: any number) between the two `signs`."""
         end = self.state()
         first = self.space(self.text(start, signs[0]))
         if least == 0:
@@ -152,7 +156,7 @@ class JsonNfa(ByteNfa):
         return end
 
     def items(self, start: int, item: Write, least: int, most: int | None) -> int | None:
-        """Add `least` to `most` items, at least one, separated by commas, and an optional space after them."""
+        """Add `least` (from 1) to `most` items (None: any number), with commas between and an optional space after."""
         last = self.state()
         most = None if most is None else max(least, min(most, self.most_items))
         state = start

@@ -1,4 +1,4 @@
-"""The automaton of any JSON object, up to a depth; written out state by state, as an expression repeats every level."""
+"""The automaton of any JSON object up to a depth, made state by state: an expression would repeat every level."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton
 
 ANY_OBJECT = {"type": "object"}  # the schema of all JSON objects
-DEPTH = 4  # objects and arrays within each other
-State = tuple[str, str]  # the containers that are open ("o" or "a" each), and the place in the innermost
+DEPTH = 4  # the most levels of objects and arrays, the outermost object included
+State = tuple[str, str]  # the open containers ("o" or "a" each), and the place in the innermost one
 HEX = b"0123456789abcdefABCDEF"
 DIGITS = b"0123456789"
-# The bytes that may follow the first one of a character of several bytes, and the number of further ones (RFC 3629).
+# The first byte of a character, the range of its second byte, and the number of bytes after those (RFC 3629).
 FIRST_BYTES = (
     *((byte, (0x80, 0xBF), 0) for byte in range(0xC2, 0xE0)),
     (0xE0, (0xA0, 0xBF), 1),
@@ -39,8 +39,10 @@ WHOLE_NUMBERS = ("zero", "int", "fraction", "exponent")
 
 @lru_cache(maxsize=1)
 def any_object() -> ByteAutomaton:
-    """JSON objects in which at most `DEPTH` objects and arrays are within each other, with one space or none (or a line
-    break) between their parts."""
+    """Make the automaton of JSON objects with at most `DEPTH` levels of objects and arrays.
+
+    Between their parts there is nothing, one space or one line break.
+    """
     first: State = ("", "start")
     places, order, rows = {first: 0}, [first], []
     for state in order:  # which grows
@@ -77,7 +79,7 @@ def _after(stack: str, place: str, byte: int) -> State | None:
 
 
 def _between(stack: str, place: str, byte: int) -> State | None:
-    """Return the state after a byte that begins or ends a part."""
+    """Return the state after a byte that begins or ends a part; None if the byte is not allowed."""
     if place == "start":
         return ("o", "first key") if byte == ord("{") else None
     if place in ("first key", "next key"):
@@ -107,7 +109,10 @@ def _closed(stack: str) -> State:
 
 
 def _in_string(stack: str, kind: str, rest: str, byte: int) -> State | None:
-    """Return the state after a byte of a string; `rest` describes the bytes that an escape or character still needs."""
+    """Return the state after a byte of a string; None if the byte is not allowed.
+
+    rest: the bytes that an escape or a character still needs, as text.
+    """
     if not rest:
         if byte == ord('"'):
             return stack, "colon" if kind == "key" else "comma"

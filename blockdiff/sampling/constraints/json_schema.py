@@ -1,4 +1,4 @@
-"""From a JSON schema to the automaton of its documents; what an automaton cannot hold is refused by name."""
+"""From a JSON schema to the automaton of its documents; refuses by name each keyword that it cannot express."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from blockdiff.sampling.constraints.unique_items import distinct_texts
 
 @dataclass(frozen=True)
 class Bounds:
-    """The parts of a schema that are written out.
+    """Limits on the documents of an automaton, so that it stays small.
 
-    refs: the $refs within each other of a schema that refers to itself; free: the arrays and objects within each other
-    of a value of any kind; items: the most items of an array that has a maxItems; characters: the most of a string that
-    has a maxLength; in_blocks: characters of such strings that are not ASCII's may count for up to eight; beginnings:
-    the characters with which the strings of an array with uniqueItems begin.
+    refs: the depth to which a schema that refers to itself is expanded; free: the levels of arrays and objects in a
+    value of any kind; items: the most items of an array with a maxItems; characters: the most characters of a string
+    with a maxLength; in_blocks: characters of such a string may count as several (`strings`); beginnings: the number of
+    parts by which the strings of an array with uniqueItems are told apart (`distinct_texts`).
     """
 
     refs: int = 4
@@ -52,8 +52,8 @@ BOUNDS = (
 def schema_automaton(schema: str | Mapping[str, Any]) -> ByteAutomaton:
     """Make the automaton of a schema's documents, with an optional space between their parts.
 
-    It does not contain every valid document: properties come in the schema's order, and only named ones occur. Raises
-    RequestError for a schema that is not JSON, or has keywords that an automaton cannot follow.
+    It does not accept every valid document: properties are in the schema's order, and if any are named, no others
+    occur. Raises RequestError for a schema that is not JSON, or has keywords that an automaton cannot follow.
     """
     try:
         text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema, allow_nan=False)
@@ -65,7 +65,7 @@ def schema_automaton(schema: str | Mapping[str, Any]) -> ByteAutomaton:
 
 @lru_cache(maxsize=32)
 def _compiled(schema: str) -> ByteAutomaton:
-    """Make the automaton of a schema's text, with the largest bounds that do not need too many states."""
+    """Make the automaton of a schema, given as JSON, with the first of `BOUNDS` that needs few enough states."""
     for bounds in BOUNDS:
         most = MOST_STATES if bounds is BOUNDS[-1] else MOST_TOKEN_STATES - 1
         try:
@@ -102,7 +102,7 @@ class _Writer:
         )
 
     def write(self, start: int, schema: Any, where: str, within: tuple[str, ...]) -> int | None:
-        """Add the documents of a schema; a callable schema adds itself."""
+        """Add the documents of a schema. A callable in place of a schema is called with `start`."""
         if callable(schema):
             return schema(start)
         if schema is True or schema == {}:
@@ -173,6 +173,8 @@ class _Writer:
         return self.nfa.in_order(start, "{}", entries, least, most)
 
     def _entry(self, name: str, schema: Any, where: str, within: tuple[str, ...]) -> Write:
+        """Return a function that adds the property `name` with its value."""
+
         def write(start: int) -> int | None:
             state = self.nfa.space(self.nfa.text(start, json.dumps(name, ensure_ascii=False)))
             return self.write(self.nfa.space(self.nfa.text(state, ":")), schema, where, within)
@@ -199,22 +201,25 @@ class _Writer:
         return self.nfa.entries(start, ways, least, most)
 
     def _inner(self, schema: Any, where: str, within: tuple[str, ...]) -> Write:
+        """Return a function that adds a value of the schema, which is one level less deep if any value is allowed."""
         if schema is True or schema == {}:
             return lambda state: self._free(state, max(0, self.bounds.free - 1))
         return lambda state: self.write(state, schema, where, within)
 
     def _key(self, pattern: str, place: str) -> Write:
+        """Return a function that adds a property name that matches the pattern."""
         automaton = self._strings((pattern,), (), 0, None, place, is_open=True)
         if automaton is None:
             return lambda start: None
         return lambda start: self._text(start, '"', automaton)
 
     def _named_keys(self, schema: Any, pattern: str | None, where: str, within: tuple[str, ...]) -> Write:
+        """Return a function that adds a name that satisfies a propertyNames schema and the pattern (None: any)."""
         names = {"allOf": [schema, {"type": "string"} | ({"pattern": pattern} if pattern else {})]}
         return lambda start: self.write(start, names, f"{where}/propertyNames", within)
 
     def _check_exclusive(self, patterns: Sequence[str], place: str) -> None:
-        """Raise RequestError if one name may match two patterns, whose schemas differ."""
+        """Raise RequestError if one name may match two of the patterns."""
         for pattern in patterns:
             own = self._strings((pattern,), (), 0, None, place, is_open=True)
             for other in patterns:
@@ -254,8 +259,8 @@ class _Writer:
     def _parts(self, schema: Any, where: str, within: tuple[str, ...]) -> list[Write]:
         """Return disjoint parts of a schema's documents, from which an array of different items is built.
 
-        The values of an enum are one part each; other texts are divided by their beginnings, objects by a property that
-        they require, and arrays by their first item.
+        Each value of an enum is a part. Strings and numbers are divided by their beginnings (`distinct_texts`), objects
+        by the value of a required property, and arrays by their first item.
         """
         place, pieces, types = where or "its top", list[Write](), list[str]()
         values = list[Any]()
@@ -266,7 +271,7 @@ class _Writer:
                 continue
             of_plain = written_types(plain)
             if "type" not in plain and len(of_plain) > 2:
-                of_plain = ["string", "number", "boolean", "null"]  # of a value of any kind
+                of_plain = ["string", "number", "boolean", "null"]  # the types of a value of any kind
             for type in of_plain:
                 types.append("number" if type == "integer" else type)
                 values += [False, True] if type == "boolean" else [None] if type == "null" else []
@@ -279,6 +284,7 @@ class _Writer:
         return [*(partial(self.nfa.value, value=value) for value in different), *pieces]
 
     def _parts_of_type(self, type: str, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> list[Write]:
+        """Return the parts of a plain schema of one type, as `_parts`; RequestError if it cannot be divided."""
         place = where or "its top"
         if type in ("string", "number", "integer"):
             quote, beginnings = ('"', self.bounds.beginnings) if type == "string" else ("", 0)
@@ -303,6 +309,7 @@ class _Writer:
         raise unheld("uniqueItems", place, "its items must be values of an enum, strings, numbers, or require one")
 
     def _text(self, start: int, quote: str, automaton: ByteAutomaton) -> int:
+        """Add a text of the automaton between two quotes."""
         return self.nfa.text(self.nfa.language(self.nfa.text(start, quote), automaton), quote)
 
     # -- strings and numbers ----------------------------------------------------------------------------------------
@@ -328,6 +335,7 @@ class _Writer:
         place: str,
         **ends: bool,
     ) -> ByteAutomaton | None:
+        """Make the automaton of strings (`strings`); None if there are none, with the cause in `reason`."""
         try:
             return strings(patterns, formats, least, most, self.bounds.in_blocks, **ends)
         except NoText:
@@ -340,6 +348,7 @@ class _Writer:
             raise RequestError(f"the JSON schema's pattern {patterns[0]!r:.60} at {place} {error}") from None
 
     def _numbers(self, plain: dict[str, Any], is_integer: bool, place: str) -> ByteAutomaton | None:
+        """Make the automaton of numbers (`Numbers`); None if there are none, with the cause in `reason`."""
         least, most = plain.get("minimum"), plain.get("maximum")
         over, under = plain.get("exclusiveMinimum"), plain.get("exclusiveMaximum")
         is_over = over is not None and (least is None or over >= least)
@@ -359,7 +368,7 @@ class _Writer:
         return found
 
     def _counts(self, plain: Mapping[str, Any], of: str, place: str) -> tuple[int, int | None]:
-        """Return the values of minX and maxX (None: no maximum)."""
+        """Return the minimum and maximum of `of`, such as "Items" (None: no maximum); RequestError if they conflict."""
         least, most = plain.get(f"min{of}", 0), plain.get(f"max{of}")
         if most is not None and most < least:
             raise RequestError(f"the JSON schema's max{of} {most} at {place} is less than its min{of} {least}")

@@ -1,4 +1,4 @@
-"""The strings of a JSON schema: of patterns, formats and lengths, between their quotes."""
+"""The strings of a JSON schema, with its patterns, formats and lengths, as they are written between quotes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton
 from blockdiff.sampling.constraints.byte_nfa import EVERY, ByteNfa, Ranges
 from blockdiff.sampling.constraints.ecma import expression_automaton, without
 
-# A day of the years 0001 to 9999, those of February by the years that leap
+# Dates of the years 0001 to 9999, with 29 February only in leap years
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
-_LONG, _SHORT = "(?:0[13578]|1[02])", "(?:0[469]|11)"  # months, of 31 and of 30 days
+_LONG, _SHORT = "(?:0[13578]|1[02])", "(?:0[469]|11)"  # months of 31 and of 30 days
 _DATE = f"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:{_LONG}|{_SHORT})-(?:29|30)|{_LONG}-31)|{_LEAP_YEAR}-02-29)"
 _HOUR, _MINUTE = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
 _TIME = rf"{_HOUR}:{_MINUTE}:{_MINUTE}(?:\.[0-9]+)?(?:Z|[+-]{_HOUR}:{_MINUTE})"
@@ -34,7 +34,7 @@ _EMAIL = rf"{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})+"
 _HOST = rf"{_SHORT_LABEL}(?:\.{_SHORT_LABEL}){{0,3}}"
 _POINTER = r"(?:/(?:[^/~]|~[01])*)*"
 _BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"
-FORMATS = {  # others are notes, which say nothing of which strings are valid
+FORMATS = {  # other formats are annotations and allow any string
     "date": _DATE,  # RFC 3339, as are the next three; no leap seconds
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
@@ -53,8 +53,8 @@ FORMATS = {  # others are notes, which say nothing of which strings are valid
     "uri-template": _URI,
     "json-pointer": _POINTER,
     "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
-    "regex": "[A-Za-z0-9 _-]*",  # those without a sign
-    "byte": _BASE64,  # of OpenAPI, and pydantic's name of it
+    "regex": "[A-Za-z0-9 _-]*",  # only expressions without special characters
+    "byte": _BASE64,  # the names in OpenAPI and in pydantic
     "base64": _BASE64,
 }
 ASCII: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E))
@@ -63,7 +63,10 @@ BLOCK = 8
 
 
 def any_character(nfa: ByteNfa, start: int, end: int | None = None) -> int:
-    """Add one character of a JSON string, or an escape of a letter."""
+    """Add one character of a JSON string, or an escape of two characters; return the state after it.
+
+    end: the state that this leads to (None: a new one).
+    """
     after = nfa.character(start, (*ASCII, *OTHERS))
     _escape(nfa, start, after)
     return after if end is None else nfa.join(after, end)
@@ -75,7 +78,7 @@ def _escape(nfa: ByteNfa, start: int, end: int) -> None:
 
 
 def any_string(nfa: ByteNfa, start: int) -> int:
-    """Add the text of any string."""
+    """Add any string, without its quotes."""
     loop = nfa.join(start, nfa.state())
     any_character(nfa, loop, loop)
     return nfa.join(loop, nfa.state())
@@ -93,10 +96,10 @@ def strings(
 ) -> ByteAutomaton:
     """Make the automaton of strings, without quotes, that match all patterns and formats and have an allowed length.
 
-    least, most: the number of characters (None: no maximum). in_blocks: characters outside ASCII may count for up to
-    eight, which needs fewer states. is_open: anything may follow a pattern without `$`; is_anywhere: accept every
-    string in which the patterns match in some validator. Raises RequestError, which names the part of a pattern that an
-    automaton cannot follow, and NoText.
+    least, most: the number of characters (None: no maximum). in_blocks: without patterns and formats, a character
+    outside ASCII or an escape may count as up to `BLOCK` characters, which needs fewer states. is_open: anything may
+    follow a pattern without `$`; is_anywhere: accept every string in which the patterns match in some validator. Raises
+    RequestError, which names the part of a pattern that an automaton cannot follow, and NoText if there is no string.
     """
     parts = [expression_automaton(pattern, is_open, is_anywhere, is_anywhere) for pattern in patterns]
     parts += [expression_automaton(FORMATS[name]) for name in formats if name in FORMATS]
@@ -106,7 +109,7 @@ def strings(
 
 
 def _of_length(least: int, most: int | None, in_blocks: bool) -> ByteAutomaton:
-    """Make the automaton of strings with `least` to `most` characters."""
+    """Make the automaton of strings with `least` to `most` characters; in_blocks: as in `strings`."""
     nfa = ByteNfa()
     state, end = 0, nfa.state()
     for _ in range(least):

@@ -13,9 +13,9 @@ from blockdiff.sampling.constraints.ecma import expression_automaton
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 NUMBER = rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-][0-9]+)?"
-DIGITS = 15  # that a double tells apart
+DIGITS = 15  # decimal digits that a double distinguishes
 PLACES = 9  # the most digits behind the point of a number with bounds
-LARGEST = 10**30  # a bound beyond it is written as it
+LARGEST = 10**30  # larger bounds are reduced to it
 MOST_LISTED = 2_000  # numbers that are written one by one
 MOST_REMAINDERS = 2_000
 
@@ -34,8 +34,9 @@ class Numbers:
     factor: int | float | None = None
 
     def automaton(self, is_integer: bool) -> ByteAutomaton | None:
-        """The texts of the integers or numbers; with bounds numbers have no exponent. None: multiples of the factor
-        cannot be written. NoText: there are no such numbers.
+        """Make the automaton of these numbers, or of the integers among them; None if `factor` is not supported.
+
+        With bounds numbers have no exponent. Raises NoText if there are no such numbers.
         """
         return _automaton(self, is_integer)
 
@@ -58,7 +59,7 @@ class Numbers:
         return reduce(ByteAutomaton.both, parts)
 
     def _listed(self, is_integer: bool) -> ByteAutomaton | None:
-        """List the multiples of a factor one by one; None if there are too many."""
+        """Make the automaton from a list of the multiples of `factor`; None without both bounds or for a long list."""
         assert self.factor is not None
         if self.least is None or self.most is None:
             return None
@@ -73,7 +74,7 @@ class Numbers:
                 continue
             whole = value.denominator == 1
             text = str(int(value)) if whole else f"{Decimal(value.numerator) / Decimal(value.denominator):f}"
-            # A validator divides as doubles do, and may find a remainder where there is none.
+            # Validators divide doubles, and may find a remainder where exact division leaves none.
             number = int(value) if whole else float(text)
             is_exact = isinstance(self.factor, int) or (number / self.factor).is_integer()
             if is_exact and (whole or not is_integer):
@@ -104,7 +105,7 @@ def _multiples(factor: int | float) -> ByteAutomaton | None:
     nfa = ByteNfa()
     end, start = nfa.state(), nfa.join(0, nfa.state())
     nfa.join(nfa.text(0, "-"), start)
-    # the remainder of what is written, without the point, by the number of digits behind it
+    # states by the number of digits behind the point, and by the remainder of all digits so far
     states = [[nfa.state() for _ in range(count)] for _ in range(places + 1)]
     for behind, of_remainder in enumerate(states):
         for remainder, state in enumerate(of_remainder):
@@ -130,7 +131,10 @@ def _digits(nfa: ByteNfa, state: int, remainder: int, following: list[int], firs
 
 
 def _exact(bound: int | float) -> Decimal:
-    """Return a bound by its written digits, but a large one by the double's value, for comparison with integers."""
+    """Return a bound as its written digits; a large one as the double's exact value, cut to LARGEST.
+
+    Thus large bounds compare with integers as a validator compares them.
+    """
     if abs(bound) < 10**DIGITS:
         return Decimal(repr(bound))
     return Decimal(max(-LARGEST, min(LARGEST, int(bound))))

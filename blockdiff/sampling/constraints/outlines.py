@@ -1,4 +1,4 @@
-"""Calls of outlines-core, each in a process of its own with an end and a bound on its memory.
+"""Calls of outlines-core, each in a process of its own with limits on its time and memory.
 
 An expression of thirty characters can need a billion states, and a thread that compiles one can be neither stopped nor
 bounded.
@@ -19,7 +19,7 @@ COMPILE_BYTES = 1 << 29  # of memory, for one call of outlines-core
 
 
 def call_outlines(**request: Any) -> tuple[dict[str, Any], bytes]:
-    """Return the answer of `compile_child` and the bytes after it.
+    """Send a request to `compile_child`; return its answer and the bytes after it.
 
     Raises RequestError if outlines-core is not installed, or if compilation exceeds its limits.
     """

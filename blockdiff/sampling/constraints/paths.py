@@ -1,9 +1,8 @@
 """The best canvas and a random one under an automaton: exact dynamic programming over (position, state).
 
-The model gives a distribution of its own to every position, so the canvas that an automaton accepts and that has the
-largest product of probabilities is found by Viterbi's recursion, and one drawn from the product, conditioned on being
-accepted, by a backward pass and a forward draw (arXiv 2505.23061 has the first for diffusion models). Numbers are
-logarithms in fp64; nothing is read on the host.
+The model predicts every position independently. So Viterbi's recursion finds the accepted canvas with the largest
+product of probabilities (arXiv 2505.23061 does so for diffusion models). A backward pass and a forward draw sample a
+canvas from that product, conditioned on being accepted. Numbers are logarithms in fp64; nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from torch import Tensor
 from blockdiff.kernels import IN_TORCH, Kernels
 from blockdiff.sampling.constraints.token_automaton import TokenAutomaton
 
-NUMBERS = 16 << 20  # as many numbers of (position, edge) or (position, pair) live at once, 128 MiB
+NUMBERS = 16 << 20  # the numbers of (position, edge) or (position, pair) in memory at once, 128 MiB
 
 
 class Paths(NamedTuple):
-    """Classes of tokens along the canvases; `share` is the marginal of the conditioned distribution."""
+    """The token classes of the best and of a random canvas, and the marginals over all accepted canvases."""
 
     best_BL: Tensor  # int64
     random_BL: Tensor  # int64
@@ -69,9 +68,9 @@ def completable(automaton: TokenAutomaton, tokens: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def completable_later(automaton: TokenAutomaton, before: int, after: int) -> Tensor:
-    """The states from which n tokens that do not end the text, and `after` further ones, can lead to acceptance.
+    """Return the states from which n tokens that do not end the text, then `after` of any kind, can reach acceptance.
 
-    For n = 0 .. `before`: bool [N, S + 1], with fewer rows where the rest would all be equal.
+    Row n is for n = 0 .. `before`: bool [N, S + 1]. Rows that would repeat the last one are left out.
     """
     is_open_NS, next_of_text = completable(automaton, after), automaton.next_SC[:, ~automaton.is_end_C]
     is_open_S = is_open_NS[min(after, len(is_open_NS) - 1)].clone()
@@ -87,7 +86,10 @@ def completable_later(automaton: TokenAutomaton, before: int, after: int) -> Ten
 
 @functools.lru_cache(maxsize=64)
 def completable_pins(automaton: TokenAutomaton, pins: tuple[int, ...]) -> Tensor:
-    """The states from which the last n pins (-1: text) lead to acceptance, n = 0, 1, ...: bool [N + 1, S + 1]."""
+    """Return the states from which the last n of N `pins` can lead to acceptance, for n = 0 .. N: bool [N + 1, S + 1].
+
+    A pin of -1 is any token that does not end the text.
+    """
     is_open_S, next_of_text = automaton.is_accepting_S, automaton.next_SC[:, ~automaton.is_end_C]
     rows_NS, class_N = [is_open_S], automaton.class_V[list(pins)].tolist()
     for pin, of_pin in zip(reversed(pins), reversed(class_N), strict=True):
@@ -202,9 +204,10 @@ def _of_pairs(of_classes_BLC: Tensor, automaton: TokenAutomaton, is_sum: bool) -
 
 
 def _follow(choice_LBS: Tensor, successor_SK: Tensor, start_B: Tensor) -> Tensor:
-    """The pairs along the way from the start states when every state chooses so: int64 [B, L].
+    """Return the number of the pair at each position of the paths from the start states, int64 [B, L].
 
-    Ways are maps of states, put together in log2(L) rounds (Hillis and Steele 1986) instead of position by position.
+    choice_LBS: the successor that each state chooses. A position maps states to states; these maps are composed in
+    log2(L) rounds (Hillis and Steele 1986) instead of one by one.
     """
     S, K = successor_SK.shape
     flat_LBS = torch.arange(S, device=start_B.device) * K + choice_LBS

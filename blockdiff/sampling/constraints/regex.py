@@ -1,4 +1,4 @@
-"""Regular expressions: the automaton of one, how long the texts are that it spells out, and where it is wrong."""
+"""Regular expressions: their automata, the length of the texts that they spell out, and the place of a mistake."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from blockdiff.sampling.constraints.compile_child import END
 from blockdiff.sampling.constraints.compile_limit import too_large
 from blockdiff.sampling.constraints.outlines import call_outlines
 
-MOST_CHARACTERS = 4096  # of a text, as its expression is written: over tokens each is a state, of which so many may be
+MOST_CHARACTERS = 4096  # of one text that an expression spells out; states over tokens have the same limit
 _PIECE = re.compile(
     r"(?P<escape>\\[pPx]\{[^}]*\}|\\.)|(?P<set>\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
     r"|(?P<around>\(\?<?[=!])|(?P<group>\(\?(?:>|P=|\())|(?P<open>\()|(?P<close>\))|(?P<or>\|)"
     r"|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|(?P<sign>[*+?^$])|(?P<other>.)",
     re.DOTALL,
 )
-# Python would take these for a mistake, or warn of them
+# Syntax that Python refuses or warns of
 _RUST_ONLY = re.compile(r"\\[pPx]\{[^}]*\}|\\[pP][A-Z]|\\z|\[:\w+:\]|&&|--|~~")
 
 
@@ -61,8 +61,8 @@ def without_ends(regex: str) -> str:
 
 
 def characters_written(regex: str) -> int:
-    """Count the most characters that one way through an expression writes out, with repetitions multiplied."""
-    # of each open group: the longest alternative so far, this one, and its last part, which a repetition multiplies
+    """Count the characters of the longest text that an expression spells out, with `*` and `+` as one repetition."""
+    # for each open group the lengths of its longest alternative so far, of this one, and of its last, repeatable part
     groups = [[0, 0, 0]]
     for piece in _PIECE.finditer(regex):
         group = groups[-1]
@@ -88,7 +88,7 @@ def characters_written(regex: str) -> int:
 
 
 def mistake_in(regex: str) -> str | None:
-    """Return the mistake in a refused expression and its position; None if it cannot be found."""
+    """Return a description of the mistake in a refused expression, with its position; None if it is not found."""
     try:
         re.compile(_RUST_ONLY.sub(lambda found: "." * len(found[0]), regex))
     except re.error as error:

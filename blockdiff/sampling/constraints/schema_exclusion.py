@@ -1,4 +1,4 @@
-"""Plain schemas that exclude one another: for `oneOf`, `not` and the other way of an `if`."""
+"""The difference of two plain schemas, as plain schemas: for `oneOf`, `not` and the `else` of an `if`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def _is_of(type: str, other: Plain) -> bool:
 
 
 def _without_values(one: Plain, values: list[Any]) -> list[Plain]:
-    """Exclude values from a schema of strings, which is possible only for the empty string; else an empty list."""
+    """Return schemas of `one` without the strings in `values`; [] if that is impossible.
+
+    It is possible only for strings, if the empty one is the only string in `values`.
+    """
     if one["type"] == ["string"] and all(value == "" for value in values if isinstance(value, str)):
         return _not_between(one, {"maxLength": 0}, "Length")
     return []
@@ -71,7 +74,10 @@ def _numbers(one: Plain, other: Plain, _: Difference) -> list[Plain]:
 
 
 def _not_between(one: Plain, other: Plain, of: str) -> list[Plain]:
-    """Return the schemas with fewer, and with more, characters, items or properties than the other one allows."""
+    """Return schemas for the parts of `one` below the minimum and above the maximum that `other` sets.
+
+    of: "Length", "Items" or "Properties", which are counted. Parts that no count satisfies are left out.
+    """
     found = []
     if other.get(f"min{of}", 0) > 0:
         found.append(one | {f"max{of}": min(other[f"min{of}"] - 1, one.get(f"max{of}", other[f"min{of}"]))})
@@ -99,7 +105,7 @@ def _objects(one: Plain, other: Plain, difference: Difference) -> list[Plain]:
     narrowed, whole = list[Plain](), list[Plain]()
     for name in other.get("required", ()):
         if name not in named and name not in needed and not is_free:
-            return [one]  # which never has it
+            return [one]  # none of whose documents has the property
         if name not in needed:
             narrowed.append(one | {"properties": {**named, name: False}})
     for name in [*other.get("properties", {})]:
@@ -124,6 +130,7 @@ def _objects(one: Plain, other: Plain, difference: Difference) -> list[Plain]:
     return whole[:1] or narrowed
 
 
+# By type: plain schemas for values that satisfy `one` and not `other`; [] if no such schemas are known
 _BY_TYPE: dict[str, Callable[[Plain, Plain, Difference], list[Plain]]] = {
     "object": _objects,
     "array": _arrays,

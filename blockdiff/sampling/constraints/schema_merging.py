@@ -26,7 +26,7 @@ OF_TYPE = {
 COMBINING = ("$ref", "anyOf", "oneOf", "if", "dependentRequired", "dependentSchemas", "allOf")
 KNOWN = {"type", "enum", "not", *COMBINING, *(keyword for keywords in OF_TYPE.values() for keyword in keywords)}
 KNOWN |= {"$dynamicRef", "$recursiveRef"}
-EXCLUDED: Any = ("excluded",)  # no key of JSON: (schema, keyword) pairs that no document may satisfy
+EXCLUDED: Any = ("excluded",)  # a key that JSON cannot have, for (schema, keyword) pairs that no document may satisfy
 LEAST = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"}
 GREATEST = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "minContains"}
 BOTH = {"items", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"}  # schemas that both hold
@@ -41,7 +41,10 @@ def unheld(keyword: str, place: str, advice: str = "leave it out") -> RequestErr
 
 
 def simplified(schema: Any, place: str) -> dict[str, Any] | Literal[False]:
-    """Remove annotations and older spellings; False for a schema that nothing satisfies, {} if everything does."""
+    """Return a schema without annotations and in its present spelling.
+
+    False: nothing satisfies it; {}: everything does. Raises RequestError for a keyword with an invalid value.
+    """
     if isinstance(schema, bool):
         return {} if schema else False
     if not isinstance(schema, Mapping):
@@ -153,7 +156,10 @@ def both_of(one: Any, other: Any, place: str) -> Any:
 
 
 def _put_off(one: Any, other: Any) -> Any:
-    """Combine two schemas in an allOf, merged when it is written; a schema that allows everything is left out."""
+    """Return a schema of the values that satisfy both, as an allOf that `Rewriting.ways` merges later.
+
+    No allOf is needed if the schemas are equal, or if one allows everything or nothing.
+    """
     if one is False or other is False:
         return False
     if one in (True, {}) or one == other:
@@ -189,7 +195,7 @@ def _objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, A
 
 
 def of_name(schema: Mapping[str, Any], name: str) -> Any:
-    """The schema of one property, named or not."""
+    """Return the schema of the property `name`: its own and its patterns', else the one of additional properties."""
     found = [schema["properties"][name]] if name in schema.get("properties", {}) else []
     found += [each for pattern, each in schema.get("patternProperties", {}).items() if is_in(name, pattern)]
     if not found:

@@ -1,7 +1,7 @@
 """Schemas without keywords that combine schemas: `$ref`, `allOf`, `anyOf`, `oneOf`, `not`, `if` and the dependent ones.
 
 A plain schema has a type or an enum, and constraints on those values. `Rewriting.ways` converts any schema to plain
-ones, of which each document satisfies one.
+ones, such that each document satisfies one of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from blockdiff.sampling.constraints.schema_exclusion import apart
 from blockdiff.sampling.constraints.schema_merging import COMBINING, EXCLUDED, both_of, simplified, unheld
 from blockdiff.sampling.constraints.schema_values import holds
 
-MOST_REFS = 5_000  # that are followed
-MOST_WAYS = 256  # plain schemas of one schema
+MOST_REFS = 5_000  # the most that are followed
+MOST_WAYS = 256  # the most plain schemas for one schema
 Way = tuple[dict[str, Any], tuple[str, ...]]  # a plain schema, and the $refs around it
 
 
@@ -32,7 +32,8 @@ class Rewriting:
     def ways(self, schema: Any, place: str, within: tuple[str, ...], is_loose: bool = False) -> list[Way]:
         """Return plain schemas such that each document of the schema satisfies one of them.
 
-        They may accept less than the schema. is_loose: they accept no less, and exclusions are ignored.
+        place: the path of the schema, for messages; within: the $refs around it. The plain schemas may accept less
+        than the schema. is_loose: they accept no less, and exclusions are ignored.
         """
         done, todo = list[Way](), [(schema, within, list[Way](), within)]
         while todo:
@@ -93,7 +94,7 @@ class Rewriting:
         return apart(one, other, lambda value, schema: holds(value, schema, place, self.look_up), difference)
 
     def look_up(self, name: Any, place: str) -> Any:
-        """Return the schema that a $ref names."""
+        """Return the schema that a $ref names; RequestError if it is not in the document."""
         if name != "#" and not str(name).startswith("#/"):
             raise RequestError(
                 f"the JSON schema refers to {name!r:.80} at {place}; only # can be looked up, and what follows #/"
@@ -181,7 +182,7 @@ def rooted(document: Any, root: str = "#", where: str = "#") -> Any:
 
 
 def _with_most(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
-    """Merge the $refs around two schemas of one value; each occurs as often as in the schema with more of it."""
+    """Merge two lists of $refs: each $ref occurs as often as in the list that has more of it."""
     return tuple((Counter(one) | Counter(other)).elements())
 
 

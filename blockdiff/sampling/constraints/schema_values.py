@@ -47,7 +47,7 @@ def holds(value: Any, schema: Any, place: str, look_up: LookUp) -> bool:
 
 
 def types_of(value: Any) -> set[str]:
-    """Return the types of a value; a whole number has two."""
+    """Return the JSON types of a value; a whole number is both "number" and "integer"."""
     if value is None or isinstance(value, bool):
         return {"null" if value is None else "boolean"}
     if isinstance(value, int | float):

@@ -50,7 +50,7 @@ class TokenAutomaton:
         return self if self.class_V.device == device else _on(self, device)
 
     def run(self, tokens: Sequence[int], state: int = 0) -> int:
-        """Return the state after some tokens; `states` if they are not allowed."""
+        """Return the state after reading `tokens` from `state` on; `self.states` if they are not allowed."""
         for place in self.class_V[list(tokens)].tolist():
             state = self.states if place == self.next_SC.shape[1] else int(self.next_SC[state, place])
         return state
@@ -81,7 +81,7 @@ def token_automaton(
     without_text = [id for id in range(V) if not tokens.texts[id] and id not in ends and id not in banned]
     order, place, number_N = _reached(automaton, tokens)
 
-    # Classes: the tokens of a number, the last one of which says where they lead; then eos, fill and special ones.
+    # Classes: tokens with one number, whose last token shows where all of them lead; then eos, fill and special tokens.
     numbers, class_N = number_N.unique(return_inverse=True)
     is_dead = numbers == 0
     texts = int((~is_dead).sum())
@@ -116,7 +116,7 @@ def token_automaton(
     is_end_C = torch.zeros(texts + 3, dtype=torch.bool)
     is_end_C[texts : texts + 2] = True
 
-    # Classes that lost all their tokens go.
+    # Drop classes without tokens.
     for id in (texts, texts + 1, texts + 2):
         has_token[id] = bool((class_V == id).any())
     new_class = torch.where(has_token, has_token.cumsum(0) - 1, int(has_token.sum()))
@@ -135,15 +135,16 @@ def token_automaton(
 def _reached(automaton: ByteAutomaton, tokens: Tokens) -> tuple[list[int], Tensor, Tensor]:
     """Find the states that tokens with a text reach from the start, and group tokens that lead to the same states.
 
-    Returns these states, the index of each state among them (int64 [states + 1], -1 for others), and for each token the
-    number of its group, 0 for a token that is never allowed. Raises RequestError for too many states.
+    Returns these states, the index of each state among them (int64 [states + 1], -1 for others), and for each of
+    `tokens.ids` the number of its group, 0 for a token that is never allowed. The numbers are sums of random numbers,
+    equal if two tokens lead from every reached state to the same state. Raises RequestError for too many states.
     """
     place = torch.full((automaton.states + 1,), -1, dtype=torch.int64)
     place[0] = 0
     order = [0]
     generator = torch.Generator().manual_seed(_RANDOM_SEED)
     number_of_state = torch.randint(-(2**62), 2**62, (automaton.states + 1,), generator=generator)
-    number_of_state[automaton.states] = 0  # so that a token that can stand nowhere has the number 0
+    number_of_state[automaton.states] = 0  # so that a token that is never allowed has the number 0
     tree = tokens.read_by(automaton)
     number_M = torch.zeros(len(tree.node_M) + 1, dtype=torch.int64)
     done, most = 0, max(1, _NUMBERS // (len(number_M) + sum(len(byte) for _, byte in tree.levels)))
@@ -179,7 +180,7 @@ def _after(automaton: ByteAutomaton, texts: Sequence[bytes], order: Sequence[int
 
 
 def _pairs(next_SC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`successor_SK`, `pair_E` and `class_E` of a `TokenAutomaton`."""
+    """Return `successor_SK`, `pair_E` and `class_E` of a `TokenAutomaton`; RequestError for too many pairs."""
     S = len(next_SC) - 1
     state_E, class_E = (next_SC[:S] < S).nonzero().unbind(-1)
     pairs, pair_E = (state_E * (S + 1) + next_SC[state_E, class_E]).unique(return_inverse=True)

@@ -33,16 +33,17 @@ class Tokens:
         deepest = int(lengths.max()) if order else 0
         padded = b"".join(self.texts[id].ljust(deepest, b"\0") for id in order)
         bytes_NJ = torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(-1, deepest) if order else None
-        # (nodes' parents at the level above, nodes' bytes), and where in all levels' nodes each token ends
+        # for each level the parents of its nodes, at the level above, and their bytes; then for each token the node at
+        # which it ends, counted over all levels
         self.levels: list[tuple[Tensor, Tensor]] = []
         self.node = torch.zeros(len(order), dtype=torch.int64)
         first, is_new = 0, torch.zeros(max(len(order) - 1, 0), dtype=torch.bool)
-        above = torch.zeros(len(order), dtype=torch.int64)  # each token's node at the level above, all at the root
+        above = torch.zeros(len(order), dtype=torch.int64)  # each token's node at the level above; first the root
         for level in range(deepest):
             assert bytes_NJ is not None
             own = bytes_NJ[:, level]
             is_long = lengths > level
-            # The tokens are sorted: one begins a node where it differs from the one before it, or is the first so long.
+            # The tokens are sorted. One begins a node if it differs from the token before it, or if that is too short.
             is_new |= own[1:] != own[:-1]
             begins = torch.cat((torch.ones(1, dtype=torch.bool), is_new | ~is_long[:-1])) & is_long
             node = begins.cumsum(0) - 1
@@ -75,8 +76,8 @@ class Tokens:
 class TextTree:
     """Texts that an automaton may tell apart, as a tree of bytes.
 
-    levels: for each level the nodes' parents at the level above and their bytes. node_M: where in all levels' nodes
-    each text ends; leaf_N: the text of each token, M for one that no state accepts.
+    levels: for each level the parents of its nodes, at the level above, and their bytes. node_M: the node, among the
+    nodes of all levels, at which each text ends; leaf_N: the index of each token's text, M if no state accepts it.
     """
 
     levels: list[tuple[Tensor, Tensor]]
@@ -84,7 +85,7 @@ class TextTree:
     leaf_N: Tensor
 
     def after(self, automaton: ByteAutomaton, states_K: Tensor) -> Tensor:
-        """Return the states after every text from some states and from the dead state: int64 [K, M + 1]."""
+        """Return the state after each text from each of `states_K`, then a column of dead states: int64 [K, M + 1]."""
         parts, current = [], states_K[:, None]
         for parent, byte in self.levels:
             current = automaton.next_SB[current[:, parent].long(), byte]
@@ -101,10 +102,10 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tokens:
 
 @functools.lru_cache(maxsize=4)
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """The bytes of every token id; empty for special tokens and for ids that the tokenizer does not use.
+    """Return the bytes of every token id; empty for special tokens and for ids that the tokenizer does not use.
 
-    Decoders that join tokens are understood: byte level (GPT-2), byte fallback with replacements (Gemma), and plain
-    joining. RequestError for others, whose texts are not their tokens joined.
+    Supports decoders that join the texts of tokens: byte level (GPT-2), byte fallback with replacements (Gemma), and
+    plain joining. Raises RequestError for other decoders.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -133,7 +134,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a decoder; RequestError for one that does more than joining tokens."""
+    """Return the steps of a decoder; RequestError if it does more than join the texts of tokens."""
     if decoder is None:
         decoder = {"type": "none"}
     steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -148,9 +149,9 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte that each character of GPT-2's byte-level alphabet stands for.
+    """Return the byte of each character of GPT-2's byte-level alphabet.
 
-    Printable characters of Latin-1 stand for themselves; the other bytes, in their order, are characters from 256 on.
+    Printable characters of Latin-1 have their own code; the other bytes, in order, belong to characters from 256 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,4 +1,4 @@
-"""Texts that are told apart by their beginnings, for arrays of different items."""
+"""Parts of a language that differ in the beginnings of their texts, for arrays of different items."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _WHOLE += [f"{digit}[0-9]{{3,}}" for digit in range(1, 10)]
 
 
 def distinct_texts(texts: ByteAutomaton, beginnings: int) -> list[ByteAutomaton]:
-    """Divide a language into parts, in a fixed order, such that texts of different parts are different values.
+    """Return parts of a language, in a fixed order, such that texts of different parts are different values.
 
-    beginnings: the number of sets of ASCII letters and digits, by which strings are divided according to their first
-    character; strings that begin otherwise, or are empty, are one more part. 0: the texts are numbers, divided by their
-    digits before the point: all of them up to 99, above only the first digit, and the first digit for negative ones.
+    beginnings: the number of sets into which ASCII letters and digits are divided; the first character of a string
+    decides its part. All other strings, the empty one included, are one more part. With 0 the texts are numbers,
+    divided by the digits before the point: each value up to 99 is a part; larger numbers are divided by their first
+    digit and by whether they have three digits or more; negative ones by their first digit. Empty parts are left out.
     """
     if beginnings:
         size = -(-len(LETTERS) // beginnings)

@@ -44,17 +44,17 @@ class CanvasBatch:
     ):
         model = model.denoiser
         self.model, self.settings, self.pages, self.graphs = model, settings, pages, graphs
-        self.canvases: list[RunningCanvas] = []  # in the order of their places
+        self.canvases: list[RunningCanvas] = []  # in the order of their rows
         self._running: list[RunningCanvas] = []  # in the order in which they were given
         self.denoised = 0  # canvases that the model has run, padding included
         most = max_rows + graphs.padding(max_rows)
         self._step = CanvasStep(model, settings, pages, most, keeps=not graphs.captures)
-        self._control_buffers: dict[str, Tensor] = {}  # which captured steps read
+        self._control_buffers: dict[str, Tensor] = {}  # read by captured steps
         self._report = HostCopy(self._step.report_BN)
         self._shapes: dict[tuple[Strategy, int], list[Shape]] = {}
         self._shapes_B: list[list[Shape]] = []
         self._canvas_controls: list[CanvasControl] = []
-        # where steps of the running canvases can be captured: the shape of all, and the key of the graph
+        # the shape of all running canvases and the key of their graph; None if their steps cannot be captured
         self._captured: tuple[Shape, abc.Hashable] | None = None
 
     def can_capture(self, shape: Shape) -> bool:

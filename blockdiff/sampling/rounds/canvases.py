@@ -67,7 +67,7 @@ class CanvasRound(Round):
 
     @classmethod
     def steps(cls, strategy: Strategy, max_steps: int) -> int:
-        """The steps of a canvas, and those that the strategy takes after its last mask."""
+        """Return `max_steps` plus the steps that the strategy may take beyond them (`post_steps`)."""
         return max_steps + getattr(strategy, "post_steps", 0)
 
     @property
@@ -92,7 +92,7 @@ class CanvasRound(Round):
         return 0 if sequence.control is None else sequence.control.first_step
 
     def control(self, sequence: Sequence, settings: SamplingSettings, device: torch.device) -> CanvasControl | None:
-        """Return the control of a new canvas, with the prompt's tail pinned if it begins with it."""
+        """Return the control of a new canvas, which pins the prompt's tail at its start; None if it would be empty."""
         tail = sequence.tail
         if sequence.control is not None:
             return sequence.control.begin(sequence.seed, tail)

@@ -57,12 +57,12 @@ class NextTokenRound(Round):
 
     @classmethod
     def answer_chunk(cls, settings: SamplingSettings, chunk_tokens: int) -> int:
-        """Return the chunk length of a prompt: tokens that are encoded again can share a call."""
+        """Return `chunk_tokens`, as for prompts: after a preemption, response tokens can share a call."""
         return chunk_tokens
 
     @property
     def reach(self) -> int:
-        """The number of tokens to draft: at most `most`; if it adapts, 1.5 times `recent` plus 1."""
+        """The number of tokens to draft: `most`, or, if `follows` is set, at most 1.5 times `recent` plus 1."""
         return min(self.most, 1 + round(1.5 * self.recent)) if self.follows and self.recent is not None else self.most
 
     def to_encode(self, sequence: Sequence) -> int:
@@ -97,7 +97,7 @@ class NextTokenRound(Round):
             self.recent = before + (verification.accepted - before) / 4
 
     def _count_places(self, verification: Verification, count: int) -> None:
-        """Count the first `count` drafted tokens of a block by position, and those that were accepted."""
+        """Count the first `count` drafted tokens of a block, and the accepted ones among them, in `places`."""
         for place in range(count)[: len(verification.draft)]:
             drafted, accepted = self.places[place] if place < len(self.places) else (0, 0)
             self.places[place : place + 1] = [(drafted + 1, accepted + (place < verification.accepted))]
@@ -116,7 +116,7 @@ class BlockBatch:
                 assert mask_id is not None
                 self._draft = partial(draft_block, drafter, mask_id)
             most, length = most + graphs.padding(most), drafter.canvas_length
-            # for one pass, or a few over one layer, no dense copies pay
+            # dense copies do not pay off for one pass, or for a few over one layer
             self._steps = pages.step_buffers(most, length, keeps=False)
             self._anchor_B = torch.zeros(most, dtype=torch.int64, device=drafter.device)
             self._drafted_BK = torch.zeros(most, length - 1, dtype=torch.int64, device=drafter.device)

@@ -13,7 +13,7 @@ from blockdiff.sampling.strategy import Canvases, Decision, Key
 
 
 class Acceptance(Protocol):
-    """A frozen dataclass."""
+    """A rule that decides which samples a step keeps, as a frozen dataclass."""
 
     def accept(self, canvases: Canvases) -> Decision:
         """Return the decision about every position; it does not decide when a canvas ends."""
@@ -21,7 +21,7 @@ class Acceptance(Protocol):
 
 @dataclass(frozen=True)
 class EntropyBound:
-    """Accept the k most certain tokens, k as large as H_1 + ... + H_k - max(H_1, ..., H_k) <= bound allows.
+    """Accept the k most certain tokens, for the largest k with H_1 + ... + H_k - max(H_1, ..., H_k) <= bound.
 
     The left side bounds the mutual information of the accepted tokens, so they may be sampled independently
     (arXiv 2505.24857). At least one token is always accepted; nothing is kept from earlier steps.
@@ -123,7 +123,7 @@ class Quota:
 
     def of_steps(self, done_B: Tensor, steps_B: Tensor, length: int) -> Tensor:
         """Return the number of positions out of `length` that are due after `done_B` steps, int64 [B]."""
-        if self.pace == "linear":  # in integers: no rounding is rounded up
+        if self.pace == "linear":  # in integers, so no rounding error is rounded up
             return (done_B * length + steps_B - 1) // steps_B
         share_B = 1 - torch.cos(done_B.double() / steps_B * (math.pi / 2))
         return (share_B * length - 1e-9).ceil().long()
@@ -136,6 +136,6 @@ class Sequential(Quota):
     is_capturable: ClassVar[bool] = True
 
     def score(self, canvases: Canvases) -> Tensor:
-        """Return a number for each position that falls from left to right, so that the first ones win."""
+        """Return priorities that fall from left to right, [B, L], so that the first positions are kept first."""
         place_BL = torch.arange(canvases.kept_BL.shape[-1], 0, -1, device=canvases.kept_BL.device)
         return place_BL.float().expand(canvases.kept_BL.shape)

@@ -46,7 +46,7 @@ class Denoising:
         if not (self.stability >= 0 and self.confidence >= 0):
             given = f"{self.stability} and {self.confidence}"
             raise ValueError(f"stability and confidence must be at least 0, got {given}")
-        Shape(1.0, self.top_k, self.top_p, self.min_p)  # refuses filters that cannot be
+        Shape(1.0, self.top_k, self.top_p, self.min_p)  # raises ValueError for bad filters
 
     def shape(self, step: int, steps: int) -> Shape:
         """Return the step's temperature and filters, and whether nothing is drawn."""
@@ -166,7 +166,7 @@ class Ancestral(Denoising):
         after_B1 = ((canvases.step_B + 1) / canvases.steps_B)[:, None]
         share_B1 = before_B1 / after_B1
         is_same_BL = canvases.stats.sample == seen_BL
-        # Masses over pi, but where the prediction is what is seen, over 1: pi may be 0.
+        # Masses are divided by pi, which may be 0, except if the prediction equals the input token.
         unit_BL = torch.ones_like(is_same_BL, dtype=torch.float32).masked_fill_(is_same_BL, pi)
         clean_BL = unit_BL * after_B1 * (1 - share_B1) + before_B1 * is_same_BL
         stay_BL, noise_BL = unit_BL * share_B1 * (1 - after_B1), unit_BL * (1 - share_B1) * (1 - after_B1)

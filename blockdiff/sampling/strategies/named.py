@@ -18,7 +18,7 @@ from blockdiff.sampling.strategies.denoising import Ancestral, Composed, Denoisi
 from blockdiff.sampling.strategies.next_token import NextToken, Speculative, Verified
 from blockdiff.sampling.strategy import Key, Strategy
 
-MOST = 10**9  # an integer in the text of a strategy is no larger than this
+MOST = 10**9  # the largest integer in the text of a strategy
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ MOST_STEPS = 1000  # of a draft
 class NextToken:
     """Next-token sampling: greedy at temperature 0, else a draw from the tempered and filtered distribution.
 
-    Like every draw of this package, it looks up one addressed number in [0, 1) in the cumulative distribution.
+    Like every draw of this package, it looks up one number in [0, 1), set by the seed and the token's position, in the
+    cumulative distribution.
     """
 
     temperature: Annotated[
@@ -54,7 +55,7 @@ class NextToken:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        Shape(1.0, self.top_k, self.top_p, self.min_p)  # refuses filters that cannot be
+        Shape(1.0, self.top_k, self.top_p, self.min_p)  # raises ValueError for bad filters
 
     @property
     def head(self) -> NextToken:
@@ -87,8 +88,8 @@ class NextToken:
 class Verified:
     """Rounds of at most `steps` denoising steps by the strategy `denoising`, each followed by a verification.
 
-    head: the next-token sampling whose tokens the response has. Step numbers go on through the rounds of a canvas:
-    those of round r begin at r `steps`.
+    head: the next-token sampling whose tokens the response has. Step numbers continue over the rounds of a canvas:
+    round r (from 0) begins at step r `steps`.
     """
 
     head: NextToken = field(default_factory=NextToken)
