@@ -73,7 +73,7 @@ class Attention(nn.Module):
         return out, (own_k, own_v) if into is None else ()
 
     def keys(self, x_BTD: Tensor, rope: Rope, past: Past | None) -> KV:
-        """Return or write the keys and values of tokens that have no queries, as `forward` does."""
+        """Compute the keys and values of tokens without queries; return or write them as `forward` does."""
         assert self.v_proj is not None
         k, v = (each(x_BTD).view(*x_BTD.shape[:2], -1, self.head_dim) for each in (self.k_proj, self.v_proj))
         norms, into = HeadNorms(self.head_dim, self.k_norm, self.k_norm, self.norms_values, self.eps), written(past)

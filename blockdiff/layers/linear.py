@@ -32,7 +32,7 @@ class Split(Protocol):
         """Return the input x, equal on all ranks; in the backward its gradient is summed over ranks if needed."""
 
     def leaving(self, out: Tensor) -> Tensor:
-        """Return the layer's output, made of this rank's product and those of others."""
+        """Return the layer's output, made of this rank's product and the other ranks'."""
 
 
 class Linear(HasWeights, nn.Linear):
@@ -97,7 +97,7 @@ class Linear(HasWeights, nn.Linear):
         return Adapted(None, matrix.product(self.kernels, x), bias, A, B, low_rank.scale)
 
     def shares(self, is_noisy: bool | Tensor) -> bool:
-        """Whether `outputs` may fuse this layer's adapter with those of other layers: no hooks and no dropout."""
+        """Whether `outputs` may fuse this layer's adapter with other layers' adapters: no hooks and no dropout."""
         is_called = self._forward_hooks or self._forward_pre_hooks
         has_own_input = self.training and self.low_rank is not None and self.low_rank.dropout
         return self.adapts(is_noisy) and not is_called and not has_own_input
@@ -139,7 +139,7 @@ def _adapted(layers: tuple[Linear, ...], x: Tensor, is_noisy: bool | Tensor) -> 
 def gated_product(
     gate: Linear, up: Linear, x: Tensor, activation: str, kernels: Kernels, is_noisy: bool | Tensor = False
 ) -> Tensor:
-    """Compute `f(gate x) * g(up x)` of two linear layers, f and g by the activation's name."""
+    """Compute `f(gate x) * g(up x)` of two linear layers; `activation` names f and g."""
     if gate.is_product(is_noisy) and up.is_product(is_noisy):
         return kernels.gated_linear(x, gate.matrix(), up.matrix(), activation)
     gate_out, up_out = outputs((gate, up), x, is_noisy)

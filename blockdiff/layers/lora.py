@@ -88,7 +88,7 @@ class Adapted(NamedTuple):
 class Casts(NamedTuple):
     """The adapters of layers that read the same tokens, cast to one dtype: all A stacked to one matrix, and each B.
 
-    None stands for a matrix that needs neither cast nor stacking: the layer's own is used.
+    None: the matrix needs neither cast nor stacking, so the layer's own is used.
     """
 
     A_RD: Tensor | None
@@ -200,5 +200,5 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _columns(narrowed_NR: Tensor, B: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split the products with the stacked A into those of each layer."""
+    """Split the products with the stacked A into one part for each layer."""
     return narrowed_NR.split([layer_B.shape[1] for layer_B in B], 1)

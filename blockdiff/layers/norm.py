@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
     @property
     def gain(self) -> Tensor:
-        """The weight as this rank multiplies by it."""
+        """The weight that this rank multiplies by: the parameter, through `split` if it is set."""
         weight = self._parameters["weight"]
         assert weight is not None
         return weight if self.split is None else self.split(weight)

@@ -24,7 +24,7 @@ TOKEN_ROWS = "vocabulary.token_rows"
 def targets(model: BlockDiffusionModel, parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
     """Return the modules of the named parts that can be adapted, with their settings; experts have no dropout.
 
-    Raises CheckpointError for a part that the family has no adapters for, or of which the model has no module.
+    Raises CheckpointError for a part that the family has no adapters for, and for a rank above its matrices' rank.
     """
     config = model.config
     modules: dict[str, LowRank] = {}
@@ -93,7 +93,7 @@ def is_adapted(model: BlockDiffusionModel) -> bool:
 
 @contextmanager
 def without_adapters(model: BlockDiffusionModel) -> Iterator[None]:
-    """Disable a model's adapters inside the `with` block, to the bit; trained rows of the table stay."""
+    """Disable a model's adapters inside the `with` block, bit-exactly; trained rows of the table stay in use."""
     adapted = [(module, module.low_rank) for module in adapters_of(model).values() if module.low_rank is not None]
     for module, low_rank in adapted:
         module.low_rank = replace(low_rank, alpha=0.0)
@@ -129,7 +129,7 @@ def adapter_tensors(model: BlockDiffusionModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def draw_adapters(model: BlockDiffusionModel, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Fill new adapters so that the model's results do not change: B is 0, rows are those of the table.
+    """Fill new adapters so that the model's results do not change: B is 0, trained rows equal the table's.
 
     dtype: of the weights; adapters have at least fp32. The same seed gives the same values on every device.
     """

@@ -13,10 +13,10 @@ from blockdiff.models.model import BlockDiffusionModel
 
 
 class CausalModel(BlockDiffusionModel):
-    """A model with unscaled embeddings and logits without a cap, causal, and with `config.canvas_length` a denoiser.
+    """A model with unscaled embeddings and uncapped logits: causal, and with a `config.canvas_length` a denoiser.
 
-    Self-conditioning, if the family has it, is then an MLP without an outer norm, of the width `intermediate` and with
-    this activation. is_tied: whether the head is the embedding table.
+    Self-conditioning, if the family has it, is then an MLP without an outer norm, of width `intermediate` with this
+    activation. is_tied: whether the head is the embedding table.
     """
 
     def __init__(self, config: Family, kernels: str | Kernels, intermediate: int, activation: str, is_tied: bool):
@@ -32,13 +32,13 @@ class CausalModel(BlockDiffusionModel):
 
 
 def canvases(theirs: Any) -> dict[str, Any]:
-    """The fields of a config about canvases: without a `canvas_length` its models are causal."""
+    """Return the config's fields about canvases; without a `canvas_length` the model is causal, with length 1."""
     canvas_length = getattr(theirs, "canvas_length", None)
     return {"canvas_length": canvas_length or 1, "denoises": bool(canvas_length)}
 
 
 def wrong_canvas_length(theirs: Any) -> Iterator[str]:
-    """The reason why a `canvas_length` is refused, as `config_checks` has such reasons."""
+    """Yield the reason why the `canvas_length` is refused, if it is (see `config_checks`)."""
     canvas_length = getattr(theirs, "canvas_length", None)
     if canvas_length is not None and (not isinstance(canvas_length, int) or canvas_length < 0):
         yield f"canvas_length is {canvas_length!r}; it must be a number of tokens, or null for a causal model"

@@ -1,4 +1,4 @@
-"""Checks of configs that several families make: each gives the reasons, in words, why a config is refused."""
+"""Checks of configs that several families make: each yields the reasons, in words, why a config is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from blockdiff.errors import CheckpointError
 
-# What transformers or a model of ours makes lists of before any weights are looked at; other sizes are up to 2^31.
+# Limits of sizes for which transformers or we build lists before any weights are read; other sizes: up to 2^31.
 LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16, "global_head_dim": 2**16}
 LARGEST_OF_IMAGES = {"num_hidden_layers": 1000, "hidden_size": 2**16, "head_dim": 2**16, "num_attention_heads": 4096}
 LARGEST_OF_IMAGES |= {"patch_size": 1024, "spatial_merge_size": 64}
@@ -26,7 +26,7 @@ def refuse_first(reasons: Iterator[str]) -> None:
 
 
 def sizes_out_of_range(values: Mapping[str, Any], names: Collection[str], where: str = "") -> Iterator[str]:
-    """Sizes in a config.json that no model has; to be refused before anything is made of them."""
+    """Yield a reason for each size in a config.json that no model has. Call it before anything is built."""
     for name in names:
         size, most = values.get(name), LARGEST.get(name, 2**31)
         if isinstance(size, int) and not 1 <= size <= most:
@@ -34,7 +34,7 @@ def sizes_out_of_range(values: Mapping[str, Any], names: Collection[str], where:
 
 
 def image_sizes_out_of_range(vision: Any) -> Iterator[str]:
-    """Sizes in the `vision_config` of a config.json that no model has; the image side is made of modules at once."""
+    """Yield a reason for each size in a `vision_config` that no model has, before image modules are built."""
     for name, most in LARGEST_OF_IMAGES.items():
         size = vision.get(name) if isinstance(vision, Mapping) else None
         if isinstance(size, int) and not 1 <= size <= most:

@@ -31,7 +31,7 @@ class Drafter(BlockDiffusionModel):
 
     typical = "fc.weight"
     self_conditioning = None
-    _vocabulary: tuple[Vocabulary, ...] = ()  # not a part: its weights are the target's
+    _vocabulary: tuple[Vocabulary, ...] = ()  # no submodule, since its weights are the target's
 
     def drafts_for(self, target: BlockDiffusionModel) -> None:
         """Share a target's vocabulary; raise BlockdiffError if the drafter was not trained for such a target."""
@@ -46,8 +46,10 @@ class Drafter(BlockDiffusionModel):
         return self._vocabulary[0]
 
     def reading(self, tokens_BT: Tensor, features_BTF: Tensor) -> Tensor:
-        """Return the drafter's input for clean tokens, [B, T, ...]; features_BTF: the target layers' outputs for them,
-        concatenated."""
+        """Return the drafter's input for clean tokens, [B, T, ...].
+
+        features_BTF: the outputs of the target's layers for these tokens, concatenated.
+        """
         raise NotImplementedError
 
     def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:
@@ -108,7 +110,7 @@ class Drafted(BlockDiffusionModel):
 
     @property
     def canvas_kinds(self) -> dict[str, str]:
-        """The drafter's name of each of its kinds of layers -> the name in `kinds` of this model."""
+        """The name of each kind of layers in the drafter -> its name in `kinds` of this model."""
         return {name: _of("drafter", name) for name in self.drafter.kinds}
 
     def rope(self, positions_BT: Tensor) -> dict[str, Rope]:
@@ -160,5 +162,5 @@ def with_features(hidden_BTX: Tensor, layers: int) -> tuple[Tensor, Tensor]:
 
 
 def _of(part: str, name: str) -> str:
-    """Return the name here of kind of layers `name` of the "target" or the "drafter"."""
+    """Return the name in `Drafted` of the kind of layers `name` of the "target" or the "drafter"."""
     return f"{part} {name}"

@@ -1,4 +1,4 @@
-"""The contract of a model family: what a family decides, and the config of one of its models.
+"""The contract of a model family: its decisions, and the config of one of its models.
 
 A family is a subclass of `Family` in its own module or folder of this package. Its class attributes hold for all of its
 models; an instance is the config of one model, made once from the content of a config.json. The rest of the code reads
@@ -41,27 +41,27 @@ class Family:
 
     Class attributes, the same for all models of a family:
     model_type: the name of the family in a config.json; architecture: the class that loads its checkpoints, in
-    transformers or, for a drafter, in what serves it; is_drafter: whether its models draft for another one and are
-    nothing without it; makes_drafters: whether it has `for_target`; is_written: whether checkpoints are written, too;
+    transformers or, for a drafter, in the engine that serves it; is_drafter: whether its models draft for another model
+    and cannot run without it; makes_drafters: whether it has `for_target`; is_written: whether checkpoints are written;
     has_self_conditioning: whether a denoiser reads the soft embedding of its last prediction; default_strategy: the
     text of the strategy that its models are sampled by (None: the released rules for a denoiser, else next tokens);
     objective: the keys of the objective of canvases, as a recipe has them, with which its denoisers are trained if they
-    bring no blockdiff.json and the recipe does not say otherwise (`trained_with` adds what follows from the config);
+    bring no blockdiff.json and the recipe does not set them (`trained_with` adds keys that follow from the config);
     length_key: the key of config.json with the length of a canvas, if released files without it have to be read;
     seeds_canvases: whether a sampled canvas begins with the next token of the model's head;
     noisy_adapters: names of folders in which releases have adapters of noisy tokens only;
-    image_spellings: the keys of config.json that have the ids of the tokens of images, and how these are spelt.
+    image_spellings: the keys of config.json with the ids of image tokens -> the tokens' spelling.
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
-    that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
-    have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so they are
-    frozen; quantised_parts: those whose linear layers and experts can be stored in fewer bits.
+    that matches. Sizes, freezing and adapters go by parts. adapted_parts: parts whose linear layers and experts can
+    have adapters; selecting_parts: parts that only select the inputs of others, so no loss reaches them and they are
+    frozen; quantised_parts: parts whose linear layers and experts can be stored in fewer bits.
     sharding_units: names of modules (`{}` is the layer number) whose weights are gathered together when they are
     sharded, inner ones first. tensor_parts: patterns of the names of modules -> how tensor parallelism splits them:
     "attention", "mlp", "experts" or "vocabulary"; empty: it cannot. predictions, corruptions, meshes: what the models
-    can be trained with; `require` refuses everything else. prefixes: the words that the field `prefix` may have.
+    can be trained with; `require` refuses everything else. prefixes: the allowed values of the field `prefix`.
 
-    Fields, of one model: those that config.json has under the same names, in the words that all families share.
-    values: the whole content of config.json, with the keys that nothing here reads; canvas_length: 1 for a causal
+    Fields of one model, with the same names and values in all families; most are named as in config.json.
+    values: the whole content of config.json, including keys that nothing here reads; canvas_length: 1 for a causal
     model; denoises: whether the model has canvases; prefix: what a clean token sees, "causal" (nothing behind it) or
     "blocks" (its whole block of `canvas_length` tokens; canvases are such blocks, too); experts, experts_per_token: 0
     without experts; rope_theta: of the first kind of layers; mask: the mask token of a drafter's blocks, or of a
@@ -118,7 +118,7 @@ class Family:
     fill: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise CheckpointError for numbers that no model has, whichever key of config.json they come from."""
+        """Raise CheckpointError if a field has a value that no model has, whichever key of config.json set it."""
         refuse_first(self._out_of_range())
 
     def _out_of_range(self) -> Iterator[str]:
@@ -142,45 +142,46 @@ class Family:
 
     @classmethod
     def is_of(cls, values: Mapping[str, Any]) -> bool:
-        """True if the content of a config.json is a config of this family."""
+        """Whether `values`, the content of a config.json, is a config of this family."""
         return bool(values.get("model_type") == cls.model_type)
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """The config from the content of a config.json.
+        """Return the config, given the content of a config.json.
 
-        Raises CheckpointError, naming the field, for a value that the model does not compute with: a value is computed
-        or refused, and never ignored. Keys that change nothing of the computation are kept in `values`.
+        Raises CheckpointError, naming the field, for a value that the model does not support: every value is computed
+        with or refused, never ignored. Keys that do not change the computation are kept in `values`.
         """
         raise NotImplementedError
 
     @classmethod
     def text_of(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The part of the content of a config.json that has the fields of the text model, to be read or changed."""
+        """Return the object within `values` that has the fields of the text model; changing it changes `values`."""
         return values
 
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The content of a config.json, of which `values` has what differs from the defaults."""
+        """Return the whole content of a config.json; `values` has the keys that differ from the defaults."""
         return values
 
     @classmethod
     def of(cls, values: Mapping[str, Any], theirs: Any, **own: Any) -> Self:
-        """The config with each field from `own` or else from the attribute of that name of transformers' config."""
+        """Return the config with each field from `own`, else from the attribute of that name of `theirs`."""
         own = {"prefix": values.get("prefix") or "causal"} | own | {"values": copy.deepcopy(dict(values))}
         names = [each.name for each in fields(cls) if each.name not in own and hasattr(theirs, each.name)]
         return cls(**{name: getattr(theirs, name) for name in names}, **own)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of config.json, all keys as they were read."""
+        """Return the content of config.json, with all keys as they were read."""
         return copy.deepcopy(dict(self.values))
 
     def with_tokens(
         self, vocab_size: int, special: Mapping[str, int | None], vocabulary: Mapping[str, int] | None = None
     ) -> Self:
-        """The config with another vocabulary; special: bos_token_id, eos_token_id, pad_token_id and mask_token_id.
+        """Return the config with a vocabulary of `vocab_size` tokens.
 
-        vocabulary: the ids by the tokens; those of images are found in it, and a model without them takes no images.
+        special: bos_token_id, eos_token_id, pad_token_id and mask_token_id. vocabulary: token -> id; the ids of image
+        tokens are looked up in it, and if one is missing the model takes no images (None: these ids stay).
         """
         values = self.to_dict()
         self.text_of(values).update(vocab_size=vocab_size, **special)
@@ -190,21 +191,21 @@ class Family:
         return self.read(values)
 
     def with_canvases(self, canvas_length: int, prefix: str = "causal") -> Self:
-        """The config of the same model as a denoiser of canvases of `canvas_length` tokens over such a prefix."""
+        """Return the config of the same model as a denoiser of canvases of `canvas_length` tokens, with this prefix."""
         more = {} if prefix == "causal" else {"prefix": prefix}
         return self.read(self.to_dict() | {"canvas_length": canvas_length} | more)
 
     @property
     def stored_dtype(self) -> str | None:
-        """The dtype of the weights as config.json names it; None if it does not."""
+        """The dtype of the weights as config.json names it, None if it names none."""
         stored = self.values.get("dtype", self.values.get("torch_dtype"))
         return None if stored is None else str(stored)
 
     def written(self, dtype: str, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The content of the config.json beside weights of this dtype and, if they are quantised, in this form."""
+        """Return the content of a config.json for weights of this dtype and, if they are quantised, `quantization`."""
         values = self.to_dict()
         values.pop("quantization_config", None)
-        named = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"  # that of older files
+        named = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"  # older files' key
         values |= {"model_type": values.get("model_type", self.model_type), "architectures": [self.architecture]}
         return values | {named: dtype} | ({} if quantization is None else {"quantization_config": dict(quantization)})
 
@@ -212,20 +213,21 @@ class Family:
 
     @property
     def block(self) -> int | None:
-        """The tokens of a block that a clean token sees whole and at whose multiples canvases begin.
+        """The length of the blocks that clean tokens see whole; None with a causal prefix.
 
-        Counted from the document's start; None with a causal prefix, behind which canvases begin at any column.
+        Blocks are counted from the document's start, and canvases begin at their multiples. With a causal prefix
+        canvases begin at any column.
         """
         return self.canvas_length if self.prefix == "blocks" else None
 
     @property
     def predicts_next_tokens(self) -> bool:
-        """False if a clean token sees those behind it, so that it cannot be asked for the next one."""
+        """Whether clean tokens predict the next one; False if they already see tokens behind them."""
         return self.prefix == "causal"
 
     @property
     def trained_with(self) -> dict[str, Any]:
-        """The keys of the objective of canvases for a model without blockdiff.json, as a recipe has them."""
+        """The canvas objective's keys, as in a recipe, if there is no blockdiff.json; {} if causal or a drafter."""
         follows: dict[str, Any] = {} if self.mask is None else {"corruption": "mask"}
         follows |= {} if self.has_self_conditioning else {"coin": 0.0}
         follows |= {} if self.predicts_next_tokens else {"ar_loss": "none"}
@@ -233,12 +235,12 @@ class Family:
 
     @property
     def cached_per_token(self) -> int:
-        """The count of numbers that a prefix holds of one token."""
+        """The count of numbers that a prefix stores for one token."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The shape of the model for a person to read."""
+        """Lines that describe the shape of the model to a person."""
         raise NotImplementedError
 
     @property
@@ -247,13 +249,13 @@ class Family:
         return self.canvas_length if self.denoises else 256
 
     def image_side(self) -> ImageSide | None:
-        """The modules that turn images into embeddings, without weights that are read; None without an image side."""
+        """Build the modules that turn images into embeddings, with no weights read yet; None without an image side."""
         return None
 
     def image_tokens(self) -> tuple[int | str, int, int | str] | None:
-        """Return the tokens before an image, for each of its parts and after it, by id or as they are spelt.
+        """Return three tokens, each an id or its spelling: before an image, for each of its parts, and after it.
 
-        None for a model that takes no images: it has no image side, or its vocabulary no such tokens.
+        None if the model takes no images: it has no image side, or its vocabulary lacks these tokens.
         """
         return None
 
@@ -261,9 +263,10 @@ class Family:
     def for_target(
         cls, target: Family, layers: int, block: int, mask: int, scale: float, softcap: float | None
     ) -> Family:
-        """The config of a drafter with `layers` layers and blocks of `block` tokens for a target of this config.
+        """Return the config of a drafter with `layers` layers and blocks of `block` tokens for a target.
 
-        mask: the mask token; scale, softcap: of the target's embeddings and logits, as its vocabulary has them.
+        target: the target's config. mask: the mask token. scale: the factor of the target's embeddings. softcap: the
+        cap of its logits (None: uncapped).
         """
         raise NotImplementedError
 
@@ -279,20 +282,20 @@ class Family:
 
     @classmethod
     def part_of(cls, name: str) -> str:
-        """The part that one of our parameters or buffers belongs to, by its name; "other" if none matches."""
+        """Return the part of one of our parameters or buffers by its name, "other" if no pattern matches."""
         parts = cls.parts.items()
         return next((part for part, ours in parts if any(fnmatchcase(name, pattern) for pattern in ours)), "other")
 
     @classmethod
     def units(cls, model: nn.Module) -> list[nn.Module]:
-        """The modules of a model to shard one by one, inner ones before those that hold them, the model last."""
+        """Return the modules of a model to shard one by one: inner modules before outer ones, the model last."""
         named = dict(model.named_modules())
         patterns = [re.compile(re.escape(unit).replace(r"\{\}", r"\d+")) for unit in cls.sharding_units]
         return [*(named[name] for pattern in patterns for name in named if pattern.fullmatch(name)), model]
 
     @classmethod
     def require_written(cls) -> None:
-        """Raise CheckpointError if checkpoints of the family are read and not written."""
+        """Raise CheckpointError if checkpoints of the family can be read but not written."""
         if not cls.is_written:
             raise CheckpointError(f"a model of {cls.architecture} is read and run, and not written; copy its files")
 
@@ -306,7 +309,7 @@ class Family:
                 raise CheckpointError(f"{cls.model_type} does not support {choice} ({kind}: {there})")
 
 
-# What transformers' class has of every model and ours have not; it makes lists as long as `num_labels` says.
+# Fields that transformers' class has for every model and ours do not; `num_labels` is the length of lists there.
 OF_EVERY_CLASS = (
     *("num_labels", "id2label", "label2id", "problem_type", "output_attentions"),
     *("attn_implementation", "experts_implementation"),
@@ -314,7 +317,7 @@ OF_EVERY_CLASS = (
 
 
 def for_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the content of a config.json for transformers' class, without what no model of ours computes with."""
+    """Copy the content of a config.json for transformers' class, without fields that none of our models uses."""
     kept = {name: value for name, value in values.items() if name not in OF_EVERY_CLASS}
     return {
         name: for_transformers(value) if isinstance(value, Mapping) else copy.deepcopy(value)
@@ -323,7 +326,7 @@ def for_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written_out(theirs: Any) -> dict[str, Any]:
-    """The content of transformers' config with the defaults of its class, without those that all classes share."""
+    """Return the content of transformers' config with its class's defaults, except defaults that all classes share."""
     from transformers import PreTrainedConfig
 
     def own(values: dict[str, Any]) -> dict[str, Any]:
@@ -336,16 +339,17 @@ def written_out(theirs: Any) -> dict[str, Any]:
 
 @functools.cache
 def families() -> dict[str, type[Family]]:
-    """Every family by its model type: the FAMILIES of each module of this package that has any."""
+    """Return every family by its model type: the FAMILIES of each module of this package that has any."""
     names = [each.name for each in pkgutil.iter_modules(models.__path__, "blockdiff.models.")]
     modules = [importlib.import_module(name) for name in names]
     return {family.model_type: family for module in modules for family in getattr(module, "FAMILIES", ())}
 
 
 def family_of(values: Mapping[str, Any]) -> type[Family]:
-    """The family of the content of a config.json; CheckpointError if there is none.
+    """Return the family of a config.json with content `values`; CheckpointError if there is none.
 
-    A family that recognises a file by more than its model type goes before the one that the type names.
+    If several match, a family that recognises the file by more than its model type is preferred to the one that the
+    type names.
     """
     values = dict(values)
     if (of_speculators := values.get("speculators_model_type")) is not None:  # whose files have no other type

@@ -10,7 +10,7 @@ from torch import Tensor
 from blockdiff.images import ImageInput
 from blockdiff.models.model import BlockDiffusionModel
 
-MOST_TOKENS = 1 << 14  # of cached images, unless those of the last call alone are more
+MOST_TOKENS = 1 << 14  # of cached images; only the images of the last call may have more
 
 
 class ImageFeatures:

@@ -41,11 +41,11 @@ class ImageSide(nn.Module):
             return self.features(inputs)
 
     def features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """Return the embeddings of images, concatenated."""
+        """Return the embeddings of images, concatenated [sum of their tokens, D]."""
         raise NotImplementedError
 
     def blank(self, tokens: int = 1) -> ImageInput:
-        """Return a blank image, for plans and for ranks that run the modules only because other ranks do."""
+        """Return a blank image of `tokens` tokens, for plans and for ranks that run the modules because others do."""
         raise NotImplementedError
 
 

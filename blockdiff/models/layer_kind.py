@@ -42,7 +42,7 @@ class LayerKind:
     def encode_spans(
         self, doc_start_BT: Tensor, past_B: Tensor | None = None, images: RowImages | None = None
     ) -> Spans:
-        """Return the spans of clean tokens (see `spans.encode_spans`); images: those among the call's tokens."""
+        """Return the spans of clean tokens (see `spans.encode_spans`); images: the images among the call's tokens."""
         run_BT2 = images.run_BS2 if images is not None and self.sees_whole_images else None
         if self.block is not None:
             run_BT2 = block_runs(doc_start_BT, self.block, past_B)

@@ -1,4 +1,4 @@
-"""Llama-like causal models: Llama and Qwen3, as they are on the Hub, or with what denoising needs added to them.
+"""Llama-like causal models: Llama and Qwen3, as they are on the Hub, or with the weights added that denoising needs.
 
 What is special about them:
 - Pre-norm layers, `x + attention(norm(x))` then `x + mlp(norm(x))`; norms are cast before their weight multiplies.
@@ -6,11 +6,11 @@ What is special about them:
 - RoPE with llama3 scaling slows the frequencies that turn too seldom over the original positions; a family may have
   yarn, and queries that are scaled at far positions.
 - Embeddings are not scaled; the head may be a matrix of its own; logits are not soft-capped.
-- Causal: such a model encodes, and its next-token predictions are what it samples with. Where the config has a
-  `canvas_length` it denoises, too: an MLP without an outer norm adds the soft embedding of the last prediction to the
+- Causal: such a model encodes, and samples with its next-token predictions. If the config has a `canvas_length`
+  it denoises, too: an MLP without an outer norm adds the soft embedding of the last prediction to the
   canvas embedding, and each layer multiplies noisy tokens by its decoder scalar. With the MLP's output at zero and the
   scalars at 1, as `init --from` makes them, noisy tokens are computed like clean ones. The Hub has no names for these
-  tensors, so they lie in blockdiff.safetensors and transformers loads the rest as the causal model that it is.
+  tensors, so they are in blockdiff.safetensors, and transformers loads the rest as a causal model.
 
 config.json is that of transformers' `LlamaConfig` or `Qwen3Config`, with a `canvas_length` if the model denoises, and
 `"prefix": "blocks"` if its clean tokens see their whole block.
@@ -38,7 +38,8 @@ from blockdiff.models.model import BlockDiffusionModel, layer_scalar, wanted
 from blockdiff.models.names import Names
 from blockdiff.spans import Spans, Sweep
 
-# What a config may say: one value only, names there and in kernels/, RoPE types with the parameters each may have.
+# What a config may have: fields with one supported value; activations, by their names there and in kernels/; types of
+# layers, with our names of the kinds; RoPE types, with their parameters.
 ONE_VALUE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "attention_dropout": (0.0, None),
@@ -59,7 +60,7 @@ SIZES = (
 
 
 class Layer(nn.Module):
-    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
+    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it changes nothing except the pages of `past`."""
 
     def __init__(self, config: LlamaFamily, has_scalar: bool, kernels: Kernels):
         super().__init__()
@@ -79,15 +80,15 @@ class Layer(nn.Module):
         )
         self.post_attention_norm = CastRMSNorm(hidden, eps, kernels)
         self.mlp = MLP(hidden, config.intermediate_size, kernels, ACTIVATIONS[config.hidden_act])
-        self.encoder_scalar = None  # clean tokens are the causal model's
+        self.encoder_scalar = None  # clean tokens are computed as in the causal model
         self.decoder_scalar = nn.Parameter(torch.ones(1)) if has_scalar else None
 
     def forward(
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
-        """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens.
+        """Return the residual after the layer, given x [B, T, D], and the keys and values of these tokens.
 
-        is_noisy: as `BlockDiffusionModel.forward` takes it; noisy tokens are multiplied by the decoder scalar.
+        is_noisy: as in `BlockDiffusionModel.forward`; noisy tokens are multiplied by the decoder scalar.
         """
         attended, kv = self.attention(self.input_norm(x), rope, spans, past, is_noisy)
         x, is_noisy = wanted(x, is_noisy, attended.shape[1])
@@ -98,7 +99,7 @@ class Layer(nn.Module):
 
 
 class Llama(CausalModel):
-    """The stack of layers, causal, and with `config.canvas_length` a denoiser, too."""
+    """The model of Llama and Qwen3: causal, and with a `config.canvas_length` a denoiser, too."""
 
     layer_class: type[Layer] = Layer
 
@@ -106,7 +107,7 @@ class Llama(CausalModel):
         activation = ACTIVATIONS[config.hidden_act]
         super().__init__(config, kernels, config.intermediate_size, activation, config.tie_word_embeddings)
         layers, self.leaves_clean_out = config.num_hidden_layers, self.layer_class is Layer
-        has_scalars = self.denoises and config.has_self_conditioning  # or denoising adds nothing to the weights
+        has_scalars = self.denoises and config.has_self_conditioning  # without it denoising adds no weights
         self.layers = nn.ModuleList(self.layer_class(config, has_scalars, self.kernels) for _ in range(layers))
         self.norm = CastRMSNorm(config.hidden_size, config.rms_norm_eps, self.kernels)
         self.layer_kinds = tuple(KINDS[each] for each in config.layer_types)
@@ -119,7 +120,7 @@ class Llama(CausalModel):
 
 
 def frequencies(config: LlamaFamily) -> Tensor:
-    """The frequencies of RoPE, fp32 [d/2]."""
+    """Return the frequencies of RoPE for the config's type of RoPE, fp32 [d/2]."""
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
         return llama3_frequencies(config.head_dim, rope["rope_theta"], rope)
@@ -129,13 +130,13 @@ def frequencies(config: LlamaFamily) -> Tensor:
 
 
 def _query_scale(config: LlamaFamily) -> tuple[float, int] | None:
-    """The numbers of `rope.query_scale`, if queries at far positions are scaled."""
+    """Return beta and the original positions for `rope.query_scale`, None if queries are not scaled."""
     rope = config.rope_parameters
     beta = rope.get("llama_4_scaling_beta")
     return None if beta is None else (beta, rope["original_max_position_embeddings"])
 
 
-# `{}` is the layer number. What denoising adds has no name on the Hub.
+# `{}` is the layer number. Tensors that denoising adds have no name on the Hub.
 TABLE: tuple[tuple[str, str], ...] = (
     # ours                                      Hub
     ("vocabulary.table", "model.embed_tokens.weight"),
@@ -209,7 +210,7 @@ class LlamaFamily(Family):
 
     @classmethod
     def as_transformers(cls, values: Mapping[str, Any]) -> Any:
-        """The content of a config.json as transformers' config, which raises what it raises for a wrong one."""
+        """Return transformers' config for the content of a config.json; transformers' own errors are passed on."""
         import transformers
 
         return getattr(transformers, cls.transformers_class)(**for_transformers(values))
@@ -221,13 +222,13 @@ class LlamaFamily(Family):
 
     @classmethod
     def own_fields(cls, theirs: Any) -> dict[str, Any]:
-        """The fields that transformers' config does not have under the same name, or not in this form."""
+        """Return the fields that transformers' config does not have under the same name or in the same form."""
         rope_theta = theirs.rope_parameters["rope_theta"]
         return canvases(theirs) | {"layer_types": _layer_types(theirs), "rope_theta": rope_theta}
 
     @classmethod
     def wrong(cls, theirs: Any) -> Iterator[str]:
-        """The reasons why a config is refused: what our model does not compute as transformers does."""
+        """Yield the reasons why a config is refused: values for which our model would differ from transformers'."""
         yield from other_values(theirs, ONE_VALUE)
         if theirs.hidden_act not in ACTIVATIONS:
             yield f"hidden_act {theirs.hidden_act!r} is not supported; there are: {', '.join(ACTIVATIONS)}"
@@ -266,7 +267,7 @@ class LlamaFamily(Family):
 
 
 def _layer_types(theirs: Any) -> tuple[str, ...]:
-    """The type of each layer; Llama's are all full."""
+    """Return the type of each layer; all are full if the config lists none, as Llama's."""
     return tuple(getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers)
 
 

@@ -33,22 +33,22 @@ class BlockDiffusionModel(nn.Module):
 
     config: Family
     denoises: bool
-    leaves_clean_out: bool = False  # whether a layer gives the wanted tokens of a sweep alone
+    leaves_clean_out: bool = False  # whether the last layer may skip a sweep's clean tokens
     canvas_length: int
     vocab_size: int
     kernels: Kernels
     vocabulary: Vocabulary
-    self_conditioning: nn.Module | None  # of embeddings [B, T, D] and a signal; None if the model reads none
-    layers: nn.ModuleList  # each with an encoder_scalar and a decoder_scalar, [1]; None: 1
+    self_conditioning: nn.Module | None  # called on embeddings [B, T, D] and a signal; None: reads none
+    layers: nn.ModuleList  # each has an encoder_scalar and a decoder_scalar, [1] (None: 1)
     norm: RMSNorm
     kinds: dict[str, LayerKind]  # by name
     layer_kinds: tuple[str, ...]  # the name of each layer's kind
     image_side: ImageSide | None  # None until it is needed: see `checkpoint.images`
     typical = "vocabulary.table"  # the parameter whose dtype and device are the model's
     target_layers: tuple[int, ...] = ()  # of a drafter: the layers of its target whose outputs it reads
-    mask_id: int  # of a drafter with masks: the token that stands where it drafts
+    mask_id: int  # of a drafter with masks: the mask token
     carried: Any = None  # tensors and files of the checkpoint that the model does not run
-    # Of sharded weights: where they are gathered to, and in which dtype; None = where and as they are kept.
+    # The device and the dtype in which sharded weights are gathered (None: as they are stored).
     gathered_on: torch.device | None = None
     gathered_in: torch.dtype | None = None
 
@@ -73,15 +73,15 @@ class BlockDiffusionModel(nn.Module):
 
         spans: by kind of layer. past: each layer's prefix tensors, dense or in pages (`span_attention/paged.py`).
         is_noisy: False for clean tokens (encode), True for tokens of canvases (denoise), or booleans [B, T]. soft_BTD:
-        the signal of noisy tokens (None: none). rope: the result of `rope(positions_BT)`, if already computed. images:
-        the rows' images with features, which replace the embeddings of their placeholders. shown: layers whose outputs
-        are appended to the hidden states, [B, T, (1 + layers) * D].
+        the signal of noisy tokens, the soft embedding of their last prediction (None: none). rope: the result of
+        `rope(positions_BT)`, if already computed. images: the rows' images with features, which replace the embeddings
+        of their placeholders. shown: layers whose outputs are appended to the hidden states, [B, T, (1 + layers) * D].
 
         If all tokens are noisy the list of kv is empty, since no later call sees them. A layer that wrote its kv to the
         pages of `past` has an empty tuple.
 
         In a sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s, which determine the noisy
-        tokens; soft_BTD is of the canvases only, and no kv is returned. If the sweep does not need the clean tokens'
+        tokens; soft_BTD covers the canvases only, and no kv is returned. If the sweep does not need the clean tokens'
         hidden states, the last layer may compute only their keys and values; the result is then [B, C * L, D].
         """
         rope = self.rope(positions_BT) if rope is None else rope
@@ -151,7 +151,7 @@ class BlockDiffusionModel(nn.Module):
 
     @property
     def denoiser(self) -> BlockDiffusionModel:
-        """The model that canvases go through: this one, or the one that drafts for it."""
+        """The model that denoises canvases: this one, or the one that drafts for it."""
         return self
 
     @property
@@ -161,7 +161,7 @@ class BlockDiffusionModel(nn.Module):
 
     @property
     def canvas_kinds(self) -> dict[str, str]:
-        """The denoiser's name of each of its kinds of layers -> the name in `kinds` of this model."""
+        """The name of each kind of layers in the denoiser -> its name in `kinds` of this model."""
         return {name: name for name in self.kinds}
 
     @property
@@ -215,7 +215,7 @@ class BlockDiffusionModel(nn.Module):
         """Encode clean tokens; with `prefix`, append them to it (and consume it).
 
         tokens_BS: int64, right-padded. lengths: number of valid tokens of each row, int64 [B] (None: all valid).
-        images: of each row, with columns of this call (`images.images_between` selects those of a part of a row).
+        images: the images of each row, with columns of this call (see `images.images_between` for a part of a row).
         Returns the Prefix for `denoise` and further calls; its `hidden` is [B, S, D]. Raises BlockdiffError for lengths
         outside 0 to S, and if a row of `prefix` ends within a block of `config.block` tokens.
         """
@@ -238,7 +238,10 @@ class BlockDiffusionModel(nn.Module):
         return prefix.extended(hidden, kv, lengths)
 
     def placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
-        """Return the images of a call's rows with their features, on the model's device; columns are the call's."""
+        """Return the images of a call's rows with their features, on the model's device; None if there are none.
+
+        images: the images of each row, with columns of this call. width: the number of columns of the call.
+        """
         placed = RowImages.of(images, width)
         if placed is None:
             return None
@@ -284,14 +287,14 @@ def _require_lengths(lengths: Tensor | None, tokens_BS: Tensor) -> None:
 
 
 def wanted(x: Tensor, is_noisy: bool | Tensor, tokens: int) -> tuple[Tensor, bool | Tensor]:
-    """Return the last `tokens` tokens of x [B, T, D], those that attention returned, and `is_noisy` for them."""
+    """Cut x [B, T, D] and `is_noisy` to the last `tokens` tokens, for which attention returned outputs."""
     if tokens == x.shape[1]:
         return x, is_noisy
     return x[:, -tokens:], of_last(is_noisy, tokens)
 
 
 def routed(layer: Any, normed: Tensor, spans: Spans | Sweep, is_noisy: bool | Tensor) -> Tensor:
-    """Return the weighted sum of the experts that the layer's router chooses for each token, given x [B, T, D]."""
+    """Return the weighted sum [B, T, D] of the outputs of the experts that the layer's router chooses per token."""
     normed_ND = normed.flatten(0, 1)
     padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
     summed: Tensor = layer.experts(normed_ND, *layer.router(normed_ND), padding_N, is_noisy)
@@ -299,7 +302,7 @@ def routed(layer: Any, normed: Tensor, spans: Spans | Sweep, is_noisy: bool | Te
 
 
 def layer_scalar(layer: Any, is_noisy: bool | Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the factor of a layer's output: [1] for all tokens, [B, T, 1], or None without.
+    """Return the factor of a layer's output: [1] for all tokens, [B, T, 1] if tokens differ, None without a scalar.
 
     Call it in the layer's forward, where sharded weights are gathered.
     """

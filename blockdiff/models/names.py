@@ -16,21 +16,21 @@ class Names:
 
     table: pairs of our name and the Hub's; `{}` is the layer number.
     images: pairs of the beginnings of our names and the Hub's, for the tensors of the image side, if any.
-    carried: beginnings of the Hub names of tensors that are kept and written back but not run, those of the image side
-    among them.
-    ties: pairs of the beginning of a copy's Hub name and that of its original. Some writers save both; a tensor of the
+    carried: beginnings of the Hub names of tensors that are kept and written back but not run, including the
+    image side's.
+    ties: pairs of the beginnings of a copy's Hub name and its original's. Some writers save both; a tensor of the
     table that a file lacks is read from the other one.
     twice: pairs of Hub names' beginnings, for modules that transformers has as two modules over one weight. PEFT gives
     each an adapter of its own.
-    pieces: the end of a Hub name of the table which files store in pieces, and the ends of the pieces' names. A piece
+    pieces: the end of the Hub name of a tensor that files store in pieces, and the ends of the pieces' names. A piece
     is a matrix of one expert, whose number is `[]`; they are stacked.
-    modules: parts of Hub names, and the parts that stand for them in transformers' names of modules.
-    fused: the last name of a module of transformers that stacks several of our matrices, and the names of these.
+    modules: pairs of a part of Hub names and its replacement in transformers' names of modules.
+    fused: the last name of a module of transformers that stacks several of our matrices, and their last names.
     quantised_pieces: as `pieces`, for tensors that files have in pieces only if they are stored in fewer bits.
-    respelt: parts of Hub names as some writers have them, and as the table has them.
-    files_are_fused: True where files, too, have the matrix of a fused module in place of ours.
-    optional: Hub names of tensors that a file may lack; the model is without them then.
-    experts_apart: True where the class that loads the files has the `pieces` as modules of their own, too.
+    respelt: pairs of a part of Hub names in the spelling of some writers and in the spelling of the table.
+    files_are_fused: whether files, too, have the matrix of a fused module instead of our matrices.
+    optional: Hub names of tensors that a file may lack; the model then lacks them, too.
+    experts_apart: whether the class that loads the files also has the `pieces` as separate modules.
     """
 
     table: tuple[tuple[str, str], ...]
@@ -82,7 +82,7 @@ class Names:
         return module
 
     def fused_of(self, module: str) -> tuple[str, int, int] | None:
-        """Return the fused module that a matrix is part of, its index there and their number; None if it is not."""
+        """Return the module that fuses a matrix, the index of the matrix and the number of parts; None if none does."""
         owner, _, leaf = module.rpartition(".")
         for whole, leaves in self.fused:
             if leaf in leaves:
@@ -90,7 +90,7 @@ class Names:
         return None
 
     def parts_of(self, module: str) -> list[str]:
-        """List the modules that are fused, in order, in a module of transformers; itself if it is not fused."""
+        """List the modules that a module of transformers fuses, in order; only itself if it fuses none."""
         owner, _, leaf = module.rpartition(".")
         wholes = {whole: [f"{owner}.{each}" for each in leaves] for whole, leaves in self.fused}
         return wholes.get(leaf, [module])
@@ -100,11 +100,11 @@ class Names:
         return next(self._named(hub), None)
 
     def ours_among(self, hub: str, there: Container[str]) -> str | None:
-        """`to_ours` restricted to our names in `there`: a head may be a tensor of its own or tied."""
+        """Return our name of a tensor as `to_ours` does, among the names in `there`: a head may be separate or tied."""
         return next((name for name in self._named(hub) if name in there), None)
 
     def _named(self, hub: str) -> Iterator[str]:
-        """Yield our names of a tensor of the Hub: its own, and that of the tensor it is a tied copy of."""
+        """Yield our names of a tensor of the Hub: its own, and the name of the tensor that it is a tied copy of."""
         tied = self.tied_to(hub)
         candidates = (
             _translated(hub, self._ours),
@@ -114,7 +114,10 @@ class Names:
         return (name for name in candidates if name is not None)
 
     def piece(self, hub: str) -> tuple[str, int, int] | None:
-        """Return the Hub name of the tensor that a stored piece belongs to, and its indices of expert and matrix."""
+        """Return the Hub name of the tensor that a stored piece belongs to, the number of its expert and of its matrix.
+
+        None if `hub` names no piece.
+        """
         for whole, patterns in (*self.pieces, *self.quantised_pieces):
             for matrix, pattern in enumerate(patterns):
                 match = re.fullmatch(r"(.*)" + re.escape(pattern).replace(r"\[\]", r"(\d+)"), hub)
@@ -129,7 +132,7 @@ class Names:
         return [] if row is None else [hub.removesuffix(row[0]) + pattern for pattern in row[1]]
 
     def hub_to_ours(self, names: Iterable[str]) -> dict[str, str]:
-        """Map Hub names to our names, for those of our `names` in the table."""
+        """Map Hub names to our names, for each of `names` (ours) that has a Hub name."""
         return {hub: name for name in names if (hub := self.to_hub(name)) is not None}
 
     def is_carried(self, hub: str, has_images: bool = False) -> bool:
@@ -137,7 +140,7 @@ class Names:
         return hub.startswith(self.carried) and not (has_images and hub.startswith(tuple(x for _, x in self.images)))
 
     def tied_to(self, hub: str) -> str | None:
-        """Return the tensor that one of this Hub name would be a tied copy of, None if none."""
+        """Return the Hub name of the tensor whose tied copy this name would be, None if it would be no copy."""
         return next((end + hub.removeprefix(start) for start, end in self.ties if hub.startswith(start)), None)
 
 

@@ -1,14 +1,14 @@
 """Nemotron-Labs-Diffusion: Ministral-3's layers, which encode causally and denoise blocks with the same weights.
 
 What is special about it:
-- The layers are Llama's, with yarn's frequencies, and queries that are scaled at positions behind the original ones.
-- Noisy tokens are computed like clean ones: no scalars, and nothing is read of the last prediction.
+- The layers are Llama's, with yarn's frequencies. Queries are scaled at positions behind the original ones.
+- Noisy tokens are computed like clean ones: there are no scalars, and the last prediction is not read.
 - One head, untied, predicts next tokens of clean rows and the tokens of masks; logits are not shifted.
 - Canvases begin where the prompt ends. The first token of a canvas is the head's next token.
 - A release has an adapter of noisy tokens only in its folder `linear_spec_lora`.
 
 config.json is that of the released remote code: transformers' `Ministral3Config` with a `block_size` and a
-`mask_token_id`. Its yarn `factor` counts as it stands, also below 1, and not the ratio of its positions.
+`mask_token_id`. Its yarn `factor` is used as it is, even below 1, not the ratio of its positions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from blockdiff.models.config_checks import other_values
 from blockdiff.models.llama import ROPES, TABLE, LlamaFamily
 from blockdiff.models.names import Names
 
-# The defaults of the released config class that Ministral3Config has not, or has others of.
+# Defaults of the released config class that Ministral3Config lacks or has with other values.
 DEFAULTS: dict[str, Any] = {
     "block_size": 32,
     "mask_token_id": -1,
@@ -38,7 +38,7 @@ YARN = (
     *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     *("llama_4_scaling_beta", "max_position_embeddings"),
 )
-DIFFUSION_WEIGHT = 0.3  # of the released recipes, beside a weight of 1 of the next-token loss
+DIFFUSION_WEIGHT = 0.3  # in the released recipes; the next-token loss has weight 1
 
 
 def _hub(name: str) -> str:
@@ -101,7 +101,7 @@ class NemotronFamily(LlamaFamily):
 
     @property
     def trained_with(self) -> dict[str, Any]:
-        """NeMo's recipe of fine-tuning: one noise level for a document, 1 / p at each mask, and the next-token loss."""
+        """NeMo's recipe of fine-tuning: one noise level per document, weight 1 / p at each mask, next-token loss."""
         weight = self.ar_loss_weight / (self.dlm_loss_weight or DIFFUSION_WEIGHT)
         return super().trained_with | {
             "time": {"stratified": {"low": 1e-3, "high": 1.0, "per": "example"}},

@@ -228,7 +228,7 @@ def places_of(pool: Pool, rows: Sequence[PagedRow], counts: Sequence[int], width
 
 
 def uploaded(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Copy lists of integers to a device at once, as int64 tensors; each is aligned to 16 bytes for Triton."""
+    """Copy lists of integers to a device in one transfer; return int64 tensors, aligned to 16 bytes for Triton."""
     numbers, begins = array("q"), list[int]()
     for each in lists:
         begins.append(len(numbers))

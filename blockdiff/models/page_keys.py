@@ -14,7 +14,10 @@ from blockdiff.images import PlacedImage, runs_of
 
 
 def identities(tokens: Sequence[int], images: Sequence[PlacedImage]) -> list[int]:
-    """Return the identities of tokens. `images` are those among them, in complete runs; column 0 is the first token."""
+    """Return the identities of tokens.
+
+    images: the images among the tokens, in complete runs; column 0 is the first token.
+    """
     numbers_of, placed = list(tokens), sorted(images, key=lambda each: each.column)
     for first, end in runs_of(placed):
         pictures = b"".join(each.image.digest for each in placed if first <= each.column < end)
@@ -24,7 +27,10 @@ def identities(tokens: Sequence[int], images: Sequence[PlacedImage]) -> list[int
 
 
 def is_in_run(identities: Sequence[int], column: int) -> bool:
-    """Whether the first `column` tokens end within a run of placeholders, or may do so."""
+    """Whether the first `column` tokens end within a run of placeholders.
+
+    Also True if they are all tokens and the last is a placeholder, since its run may continue.
+    """
     return identities[column - 1] < 0 and (column == len(identities) or identities[column] < 0)
 
 
@@ -34,5 +40,5 @@ def packed_identities(identities: Sequence[int]) -> bytes:
 
 
 def unpacked_identities(key: bytes) -> list[int]:
-    """Return the identities that `packed_identities` made a key of."""
+    """Return the identities in a key of `packed_identities`."""
     return array("q", key).tolist()

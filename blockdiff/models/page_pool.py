@@ -94,7 +94,7 @@ class Pool:
         return page
 
     def contents(self, table: Sequence[int]) -> list[tuple[int, int]]:
-        """Pair the pages of a block table with the versions of their content."""
+        """Return (page, version of its content) for each page of a block table."""
         return [(page, self.versions[page]) for page in table]
 
     def _caches_enough(self) -> bool:
@@ -149,7 +149,7 @@ class Pool:
             begin += count
 
     def make(self, kv: Sequence[KV]) -> None:
-        """Allocate the tensors like those of a call; kv: one entry for each of this kind's layers."""
+        """Allocate page tensors with the shapes and dtypes of a call's kv; kv: one entry per layer of this kind."""
         self.tensors = [x.new_zeros(len(kv), 2, self.page_tokens, *x.shape[2:]) for x in kv[0]]
 
     def write(self, kv: Sequence[KV], index_N: Tensor) -> None:

@@ -258,7 +258,7 @@ class PagedRows:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _can_share(self, links: list[Link], pages_before: int) -> bool:
-        """Whether the pages that a row needs after these links were not evicted."""
+        """Whether none of the pages was evicted that a row needs if it shares these links."""
         length = (pages_before + len(links)) * self.page_tokens
         return all(
             name in link.pages

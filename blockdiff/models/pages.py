@@ -154,12 +154,12 @@ class Pages(PagedRows):
         images: Sequence[Sequence[PlacedImage]] | None = None,
         call: Callable[[Sequence[PagedRow], Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Encode clean tokens after those of their rows; return hidden states [B, T, D] after the final norm.
+        """Encode clean tokens that follow their rows' tokens; return hidden states [B, T, D] after the final norm.
 
         The tokens are not accepted yet (see `accept`). tokens_BT: int64, right-padded, preferably on the CPU, where
-        their values are read. lengths: number of tokens of each row. images: of each row in this call, with the row's
-        columns (None: none). call: computes the hidden states and writes the pages, such as a captured call (None: call
-        the model). Raises BlockdiffError if there is not enough memory (see `reserve`).
+        their values are read. lengths: number of tokens of each row. images: the images of each row, with columns of
+        this call (None: none). call: computes the hidden states and writes the pages, such as a captured call (None:
+        call the model). Raises BlockdiffError if there is not enough memory (see `reserve`).
         """
         if not all(self.reserve(row, added) for row, added in zip(rows, lengths, strict=True)):
             raise BlockdiffError(
@@ -229,7 +229,7 @@ class Pages(PagedRows):
         return StepBuffers(self.model, self.pools, self.make_pools, most, canvas_length, keeps, is_clean)
 
     def _placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
-        """Return the images of a call's rows, `width` columns each, with their cached features."""
+        """Return the images of a call's rows, `width` columns each, with cached features; None if there are none."""
         placed = RowImages.of(images, width)
         if placed is None:
             return None

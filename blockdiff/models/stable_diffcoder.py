@@ -1,9 +1,9 @@
 """Stable-DiffCoder: Llama's layers with a prefix of blocks, in files of Llama's model type.
 
 What is special about it:
-- The class that `architectures` and `auto_map` name tells its config.json from that of a Llama.
-- Noisy tokens are computed like clean ones, and nothing is read of the last prediction.
-- The config says neither the mask nor the length of a block: in the released code they are arguments of `generate`.
+- Its config.json differs from a Llama's by the class that `architectures` or `auto_map` names.
+- Noisy tokens are computed like clean ones, and the last prediction is not read.
+- The config has neither the mask nor the length of a block: in the released code they are arguments of `generate`.
   Here they are the released ones, or `mask_token_id` and `canvas_length` of config.json.
 """
 

@@ -18,10 +18,10 @@ from blockdiff.stored_forms import QUANTIZE, Quantize
 
 
 def quantised_layers(model: BlockDiffusionModel, quantize: str | None) -> dict[str, Form]:
-    """Return the layers that a word of `quantize` stores in fewer bits, each with its form.
+    """Return the layers that a value of `quantize` stores in fewer bits, each with its form.
 
-    They are those of the family's `quantised_parts`; None and "none" store none. Raises CheckpointError for another
-    word, for a model that has no such layers, and for inputs that are no multiple of a form's block.
+    They are the layers of the family's `quantised_parts`; None and "none" store none. Raises CheckpointError for
+    another value, for a model that has no such layers, and for inputs that are no multiple of a form's block.
     """
     if quantize is None or quantize == "none":
         return {}
@@ -53,7 +53,7 @@ def layers_of(model: BlockDiffusionModel, quantize: str) -> dict[str, Form]:
 
 
 def check_quantize(quantize: str | None) -> None:
-    """Raise CheckpointError for a word of `quantize` that is not known."""
+    """Raise CheckpointError for an unknown value of `quantize`."""
     words = get_args(Quantize)
     if quantize is not None and quantize not in words:
         raise CheckpointError(f"quantize={quantize!r} is not known; use {', '.join(words)} or leave it out")
@@ -71,7 +71,7 @@ def store(model: BlockDiffusionModel, forms: Mapping[str, Form]) -> None:
 
 
 def stored_layers(model: nn.Module) -> dict[str, HasWeights]:
-    """The layers of a model whose weights are stored in fewer bits, by name."""
+    """Return the layers of a model whose weights are stored in fewer bits, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -96,13 +96,13 @@ def rounded_bytes(model: BlockDiffusionModel, itemsize: int) -> dict[str, int]:
 
 
 def forms_of(model: nn.Module) -> tuple[str, ...]:
-    """The words for the forms in which a model stores weights, in a fixed order."""
+    """Return the names of the forms in which a model stores weights, in the order of FORMS."""
     forms = {module.stored for module in stored_layers(model).values()}
     return tuple(word for word, form in FORMS.items() if form in forms)
 
 
 def frozen_weights(model: nn.Module) -> dict[str, tuple[HasWeights, str]]:
-    """The stored weights of a model by name: the module and its name there."""
+    """Return, for each stored weight by its name in the model, its module and its name there."""
     return {
         f"{name}.{weight}": (module, weight)
         for name, module in stored_layers(model).items()

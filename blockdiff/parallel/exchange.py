@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split the experts of every layer, and their adapters, over the ranks of a mesh of one dimension, in place.
 
-    Their parameters become DTensors, Shard(0), of which a rank keeps only its slice (none on the meta device). The
-    gradient of an expert is then summed over the tokens of all ranks, while that of other parameters is over one rank's
+    Their parameters become DTensors, Shard(0), of which a rank keeps only its slice (none on the meta device). An
+    expert's gradient is then a sum over all ranks' tokens, and the gradient of another parameter a sum over one rank's
     tokens: when averaging gradients, divide both by the same number. Raises RunError if the number of experts is not
     divisible by the number of ranks.
     """
@@ -117,7 +117,7 @@ class _Routes:
 
 
 def _routes(rank_Nk: Tensor, group: dist.ProcessGroup) -> _Routes:
-    """Return the routes of tokens to the ranks in rank_Nk; a number from the world size on means none."""
+    """Return the routes of tokens to the ranks in rank_Nk; the world size or more means none."""
     world, N = group.size(), rank_Nk.shape[0]
     is_needed_NR = torch.zeros(N, world + 1, dtype=torch.bool, device=rank_Nk.device)
     is_needed_RN = is_needed_NR.scatter_(1, rank_Nk, True)[:, :world].t()

@@ -30,9 +30,9 @@ BEAT = 2.0  # seconds between two signs of life of a rank that the others wait f
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl", re.IGNORECASE)
 _HUNG = re.compile(r"timed? ?out", re.IGNORECASE)
 _DONE, _FAILED, _INTERRUPTED = 1, 2, 3
-# Groups that this process has left, kept to its end. Python's object of a group lets other threads run while the group
-# waits for its own threads to end. DDP's reducer, were it the last to hold the group, would not, and those threads may
-# themselves be waiting for Python: a rank whose work failed because another was lost would never end.
+# Groups that this process has left, kept until it ends. If Python frees a group, other threads can run while the group
+# waits for its own threads. If DDP's reducer freed it, they could not, and the group's threads may be waiting for
+# Python: a rank whose work failed because another was lost would then never end.
 _LEFT: list[Any] = []
 
 
@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and the terminal."""
+        """Whether this process writes files and to the terminal."""
         return self.rank == 0
 
     @property
@@ -111,7 +111,7 @@ class Ranks:
 
     @contextmanager
     def main_first(self, doing: str = "the main process's work") -> Iterator[None]:
-        """Run the body on rank 0 first, then on the others, such as filling a cache or writing files.
+        """Run the body, such as filling a cache or writing files, on rank 0 first, then on the other ranks.
 
         It may take longer than the timeout, as in `at_own_pace`. Raises RunError on the waiting ranks if rank 0 fails
         or is lost, and on rank 0 if another rank is lost. doing: a name of the work for messages.
@@ -177,7 +177,7 @@ class Ranks:
 
     @contextmanager
     def guarded(self, doing: str | Callable[[], str]) -> Iterator[None]:
-        """Turn errors inside the block that mean that another rank is lost or hung into one RunError.
+        """Raise RunError for errors inside the `with` block that mean that another rank is lost or hung.
 
         doing: a name of the work for the message.
         """
@@ -198,7 +198,7 @@ class Ranks:
 
 
 class _Heartbeat:
-    """The ranks' signs of life while each works by itself: a thread beside the work sends the others its state."""
+    """The ranks' signs of life while each works by itself: a second thread sends the others its state."""
 
     def __init__(self, ranks: Ranks, doing: str) -> None:
         self.ranks, self.doing = ranks, doing
@@ -211,7 +211,7 @@ class _Heartbeat:
             self._thread.start()
 
     def look(self) -> None:
-        """Raise Interrupted if a rank was asked to stop, or the error that says that one has failed or is lost."""
+        """Raise Interrupted if a rank was asked to stop, or an error if one has failed or is lost."""
         if self._errors:
             raise self._errors[0]
         self.refuse_failure()
@@ -248,7 +248,7 @@ class _Heartbeat:
 
 @contextmanager
 def _stacks_held_back() -> Iterator[None]:
-    """Holds back stderr, on which torch shows the stacks of C++ of a failed start; after an error it is dropped."""
+    """Hold back stderr, where torch prints C++ stacks of a failed start; drop it after an error."""
     with tempfile.TemporaryFile() as held:
         stderr = os.dup(2)
         os.dup2(held.fileno(), 2)
@@ -269,8 +269,8 @@ def from_accelerate(timeout: float = 600.0) -> Ranks:
 
     Without CUDA, or with ACCELERATE_USE_CPU, they run on the CPU and talk through gloo (MPS has no float64, in which
     losses are summed). timeout: seconds that a rank waits for the others. They stay together until the program ends or
-    `close`, so one program may train several times. Raises RunError when processes were started that would not know of
-    each other, when not all of them come, and when they have parted.
+    `close`, so one program may train several times. Raises RunError if not all started processes join, if they would
+    not know of each other, and if they have parted after an error.
     """
     from accelerate import PartialState
 

@@ -27,7 +27,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def merged_log_sum(log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the log-sum-exp [N] over all ranks' parts, equal on all; the backward gives each rank its own part's."""
+    """Return the log-sum-exp [N] over all ranks' parts, equal on all; each rank gets the gradient of its part."""
     merged: Tensor = _MergedLogSum.apply(log_sum_N, group)
     return merged
 

@@ -1,8 +1,8 @@
-"""Spreading a model over the ranks, and adding up the gradients of the parts that they hold.
+"""Spreading a model over the ranks, and adding up the gradients of their parts.
 
 Each rank holds all weights (DDP), or a piece of every tensor that is gathered while a unit runs (FSDP2), and with
-either it may hold the weights of some experts only. Whatever the mesh, the gradient of a parameter is that of the sum
-over all ranks of the losses that the training step has divided by global counts, so that it equals one process's.
+either it may hold the weights of some experts only. Whatever the mesh, a parameter gets the gradient of the sum of all
+ranks' losses, which the training step has divided by global counts. So it equals the gradient in a single process.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_i
 
     dtype: of the weights; adapters have fp32 at least. computes_in: the dtype in which sharded weights are gathered
     and run, None = their own; they stay the fp32 masters of the optimiser. Gradients are added up over the ranks in
-    fp32 at least. With `mesh.offload` the pieces are on the host. Raises RunError for experts that do not divide.
+    fp32 at least. With `mesh.offload` the pieces are on the host. Raises RunError for sizes that do not divide.
     """
     frozen = [f"{name}.{leaf}" for name, held in stored_layers(model).items() for leaf, _ in held.named_buffers()]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in frozen:  # which have a dtype of their own
+        if name in frozen:  # these have a dtype of their own
             continue
         wide = torch.promote_types(dtype, torch.float32)
         fill(model, name, torch.empty_like(tensor, dtype=wide if is_adapter(name) else dtype_of(name, dtype)))
@@ -102,14 +102,14 @@ def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | No
     precision = MixedPrecisionPolicy(
         param_dtype=computes_in,
         reduce_dtype=torch.float32 if is_narrow else None,
-        cast_forward_inputs=False,  # statistics and random numbers among them stay what they are
+        cast_forward_inputs=False,  # statistics and random numbers among them keep their dtype
     )
-    # Nobody changes what a unit returns in place, which torch warns of where it is a view.
+    # torch warns of units that return views, but nothing changes their results in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     pinned = mesh.ranks.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if mesh.offload else OffloadPolicy()
     for unit in model.config.units(model):
-        # Units are gathered anew for every call, so that what an average or a checkpoint writes is seen.
+        # Units are gathered anew for every call, so that writes by an average or a checkpoint take effect.
         options: Any = {"reshard_after_forward": True, "mp_policy": precision, "offload_policy": offload}
         if mesh.experts > 1 and isinstance(unit, Experts):
             options |= {"mesh": mesh.data, "shard_placement_fn": _divisible(mesh)}
@@ -119,7 +119,7 @@ def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | No
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(model, "image_features")  # which is called before the model is
+    register_fsdp_forward_method(model, "image_features")  # it is called before the model is
     model.gathered_in = computes_in
     model.gathered_on = mesh.ranks.device if mesh.offload else None
 
@@ -149,7 +149,7 @@ def replicate(objective: nn.Module, mesh: Mesh) -> nn.Module:
     """
     if mesh.ranks.world // mesh.tensor == 1 or mesh.shard == "full":
         return objective
-    # Buffers are constants; the switch that leaves them alone was renamed in torch 2.13.
+    # Buffers are constants; the option not to broadcast them was renamed in torch 2.13.
     options = signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
     leave: dict[str, Any] = {name: False}

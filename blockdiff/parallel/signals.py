@@ -1,6 +1,6 @@
-"""SIGTERM, SIGINT and SIGHUP in training: the first waits for the optimiser step to be done, a second ends at once.
+"""SIGTERM, SIGINT and SIGHUP in training: the first stops after the current optimiser step, a second stops at once.
 
-torchrun, and so `accelerate launch`, passes them on to its ranks. Where it is killed itself, they stop as by SIGTERM.
+torchrun, and so `accelerate launch`, passes them on to its ranks. If it is killed itself, they stop as by SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-ECHO = 1.0  # seconds in which another signal is the same wish: launchers pass on what the terminal also sent
+ECHO = 1.0  # seconds in which another signal counts as the first: launchers repeat signals that the terminal also sent
 
 
 class Interrupted(Exception):
-    """Work that can be done again was left in its middle because a signal asks this rank or another one to stop."""
+    """Repeatable work was abandoned because a signal asked this rank or another one to stop."""
 
 
 class Stopped(Exception):
@@ -35,21 +35,24 @@ class Stopped(Exception):
 
 
 class Signals:
-    """The signal that has been caught: `is_stopping()` is 0 until then, afterwards the signal's number."""
+    """The first signal caught: `is_stopping()` returns its number, or 0 if there was none.
+
+    speaks: whether the first signal prints a line on stderr.
+    """
 
     def __init__(self, speaks: bool) -> None:
         self._speaks, self._number, self._since = speaks, 0, 0.0
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # others may end before us
 
     def is_stopping(self) -> int:
-        """The number of the signal that asked to stop, 0 = none has; SIGTERM once torchrun is gone that started us."""
+        """Return the number of the signal that asked to stop, 0 if none; SIGTERM if our torchrun has ended."""
         if self._launcher not in (None, os.getppid()):
             self._launcher = None
             self.handle(signal.SIGTERM)
         return self._number
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """Remember a first signal; end the process by a second one."""
+        """Store a first signal; end the process by another one more than ECHO seconds later."""
         now = time.monotonic()
         if self._number and now - self._since > ECHO:
             signal.signal(number, signal.SIG_DFL)
@@ -58,18 +61,18 @@ class Signals:
             self._number, self._since = number, now
             if self._speaks:  # not print(): the signal may have come in the middle of one
                 name = signal.Signals(number).name
-                with suppress(OSError):  # a terminal that was closed says so by SIGHUP, and shows nothing any more
+                with suppress(OSError):  # after SIGHUP the terminal is closed and cannot be written to
                     os.write(2, f"{name}: saving after this optimiser step; a second one ends at once\n".encode())
 
 
 @contextmanager
 def caught(speaks: bool = True, is_alone: bool = True) -> Iterator[Signals]:
-    """Surrounds training: signals inside are caught as `Signals` says, with a line on stderr if this one `speaks`.
+    """Catch signals inside the `with` block, as `Signals` describes, with a line on stderr if `speaks`.
 
-    Handlers are put back at the end; but one of several ranks (not `is_alone`) that ends with an exception ignores
-    SIGTERM from then on, because launchers send it to all ranks once one has ended, and it is about to say why it ends.
-    In another thread than the main one Python allows no handlers, so nothing is caught. SIGHUP stays ignored where it
-    is (`nohup`).
+    The old handlers are restored at the end. But if one of several ranks (not `is_alone`) ends with an exception, it
+    ignores SIGTERM from then on: launchers send it to all ranks once one has ended, and this one must still report its
+    error. In a thread other than the main one Python allows no handlers, so nothing is caught. SIGHUP stays ignored if
+    it was (`nohup`).
     """
     signals, is_main = Signals(speaks), threading.current_thread() is threading.main_thread()
     before = {}
@@ -84,4 +87,4 @@ def caught(speaks: bool = True, is_alone: bool = True) -> Iterator[Signals]:
         raise
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python that had set it
+            signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not set from Python

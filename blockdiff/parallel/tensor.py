@@ -67,7 +67,7 @@ def _parts(model: BlockDiffusionModel) -> list[tuple[str, Any, str]]:
 
 
 def _uneven(module: Any, kind: str, ranks: int) -> str | None:
-    """Return what of a part `ranks` ranks do not divide, as number and noun such as "3 kv heads"; None if nothing."""
+    """Return the count in a part that `ranks` does not divide, with its noun ("3 kv heads"); None if there is none."""
     if kind == "vocabulary":
         tokens = module.table.shape[0]
         return f"{tokens} tokens" if -(-tokens // ranks) * (ranks - 1) >= tokens else None  # the last would have none
@@ -89,7 +89,7 @@ def _uneven(module: Any, kind: str, ranks: int) -> str | None:
     return None
 
 
-# -- what a rank has of a linear layer ---------------------------------------------------------------------------
+# -- a rank's part of a linear layer -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ class Inputs:
     """Row-parallel: each rank has some inputs of a linear layer and computes one term of its output."""
 
     group: dist.ProcessGroup
-    is_first: bool  # whose term has the bias
+    is_first: bool  # whether this rank's term has the bias
 
     def weight(self, held: Any) -> Any:
         """Return this rank's columns."""
@@ -188,7 +188,7 @@ def _keep_parts(linear: Linear, mesh: DeviceMesh, dim: int) -> None:
     held = linear.held("weight")
     tensors = [("weight", held)] if linear.stored is None else linear.named_parts("weight", held)
     for name, tensor in tensors:
-        if tensor.dim() > dim and tensor.shape[dim] > 1:  # one number for all inputs, or for all, is every rank's
+        if tensor.dim() > dim and tensor.shape[dim] > 1:  # a scale for all inputs, or for all, is on every rank
             keep_part(linear, name, mesh, dim)
 
 
@@ -299,7 +299,7 @@ class AllHere:
         experts: int,
         compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """See `exchange.Exchange`."""
+        """Return the weighted sum over each token's experts; arguments as of `exchange.Exchange`."""
         index_Nk = index_Nk - self.group.rank() * self.held
         index_Nk = torch.where((index_Nk >= 0) & (index_Nk < self.held), index_Nk, self.held)
         return summed(compute(copied(x_ND, self.group), index_Nk, copied(weight_Nk, self.group)), self.group)

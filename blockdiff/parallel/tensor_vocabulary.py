@@ -1,10 +1,10 @@
 """The vocabulary over the ranks of tensor parallelism: each has the rows of some tokens, and no logits are gathered.
 
-Every rank computes with its rows as if they were all, by the same ops. What they merge are a few numbers of every
-position: with log-sums of the parts, a softmax over all tokens is each part's softmax times its share. A sample is
-still picked by one uniform number: it names the rank by the shares, and what is left of it the token there, so any
-number of ranks draws the same tokens. What is done to a whole distribution first (top-k and such, constraints and
-penalties) is computed by every rank alike, with all rows of the table, which are gathered for that call.
+Every rank runs the same ops on its rows as if they were all rows. The ranks exchange a few numbers per position: given
+the log-sums of the parts, a softmax over all tokens is each part's softmax times its share. One uniform number still
+draws a sample: by the shares it selects the rank, and its remainder selects the token there, so any number of ranks
+draws the same tokens. Filters of a whole distribution (top-k and others, constraints, penalties) are computed equally
+on every rank, with all rows of the table, which are gathered for that call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SharedRows:
     first: int
 
     def rows(self, vocabulary: Vocabulary) -> Tensor:
-        """The rows of this rank, with those of them that an adapter trains."""
+        """Return this rank's rows of the table, with an adapter's trained rows in place."""
         table = local_part(vocabulary.table)
         if vocabulary.token_rows is None:
             return table
@@ -54,7 +54,7 @@ class SharedRows:
         return table.index_copy(0, index, rows.index_select(0, which))
 
     def output_rows(self, vocabulary: Vocabulary) -> Tensor:
-        """The rows of this rank that make the logits."""
+        """Return this rank's rows of the matrix that computes the logits."""
         return self.rows(vocabulary) if vocabulary.head is None else local_part(vocabulary.head)
 
     def least_of_ranks(self, vocabulary: Vocabulary, count: int) -> int:
@@ -64,14 +64,14 @@ class SharedRows:
         return int(least)
 
     def embed(self, vocabulary: Vocabulary, tokens: Tensor) -> Tensor:
-        """Embeddings [..., D] of int64 tokens."""
+        """Return the scaled embeddings [..., D] of int64 tokens."""
         table = self.rows(vocabulary)
         row, is_here = self._here(tokens, table)
         x = summed(F.embedding(row, table) * is_here[..., None], self.group)
         return x if vocabulary.root == 1.0 else x * vocabulary._scale(table.dtype)
 
     def logits(self, vocabulary: Vocabulary, hidden: Tensor) -> Tensor:
-        """Soft-capped logits [..., V], in fp32 at least, gathered: a convenience for few tokens, without gradients."""
+        """Return soft-capped logits [..., V] in at least fp32, gathered, for a few tokens only; without gradients."""
         part = vocabulary.kernels.logits(hidden, self.output_rows(vocabulary), vocabulary.softcap).detach()
         each = -(-vocabulary.table.shape[0] // self.group.size())
         padded = F.pad(part, (0, each - part.shape[-1]))
@@ -86,7 +86,7 @@ class SharedRows:
         bonus_N: Tensor | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Cross-entropy of every token in nats, [N] in fp32 at least."""
+        """Return the cross-entropy of every token in nats, [N] in at least fp32 (see `Vocabulary.cross_entropy`)."""
         hidden_ND, softcap = vocabulary._tempered(hidden_ND, temperature)
         table, hidden_ND = self.output_rows(vocabulary), copied(hidden_ND, self.group)
         favoured = self._favoured(observed_N, bonus_N, table)
@@ -109,7 +109,7 @@ class SharedRows:
         observed_N: Tensor | None = None,
         bonus_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The losses of `cross_entropy` [N] and the argmax of the same logits, int64 [N]; no gradients."""
+        """Return the `cross_entropy` [N] and the argmax of the same logits, int64 [N], without gradients."""
         table = self.output_rows(vocabulary)
         place_N, is_here_N = self._here(targets_N, table)
         favoured = self._favoured(observed_N, bonus_N, table)
@@ -123,11 +123,11 @@ class SharedRows:
         return loss_N, argmax_RN.gather(0, best_N[None])[0].long()
 
     def divergence(self, vocabulary: Vocabulary, hidden_ND: Tensor, given_ND: Tensor) -> Tensor:
-        """See `Vocabulary.divergence`; the table is gathered for it."""
+        """Return KL(p || q) in nats [N], as `Vocabulary.divergence` does; the table is gathered for it."""
         return self._of_all(vocabulary).divergence(hidden_ND, given_ND)
 
     def soft_embedding(self, vocabulary: Vocabulary, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-        """`softmax(z / T) E sqrt(D)` [..., D]; a gradient flows to E, none through z."""
+        """Return the signal `softmax(z / T) E sqrt(D)` [..., D]; a gradient flows to E, none through the logits z."""
         rows, flat = self.output_rows(vocabulary), hidden.reshape(-1, hidden.shape[-1]).detach()
         log_sum_N, _ = vocabulary.kernels.log_sums(flat, rows.detach(), vocabulary.softcap, temperature)
         share_N = (log_sum_N - stacked(log_sum_N, self.group).logsumexp(0)).exp()
@@ -138,7 +138,7 @@ class SharedRows:
         return soft * vocabulary._scale(rows.dtype)
 
     def soft_embedding_of(self, vocabulary: Vocabulary, logits: Tensor) -> Tensor:
-        """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
+        """Return the signal `softmax(z) E sqrt(D)` [..., D] of logits z [..., V]."""
         table = self.rows(vocabulary)
         p = upcast(logits).softmax(-1).to(table.dtype)[..., self.first : self.first + len(table)]
         return summed(p @ table, self.group) * vocabulary._scale(table.dtype)
@@ -153,7 +153,7 @@ class SharedRows:
         allowed_BLW: Tensor | None = None,
         shaping: Shaping | None = None,
     ) -> Stats:
-        """See `Vocabulary.stats`. Shaping takes all logits of a position, so the table is gathered for it."""
+        """Return the columns of `Stats`, as `Vocabulary.stats` does; for `shaping` the table is gathered."""
         if shaping is not None:
             return self._of_all(vocabulary).stats(hidden_BLD, temperature, uniform_BL, allowed_BLW, shaping)
         B, L, D = hidden_BLD.shape
@@ -166,7 +166,7 @@ class SharedRows:
         log_share_RN = log_sum_RN - log_sum_RN.logsumexp(0)
         chosen_N, own_N = _rank_of(uniform_N, log_share_RN.exp(), self.group.rank())
 
-        if allowed_NW is not None:  # where none of a rank's tokens is allowed, its statistics have no weight
+        if allowed_NW is not None:  # if none of a rank's tokens is allowed, its statistics have weight 0
             allowed_NW = torch.where((allowed_NW != 0).any(-1, keepdim=True), allowed_NW, -1)
         stats = vocabulary.kernels.token_stats(
             hidden_ND,
@@ -210,7 +210,7 @@ class SharedRows:
         penalty: Penalty | None = None,
         excluded: int | None = None,
     ) -> ClassStats:
-        """See `Vocabulary.class_stats`. Classes of tokens lie across the ranks, so the table is gathered."""
+        """Return the columns of `ClassStats`, as `Vocabulary.class_stats` does; the table is gathered for it."""
         return self._of_all(vocabulary).class_stats(hidden_BLD, temperature, uniform_BL, classes, penalty, excluded)
 
     def _embedding(self, vocabulary: Vocabulary) -> Tensor | None:
@@ -255,7 +255,7 @@ class SharedRows:
 
 
 def words_from(allowed_NW: Tensor, first: int, count: int) -> Tensor:
-    """The packed mask of `count` tokens from `first` on, of a packed mask of all tokens."""
+    """Return the packed mask of `count` tokens from `first` on, cut out of a packed mask of all tokens."""
     word, bit = divmod(first, 32)
     words = -(-count // 32)
     wide = F.pad(allowed_NW.long() & 0xFFFFFFFF, (0, max(0, word + words + 1 - allowed_NW.shape[1])))
@@ -267,7 +267,7 @@ def words_from(allowed_NW: Tensor, first: int, count: int) -> Tensor:
 
 
 def _rank_of(uniform_N: Tensor, share_RN: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The rank that a uniform number falls to, shares laid side by side, and what is left of it for this rank."""
+    """Return the rank that each uniform number selects by the shares, and its remainder in [0, 1) for `rank`."""
     share_RN, uniform_N = share_RN.double(), uniform_N.double()
     end_RN = share_RN.cumsum(0)
     threshold_N = uniform_N * end_RN[-1]
@@ -278,5 +278,5 @@ def _rank_of(uniform_N: Tensor, share_RN: Tensor, rank: int) -> tuple[Tensor, Te
 
 
 def _gathered_columns(columns: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's columns [N], [ranks, N] each in fp64, in which token ids are exact; in one exchange."""
+    """Gather columns [N] in one exchange; return each as [ranks, N] in fp64, in which token ids are exact."""
     return list(stacked(torch.stack([column.double() for column in columns]), group).unbind(1))

@@ -52,10 +52,10 @@ def measuring(module: nn.Module, ranks: Ranks, doing: str) -> Iterator[Callable[
 
 @contextmanager
 def _turns(module: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Inside, ranks call a model that is spread over them as often as each wants; of any other this does nothing.
+    """Let ranks call a model that is spread over them, each as often as it needs; do nothing for any other model.
 
-    Where one leaves with an error, the others raise RunError at their next call, and where one leaves with Interrupted
-    they raise that. An error in the middle of a call is not told: the others find the rank lost or hung.
+    If one rank leaves with an error, the others raise RunError at their next call; if it leaves with Interrupted, they
+    raise that. An error during a call is not announced: the others find the rank lost or hung.
     """
     if ranks.world == 1 or not any(map(is_spread, module.parameters())):
         yield
@@ -79,19 +79,19 @@ def _turns(module: nn.Module, ranks: Ranks) -> Iterator[None]:
 
 
 class _Turns:
-    """One rank's part in the turns."""
+    """One rank's side of the agreement on the next call; `see` is the model's own `image_features`."""
 
     def __init__(self, model: BlockDiffusionModel, ranks: Ranks) -> None:
         self.model, self.ranks, self.see = model, ranks, model.image_features
-        self.depth = 0  # how many watched calls are going on, one within the other
-        self.is_over = False  # somebody left with an error, and everybody knows
+        self.depth = 0  # number of watched calls in progress, nested
+        self.is_over = False  # whether a rank left with an error, so that none waits for a vote
 
     def begin(self, module: nn.Module, _: Any) -> None:
-        """Before a call of the model or its vocabulary: take part in the others' calls until it is the turn of this."""
+        """Before a call of the model or its vocabulary, take part in other ranks' calls until it is its turn."""
         self.wait_for(_MODEL if module is self.model else _VOCABULARY)
 
     def image_features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The model's `image_features`, when it is their turn."""
+        """Return the model's `image_features`, after taking part in other ranks' calls until it is their turn."""
         try:
             self.wait_for(_IMAGES)
             return self.see(inputs)
@@ -99,7 +99,7 @@ class _Turns:
             self.end()
 
     def wait_for(self, mine: int) -> None:
-        """Take part in the others' calls until it is the turn of one's own."""
+        """Take part in the other ranks' calls until all agree on `mine`; inside a watched call return at once."""
         self.depth += 1
         if self.depth > 1:
             return
@@ -107,11 +107,11 @@ class _Turns:
             self._take_part(called)
 
     def end(self, *_: Any) -> None:
-        """After a call, or an error in it."""
+        """Count a watched call as ended, by its return or by an error."""
         self.depth -= 1
 
     def answer_until_all_are_done(self) -> None:
-        """Take part in the calls of those who have more to do."""
+        """Take part in the other ranks' calls until all ranks are done."""
         self.depth += 1
         while (called := self._agreed(_DONE)) != _DONE:
             self._take_part(called)
@@ -153,5 +153,5 @@ class _Turns:
 
 @functools.cache
 def _group(world: Any, timeout: float) -> Any:
-    """A gloo group of all ranks, through which no device has to be waited for."""
+    """Return a gloo group of all ranks, whose collectives wait for no device."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))

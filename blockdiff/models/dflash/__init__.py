@@ -1,4 +1,4 @@
-"""DFlash: drafters, block-diffusion models of one step that read what a causal model's layers say of the context."""
+"""DFlash: drafters, one-step block-diffusion models that read the outputs of some of a causal model's layers."""
 
 from blockdiff.models.dflash.family import DFlashFamily
 from blockdiff.models.dflash.model import DFlash

@@ -1,7 +1,7 @@
-"""DFlash as a family: Qwen3's fields, how long a drafter's blocks are, and what it reads of its target.
+"""DFlash as a family: Qwen3's fields, the length of a drafter's blocks, and the target's layers that it reads.
 
-`block_size`, `mask_token_id`, `target_layer_ids` and what else is a drafter's own are in `dflash_config` or beside it:
-both are read, and written as they were.
+`block_size`, `mask_token_id`, `target_layer_ids` and a drafter's other fields are in `dflash_config` or on the top
+level. Both are read, and written as they were.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from blockdiff.models.llama import Qwen3Family
 from blockdiff.models.names import Names
 
 DEFAULT_BLOCK = 16
-# Fields of other kinds of drafters, which change what is computed: only these values are.
+# Fields of other kinds of drafters that change the computation; only these values are supported.
 ONE_VALUE: dict[str, Any] = {
     **dict.fromkeys(("conv_kernel_size", "selector_rank")),
     "output_multiplier": 1.0,
-    "sample_from_anchor": False,  # the place of the anchor predicts a token, too
+    "sample_from_anchor": False,  # True: the anchor's position predicts a token, too
 }
-# What trainers call the field `is_causal` of a block's tokens.
+# Names that trainers give to our field `is_causal`.
 CAUSAL = ("is_causal", "causal", "causal_head")
 # Keys of `dflash_config` that are read, and those that change nothing here: the target has its own logits. Every other
 # key must be null, false or empty.
@@ -51,11 +51,11 @@ TABLE: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashFamily(Qwen3Family):
-    """DFlash, and the config of one drafter: its files have the model type of its layers, Qwen3's.
+    """DFlash, and the config of one drafter, whose files have the model type of its layers, Qwen3's.
 
-    canvas_length: the tokens of a block, the anchor included; mask: the token of the target's vocabulary in the places
-    that the drafter predicts; num_target_layers, target_layer_ids: the target's layers, and those whose outputs are
-    read; is_causal: whether a token of a block sees none after it (None: in sliding layers).
+    canvas_length: the tokens of a block, the anchor included; mask: the token of the target's vocabulary at positions
+    that the drafter predicts; num_target_layers, target_layer_ids: the number of the target's layers, and the layers
+    whose outputs are read; is_causal: whether a token of a block sees none after it (None: only in sliding layers).
     """
 
     model_type = "dflash"
@@ -77,7 +77,7 @@ class DFlashFamily(Qwen3Family):
     meshes = ("replicate", "shard")
     is_drafter = True
     makes_drafters = True
-    has_self_conditioning = False  # there is one step, and no signal of one before
+    has_self_conditioning = False  # there is one step, so no earlier prediction
 
     num_target_layers: int
     target_layer_ids: tuple[int, ...]
@@ -154,9 +154,9 @@ class DFlashFamily(Qwen3Family):
     def for_target(
         cls, target: Family, layers: int, block: int, mask: int, scale: float, softcap: float | None
     ) -> DFlashFamily:
-        """The config of a drafter for a target of this config, with layers like the target's.
+        """Return the config of a drafter for a target with config `target`, with heads like the target's.
 
-        scale, softcap: of the target's embeddings and logits, as its vocabulary has them.
+        scale: the factor of the target's embeddings. softcap: the cap of its logits (None: uncapped).
         """
         hidden = target.hidden_size
         own: dict[str, Any] = {
@@ -193,26 +193,30 @@ class DFlashFamily(Qwen3Family):
 
 
 def _value_of(theirs: Any, name: str, default: Any = None) -> Any:
-    """A value that a drafter has in `dflash_config` or beside it."""
+    """Return a field of `dflash_config`, else of the top level, else `default`."""
     return (getattr(theirs, "dflash_config", None) or {}).get(name, getattr(theirs, name, default))
 
 
 def _causal(theirs: Any) -> dict[str, Any]:
-    """The values of `is_causal` by the names under which they are given."""
+    """Return the values of `is_causal` in the config, by the names that it has there."""
     return {name: value for name in CAUSAL if (value := _value_of(theirs, name)) is not None}
 
 
 def default_ids(target_layers: int, layers: int) -> list[int]:
-    """The layers that a drafter of so many layers reads where its config does not say: evenly, to the last but two."""
+    """Return the target's layers that a drafter of `layers` layers reads if its config lists none.
+
+    They are evenly spaced, from layer 1 to the last but two; a single one is in the middle.
+    """
     if layers == 1:
         return [target_layers // 2]
     return [round(1 + n * (target_layers - 4) / (layers - 1)) for n in range(layers)]
 
 
 def ids_for(target_layers: int, layers: int) -> list[int]:
-    """The layers that a new drafter reads: the default ones, or of few layers all but the last, evenly.
+    """Return the target's layers that a new drafter reads.
 
-    Nothing is read of the last layer, whose output counts after the model's final norm alone.
+    They are the default ones, or if the target has fewer than 6 layers, evenly spaced ones without the last. The last
+    layer is never read, because only the final norm uses its output.
     """
     if target_layers >= 6:
         return sorted(set(default_ids(target_layers, layers)))  # a drafter may have more layers than there are to read

@@ -1,12 +1,12 @@
-"""The drafter: Qwen3's layers over a block of tokens, whose keys go on from those of the target's hidden states.
+"""The drafter: Qwen3's layers over a block of tokens, which also see keys computed from the target's hidden states.
 
 What is special about it:
 - It has no vocabulary: the target's embeds its tokens and makes its logits, so their hidden sizes are the same.
-- A clean token is what chosen layers of the target say of it, side by side (its features), through `fc` and
-  `hidden_norm`. Every layer makes keys and values of that and nothing else, so they are kept like those of a prefix.
-- A block is a token that stands and masks. All of it is seen by all of it, and the place of each mask predicts the
-  token there in one pass. In sliding layers each token sees the window - 1 before it, and nothing after it unless the
-  config says `is_causal: false`.
+- A clean token enters as the outputs of chosen layers of the target, concatenated (its features), through `fc` and
+  `hidden_norm`. Every layer computes keys and values from these alone, so they are cached like a prefix's.
+- A block is the last accepted token (the anchor) and masks. Its tokens all see one another, and each mask's position
+  predicts the token there in one pass. In sliding layers each token sees the window - 1 tokens before it, and none
+  after it unless the config has `is_causal: false`.
 - Heads, norms, MLP and RoPE are Qwen3's.
 """
 
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class BlockKind(LayerKind):
-    """A kind of layers in which a token of a block sees as far as the window goes, and none after it if `is_causal`."""
+    """A kind of layers in which a block's tokens see the tokens in the window, and none after them if `is_causal`."""
 
     is_causal: bool = False
 
     @property
     def sees_whole_canvases(self) -> bool:
-        """False where a token of a block sees another part of it, or of the context, than its neighbours."""
+        """Whether all tokens of a block see the same: there is no window, and the kind is not causal."""
         return self.window is None and not self.is_causal
 
     def denoise_spans(self, start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int) -> Spans:
-        """The spans of blocks laid side by side, see `spans.denoise_spans`."""
+        """Return the spans of blocks side by side (see `spans.denoise_spans`)."""
         spans = super().denoise_spans(start_BC, doc_start_BC, length_BC, canvas_length)
         bounds_BCL4 = spans.bounds_BT4.view(*start_BC.shape, canvas_length, 4)
         return Spans(self._narrowed(bounds_BCL4).flatten(1, 2))
 
     def canvas_spans(self, start_B: Tensor, canvas_length: int) -> Spans:
-        """The spans of the block that follows each row, see `spans.canvas_spans`."""
+        """Return the spans of the block after each row (see `spans.canvas_spans`)."""
         return Spans(self._narrowed(super().canvas_spans(start_B, canvas_length).bounds_BT4), is_padded=False)
 
     def _narrowed(self, bounds: Tensor) -> Tensor:
-        """Bounds [..., L, 4] of the tokens of blocks, which saw everything, cut to what this kind sees."""
+        """Cut bounds [..., L, 4], in which the tokens of blocks see everything, to the keys that this kind sees."""
         if self.sees_whole_canvases:
             return bounds
         place_L = torch.arange(bounds.shape[-2], device=bounds.device)
@@ -70,22 +70,25 @@ class BlockKind(LayerKind):
 
 
 class Layer(llama.Layer):
-    """One of Qwen3's layers, of which clean tokens leave keys and values and no more."""
+    """One of Qwen3's layers; clean tokens only get keys and values."""
 
     def forward(
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
-        """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens."""
+        """Return the residual after the layer, given x [B, T, D], and the keys and values of these tokens.
+
+        The x of clean tokens is returned unchanged.
+        """
         if is_noisy is False:
             return x, self.attention.keys(x, rope, past)
         return super().forward(x, rope, spans, past, is_noisy)
 
 
 class DFlash(Drafter):
-    """The drafter of a target, see `Drafter`.
+    """A DFlash drafter (see `Drafter`).
 
-    `forward` takes the features of clean tokens, [B, T, layers * D], in place of these tokens, and tokens of blocks as
-    they are.
+    `forward` takes features [B, T, layers * D] in place of clean tokens, and token ids for blocks; `layers` is the
+    number of the target's layers that it reads.
     """
 
     config: DFlashFamily
@@ -127,7 +130,7 @@ class DFlash(Drafter):
         return draft_block(self, self.mask_id, anchor_B, count, denoise)
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
-        """The residual [B, T, D] of features of clean tokens [B, T, layers * D], or of tokens of blocks."""
+        """Return the first layer's input [B, T, D] for features [B, T, layers * D] or for token ids of blocks."""
         if tokens_BT.is_floating_point():
             x: Tensor = self.hidden_norm(self.fc(tokens_BT))
             return x

@@ -1,4 +1,4 @@
-"""DiffusionGemma as a family: its config, read and checked field by field, and what it decides."""
+"""DiffusionGemma as a family: its config, read and checked field by field, and the family's decisions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from blockdiff.models.family import Family, for_transformers, written_out
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaConfig
 
-# What has to be as the released model has it: the values that we implement. The last two are Gemma 4's, which
-# transformers' class does not declare but keeps where a file has them.
+# Fields that must have the released model's value, which is all that we implement. The last two are Gemma 4's, which
+# transformers' class does not declare but keeps if a file has them.
 ONE_VALUE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_dropout": (0.0, None),
@@ -32,13 +32,13 @@ ONE_VALUE: dict[str, tuple[Any, ...]] = {
     "use_double_wide_mlp": (False, None),
     "num_kv_shared_layers": (0, None),
 }
-# What must be at least 1 where a file says it.
+# Sizes that must be at least 1 if a file has them.
 SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "sliding_window"),
     *("num_key_value_heads", "num_global_key_value_heads", "head_dim", "global_head_dim", "max_position_embeddings"),
     *("num_experts", "top_k_experts", "moe_intermediate_size"),
 }
-# RoPE types, and the parameters beside `rope_theta` that each may have.
+# RoPE types, and the parameters in addition to `rope_theta` that each may have.
 ROPES = {"default": (), "linear": ("factor",), "proportional": ("factor", "partial_rotary_factor")}
 
 
@@ -52,7 +52,7 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionGemmaFamily(Family):
-    """DiffusionGemma, and the config of one of its models: the fields of `text_config` and of the whole as one.
+    """DiffusionGemma, and the config of one of its models: the fields of `text_config` and of the top level.
 
     layer_types: of each layer, a key of KINDS; heads: of each layer; rope_parameters: of each layer type.
     """
@@ -105,7 +105,7 @@ class DiffusionGemmaFamily(Family):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """The config from the content of a config.json, in both forms of the global-head fields."""
+        """Return the config, given the content of a config.json with either form of the global-head fields."""
         for name, value in cls.text_of(dict(values)).items():
             most = LARGEST.get(name, 2**31)
             if isinstance(value, int) and value > most:
@@ -142,9 +142,9 @@ class DiffusionGemmaFamily(Family):
 
     @classmethod
     def as_transformers(cls, values: Mapping[str, Any]) -> DiffusionGemmaConfig:
-        """The content of a config.json as transformers' config, which raises what it raises for a wrong one.
+        """Return transformers' config for the content of a config.json; transformers' own errors are passed on.
 
-        It is without the image side, whose class takes two seconds to import.
+        It lacks the config of the image side, whose class takes two seconds to import.
         """
         from transformers import PreTrainedConfig
         from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaConfig
@@ -179,7 +179,7 @@ class DiffusionGemmaFamily(Family):
 
 
 def _wrong(theirs: Any) -> Iterator[str]:
-    """The reasons why a config is refused: what our model does not compute as transformers does."""
+    """Yield the reasons why a config is refused: values for which our model would differ from transformers'."""
     text = theirs.text_config
     yield from _wrong_sizes(theirs.canvas_length, text.to_dict())
     if not theirs.tie_word_embeddings:
@@ -202,7 +202,10 @@ def _wrong(theirs: Any) -> Iterator[str]:
 
 
 def _wrong_sizes(canvas_length: Any, text: Mapping[str, Any]) -> Iterator[str]:
-    """Sizes that are 0 or less, and layers that are not there, which transformers looks up; text: the fields said."""
+    """Yield a reason for each size below 1, and for overrides of layers that do not exist, which transformers looks up.
+
+    text: the fields of `text_config`.
+    """
     sizes = {"canvas_length": canvas_length} | {f"text_config.{name}": text.get(name) for name in sorted(SIZES)}
     for name, size in sizes.items():
         if isinstance(size, int) and size < 1:

@@ -1,4 +1,4 @@
-"""The image side of DiffusionGemma: Gemma 4's vision tower, and what projects its features into the text model."""
+"""The image side of DiffusionGemma: Gemma 4's vision tower, and the projection of its features into the text model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blockdiff.models.image_side import ImageSide, stacked
 
 
 class GemmaImages(ImageSide):
-    """`vision_tower` and `embed_vision` of transformers' encoder; images are filled up to the longest of a call.
+    """`vision_tower` and `embed_vision` of transformers' encoder; images are padded to the longest of a call.
 
     vision_config: the content of that key of config.json; config: transformers' config of the whole model.
     """
@@ -32,7 +32,7 @@ class GemmaImages(ImageSide):
         super().__init__(vision_tower=tower, embed_vision=embedder)
 
     def features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The embeddings of images: patches of padding stand at -1, and the tower leaves them out."""
+        """Return the embeddings of images; padding has position -1, so the tower leaves it out."""
         pixels = stacked((each.values["pixel_values"] for each in inputs), 0.0)
         places = stacked((each.values["image_position_ids"] for each in inputs), -1)
         seen = self.vision_tower(pixel_values=pixels, pixel_position_ids=places).last_hidden_state
@@ -40,7 +40,7 @@ class GemmaImages(ImageSide):
         return features
 
     def blank(self, tokens: int = 1) -> ImageInput:
-        """An image without content, of so many tokens side by side."""
+        """Return a blank image of `tokens` tokens side by side."""
         config = self.vision_tower.config
         side, width = config.pooling_kernel_size, 3 * config.patch_size**2
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side * tokens)).flip(-1)

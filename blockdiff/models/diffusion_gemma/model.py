@@ -9,7 +9,7 @@ What is special about it:
 - A sliding layer keeps the last window - 1 prefix keys, the same ones for every query of a canvas.
 - Denoise mixes the soft embedding of the last prediction into the canvas embedding; encode never does.
 - The table is tied; logits are soft-capped.
-- Where the config says so, the tokens of adjacent images all see one another when they are encoded.
+- If `use_bidirectional_attention` is "vision", all tokens of adjacent images see one another when they are encoded.
 
 config.json is that of transformers' `DiffusionGemmaConfig`, which resolves head_dim and kv heads of each layer from
 either form of file (`per_layer_config`, or `global_head_dim` and `num_global_key_value_heads`).
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from blockdiff.models.diffusion_gemma.family import DiffusionGemmaFamily
 
 KINDS = {"sliding_attention": "sliding", "full_attention": "full"}  # layer types, and our names of the kinds
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}  # names there, and in kernels/
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}  # names in configs, and in kernels/
 
 
 class Layer(nn.Module):
-    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
+    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it changes nothing except the pages of `past`."""
 
     encoder_scalar: Tensor
     decoder_scalar: Tensor
@@ -76,9 +76,9 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
-        """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens.
+        """Return the residual after the layer, given x [B, T, D], and the keys and values of these tokens.
 
-        is_noisy: as `BlockDiffusionModel.forward` takes it; it says which of the layer scalars counts.
+        is_noisy: as in `BlockDiffusionModel.forward`; it selects the layer scalar of each token.
         """
         (normed,) = self.kernels.rms_norms(x, (self.input_norm.weight,), self.eps)
         attended, kv = self.attention(normed, rope, spans, past, is_noisy)
@@ -96,9 +96,9 @@ class Layer(nn.Module):
 
 
 class DiffusionGemma(BlockDiffusionModel):
-    """The encode/denoise backbone. Single-device code: wrapping, sharding and losses live elsewhere.
+    """The DiffusionGemma model. Single-device code: wrapping, sharding and losses are elsewhere.
 
-    A subclass may name another `layer_class`; what it adds is drawn, saved and loaded (`checkpoint/added.py`).
+    A subclass may set another `layer_class`; weights that it adds are drawn, saved and loaded (`checkpoint/added.py`).
     """
 
     layer_class: type[Layer] = Layer

@@ -1,4 +1,4 @@
-"""EAGLE3: heads of one layer that draft token by token from what some of a target's layers say of the text."""
+"""EAGLE3: one-layer heads that draft token by token from the outputs of some of a target's layers."""
 
 from blockdiff.models.eagle3.family import Eagle3Family, SpeculatorsFamily
 from blockdiff.models.eagle3.model import Eagle3

@@ -1,7 +1,7 @@
 """EAGLE3 as two families, one for each layout of a head's files.
 
-In that of `LlamaForCausalLMEagle3` all fields of config.json are side by side; in that of speculators those of the
-head's layer are in `transformer_layer_config`.
+In the layout of `LlamaForCausalLMEagle3` all fields of config.json are on one level. In the layout of speculators the
+fields of the head's layer are in `transformer_layer_config`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OF_LAYER: tuple[tuple[str, str], ...] = (
 
 
 def _names(layer: str) -> Names:
-    """The names of a head's tensors, of whose one layer the files have the name `layer`."""
+    """Return the names of a head's tensors; `layer` is the name of its one layer in files."""
     return Names(
         (*TABLE, *((ours, hub.replace("@", layer)) for ours, hub in OF_LAYER)),
         carried=("t2d",),
@@ -63,8 +63,8 @@ def _names(layer: str) -> Names:
 class Eagle3Family(Family):
     """EAGLE3 heads in the layout of `LlamaForCausalLMEagle3`, and the config of one head.
 
-    layer: the config of its layer; counts_layers: whether a list of layers that begins with 1 counts layers, not hidden
-    states, as SpecForge writes these and SGLang tells both apart.
+    layer: the config of the head's layer; counts_layers: whether `layer_ids` that begin with 1 number layers, not
+    hidden states. SpecForge writes such lists, and SGLang distinguishes the two in this way.
     """
 
     model_type = "eagle3"
@@ -94,7 +94,7 @@ class Eagle3Family(Family):
 
     @classmethod
     def of_layer(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The fields of the head's layer in the content of a config.json."""
+        """Return the fields of the head's layer, given the content of a config.json."""
         return values
 
     @classmethod
@@ -105,13 +105,13 @@ class Eagle3Family(Family):
             raise CheckpointError(f"the head's layer is one of {kind!r}; layers of Llama and Qwen3 are supported")
         layer = LAYERS[kind].read(of_layer)
         own: dict[str, Any] = dict(canvas_length=BLOCK, denoises=True)
-        # the positions of its config are of its training rows, and drafts may be wrong
+        # the config's limit of positions is of its training rows; beyond it drafts are at worst wrong
         config = cls.of(values, layer, layer=layer, max_position_embeddings=NO_BOUND, **own)
         refuse_first(config._wrong())
         return config
 
     def value_of(self, name: str, default: Any = None) -> Any:
-        """An option of the head; the default where it is missing or null."""
+        """Return an option of the head, `default` if it is missing or null."""
         value = self.values.get(name)
         return default if value is None else value
 
@@ -127,14 +127,14 @@ class Eagle3Family(Family):
 
     @property
     def layer_ids(self) -> Any:
-        """The ids of the target's layers that the config lists; None where it lists none."""
+        """The ids of the target's layers that the config lists, None if it lists none."""
         return self.values.get(LAYER_IDS) or (self.values.get("eagle_config") or {}).get(LAYER_IDS) or None
 
     def target_layers(self, depth: int) -> tuple[int, ...]:
-        """The layers, the first one is 0, of a target of `depth` layers whose outputs the head reads.
+        """Return the layers (the first is 0) whose outputs the head reads, of a target with `depth` layers.
 
-        Ids count the target's hidden states, of which the first are the embeddings, so that layer n puts out n + 1
-        (vLLM and speculators).
+        Ids number the target's hidden states, of which 0 are the embeddings, so the output of layer n has id n + 1
+        (vLLM and speculators). If the config lists none, they are 2, depth // 2 and depth - 3.
         """
         ids = self.layer_ids
         if ids is None:
@@ -142,7 +142,7 @@ class Eagle3Family(Family):
         return tuple(ids if self.counts_layers and ids[0] == 1 else (n - 1 for n in ids))
 
     def _wrong(self) -> Iterator[str]:
-        """The reasons why a config is refused."""
+        """Yield the reasons why the config is refused."""
         layer, ids = self.layer, self.layer_ids
         if layer.num_hidden_layers != 1:
             yield f"num_hidden_layers is {layer.num_hidden_layers}; heads of one layer are supported"

@@ -1,18 +1,18 @@
-"""The EAGLE3 head: one layer that drafts a token a pass, from the target's hidden states and then from its own.
+"""The EAGLE3 head: one layer that drafts one token per pass, from the target's hidden states and then from its own.
 
 What is special about it:
-- The features of a token are what three layers of the target say of it, side by side, through `fc`; in some heads norms
-  stand before `fc`.
-- The layer reads a token's embedding beside the features of the token before, each normed, and its place predicts the
-  token after. Its residual are the features alone. A token that was just drafted has no features before it: the layer's
-  own output stands for them.
-- So keys and values of a token depend on the token before, too. Each token's features are kept in the prefix beside
-  them, where the next token finds them, in whatever call it comes. The first token of a row has none before it and
-  is seen by nobody.
-- The head's logits may be those of fewer tokens; `d2t` is what is added to their numbers to have the target's.
+- The features of a token are the outputs of some layers of the target (three by default), concatenated, through `fc`.
+  Some heads apply norms before `fc`.
+- The layer reads a token's embedding and the features of the token before it, each normed, and predicts the token
+  after it. The residual is the features alone. A drafted token has no features before it; the layer's own output for
+  the token before replaces them.
+- So the keys and values of a token also depend on the token before it. The prefix stores each token's features with
+  its keys and values, for the next token, even of a later call. The first token of a row has no token before it, and
+  no token sees it.
+- The head's logits may cover fewer tokens than the target's; adding `d2t` to their ids gives the target's ids.
 
-A block is the last token that stands and what is drafted behind it. Each pass runs over all of its tokens so far, so
-that nothing of it is kept: the target's next call makes the keys of tokens that stand, from true features.
+A block is the last accepted token and the tokens drafted after it. Each pass runs over all its tokens so far and stores
+nothing: the target's next call computes the keys of accepted tokens, from true features.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class HeadKind(BlockKind):
-    """The kind of a head's layer, in which the first token of a row is seen by none."""
+    """The kind of a head's layer: no token sees the first token of a row."""
 
     def _narrowed(self, bounds: Tensor) -> Tensor:
         lo, hi, own_lo, own_hi = super()._narrowed(bounds).unbind(-1)
@@ -51,7 +51,7 @@ class HeadKind(BlockKind):
 
 
 class Layer(llama.Layer):
-    """A layer of Llama's or Qwen3's that reads embeddings beside features, of which clean tokens leave their keys."""
+    """A layer of Llama or Qwen3 that reads embeddings and features; clean tokens only get keys and values."""
 
     def __init__(self, config: Eagle3Family, kernels: Kernels):
         super().__init__(config.layer, False, kernels)
@@ -65,7 +65,10 @@ class Layer(llama.Layer):
     def forward(
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
-        """Of embeddings beside features [B, T, 2D]: the next features [B, T, D], and the kv of clean tokens."""
+        """Return features [B, T, D], given embeddings and features x [B, T, 2D], and the kv of these tokens.
+
+        The features of clean tokens are returned unchanged.
+        """
         embedding, before = x.chunk(2, -1)
         normed = self.hidden_norm(before)
         read = torch.cat([self.input_norm(embedding), normed], -1)
@@ -77,11 +80,11 @@ class Layer(llama.Layer):
 
 
 class Eagle3(Drafter):
-    """The head of a target, see `Drafter`.
+    """An EAGLE3 head (see `Drafter`).
 
-    `forward` takes clean tokens as `reading` has them, their embeddings beside their features [B, T, 2D], and tokens of
-    blocks as they are, with the head's outputs for all of them but the last in place of the signal. It gives outputs
-    before the final norm.
+    For clean tokens `forward` takes the result of `reading`, embeddings and features [B, T, 2D]. For blocks it takes
+    token ids and, as the signal, the head's outputs for all of them except the last. It returns outputs before the
+    final norm.
     """
 
     config: Eagle3Family
@@ -91,7 +94,7 @@ class Eagle3(Drafter):
     def __init__(self, config: Eagle3Family, kernels: str | Kernels = "auto"):
         super().__init__(config, kernels)
         hidden, eps, of_target = config.hidden_size, config.rms_norm_eps, config.target_hidden_size
-        self.target_layers = config.target_layers(6)  # until the target says how many it has
+        self.target_layers = config.target_layers(6)  # `drafts_for` sets them for the target's depth
         read, has = len(self.target_layers), config.value_of
         self.norms_output = bool(has("norm_output"))
         self.input_norm = CastRMSNorm(read * of_target, eps, self.kernels) if has("norm_before_fc") else None
@@ -100,7 +103,7 @@ class Eagle3(Drafter):
         self.fc = Linear(read * of_target, hidden, bias=False)
         self.layers = nn.ModuleList([Layer(config, self.kernels)])
         self.norm = CastRMSNorm(hidden, eps, self.kernels)
-        self.table = nn.Parameter(torch.empty(self.vocab_size, hidden))  # None: the target's embeds
+        self.table = nn.Parameter(torch.empty(self.vocab_size, hidden))  # None: the target's table is used
         self.head = Vocabulary(config.draft_vocab_size, hidden, None, self.kernels, scale=1.0)  # or the target's
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))  # None: the same tokens
         self.kinds = {"full": HeadKind("full", None, llama.frequencies(config.layer), is_causal=True)}
@@ -129,7 +132,7 @@ class Eagle3(Drafter):
             )
 
     def reading(self, tokens_BT: Tensor, features_BTF: Tensor) -> Tensor:
-        """The embeddings of clean tokens beside their features after `fc`, [B, T, 2D]."""
+        """Return the embeddings of clean tokens and their features after `fc`, concatenated [B, T, 2D]."""
         if self.input_norm is not None:
             features_BTF = self.input_norm(features_BTF)
         if self.fc_norm is not None:
@@ -138,7 +141,7 @@ class Eagle3(Drafter):
         return torch.cat([self.embedded(tokens_BT), self.fc(features_BTF)], -1)
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
-        """The embeddings [B, T, D] of tokens, which are not scaled."""
+        """Return the unscaled embeddings [B, T, D] of tokens."""
         if self.table is not None:
             return F.embedding(tokens_BT, self.table)
         x: Tensor = self.vocabulary.embed(tokens_BT)
@@ -154,7 +157,10 @@ class Eagle3(Drafter):
         soft_BTD: Tensor | None = None,
         rope: Mapping[str, Rope] | None = None,
     ) -> tuple[Tensor, list[KV]]:
-        """The head's outputs [B, T, D], and of clean tokens keys, values and features."""
+        """Return the head's outputs [B, T, D] and the kv of its layer: keys, values and features of clean tokens.
+
+        The list of kv is empty for blocks; its tuple is empty if they were written to pages.
+        """
         rope, prefix = self.rope(positions_BT) if rope is None else rope, None if past is None else past[0]
         if is_noisy:
             embedding, following = self.embedded(tokens_BT), soft_BTD
@@ -185,7 +191,7 @@ class Eagle3(Drafter):
         return before.masked_fill((last_B < 0)[:, None, None], 0.0)
 
     def draft(self, anchor_B: Tensor, count: int, denoise: Callable[..., Tensor]) -> Tensor:
-        """So many likely tokens behind anchors, each from a pass over the ones before it."""
+        """Draft the next `count` tokens [B, count], each by one pass over the anchor and the drafts before it."""
         tokens_BT, outputs, is_lent = anchor_B[:, None], None, self.head.table is None
         head, d2t = (self.vocabulary, None) if is_lent else (self.head, self.d2t)
         for _ in range(count):

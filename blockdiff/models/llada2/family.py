@@ -1,6 +1,6 @@
 """LLaDA2.x as a family: its config, checked field by field, and decisions.
 
-A config.json says neither the mask, the end of an answer nor the length of a block: in the released code they are
+A config.json has neither the mask, the end of an answer nor the length of a block: in the released code they are
 arguments of `generate`. Here they are the released ones, or `mask_token_id`, `eos_token_id` and `canvas_length` of
 config.json. Nothing is taken from the defaults of the released config class, which are another model's.
 """
@@ -35,7 +35,7 @@ SIZES = (
 )
 NUMBERS = ("rope_theta", "partial_rotary_factor", "routed_scaling_factor")
 OTHERS = ("rms_norm_eps", "first_k_dense_replace", "use_bias")  # for which the released class has other defaults
-# What has to be as the released models have it.
+# Fields that must have the released models' value.
 ONE_VALUE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "use_bias": (False,),
@@ -62,8 +62,8 @@ ONE_VALUE: dict[str, tuple[Any, ...]] = {
 class LLaDA2Family(Family):
     """LLaDA2.0 and 2.1, and the config of one of its models.
 
-    first_k_dense_replace: the number of layers with a dense MLP, the first ones; n_group, topk_group: the number of
-    groups of experts, and of those that a token keeps; turned: the number of a head's dimensions that RoPE turns.
+    first_k_dense_replace: the number of layers, from the first on, with a dense MLP; n_group, topk_group: the number of
+    groups of experts, and how many of them a token keeps; turned: the number of a head's dimensions that RoPE rotates.
     """
 
     model_type = "llada2_moe"
@@ -157,7 +157,7 @@ class LLaDA2Family(Family):
 
 
 def _with_rope(values: Mapping[str, Any]) -> Any:
-    """The fields of a config.json as attributes, those of RoPE also if they are in `rope_parameters`."""
+    """Return the fields of a config.json as attributes, including RoPE's if they are in `rope_parameters`."""
     rope = values.get("rope_parameters") or {}
     if "rotary_dim" in values and values.get("head_dim"):
         rope = {"partial_rotary_factor": values["rotary_dim"] / values["head_dim"], **rope}
@@ -165,7 +165,7 @@ def _with_rope(values: Mapping[str, Any]) -> Any:
 
 
 def _wrong(theirs: Any) -> Iterator[str]:
-    """The reasons why a config is refused: values that our model does not compute with, and fields without a value."""
+    """Yield the reasons why a config is refused: values that our model does not support, and missing fields."""
     for name in (*SIZES, *NUMBERS, *OTHERS):
         if not hasattr(theirs, name):
             yield f"no {name}, and the default of the released class is another model's; add it"

@@ -5,9 +5,10 @@ What is special about it:
   RoPE, which turns the first half of a head's dimensions; the others pass. Attention scale d^-1/2.
 - Norms are cast before their weight multiplies. No bias, embeddings are not scaled, logits have no cap.
 - The first layers have a dense MLP. The others have routed experts in addition to a shared one, which every token
-  passes. The router takes sigmoids in fp32, keeps the groups of experts whose two best have the largest sums of score
-  and bias, chooses among their experts by score plus bias, and weighs by the scores alone, renormalised and scaled.
-- A clean token sees its whole block, so there is no next-token head. The model reads nothing of its last prediction:
+  passes. The router computes sigmoids in fp32 and keeps the groups of experts whose two best have the largest sums of
+  score and bias. It chooses among their experts by score plus bias, and weights by the scores alone, renormalised and
+  scaled.
+- A clean token sees its whole block, so there is no next-token head. The model does not read its last prediction:
   noisy tokens are computed like clean ones.
 
 config.json is that of the released remote code; transformers has no class for it.
@@ -37,7 +38,7 @@ ACTIVATION = "silu"
 
 
 class Layer(nn.Module):
-    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
+    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it changes nothing except the pages of `past`."""
 
     encoder_scalar = None
     decoder_scalar = None
@@ -79,7 +80,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
-        """Return the next residual, given x [B, T, D], and the keys and values of these tokens."""
+        """Return the residual after the layer, given x [B, T, D], and the keys and values of these tokens."""
         attended, kv = self.attention(self.input_norm(x), rope, spans, past, is_noisy)
         x, is_noisy = wanted(x, is_noisy, attended.shape[1])
         x = x + attended
@@ -94,7 +95,7 @@ class Layer(nn.Module):
 
 
 class LLaDA2(CausalModel):
-    """The stack of layers."""
+    """The LLaDA2 model."""
 
     layer_class: type[Layer] = Layer
 

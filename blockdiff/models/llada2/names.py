@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blockdiff.models.names import Names
 
-# `{}` is the layer number. A layer has a dense MLP or experts: its `mlp` holds the one or the others.
+# `{}` is the layer number. A layer has a dense MLP or experts; on the Hub both are in its `mlp`.
 TABLE: tuple[tuple[str, str], ...] = (
     # ours                                      Hub
     ("vocabulary.table", "model.word_embeddings.weight"),
@@ -31,7 +31,7 @@ TABLE: tuple[tuple[str, str], ...] = (
 NAMES = Names(
     TABLE,
     ties=(("lm_head.weight", "model.word_embeddings.weight"),),
-    # a file has the matrices of each expert alone; `[]` is its number
+    # files have the matrices of each expert separately; `[]` is the expert's number
     pieces=(
         ("experts.gate_up_proj", ("experts.[].gate_proj.weight", "experts.[].up_proj.weight")),
         ("experts.down_proj", ("experts.[].down_proj.weight",)),

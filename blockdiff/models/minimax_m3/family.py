@@ -29,12 +29,12 @@ SIZES = (
     *("index_topk_blocks",),
 )
 # How canvases select, the default first: each query for itself or all with the mean of the canvas's index queries, and
-# whether the selection of a canvas's first step stands for its other steps.
+# whether the selection of a canvas's first step serves its other steps, too.
 SELECTIONS: dict[str, tuple[Any, ...]] = {
     "canvas_selection": ("query", "canvas"),
     "canvas_selection_kept": (False, True),
 }
-# What has to be as the released model has it; transformers does not declare all of them, but keeps what a file has.
+# Fields that must have the released model's value. transformers declares only some, but keeps all that a file has.
 ONE_VALUE: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0, None),
     "router_jitter_noise": (0.0, None),
@@ -50,7 +50,7 @@ ONE_VALUE: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MiniMaxM3Family(Family):
-    """MiniMax M3, and the config of one of its models: the fields of `text_config` and of the whole as one.
+    """MiniMax M3, and the config of one of its models: the fields of `text_config` and of the top level.
 
     layer_types: of each layer, a key of KINDS; mlp_layer_types: "dense" or "sparse" of each layer; image_token: the
     token for each part of an image (None: there is no image side). canvas_selection: "query" if each query of a canvas
@@ -114,7 +114,7 @@ class MiniMaxM3Family(Family):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """The config from the content of a config.json, without what it says of weights that are stored in MXFP8."""
+        """Return the config, given the content of a config.json; its `quantization_config` (MXFP8) is dropped."""
         values = {key: value for key, value in values.items() if key != "quantization_config"}
         text, where = cls.text_of(values), cls.place_of_text
         refuse_first(sizes_out_of_range(text, SIZES, where))
@@ -148,7 +148,7 @@ class MiniMaxM3Family(Family):
 
     @classmethod
     def as_transformers(cls, values: Mapping[str, Any]) -> Any:
-        """The content of a config.json as transformers' config, which raises what it raises for a wrong one."""
+        """Return transformers' config for the content of a config.json; transformers' own errors are passed on."""
         own = for_transformers(values)
         text = cls.text_of(own)
         sparse = text.get("sparse_attention_config") or {}
@@ -172,7 +172,7 @@ class MiniMaxM3Family(Family):
 
     @property
     def activation(self) -> str:
-        """SwiGLU-OAI with the config's numbers, by its name in `kernels.expert_mlp.activations`."""
+        """The name in `kernels.expert_mlp.activations` of SwiGLU-OAI with the config's alpha and limit."""
         return oai(self.swiglu_alpha, self.swiglu_limit)
 
     @property
@@ -224,7 +224,7 @@ class MiniMaxM3TextFamily(MiniMaxM3Family):
 
 
 def _wrong(theirs: Any) -> Iterator[str]:
-    """The reasons why a config is refused: what our model does not compute as transformers does."""
+    """Yield the reasons why a config is refused: values for which our model would differ from transformers'."""
     text = theirs.get_text_config()
     where = "" if text is theirs else "text_config."
     yield from other_values(text, ONE_VALUE, where)

@@ -11,9 +11,9 @@ from torch import Tensor
 from blockdiff.images import ImageInput
 from blockdiff.models.image_side import ImageSide
 
-# transformers' processor exists for torchvision alone; it cuts as Qwen2-VL's does, which PIL has, at these sizes.
+# transformers' processor needs torchvision. Qwen2-VL's, which has a PIL version, cuts alike with these sizes.
 PIXELS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451_584}
-BEFORE, AFTER = "]<]start of image[>[", "]<]end of image[>["  # of which the config does not say the ids
+BEFORE, AFTER = "]<]start of image[>[", "]<]end of image[>["  # their ids are not in the config
 
 
 class MiniMaxM3Images(ImageSide):
@@ -36,7 +36,7 @@ class MiniMaxM3Images(ImageSide):
         super().__init__(vision_tower=tower, multi_modal_projector=projector)
 
     def features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The embeddings of images; a patch sees those of its own image."""
+        """Return the embeddings of images; a patch sees only the patches of its own image."""
         pixels = torch.cat([each.values["pixel_values"] for each in inputs])
         grids = torch.stack([each.values["image_grid_thw"] for each in inputs])
         seen = self.vision_tower(pixel_values=pixels, grid_thw=grids).last_hidden_state
@@ -44,7 +44,7 @@ class MiniMaxM3Images(ImageSide):
         return features
 
     def blank(self, tokens: int = 1) -> ImageInput:
-        """An image without content, of so many tokens side by side."""
+        """Return a blank image of `tokens` tokens side by side."""
         config = self.vision_tower.config
         side = config.spatial_merge_size
         width = config.num_channels * config.temporal_patch_size * config.patch_size**2
@@ -53,7 +53,7 @@ class MiniMaxM3Images(ImageSide):
 
 
 def processor_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a `preprocessor_config.json` for the processor that PIL has; others as they are."""
+    """Convert a `preprocessor_config.json` for Qwen2-VL's processor; unchanged if its processor is not MiniMax's."""
     if "MiniMax" not in str(values.get("image_processor_type")):
         return values
     size = values.get("size")  # the released file has one that nothing uses

@@ -3,16 +3,16 @@
 What is special about it:
 - All norms are zero-centred: `x / rms(x) * (1 + w)`, in fp32. Every query and key is normed before RoPE, which turns
   the first half of a head's dimensions; the others pass. Attention scale d^-1/2.
-- SwiGLU-OAI everywhere: gate clamped from above, up both ways, `gate * sigmoid(alpha * gate) * (up + 1)`.
-- The first layers have a dense MLP. The others have routed experts beside a shared one, which every token passes; the
-  router takes sigmoids, chooses by score plus a bias, and weighs by the scores alone, renormalised and scaled.
+- SwiGLU-OAI everywhere: gate clamped from above, up on both sides, `gate * sigmoid(alpha * gate) * (up + 1)`.
+- The first layers have a dense MLP. The others have routed experts and a shared one, which every token passes. The
+  router computes sigmoids, chooses by score plus a bias, and weights by the scores alone, renormalised and scaled.
 - Sparse layers have an indexer: a few small query heads and one shared key score blocks of keys, and a query attends to
-  the best of them. It selects and nothing else: it has no values and gets no gradient. Its keys are cached beside
-  the others.
-- Causal. With a `canvas_length` in the config it denoises, too: a canvas chooses among the blocks of its prefix, and
-  its own keys are always seen and stand outside the budget. Self-conditioning and decoder scalars are as in Llama.
-  With `canvas_selection: "canvas"` its queries have one choice, made with the mean of their index queries; with
-  `canvas_selection_kept` the choice of its first denoising step stands for the others.
+  the best of them. The indexer only selects: it has no values and gets no gradient. Its keys are cached with the
+  others.
+- Causal. With a `canvas_length` in the config it denoises, too: a canvas selects among the blocks of its prefix, and
+  always sees its own keys, which do not count as selected blocks. Self-conditioning and decoder scalars are as in
+  Llama. With `canvas_selection: "canvas"` its queries share one selection, made with the mean of their index queries;
+  with `canvas_selection_kept` the selection of its first denoising step serves the other steps, too.
 
 config.json is that of transformers' `MiniMaxM3VLConfig`.
 """
@@ -69,9 +69,9 @@ class MiniMaxM3Indexer(nn.Module):
 
     @torch.no_grad()
     def forward(self, x_BTD: Tensor, rope: Rope, into: tuple[PagedTensor, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Index queries [B, T, H, d] and keys [B, T, 1, d] of tokens, normed and turned, without gradient.
+        """Return index queries [B, T, H, d] and keys [B, T, 1, d] of tokens, normed and rotated, without gradient.
 
-        into: the page tensor that keys are written into; then none are returned, [B, 0, 1, d].
+        into: the page tensor to which keys are written (None: none); the returned keys are then empty, [B, 0, 1, d].
         """
         B, T, _ = x_BTD.shape
         q = self.q_proj(x_BTD).view(B, T, self.heads, self.head_dim)
@@ -82,9 +82,9 @@ class MiniMaxM3Indexer(nn.Module):
 
 
 class MiniMaxM3Attention(Attention):
-    """Attention of one layer; of a sparse one over the blocks that its indexer selects.
+    """Attention of one layer; in a sparse layer, over the blocks that its indexer selects.
 
-    canvas_length: of canvases whose queries have one selection (None: each query has its own).
+    canvas_length: the length of canvases whose queries share one selection (None: each query has its own).
     """
 
     def __init__(self, config: MiniMaxM3Family, is_sparse: bool, kernels: Kernels, canvas_length: int | None = None):
@@ -127,7 +127,7 @@ class MiniMaxM3Attention(Attention):
 
 
 class Block(nn.Module):
-    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
+    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it changes nothing except the pages of `past`."""
 
     def __init__(
         self, config: MiniMaxM3Family, index: int, denoises: bool, kernels: Kernels, canvas_length: int | None = None
@@ -146,13 +146,13 @@ class Block(nn.Module):
             self.shared = MiniMaxM3MLP(config, config.shared_intermediate_size, kernels)
             self.router = SigmoidRouter(hidden, experts, top_k, config.routed_scaling_factor)
             self.experts = Experts(experts, hidden, config.intermediate_size, kernels, config.activation)
-        self.encoder_scalar = None  # clean tokens are the causal model's
+        self.encoder_scalar = None  # clean tokens are computed as in the causal model
         self.decoder_scalar = nn.Parameter(torch.ones(1)) if denoises else None
 
     def forward(
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
-        """Of the residual x [B, T, D]: the next one, and what later tokens see of these: keys, values, index keys."""
+        """Return the residual after the layer, given x [B, T, D], and the tokens' keys, values and index keys."""
         attended, kv = self.attention(self.input_norm(x), rope, spans, past, is_noisy)
         x = x + attended
         x = x + self._feed_forward(self.post_attention_norm(x), spans, is_noisy)
@@ -168,7 +168,7 @@ class Block(nn.Module):
 
 
 class MiniMaxM3(CausalModel):
-    """The stack of layers, causal, and with `config.canvas_length` a denoiser, too."""
+    """The MiniMax M3 model: causal, and with a `config.canvas_length` a denoiser, too."""
 
     layer_class: type[Block] = Block
 

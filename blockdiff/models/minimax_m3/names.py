@@ -1,10 +1,10 @@
-"""The names of MiniMax M3's tensors on the Hub (MiniMaxAI/MiniMax-M3), and where the text side stands alone."""
+"""The names of MiniMax M3's tensors on the Hub (MiniMaxAI/MiniMax-M3), and in files of the text side alone."""
 
 from __future__ import annotations
 
 from blockdiff.models.names import Names
 
-# `{}` is the layer number. A layer has a dense MLP or experts: its `mlp` is that, or the shared expert.
+# `{}` is the layer number. A layer has a dense MLP, `mlp`, or a router, experts and a shared expert, `shared`.
 TABLE: tuple[tuple[str, str], ...] = (
     # ours                                      Hub
     ("vocabulary.table", "language_model.model.embed_tokens.weight"),
@@ -37,7 +37,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("layers.{}.experts.down_proj", "language_model.model.layers.{}.block_sparse_moe.experts.down_proj"),
 )  # fmt: skip
 
-# How the names of image tensors begin: ours, which go on as transformers' do, and the Hub's.
+# The beginnings of the names of image tensors: ours, which continue as in transformers, and the Hub's.
 IMAGES = (
     ("image_side.vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
     ("image_side.vision_tower.layers.", "vision_tower.vision_model.encoder.layers."),
@@ -51,7 +51,7 @@ NAMES = Names(
     images=IMAGES,
     carried=("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "language_model.model.mtp.", "mtp."),
     ties=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
-    # a file has the matrices of each expert alone; `[]` is its number
+    # files have the matrices of each expert separately; `[]` is the expert's number
     pieces=(
         ("experts.gate_up_proj", ("experts.[].w1.weight", "experts.[].w3.weight")),
         ("experts.down_proj", ("experts.[].w2.weight",)),

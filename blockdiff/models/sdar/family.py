@@ -1,7 +1,7 @@
-"""SDAR as a family: what its config has beside that of Qwen3, and decisions.
+"""SDAR as a family: the fields that its config adds to Qwen3's, and the family's decisions.
 
 A config.json has the length of a block as `block_size` and the mask as `mask_token_id`. Early files have neither. Their
-mask is that of the released vocabulary. Their block has to be given (`canvas_length` in blockdiff.json, `export
+mask is the released vocabulary's. Their block must be set (`canvas_length` in blockdiff.json, `export
 --canvas-length`), because models of blocks of 4 to 64 tokens were released with the same config.
 """
 
@@ -85,7 +85,7 @@ class SDARFamily(Qwen3Family):
 
 
 def _block(theirs: Any) -> Any:
-    """The length of a block, by either name; None if neither is there."""
+    """Return the length of a block, `block_size` or else `canvas_length`; None if the config has neither."""
     named = (getattr(theirs, name, None) for name in ("block_size", "canvas_length"))
     return next((length for length in named if length is not None), None)
 
@@ -139,7 +139,7 @@ class SDARMoeFamily(SDARFamily):
 
 
 class A2DQwen3Family(SDARFamily):
-    """OPDLM: SDAR's way with Qwen3's files."""
+    """OPDLM: dense SDAR under another model type and class name, with another default threshold."""
 
     model_type = "a2d-qwen3"
     default_strategy = "confident:threshold=0.9,confidence=0,t_min=1,t_max=1"

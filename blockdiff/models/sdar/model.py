@@ -1,11 +1,11 @@
 """SDAR: Qwen3's layers, denoising block after block.
 
 What is special about it:
-- The layers are Qwen3's and have no scalars: noisy tokens are computed like clean ones, and nothing is read of the last
-  prediction.
+- The layers are Qwen3's and have no scalars: noisy tokens are computed like clean ones, and the last prediction is not
+  read.
 - A clean token sees its whole block, so there is no next-token head.
-- SDAR-MoE has experts in place of the MLP of each layer. The router takes a softmax over all experts in fp32; those of
-  the highest probabilities are weighed by these, divided by their sum. There is no shared expert.
+- SDAR-MoE has experts in place of the MLP of each layer. The router computes a softmax over all experts in fp32. The
+  experts with the highest probabilities are weighted by these, divided by their sum. There is no shared expert.
 
 config.json is that of transformers' `Qwen3Config` or `Qwen3MoeConfig` with a `block_size` and a `mask_token_id`.
 """
@@ -38,7 +38,7 @@ class DenseLayer(Layer):
 
 
 class SDAR(Llama):
-    """The stack of layers."""
+    """The SDAR model with dense layers."""
 
     layer_class: type[Layer] = DenseLayer
 
@@ -55,13 +55,13 @@ class SoftmaxRouter(nn.Module):
         self.proj, self.top_k = Linear(hidden, experts, bias=False), top_k
 
     def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert index int64 [N, k] and weight [N, k] in fp32 at least."""
+        """Return expert index int64 [N, k] and weight [N, k] in at least fp32."""
         weight_Nk, index_Nk = upcast(self.proj(normed_ND)).softmax(-1).topk(self.top_k, dim=-1)
         return index_Nk, weight_Nk / weight_Nk.sum(-1, keepdim=True)
 
 
 class MoeLayer(nn.Module):
-    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
+    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it changes nothing except the pages of `past`."""
 
     def __init__(self, config: SDARMoeFamily, denoises: bool, kernels: Kernels):
         super().__init__()
@@ -76,7 +76,7 @@ class MoeLayer(nn.Module):
     def forward(
         self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
-        """Return the next residual, given x [B, T, D], and the keys and values of these tokens."""
+        """Return the residual after the layer, given x [B, T, D], and the keys and values of these tokens."""
         attended, kv = self.attention(self.input_norm(x), rope, spans, past, is_noisy)
         x, is_noisy = wanted(x, is_noisy, attended.shape[1])
         x = x + attended
@@ -84,6 +84,6 @@ class MoeLayer(nn.Module):
 
 
 class SDARMoe(SDAR):
-    """The stack of layers with experts."""
+    """The SDAR model with experts in every layer."""
 
     layer_class = MoeLayer  # type: ignore[assignment]

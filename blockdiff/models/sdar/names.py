@@ -1,4 +1,4 @@
-"""The names of SDAR's tensors on the Hub: Qwen3's, and of SDAR-MoE Qwen3-MoE's, expert by expert."""
+"""The names of SDAR's tensors on the Hub: as in Qwen3; SDAR-MoE's as in Qwen3-MoE, expert by expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DENSE = Names(TABLE, ties=TIES)
 MOE = Names(
     (*(row for row in TABLE if ".mlp." not in row[0]), *EXPERTS),
     ties=TIES,
-    # a file has the matrices of each expert alone; `[]` is its number
+    # files have the matrices of each expert separately; `[]` is the expert's number
     pieces=(
         ("experts.gate_up_proj", ("experts.[].gate_proj.weight", "experts.[].up_proj.weight")),
         ("experts.down_proj", ("experts.[].down_proj.weight",)),
