@@ -69,7 +69,7 @@ class Engine(OneCaller):
     max_rows: the most requests that run together; max_waiting: the most requests that wait; tokens_per_step: the most
     tokens that a step encodes and denoises, beyond which prompts wait (None: twice the canvases of `max_rows` rows);
     page_tokens: as in `Pages`; capacity: the most tokens that all rows hold together (None: as many as memory allows
-    when the first request arrives), where layers with a window only get pages for the windows of `max_rows` rows;
+    when the first request arrives); layers with a window get only pages for the windows of `max_rows` rows;
     chunk_tokens: the length of the chunks in which prompts are encoded, rounded up to whole blocks if the model's clean
     tokens see blocks; pages: the store of prefixes (None: the engine makes its own); graphs: whether steps are captured
     in CUDA graphs and replayed if possible (None: on a GPU, if attention reads pages); buckets: the row counts that

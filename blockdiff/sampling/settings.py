@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 class SamplingSettings:
     """The settings with which requests are answered, unless they set their own; made by `sampling_settings`.
 
-    generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
-    denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;
+    generation: the most steps and tokens, and the special tokens in use; diffusion: how the model was trained to
+    denoise; strategy: how canvases are denoised; canvas_length: the length of sampled canvases, 1 for next tokens;
     denoises: whether responses grow by canvases, and not by next tokens; positions: the most tokens that the model can
-    see (None: no bound); fill_id: the token behind the eos in a last canvas (None: that too is eos);
-    predicts_next_tokens: whether it has a next-token head; is_drafted: whether another model drafts; block: the most
-    tokens of a drafted block, the accepted one included (None: canvases are drafted, or nothing); image_reader: of
-    images in prompts (None: the model takes none); aligned: whether canvases begin at multiples of their length,
-    counted from the prompt's start, and not behind the prompt; is_seeded: whether a canvas begins with the head's next
-    token; closing: the tokens that end a response before the fill (none: an eos).
+    see (None: no bound); fill_id: the token that fills a last canvas after the eos (None: the eos again);
+    predicts_next_tokens: whether the model has a next-token head; is_drafted: whether another model drafts; block: the
+    most tokens of a drafted block, its accepted first one included (None: no drafted blocks, but perhaps drafted
+    canvases); image_reader: reads images in prompts (None: the model accepts no images); aligned: whether canvases
+    begin at multiples of their length, counted from the prompt's start, and not right after the prompt; is_seeded:
+    whether a canvas begins with the head's next token; closing: the tokens that end a response before the fill (empty:
+    an eos).
     """
 
     tokenizer: PreTrainedTokenizerBase | None

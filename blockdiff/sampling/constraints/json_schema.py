@@ -90,7 +90,7 @@ class _Writer:
         self.reason = ""  # why there is no document
 
     def automaton(self, most: int) -> ByteAutomaton:
-        """Make the automaton of the document's schema, with at most `most` states."""
+        """Make the automaton of the document's schema; RequestError for more than `most` states or no document."""
         end = self.write(0, self.rewriting.document, "", ())
         if end is not None:
             return self.nfa.automaton(end, most)
@@ -309,7 +309,7 @@ class _Writer:
         raise unheld("uniqueItems", place, "its items must be values of an enum, strings, numbers, or require one")
 
     def _text(self, start: int, quote: str, automaton: ByteAutomaton) -> int:
-        """Add a text of the automaton between two quotes."""
+        """Add a text of the automaton between two `quote` texts, which may be empty."""
         return self.nfa.text(self.nfa.language(self.nfa.text(start, quote), automaton), quote)
 
     # -- strings and numbers ----------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def _digits(nfa: ByteNfa, state: int, remainder: int, following: list[int], firs
 
 
 def _exact(bound: int | float) -> Decimal:
-    """Return a bound as its written digits; a large one as the double's exact value, cut to LARGEST.
+    """Return a bound as its written digits; from 10**DIGITS on as an exact integer, reduced to LARGEST.
 
     Thus large bounds compare with integers as a validator compares them.
     """

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class CanvasBatch:
     """The batch of running canvases, each in its own row of the buffers.
 
-    A canvas keeps its row while its sequence runs. The row of a sequence that leaves goes to a new one, else to the
-    last. graphs: for steps that can be captured.
+    A canvas keeps its row while its sequence runs. If a sequence leaves, a new canvas gets its row, or else the last
+    canvas moves there. graphs: captures steps if possible.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CanvasBatch:
         model = model.denoiser
         self.model, self.settings, self.pages, self.graphs = model, settings, pages, graphs
         self.canvases: list[RunningCanvas] = []  # in the order of their rows
-        self._running: list[RunningCanvas] = []  # in the order in which they were given
+        self._running: list[RunningCanvas] = []  # in the order of the last call
         self.denoised = 0  # canvases that the model has run, padding included
         most = max_rows + graphs.padding(max_rows)
         self._step = CanvasStep(model, settings, pages, most, keeps=not graphs.captures)
