@@ -1,4 +1,4 @@
-"""The file of answers that `blockdiff sample` writes: it grows as requests are answered, and can be gone on with."""
+"""The file of answers that `blockdiff sample` writes. It grows with each answer, and a later call continues it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
-    """A hash of a request, the files of its images and the settings of the command: equal ones give the same answer."""
+    """Return a hash of a request, its image files and the command's settings. Equal hashes mean the same answer."""
     images: list[str] = []
-    with suppress(DataError):  # its answer will be that error
+    with suppress(DataError):  # sampling reports it as the answer
         files = [source for source in getattr(request, "sources", []) if isinstance(source, str)]
         from blockdiff.data.image_file import image_bytes  # which imports torch
 
@@ -48,12 +48,13 @@ def training_row(request: Request | Result, result: Result) -> dict[str, Any] | 
 
 
 class Answers:
-    """Lines of answers, each written whole as it comes; when all are there they stand in the order of the requests.
+    """A JSONL file of answers. Each line is written whole as it comes; a complete file is sorted by requests.
 
-    asked: the fingerprint of every request; where `path` has answers to these already, they are kept and not asked for
-    again. Every line says in `asked` what it answers. Without a path the lines go to stdout, in order, without that.
-    rank: of several processes each writes a part beside the file, and `merge` puts them together. rows: the requests,
-    where lines are rows to train on; one that failed, or whose answer is empty, has none.
+    path: the file; None writes the lines to stdout instead, in the order of the requests. asked: the fingerprint of
+    each request. Each line of a file has its request's in `asked`, so that answers in the file are kept and not made
+    again. rank: the number of this process; unless it `is_alone`, it writes a part next to the file, and `merge`
+    joins the parts. rows: the requests, if lines are rows for training (None: lines are records of results); a request
+    without an answer gets no line then.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class Answers:
         self.rows = rows
         self.path, self.asked = path, list(asked)
         self.written: dict[int, bytes] = {}
-        self._next = 0  # of stdout
+        self._next = 0  # index of the next request whose line goes to stdout
         self._own = path if path is None or is_alone else _part(path, rank)
         self._file: IO[bytes] | None = None
 
     def keep(self, overwrite: bool) -> None:
-        """Take over the answers that the file and its parts have; with `overwrite` remove them.
+        """Read the answers in the file and its parts into one file; with `overwrite` delete them.
 
-        Raises BlockdiffError for a file with lines that answer something else.
+        Failed answers are dropped, to be made again. Raises BlockdiffError if a line answers none of the requests.
         """
         if self.path is None or (self.path.exists() and not self.path.is_file()):
             return
@@ -97,7 +98,7 @@ class Answers:
             record = json.loads(line)
             place = places[record["asked"]]
         except (ValueError, TypeError, KeyError):
-            if not is_whole:  # what was being written when the process was killed
+            if not is_whole:  # the process was killed while it wrote this line
                 return
             raise BlockdiffError(
                 f"{self.path}: is there already, and holds answers to other prompts or by other settings; "
@@ -108,7 +109,7 @@ class Answers:
 
     @property
     def missing(self) -> list[int]:
-        """The places of the requests that are not answered yet."""
+        """The indices of the requests without an answer, ascending."""
         return [place for place in range(len(self.asked)) if place not in self.written]
 
     def write(self, place: int, result: Result) -> None:
@@ -148,12 +149,12 @@ class Answers:
             self._rewrite()
 
     def merge(self) -> None:
-        """Put the parts of all processes, which are closed, into the file."""
+        """Join the parts of all processes, which must be closed, into the file."""
         self.keep(overwrite=False)
         self._rewrite()
 
     def _rewrite(self) -> None:
-        """Write the answers there are in the order of their requests, whole or not at all."""
+        """Replace the file by the present answers, in the order of their requests, unless it is equal."""
         assert self.path is not None
         lines = b"".join(self.written[place] for place in sorted(self.written))
         if not self.path.is_file() or lines != self.path.read_bytes():
@@ -165,14 +166,14 @@ def _part(path: Path, rank: int) -> Path:
 
 
 def _append(file: IO[bytes], line: bytes, path: Path, result: Result) -> None:
-    """Write one line, whole or not at all."""
+    """Append one line, whole or not at all. Raises BlockdiffError if the disk is full or fails."""
     start = file.tell() if file.seekable() else None
     try:
         if file.write(line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         if start is not None:
-            with suppress(OSError):  # /dev/full, say
+            with suppress(OSError):  # such as /dev/full
                 file.truncate(start)
         raise BlockdiffError(
             f"{path}: {error.strerror}; it has the answers before that of {result.id!r}, ask for the others elsewhere"

@@ -73,11 +73,14 @@ def chat(
         else:
             talk.say(line.removeprefix("/"))
     if talk.failed and not talk.answered:
-        raise typer.Exit(1)  # its line has been said
+        raise typer.Exit(1)  # the error was printed before
 
 
 def lines(is_terminal: bool) -> Iterator[str]:
-    """The lines that are typed or piped, without empty ones; at a terminal Ctrl-C takes back what was typed."""
+    """Yield the messages that are typed or piped, without empty ones.
+
+    A line that ends in a backslash continues in the next. At a terminal Ctrl-C discards the lines typed so far.
+    """
     if is_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  (input() then has a history and can be edited)
@@ -107,7 +110,7 @@ def lines(is_terminal: bool) -> Iterator[str]:
 
 
 class Ended(KeyboardInterrupt):
-    """Ctrl-C, noticed between two steps: no page is left half written, and the next turn finds those of this one."""
+    """Ctrl-C, raised between two steps, so that no cache page is half written and the next turn can reuse them."""
 
 
 @contextmanager
@@ -133,7 +136,7 @@ def ended_between_steps() -> Iterator[Callable[[Callable[..., None]], Callable[.
         return show_and_end
 
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else it is ignored, or somebody else's
+    if before is signal.default_int_handler:  # else SIGINT is ignored, or another program handles it
         signal.signal(signal.SIGINT, ask)
     try:
         yield then_ended
@@ -143,14 +146,14 @@ def ended_between_steps() -> Iterator[Callable[[Callable[..., None]], Callable[.
 
 
 class Chat:
-    """A conversation with a model: what was said, within the positions that the model has."""
+    """A conversation with a model. The oldest messages are dropped if it exceeds the model's positions."""
 
     def __init__(self, sampler: Sampler, system: str | None = None, seed: int = 0, thinking: bool = False):
         self.sampler, self.system, self.seed, self.thinking = sampler, system, seed, thinking
         self.is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.messages: list[dict[str, Any]] = []
-        self.images: list[str] = []  # that the next message has
-        self.answered, self.failed = 0, False  # how many answers; whether there was none to a message
+        self.images: list[str] = []  # paths of the next message's images
+        self.answered, self.failed = 0, False  # the number of answers; whether any message got none
         self._turn = 0  # every turn has draws of its own, also after a /reset
 
     def command(self, line: str) -> None:
@@ -188,7 +191,7 @@ class Chat:
         self.note(f"{image}: in the next message")
 
     def say(self, text: str) -> None:
-        """Send a message and show the answer as it fills in."""
+        """Send a message, show the answer as it fills in, and add both to the conversation."""
         from blockdiff.cli.live import Watcher
 
         self._turn += 1

@@ -1,4 +1,4 @@
-"""`blockdiff decide`, and `blockdiff eval --decisions`: typed questions of a file, answered or judged."""
+"""`blockdiff decide` and `blockdiff eval --decisions`: answer the typed questions of a file, or judge the answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Calibrate = Annotated[
 
 @dataclass(frozen=True)
 class DecisionOptions:
-    """The way in which questions are asked."""
+    """The options for how questions are asked and read."""
 
     form: Annotated[
         Literal["decisions", "systemone"],

@@ -1,4 +1,4 @@
-"""`blockdiff eval`: how well and how fast a model solves a task, alone or beside another model."""
+"""`blockdiff eval`: how well and how fast a model solves a task, alone or compared with another model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.strategy import Strategy
 
 HARNESS = "lm-eval:"
-Say = Callable[[str], object]  # `say_out`, or nothing where stdout has JSON alone
+Say = Callable[[str], object]  # `say_out`, or `_say_nothing` if stdout has JSON only
 
 
 @with_groups
@@ -136,7 +136,7 @@ def evaluate(
     source = Source(data, subset=subset, split=split, columns=options.parse_columns(columns))
     rows = [row.located() for row in islice(read_rows(source), limit)]
     rows = [row.as_conversation() for row in rows] if chat else rows
-    questions_of(rows, find_task(task))  # refused now rather than after the weights are read
+    questions_of(rows, find_task(task))  # raises for bad rows now, before the weights are read
     options.require_free(output, model, compare, data, overwrite=overwrite)
     options.make_parent(output)
     quiet()
@@ -180,7 +180,7 @@ def _write(report: dict[str, Any], output: Path | None, as_json: bool) -> None:
 
 
 def _say_nothing(*_: object) -> None:
-    """Print nothing: stdout has the JSON alone."""
+    """Print nothing, so that stdout has only the JSON."""
 
 
 def _report(
@@ -206,7 +206,7 @@ def _report(
 
 
 def _failures(report: dict[str, Any]) -> list[str]:
-    """The reasons for which rows were not answered."""
+    """Return the errors of the rows that were not answered."""
     return [record["error"] for record in report["records"] if "error" in record]
 
 
@@ -294,7 +294,7 @@ def _require_conversations(rows: list[Row], option: str) -> None:
 
 
 def _with_system(row: Row, system: str) -> Row:
-    """A conversation with a system message before it, unless it has one."""
+    """Return a conversation with a system message first, unless it has one."""
     messages = row.messages or ()
     if messages and messages[0]["role"] == "system":
         return row

@@ -1,4 +1,4 @@
-"""The lines that `blockdiff inspect` prints of a model: its shape, sizes by part, what trains, and memory."""
+"""The lines that `blockdiff inspect` prints about a model: its shape, sizes by part, trained parts, and memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from blockdiff.training.progress import Progress
 
 
 def show_model(target: str, show: Progress) -> dict[str, Any]:
-    """Print what a checkpoint directory or hub id holds, and what fine-tuning trains of it; the same as JSON values.
+    """Print the contents of a checkpoint directory or hub id, and the parts that fine-tuning trains.
 
-    Of an adapter the model that it adapts is shown, too.
+    Returns the same as JSON values. For an adapter the model under it is shown, too.
     """
     files = model_files(target, with_weights=False)
     directory, adapter = files.weights, files.adapter
@@ -80,9 +80,10 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
 def show_shape(
     model: BlockDiffusionModel, origin: str, show: Progress, needs: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Print the shape of a model, its parameters by part, and the memory that they need; the same as JSON values.
+    """Print the shape of a model, its parameters by part, and their memory. Returns the same as JSON values.
 
-    needs: what a recipe's training takes, bytes by what they hold; None: training all of it, or its adapter, in fp32.
+    origin: the model's name, for the first line; needs: bytes that a recipe's training takes, by purpose (None: the
+    bytes for AdamW in fp32 on all parameters that are not frozen).
     """
     config = model.config
     for line in (origin, *config.lines):
@@ -115,7 +116,10 @@ def show_shape(
 
 
 def _headers(directory: Path, target: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every tensor by its Hub name; of a repository on the Hub only the headers are fetched."""
+    """Return shape and dtype of every tensor by its Hub name. From the Hub only the files' headers are fetched.
+
+    Raises CheckpointError if the Hub does not list the tensors.
+    """
     if Path(target).expanduser().is_dir():
         return {name: (place.shape, place.dtype) for name, place in stored_tensors(directory).items()}
     from huggingface_hub import get_safetensors_metadata

@@ -1,4 +1,4 @@
-"""The lines that `blockdiff inspect` prints of a recipe: model, data, and one batch as training draws it."""
+"""The lines that `blockdiff inspect` prints about a recipe: model, data, and one batch as training draws it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ GLOSSARY = (
     "t: the noise level, from 0 (clean) to 1 (all noise)",
     "signal: the model's first prediction, fed back into the canvases for which the coin is drawn (self-conditioning)",
 )
-Words = Callable[[Sequence[int]], list[str]]  # token ids in a row -> what is shown of each
-SIDE = 32  # pixels of the longer side of an image as it is shown
+Words = Callable[[Sequence[int]], list[str]]  # token ids in a row -> the text shown for each
+SIDE = 32  # pixels of the longer side of a shown image
 CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 
@@ -51,9 +51,10 @@ class Shown:
 
 
 def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[str, Any]:
-    """Print the model a recipe starts from, its data, and the batch of optimiser step `step`; the same as JSON values.
+    """Print a recipe's starting model, its data, and `rows` rows of the batch of optimiser step `step`.
 
-    What training refuses before it reads weights is refused here, too, in the same words.
+    Returns the same as JSON values. Raises the errors that training raises before it reads weights, and
+    typer.BadParameter if the run has fewer than `step` steps.
     """
     recipe, said = decided(recipe)
     refuse(recipe)
@@ -94,7 +95,10 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
 
 
 def token_words(tokenizer: Any) -> Words:
-    """Token ids in a row -> what is shown of each: whole characters, special tokens in brackets, signs for lines."""
+    """Return a function from consecutive token ids to the text shown for each.
+
+    Special tokens are in brackets, and a line break is ⏎. Characters that span tokens are kept whole.
+    """
     decode, special = sequence_decoder(tokenizer), set(tokenizer.all_special_ids)
     special |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     size = len(tokenizer)
@@ -111,7 +115,10 @@ def token_words(tokenizer: Any) -> Words:
 
 
 def summary(shown: Shown, step: int, ar_weight: float) -> dict[str, Any]:
-    """Sums over the batch of an optimiser step."""
+    """Return counts of the batch of optimiser step `step`: rows, padding, canvases, scored positions and others.
+
+    ar_weight: the weight of the next-token loss. A batch without noise (a drafter's) has fewer counts.
+    """
     batch, is_present_BC = shown.batch, shown.batch.length_BC > 0
     padding, scored = int((batch.doc_start_BS < 0).sum()), int(batch.is_scored_BCL.sum())
     corrupted = int((shown.drawn.is_corrupted_BCL & batch.is_scored_BCL).sum())
@@ -139,7 +146,7 @@ def summary(shown: Shown, step: int, ar_weight: float) -> dict[str, Any]:
 
 
 def summary_lines(numbers: Mapping[str, Any]) -> list[str]:
-    """The sums of a batch for a person to read, and what the colours of the rows below them mean."""
+    """Return the lines for the counts of `summary`, and a legend of the colours in the rows below."""
     rows = counted(numbers["rows"], "row")
     first = "batch of optimiser step {step}: {0}, {columns} columns, {padding} of them padding".format(rows, **numbers)
     if (blocks := numbers.get("blocks")) is not None:
@@ -159,25 +166,28 @@ def summary_lines(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def example_starts(shown: Shown, row: int) -> dict[int, Example]:
-    """The examples of a row, of which there are several in a packed one, by the column where each begins."""
+    """Return the examples of a row by the column where each begins; a packed row has several."""
     batch, count = shown.batch, int((shown.batch.length_BC[row] > 0).sum())
     samples = batch.address_BC3[row, :count, 1].tolist()
     return dict(zip(batch.doc_start_BC[row, :count].tolist(), map(shown.examples.__getitem__, samples), strict=True))
 
 
 def row_images(shown: Shown, row: int) -> dict[int, tuple[ExampleImage, str]]:
-    """The images of a row by the column of their first placeholder, with the place of the row that each comes from."""
+    """Return the images of a row by the column of their first placeholder, each with the location of its example."""
     doc_starts = shown.batch.doc_start_BS[row].tolist()
     return {
         start + image.column: (image, example.where)
         for start, example in example_starts(shown, row).items()
         for image in example.images
-        if start in doc_starts[start + image.column :][:1]  # images behind the last canvas may be left out
+        if start in doc_starts[start + image.column :][:1]  # images after the last canvas may be left out
     }
 
 
 def image_text(reader: ImageReader, column: int, image: ExampleImage, where: str, is_terminal: bool) -> Text:
-    """An image in words, and in a terminal as a small picture, two pixels to a character."""
+    """Describe an image in words, and at a terminal also by a small picture with two pixels per character.
+
+    where: the location of its example, to which the path of its file may be relative.
+    """
     source = reader.located(image.source, where)
     picture = decoded(image_bytes(source), image_name(source)).convert("RGB")
     width, height = picture.size
@@ -195,7 +205,7 @@ def image_text(reader: ImageReader, column: int, image: ExampleImage, where: str
 
 
 def row_texts(shown: Shown, row: int, words: Words) -> list[Text]:
-    """A row of the batch: where its examples come from, its clean tokens, and each canvas as the model gets it."""
+    """Return the lines for a row of the batch: its examples' locations, its clean tokens, and each noisy canvas."""
     batch, count = shown.batch, int((shown.batch.length_BC[row] > 0).sum())
     examples, images = example_starts(shown, row).values(), row_images(shown, row)
     origins = [each.where + ", cut at max_length" * each.is_truncated for each in examples]
@@ -223,7 +233,7 @@ def row_texts(shown: Shown, row: int, words: Words) -> list[Text]:
                 strict=True,
             )
         ]
-        # Tokens of the same style are read together: a character of a kept and a corrupted one is a broken one.
+        # Tokens of one style are decoded together; a character across a kept and a corrupted token would be broken.
         for style, group in groupby(zip(shown.drawn.noisy_BCL[at].tolist(), marks, strict=True), key=itemgetter(1)):
             text.append("".join(words([token for token, _ in group])), style=style)
         canvases.append(text)

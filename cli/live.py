@@ -1,4 +1,4 @@
-"""Canvases on a terminal while they are denoised: what `sample --stream` and `chat` draw."""
+"""Canvases on a terminal while they are denoised, for `sample --stream` and `chat`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ REDRAW_SECONDS = 0.05  # between two drawings
 
 
 class Watcher:
-    """Pass `canvas` and, where `is_live`, `step` to `Sampler.generate`; close it at the end.
+    """Shows answers while they are sampled.
 
-    The text of one request is shown on stdout, that of several on stderr (their output lines are on stdout). On a
-    terminal canvases are drawn in place while they are denoised, and texts stay above them. Elsewhere there are only
-    the texts, as they are committed.
+    Pass `canvas` and, if `is_live`, `step` to `Sampler.generate`; call `close` at the end.
+
+    The text of one request is shown on stdout, the texts of several on stderr (their output lines are on stdout). On a
+    terminal, canvases are drawn in place while they are denoised, below the committed texts. Elsewhere only committed
+    texts are printed.
     """
 
     def __init__(self, tokenizer: Any, several: bool, terminal: Console | None = None):
@@ -38,7 +40,7 @@ class Watcher:
         self._drawn = -math.inf
 
     def step(self, step: Step | Verification) -> None:
-        """Draw the canvases as one denoising step leaves them; verifications are not drawn."""
+        """Draw the canvases after a denoising step, at most every REDRAW_SECONDS; verifications are not drawn."""
         from blockdiff.sampling.trace import Verification
 
         if isinstance(step, Verification):
@@ -48,11 +50,11 @@ class Watcher:
             self._draw()
 
     def commit(self, canvas: CommittedCanvas) -> None:
-        """Take a committed canvas without printing its text."""
+        """Stop drawing a canvas that is committed, without printing its text."""
         self._steps.pop(canvas.id, None)
 
     def canvas(self, canvas: CommittedCanvas) -> None:
-        """Print what a committed canvas adds to its response."""
+        """Print the text that a committed canvas adds to its response."""
         self.commit(canvas)
         text = canvas.text[self._shown.get(canvas.id, 0) :]
         self._shown[canvas.id] = len(canvas.text)
@@ -76,7 +78,7 @@ class Watcher:
         self._steps.clear()
 
     def drawing(self) -> Text:
-        """The canvases that are being denoised: one request in full, of several a line each as far as they fit."""
+        """Return the drawing of the present canvases: one request in full, or one line for each of several that fit."""
         from rich.text import Text
 
         width, height = self.console.size
@@ -122,7 +124,10 @@ class Watcher:
 
 
 def guesses(step: Step, decode: Any) -> Text:
-    """The guesses of a step: kept ones bold, the others the more orange the less sure, pinned ones reversed."""
+    """Return the likeliest tokens of a step as text: kept ones bold, uncertain ones more orange, pinned ones reversed.
+
+    decode: from a token id to its text.
+    """
     from rich.text import Text
 
     text = Text()

@@ -1,4 +1,4 @@
-"""The `blockdiff` command: which commands there are, and how an error reaches the user."""
+"""The `blockdiff` command: its subcommands, and the printing of errors."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ def options(
 
 
 def main() -> None:
-    """Entry point of the console script and of `python -m blockdiff`."""
+    """Run the command line, for the console script and `python -m blockdiff`."""
     warnings.showwarning = _show_warning
     sys.stderr = outliving("stderr")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=ESCAPED)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's own warnings of a lost rank are stacks of C++
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's own warnings about a lost rank are C++ stacks
     try:
         app()
     except SystemExit as end:
@@ -151,10 +151,10 @@ def _is_in_a_process_group() -> bool:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """End the process as usual, but leave Python's memory to the system.
+    """Run the exit functions, flush stdout and stderr, and end the process without Python's own shutdown.
 
-    A thread of gloo may not have let go of the tensors of its last exchange yet, for which it needs Python; it cannot
-    have it while Python is taken down, and would abort a process whose work is done.
+    A thread of gloo may still have to release the tensors of its last exchange, which takes Python's lock. During
+    Python's shutdown it cannot have the lock, and would abort a process whose work is done.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""The options of a model and of how it samples, declared once for the commands that answer, and what they open."""
+"""The options of a model and of its sampling, shared by the commands that answer, and the opening of the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def at_checkpoint(model: str, which: str | None) -> str:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A model, as the command line says which one it is and how it is opened."""
+    """The options that choose a model and how it is opened."""
 
     model: options.Model
     checkpoint: options.Checkpoint = None
@@ -54,7 +54,7 @@ class ModelOptions:
 
     @cached_property
     def place(self) -> str:
-        """The model, or the directory of the checkpoint that is asked for of a run."""
+        """The model as named, or the directory of the run's checkpoint if --checkpoint is given."""
         return at_checkpoint(self.model, self.checkpoint)
 
     @cached_property
@@ -78,7 +78,7 @@ class ModelOptions:
 
     @cached_property
     def asks_chat(self) -> bool:
-        """True for a model that was trained on conversations: rows of raw text are put into its chat template."""
+        """True if the model was trained on conversations, so that raw prompts are put into its chat template."""
         return self.files.diffusion().prompts == "chat"
 
     def puts_into_chat(self, rows: Sequence[Row | Request | Result]) -> bool:
@@ -90,7 +90,10 @@ class ModelOptions:
         return self.asks_chat
 
     def require_head(self, **asked: bool) -> None:
-        """Raise typer.BadParameter for the first option that is asked for and needs next-token predictions."""
+        """Raise typer.BadParameter for the first option that is true if the model cannot predict next tokens.
+
+        asked: by name, whether an option that needs next-token predictions is used.
+        """
         from blockdiff.checkpoint import read_config
         from blockdiff.models.family import NO_HEAD
 
@@ -100,14 +103,14 @@ class ModelOptions:
 
     @property
     def identity(self) -> dict[str, str]:
-        """The options that decide what the model answers, apart from its weights."""
+        """The options of the model that change its answers, by name; `weights` has digests of the weights."""
         model = Path(self.place).resolve() if Path(self.place).exists() else self.place
         parts = {name: getattr(self, name) for name in ("adapter", "quantize", "draft_model")}
         return {"model": str(model), "dtype": self.dtype} | {name: part for name, part in parts.items() if part}
 
     @property
     def weights(self) -> list[str]:
-        """Digests of the weights, of the adapter and of the draft model, as far as there are some."""
+        """Digests of the weights, then of the draft model and the adapter if they are given."""
         from blockdiff.checkpoint.adapter_names import WEIGHTS
         from blockdiff.checkpoint.files import find, fingerprint
         from blockdiff.checkpoint.opening import model_files
@@ -136,7 +139,7 @@ class ModelOptions:
         device: str | None = None,
         over: BlockDiffusionModel | None = None,
     ) -> Sampler:
-        """The sampler of the model, with its weights; the arguments as in `Sampler.from_pretrained`."""
+        """Load the model and return a Sampler. Arguments as in `Sampler.from_pretrained`; device: None for --device."""
         from blockdiff.sampling import Sampler
 
         return Sampler.from_pretrained(
@@ -156,21 +159,24 @@ class ModelOptions:
 
 
 def note_raw_rows(count: int, sampler: Sampler, remedy: str) -> None:
-    """Say that `count` rows are raw prompts, of a model with a chat template that was not trained on raw ones."""
+    """Print a note with a `remedy` if `count` rows are raw prompts, and the model's chat template might be needed.
+
+    That is, if the model has one, and blockdiff.json does not say on which kind of prompts it was trained.
+    """
     if count and sampler.diffusion.prompts is None and getattr(sampler.tokenizer, "chat_template", None):
         prompts = "1 row is a raw prompt" if count == 1 else f"{count:,} rows are raw prompts"
         _note(f"{prompts}, and the model has a chat template; {remedy}")
 
 
 def _note(text: str) -> None:
-    """Say a line on stderr, once if several processes run the command."""
+    """Print a note on stderr; if several processes run the command, only the first prints it."""
     if os.environ.get("RANK", "0") == "0":
         say(f"note: {text}")
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The settings of sampling that the command line gives."""
+    """The options of sampling."""
 
     seed: options.Seed = 0
     max_new_tokens: options.MaxNewTokens = None
@@ -269,5 +275,5 @@ def _hints(group: Any) -> dict[str, Any]:
 def _defaults(group: Any) -> dict[str, Any]:
     """Return the default of each field of a group that is an option; `Parameter.empty` if it has none."""
     own = [each for each in fields(group) if group is not RequestOptions or OPTIONS[each.name].help]
-    of_parameters = {MISSING: inspect.Parameter.empty, (): None}  # several texts are None for typer if there are none
+    of_parameters = {MISSING: inspect.Parameter.empty, (): None}  # typer's default for an empty list is None
     return {each.name: of_parameters.get(each.default, each.default) for each in own}

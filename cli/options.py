@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they do before the work begins."""
+"""Options that several commands share, and checks of their values and files before the work begins."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def _help_of_strategies(value: str | None) -> str | None:
 
 
 def option(group: str | None, metavar: str, help: str, *names: str, **more: Any) -> Any:
-    """An option of a command, in a group of its help (None: the first one); more: what else typer takes."""
+    """Declare an option of a command; group: its panel in the help (None: the first); more: for `typer.Option`."""
     return typer.Option(*names, metavar=metavar, rich_help_panel=group, help=help, **more)
 
 
 def flag(group: str | None, name: str, help: str) -> Any:
-    """An option without a value."""
+    """Declare an option without a value."""
     return option(group, "", help, name)
 
 
@@ -79,13 +79,16 @@ def of_request(name: str) -> Any:
 
 
 def given_type(name: str, kind: Any) -> Any:
-    """The type in which the command gets a field of a request of this type: a file, several texts, or the field's."""
+    """Return the type of the option for field `name` of a request: a path, a list of texts, or the field's own `kind`.
+
+    A path is for a field whose value is in a file.
+    """
     its = OPTIONS[name]
     return Path | None if its.is_file else list[str] | None if its.rule.kind is Sequence else kind
 
 
 def request_fields(given: RequestOptions) -> dict[str, Any]:
-    """The fields that options of the command stand for, with the contents of files."""
+    """Return the fields of `Request` from options of the command, with the contents of files in place of paths."""
     values = {name: getattr(given, name) for name, its in OPTIONS.items() if its.help}
     for name, value in values.items():
         if OPTIONS[name].is_file:
@@ -187,7 +190,10 @@ TensorParallel = Annotated[
 
 
 def is_recipe(target: str, overrides: list[str] | None = None) -> bool:
-    """True for a target that is a recipe by its name; typer.BadParameter for overrides of anything else."""
+    """True if `target` is a recipe: a .yaml or .yml file, or the name of a packaged one.
+
+    Raises typer.BadParameter if there are overrides (--set) and it is none.
+    """
     from blockdiff.recipes import packaged
 
     if Path(target).suffix in (".yaml", ".yml") or packaged(target) is not None:
@@ -230,7 +236,10 @@ def require_free(path: Path | None, *inputs: str | Path | None, overwrite: bool 
 
 
 def make_parent(path: Path | None) -> None:
-    """Make the directory that a file is to be written into, before any work is done for it."""
+    """Make the directory of the file `path`, and check that a file can be written there (None: nothing to do).
+
+    Raises BlockdiffError if it cannot, or if the first directory below the root does not exist.
+    """
     if path is None:
         return
     missing = [each for each in path.absolute().parents if not each.exists()]

@@ -78,7 +78,12 @@ def _training(
     image_tokens: int | None,
     device: str,
 ) -> tuple[list[str], dict[str, Any]]:
-    """The plan of a training as lines and as JSON values, of which `fits` is None if there is no limit."""
+    """Plan the memory of a training. Returns the lines to print, and JSON values.
+
+    limit: bytes of each GPU (None: unknown); tokens, image_tokens: of the longest row (None: from the recipe). In the
+    JSON values `fits` is None without a limit. If the training does not fit, both also name changes with which it
+    fits, if any are known.
+    """
     from blockdiff.training.kinds.kind import kind_of
     from blockdiff.training.plan import training as plans
     from blockdiff.training.plan.fitting import what_fits
@@ -116,7 +121,11 @@ def _training(
 def _sampling(
     target: str, limit: int | None, tokens: int, device: str, quantize: str | None
 ) -> tuple[list[str], dict[str, Any]]:
-    """The plan of sampling as lines and as JSON values, of which `fits` is None if there is no limit."""
+    """Plan the memory of sampling. Returns the lines to print, and JSON values.
+
+    limit: bytes of the device (None: unknown); tokens: length of a row, to count the rows that fit. In the JSON values
+    `fits` is None without a limit, else whether at least one row fits.
+    """
     from blockdiff import checkpoint
     from blockdiff.checkpoint.opening import model_files
     from blockdiff.checkpoint.stored import form_below

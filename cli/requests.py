@@ -1,4 +1,4 @@
-"""The requests of `blockdiff sample`: what its options and its file of prompts ask for."""
+"""The requests of `blockdiff sample`, from its options and its file of prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def asked_requests(
     prompt: str | None, chat: str | None, prompts: Path | None, images: Sequence[str] = ()
 ) -> list[Request | Result]:
-    """The requests: one from the command line, or those of a file with the failures of its bad lines."""
+    """Return the requests: one for `prompt` or `chat`, or one for each line of the file `prompts`.
+
+    A bad line of the file gives a Result with its error instead.
+    """
     from blockdiff.sampling import Request, read_prompts
 
     if prompts is not None:
@@ -29,7 +32,7 @@ def asked_requests(
 
 
 def as_conversations(entries: Sequence[Request | Result]) -> list[Request | Result]:
-    """The requests with their raw prompts and images as a user's message; failed lines as they are."""
+    """Convert each raw prompt with its images to a user's message. Other requests and failed lines are unchanged."""
     from blockdiff.sampling import Request
 
     return [
@@ -55,7 +58,10 @@ def user_message(text: str, images: Sequence[Any]) -> dict[str, Any]:
 
 
 def check_fields(fields: Mapping[str, Any], is_raw: bool) -> None:
-    """Raise typer.BadParameter for fields of `Request` that no prompt could have, raw text or a conversation."""
+    """Raise typer.BadParameter if fields of `Request` are invalid for any prompt.
+
+    is_raw: prompts are raw text, else conversations.
+    """
     from blockdiff.sampling import Request
     from blockdiff.sampling.constraints.regex import regex_automaton
     from blockdiff.sampling.template import parse_template
@@ -74,9 +80,10 @@ def check_fields(fields: Mapping[str, Any], is_raw: bool) -> None:
 def with_options(
     entries: Sequence[Request | Result], asked: Mapping[str, Any], system: str | None
 ) -> list[Request | Result]:
-    """The requests with the command's options for the fields that have their defaults; failed lines as they are.
+    """Fill the fields of requests that have their defaults from the command's options. Failed lines stay as they are.
 
-    system: a system message for conversations that have none.
+    asked: options by field name; system: a system message for conversations without one. Raises typer.BadParameter if
+    `system` is given and a prompt is raw text.
     """
     from blockdiff.sampling import Request
 
@@ -92,7 +99,7 @@ def with_options(
 
 
 def _with_system(entry: Request, system: str) -> Request:
-    """A conversation with a system message before it unless it has one; typer.BadParameter for raw text."""
+    """Return a conversation with a system message first, unless it has one. Raises typer.BadParameter for raw text."""
     if entry.messages is None:
         raise typer.BadParameter(
             f"the prompt {entry.id!r} is raw text, which has no place for it; give a conversation",
@@ -105,9 +112,9 @@ def _with_system(entry: Request, system: str) -> Request:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One answer that is wanted: the request or the failed line, and the name of its output line.
+    """One answer to make: its request (or failed line), and the id of its output line.
 
-    id: that of the line; draw: its number among several answers to one prompt, from 0 (None: it is the only one).
+    id: the id of the prompt; draw: the answer's number among several answers to it, from 0 (None: it is the only one).
     """
 
     entry: Request | Result
@@ -120,7 +127,7 @@ class Wanted:
 
 
 def drawn(entries: Sequence[Request | Result], count: int, seed: int) -> Iterator[Wanted]:
-    """Every request `count` times, with the seeds among which --best-of chooses; a failed line once."""
+    """Yield every request `count` times, with the seeds that --best-of would use; a failed line once."""
     from blockdiff.sampling import Request
     from blockdiff.seeding import child_seed
 

@@ -1,4 +1,4 @@
-"""`blockdiff sample`: answers prompts with a model, and writes traces of how the answers were denoised."""
+"""`blockdiff sample`: answers prompts with a model, and writes traces of the denoising."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result, Sampler, Trace
 
 TRACE_KINDS = (".html", ".jsonl", ".png", ".gif")
-LONG = 4096  # tokens of a prompt that takes so long that lines say how far it is
-DRAWN = 16  # the number of requests that a page or a picture traces; a JSONL trace has all of them
+LONG = 4096  # tokens of a prompt from which on progress lines are printed while it is encoded
+DRAWN = 16  # the most requests in a trace that is a page or a picture; a JSONL trace has all
 
 
 @with_groups
@@ -116,7 +116,7 @@ def sample(
     if mesh is not None and not mesh.ranks.is_main:
         output = trace = None
     options.require_free(trace, model, prompts, overwrite=overwrite)
-    options.require_free(output, model, prompts, overwrite=True)  # answers that it has are kept, see `Answers.keep`
+    options.require_free(output, model, prompts, overwrite=True)  # `Answers.keep` keeps its answers
     for written in (output, trace):
         options.make_parent(written)
     quiet()
@@ -223,7 +223,7 @@ def _check_usage(
     output: Path | None,
     trace: Path | None,
 ) -> None:
-    """Raise typer.BadParameter for options that cannot stand together."""
+    """Raise typer.BadParameter for options that exclude each other, for no prompt, and for an unknown trace suffix."""
     if sum(given is not None for given in (prompt, chat, prompts)) != 1:
         raise typer.BadParameter("give exactly one of --prompt, --chat and --prompts", param_hint="--prompt")
     if image and prompts is not None:
@@ -237,7 +237,7 @@ def _check_usage(
 
 
 def has_no_length(entry: Request | Result) -> bool:
-    """True for a request that does not say how long its answer is."""
+    """True if nothing in a request bounds its answer's length: neither max_new_tokens nor a form."""
     return getattr(entry, "max_new_tokens", None) is None and getattr(entry, "form", None) is None
 
 
@@ -250,7 +250,7 @@ def note_one_canvas(count: int, sampler: Sampler) -> None:
 
 
 def _say_answer(result: Result) -> None:
-    """Print the answer to the only request; what is not its text goes to stderr."""
+    """Print an answer: text and tool calls on stdout, reasoning and score on stderr."""
     if result.reasoning is not None:
         say(result.reasoning)
     if result.text or result.tool_calls is None:
@@ -262,12 +262,16 @@ def _say_answer(result: Result) -> None:
 
 
 def _ranks(device: str, output: Path | None, trace: Path | None, stream: bool) -> Ranks:
-    """The ranks that share the prompts; this process is the only one unless a launcher has started several."""
+    """Return the ranks that share the prompts: this process alone, unless a launcher has started several.
+
+    Also makes SIGTERM act like Ctrl-C. Raises typer.BadParameter if several processes have no output file, or have to
+    show or trace their work.
+    """
     import torch
 
     from blockdiff.parallel.ranks import Ranks, from_accelerate
 
-    # SIGTERM ends the work as Ctrl-C does, so that the command says how many requests are answered.
+    # SIGTERM ends the work as Ctrl-C does, so that the command reports how many requests are answered.
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -282,7 +286,7 @@ def _ranks(device: str, output: Path | None, trace: Path | None, stream: bool) -
 
 
 def _write_trace(path: Path, traces: list[Trace], sampler: Sampler, entries: Sequence[Request | Result]) -> None:
-    """Write traces in the form that the suffix names: a page, records, or a picture of the first request."""
+    """Write traces as the suffix of `path` asks: .html a page, .jsonl records, else a picture of the first request."""
     from blockdiff.checkpoint.tokenizer import decoder
 
     decode = decoder(sampler.tokenizer)

@@ -1,4 +1,4 @@
-"""The report of `blockdiff sample` about a file of prompts, on stderr: how far it is, and the numbers at its end."""
+"""The report of `blockdiff sample` about a file of prompts, on stderr: its progress, and the numbers at its end."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from blockdiff.parallel.ranks import Ranks
     from blockdiff.sampling import Result
 
-BETWEEN_LINES = 10.0  # seconds between two lines about the progress, where no bar can be drawn
+BETWEEN_LINES = 10.0  # seconds between two lines about the progress, if no bar can be drawn
 
 
 @dataclass
 class Tally:
-    """Counts of what was answered, the reason of the first failure, and the last result."""
+    """Counts over results (answers, failures, tokens, canvases, ...), the first error, and the last result."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first_error: str | None = None
     last: Result | None = None
 
     def add(self, result: Result) -> None:
-        """Count one result more."""
+        """Count one more result."""
         self.counts["answered" if result.error is None else "failed"] += 1
         self.counts["tokens"] += len(result.tokens)
         self.counts["canvases"] += len(result.steps)
@@ -38,13 +38,16 @@ class Tally:
         self.first_error, self.last = self.first_error or result.error, result
 
     def summed_over(self, ranks: Ranks) -> Tally:
-        """This tally and those of all other ranks, added up; every rank calls this."""
+        """Return the sum of all ranks' tallies, without a last result. Every rank must call this."""
         errors = ranks.gather(self.first_error)
         counts = sum(map(Counter, ranks.gather(self.counts)), Counter[str]())
         return Tally(counts, next((error for error in errors if error), None))
 
     def cost(self, max_steps: int) -> str:
-        """The tokens per forward in words, and before them what decides it: steps of canvases, rounds of drafts."""
+        """Return words such as "5.10 steps per canvas, 3.20 tokens per forward".
+
+        "tokens a round" are added if drafts were verified, and a remark if canvases took all `max_steps` on average.
+        """
         counts, words = self.counts, []
         if counts["denoised"]:
             per_canvas = counts["steps"] / counts["canvases"]
@@ -63,7 +66,7 @@ class Tally:
 
 
 class AnsweredSoFar:
-    """The number of answered requests of a file: a bar on a terminal, else a line now and then."""
+    """The progress through a file's requests: a bar on a terminal, else a line every BETWEEN_LINES seconds."""
 
     def __init__(self, total: int, is_shown: bool = True):
         self.total, self.done, self.seconds = total, 0, 0.0
@@ -80,7 +83,7 @@ class AnsweredSoFar:
             self._bar.start()
 
     def add(self) -> None:
-        """One request more is answered."""
+        """Count one more answered request, and show it."""
         self.done += 1
         now = time.monotonic()
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""`--tensor-parallel`: a command that several processes run together, of which one writes and speaks."""
+"""`--tensor-parallel`: several processes run one command together; only the first prints and writes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import typer
 if TYPE_CHECKING:
     from blockdiff.parallel.mesh import Mesh
 
-GRACE = 5.0  # seconds in which the others may say why they end when one process has failed
-_LOOK = 0.1  # seconds between two looks whether they have
-_PIPE = "BLOCKDIFF_LAUNCHER"  # the variable that tells a process which of its files is the pipe to its launcher
+GRACE = 5.0  # seconds in which the other processes may report their errors after one has failed
+_LOOK = 0.1  # seconds between two checks whether processes have ended
+_PIPE = "BLOCKDIFF_LAUNCHER"  # environment variable with the file descriptor of a process's pipe to its launcher
 
 
 def join(count: int, device: str, model: str) -> Mesh | None:
-    """The mesh of the `count` processes that run one model, as this one sees it; None for one process.
+    """Join the `count` processes that run one model together, and return their mesh; None if `count` is 1.
 
-    Where no launcher has started them, this process becomes their launcher and does not return. All but the first
-    say nothing from here on. Raises typer.BadParameter where another number of processes was started, or more are
-    asked for than this machine has cores or GPUs, and RunError where they do not divide the model.
+    If no launcher has started the processes, this process launches them and exits with their code. All but the first
+    print nothing on stdout from here on. Raises typer.BadParameter if another number of processes was started or this
+    machine has fewer cores or GPUs, and RunError if the model cannot be split into `count` equal parts.
     """
     if count == 1:
         return None
@@ -52,7 +52,7 @@ def join(count: int, device: str, model: str) -> Mesh | None:
 
 
 def _refuse(count: int, device: str, model: str) -> None:
-    """Raise an error for processes that would have no core or GPU of their own, or no equal share of the model."""
+    """Raise typer.BadParameter if there are fewer than `count` cores or GPUs, RunError if the model does not divide."""
     import torch
 
     from blockdiff.checkpoint import empty, read_config
@@ -72,14 +72,14 @@ def _refuse(count: int, device: str, model: str) -> None:
 
 
 def launch(count: int, command: Sequence[str]) -> int:
-    """Run a command in `count` processes of one group, and give the first exit code that is not 0.
+    """Run a command in `count` processes of one group, and return the first exit code that is not 0, else 0.
 
-    SIGTERM and SIGINT are passed on to them. They end with this process, see `end_with_launcher`. What they end for is
-    said once, see `terminal.say_error`.
+    SIGTERM and SIGINT are passed on to the processes. They end when this process does (`end_with_launcher`). Their
+    error is printed once (`terminal.say_error`).
     """
     from torch.distributed import TCPStore
 
-    # as torchrun does: the processes meet in a store of this one, which has chosen a free port and keeps it
+    # as torchrun does: the processes meet in a store of this process, which chose a free port and keeps it
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = str(max(1, (os.cpu_count() or 1) // count))
     group = {"OMP_NUM_THREADS": threads, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -93,7 +93,7 @@ def launch(count: int, command: Sequence[str]) -> int:
             directory.mkdir()
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _PIPE: str(reading)}
             own["TORCHELASTIC_ERROR_FILE"] = str(directory / "error.json")
-            # in a session of its own a signal from the terminal comes to it once, from here
+            # in its own session it gets a signal of the terminal only once, from `_ended`
             process = subprocess.Popen(command, env=group | own, pass_fds=[reading], start_new_session=True)
             processes.append(process)
         return _ended(processes)
@@ -122,7 +122,10 @@ def _ended(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def end_with_launcher() -> None:
-    """Let this process end when the one that `launch`ed it does, however that ends: the pipe between them closes."""
+    """End this process with exit code 1 as soon as its launcher ends for any reason, if `launch` started it.
+
+    A thread waits for the pipe between them to close.
+    """
     if _PIPE in os.environ:
         Thread(target=_await_end, args=(int(os.environ[_PIPE]),), daemon=True).start()
 

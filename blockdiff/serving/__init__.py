@@ -1,4 +1,4 @@
-"""Answering many people at once: an engine for asynchronous programs, and a server that speaks OpenAI's protocol.
+"""Answers for many clients at once: an engine for asynchronous programs, and a server for OpenAI's protocol.
 
 The server needs `pip install 'blockdiff[serve]'`; `AsyncEngine` does not.
 """

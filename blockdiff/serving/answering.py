@@ -1,4 +1,4 @@
-"""The way of a request through the server: the deltas of its answers, one answer or a stream, and the end."""
+"""Responses to requests: run a request, and send its answers as one object or as a stream of events."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from blockdiff.serving.refusals import Refused, error_body
 
 LOG = logging.getLogger("blockdiff.serving")
 FINGERPRINT = f"blockdiff-{__version__}"
-LEFT = 499  # nobody reads this answer
-Event = dict[str, str]  # of a stream: its `data`, and the name of its type in `event` where the protocol has one
+LEFT = 499  # the status if the client is gone; nobody reads this answer
+Event = dict[str, str]  # a server-sent event: its `data`, and its type in `event` if the protocol names types
 T = TypeVar("T")
 
 
 class TimedBody(Protocol):
-    """A body that may name a model, and the seconds that its answer may take."""
+    """The body of a request that may name a model and a time limit in seconds."""
 
     model: str | None
     timeout: float | None
@@ -48,7 +48,8 @@ class TimedBody(Protocol):
 class Server:
     """The parts of a server that its routes share.
 
-    names: what its model may be called, the first one first; its adapters are those of the engine.
+    names: names by which requests may call the model; answers and `/v1/models` have the first. The adapters are the
+    ones of `engine`. created: Unix time of the start, in seconds.
     """
 
     engine: AsyncEngine
@@ -64,11 +65,14 @@ class Server:
 
     @property
     def most_answers(self) -> int:
-        """The most answers that a request may ask for; more would never be taken, however few others there are."""
+        """The most answers that a request may ask for: the limit, or the engine's whole queue if that is smaller."""
         return min(self.limits.most_answers, self.engine.max_unanswered)
 
     def adapter_of(self, name: str | None) -> str:
-        """The adapter that a request names as its model; Refused for a model that is not served here."""
+        """Return the adapter that a request names as its model, BASE for the model itself or if `name` is None.
+
+        Raises Refused (404) if no such model is served.
+        """
         if name is None or name in self.names:
             return BASE
         if name not in self.engine.models or name == BASE:
@@ -77,32 +81,39 @@ class Server:
         return name
 
     def terms(self, http: HttpRequest, body: TimedBody) -> Terms:
-        """The terms of a request; Refused for a model that is not served here."""
+        """Return arrival, owner, time limit and adapter of a request. Raises Refused if its model is not served."""
         seconds = self.limits.seconds(body.timeout)
         return Terms(http.state.measures.began, http.state.owner, seconds, self.adapter_of(body.model))
 
 
 class AnswerFormat(Protocol):
-    """The form of the answers of one route. head: the fields that say which answer of which model it is."""
+    """The form of one route's answers.
+
+    prefix: of the ids. In all methods `head` has the fields id, created, model and system_fingerprint, and `ends` the
+    last delta of each answer, in order.
+    """
 
     prefix: ClassVar[str]
 
     def whole(self, head: dict[str, Any], call: ApiCall, ends: Sequence[Delta]) -> dict[str, Any]:
-        """All answers as one object, of their last deltas."""
+        """Return all answers as one object."""
 
     def events(self, head: dict[str, Any], stream: AnswerStream, delta: Delta, is_first: bool) -> Iterable[Event]:
-        """The events of a stream for a delta; none where it says nothing. The first delta is empty."""
+        """Return the stream's events for a delta; none if the client would learn nothing from it.
+
+        is_first: true for the first delta of an answer, which is empty.
+        """
 
     def end(self, head: dict[str, Any], call: ApiCall, ends: Sequence[Delta]) -> Iterable[Event]:
-        """The events after all answers, of their last deltas."""
+        """Return the events that follow all answers."""
 
     def error(self, head: dict[str, Any], error: dict[str, Any]) -> Iterable[Event]:
-        """The events of an error, which ends the stream."""
+        """Return the events of an error, which ends the stream."""
 
 
 @dataclass(frozen=True)
 class ApiCall:
-    """A request of the protocol, ready to be run: a stream for each answer, and how answers are written."""
+    """A request of the protocol, ready to run: an AnswerStream for each answer, and the form of the answers."""
 
     body: GenerationBody
     streams: Sequence[AnswerStream]
@@ -111,7 +122,11 @@ class ApiCall:
 
 
 async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
-    """The answer to a request, whole or as a stream; RequestError, Full and EngineError where there is none."""
+    """Answer a request, with one object or with a stream of events as its body asks.
+
+    If the client leaves first, the status is LEFT. Raises RequestError, Full and EngineError if no answer begins; later
+    errors are events of the stream.
+    """
     name = call.body.model or server.names[0]
     head = dict(
         id=call.format.prefix + uuid.uuid4().hex, created=int(time.time()), model=name, system_fingerprint=FINGERPRINT
@@ -122,7 +137,7 @@ async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
         found = await unless_left(http, _whole(server, call, measures, head))
         return Response(status_code=LEFT) if found is None else JSONResponse(found)
     groups = _grouped(server, call, measures, head)
-    first = await unless_left(http, anext(groups))  # what is refused is refused with a status
+    first = await unless_left(http, anext(groups))  # before the response begins, so that a refusal has its status
     if first is None:
         await groups.aclose()
         return Response(status_code=LEFT)
@@ -131,7 +146,7 @@ async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
 
 
 class _Stream(EventSourceResponse):
-    """A stream that closes what it is made of however it ends: nobody may read it any more, or too slowly."""
+    """A stream that closes its generators however it ends, even if the client left or reads too slowly."""
 
     def __init__(
         self, groups: AsyncGenerator[list[Event], None], events: AsyncGenerator[Event, None], **options: Any
@@ -140,7 +155,7 @@ class _Stream(EventSourceResponse):
         self._groups, self._events = groups, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events, then close both generators."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -161,7 +176,7 @@ async def _whole(server: Server, call: ApiCall, measures: CallMetrics, head: dic
 async def _grouped(
     server: Server, call: ApiCall, measures: CallMetrics, head: dict[str, Any]
 ) -> AsyncGenerator[list[Event], None]:
-    """The events of a stream, those of a delta at a time, which may be none."""
+    """Yield the events of a stream: one list for each delta, which may be empty, and one for the end."""
     ends: dict[int, Delta] = {}
     has_begun = set[int]()
     async with aclosing(_merged([_deltas(server, call, stream, measures) for stream in call.streams])) as deltas:
@@ -181,7 +196,7 @@ async def _events(
     head: dict[str, Any],
     measures: CallMetrics,
 ) -> AsyncGenerator[Event, None]:
-    """Server-sent events; an error under way is one, too."""
+    """Yield the events one by one, `first` before `groups`. An error in `groups` becomes events, too."""
     for event in first:
         yield event
     try:
@@ -200,7 +215,7 @@ async def _events(
 async def _deltas(
     server: Server, call: ApiCall, stream: AnswerStream, measures: CallMetrics
 ) -> AsyncGenerator[Delta, None]:
-    """The deltas of one answer; the first one is empty, and says that it is accepted."""
+    """Yield the deltas of one answer. The first one is empty: the engine has accepted the request."""
     generated = server.engine.generate(stream.request, call.body.stream_frames, True, call.terms)
     async with aclosing(generated) as events:
         async for event in events:
@@ -219,8 +234,8 @@ async def _deltas(
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of several streams, with their numbers, as they come; the first error ends them all."""
-    if len(streams) == 1:  # which needs no tasks
+    """Yield (index of the stream, item) for the items of several streams as they come. The first error ends all."""
+    if len(streams) == 1:  # without tasks
         async with aclosing(streams[0]) as only:
             async for each in only:
                 yield 0, each
@@ -255,7 +270,7 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
 
 async def unless_left(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | None:
-    """The outcome of some work, or None where the client goes away before; the work is then cancelled."""
+    """Return the result of `work`. If the client leaves before, cancel the work and return None."""
 
     async def left() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -273,7 +288,10 @@ async def unless_left(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | No
 
 
 def usage_of(call: ApiCall, ends: Sequence[Delta]) -> Usage:
-    """The counts of all answers, of their last deltas; a prompt counts once, however many answers it gets."""
+    """Sum the counts of all answers. A prompt counts once, however many answers it gets.
+
+    ends: the last delta of each answer, in the order of the prompts, `n` for each.
+    """
     found = [end.result for end in ends if end.result is not None]
     of_prompts = found[:: call.body.n]
     prompt, completion = sum(each.prompt_tokens for each in of_prompts), sum(len(each.tokens) for each in found)

@@ -1,4 +1,4 @@
-"""The answers of OpenAI's protocol."""
+"""The answers of OpenAI's protocol: pydantic models of the JSON that the server sends."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CachedTokens(BaseModel):
-    """The tokens of a prompt that were encoded already."""
+    """The number of prompt tokens whose encoding was cached."""
 
     cached_tokens: int = 0
 
 
 class ReasoningTokens(BaseModel):
-    """The tokens of answers that are reasoning."""
+    """The number of tokens of answers that are reasoning."""
 
     reasoning_tokens: int = 0
 
 
 class Usage(BaseModel):
-    """Counts of tokens, of the `denoising_steps` of all canvases and of all model calls (`forwards`) of the answers."""
+    """Counts for all answers to a request: tokens, denoising steps of all canvases, and model calls (`forwards`)."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -34,14 +34,14 @@ class Usage(BaseModel):
 
 
 class Function(BaseModel):
-    """A call: the function's name, and its arguments as JSON."""
+    """The function of a tool call: its name, and the arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(BaseModel):
-    """A call of a function; `index` is there in streams."""
+    """A tool call. index: its number in the answer, set in streams only."""
 
     index: int | None = None
     id: str
@@ -50,7 +50,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """The assistant's message, or in a stream what is new of it."""
+    """The assistant's message, or in a stream the new part of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -68,7 +68,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of an answer, and the likeliest ones in its place."""
+    """A token of an answer, and the likeliest tokens at its position."""
 
     top_logprobs: list[TopLogprob] = []
 
@@ -81,7 +81,10 @@ class ChatLogprobs(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """The log-probabilities of a completion's tokens, by next-token prediction."""
+    """The log-probabilities of a completion's tokens, by next-token prediction (None: a token with none before it).
+
+    text_offset: the character at which each token's text begins.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -90,7 +93,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class Choice(BaseModel):
-    """One answer, or in a stream what is new of it; `steps` are the denoising steps of each canvas."""
+    """One answer, or in a stream the new part of it. steps: denoising steps of each canvas."""
 
     index: int
     finish_reason: FinishReason | None = None
@@ -105,24 +108,25 @@ class ChatChoice(Choice):
 
 
 class ChatDelta(Choice):
-    """The news of one answer of a chat."""
+    """The new part of one answer of a chat, in a stream."""
 
     delta: Message
     logprobs: ChatLogprobs | None = None
 
 
 class CompletionChoice(Choice):
-    """One completion, or in a stream what is new of it."""
+    """One completion, or in a stream the new part of it."""
 
     text: str
     logprobs: CompletionLogprobs | None = None
 
 
 class Frame(BaseModel):
-    """A denoising step, position by position: the likeliest tokens and their texts, how unsure the model is (entropy in
-    nats), which samples are kept, which tokens are given (pinned), and which stand as they were (stays).
+    """A denoising step of one canvas; every list has one entry per position.
 
-    `is_committed`: this is the finished canvas after its last step, and the kept tokens are part of the answer.
+    tokens, texts: the likeliest tokens; entropy: the model's uncertainty in nats; is_kept: the sample is kept for the
+    next step; is_pinned: the token is given; stays: the token is left as it was. is_committed: this is the finished
+    canvas after its last step, and the kept tokens are part of the answer.
     """
 
     index: int
@@ -139,7 +143,7 @@ class Frame(BaseModel):
 
 
 class Answer(BaseModel):
-    """The fields that all answers share."""
+    """The fields that answers of chats and completions share."""
 
     id: str
     object: str
@@ -151,13 +155,13 @@ class Answer(BaseModel):
 
 
 class Chunk(Answer):
-    """An event of a stream; `frame` is there where it is a denoising step."""
+    """An event of a stream. frame: set if the event is a denoising step or a committed canvas."""
 
     frame: Frame | None = None
 
 
 class Model(BaseModel):
-    """A model that can be asked."""
+    """The entry of `/v1/models` for the model or an adapter."""
 
     id: str
     object: Literal["model"] = "model"
@@ -167,7 +171,7 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """The models that can be asked."""
+    """The answer of `/v1/models`."""
 
     object: Literal["list"] = "list"
     data: list[Model]

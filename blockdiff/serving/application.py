@@ -1,4 +1,4 @@
-"""The server as an ordinary ASGI application, which any host can mount."""
+"""The server as an ASGI application, which any ASGI server can run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from blockdiff.models.model import BlockDiffusionModel
 
-# A file each; each takes the Server.
+# Each is a function of the Server, in a file of its own.
 ROUTERS = (
     *(chat.router, completions.router, responses.router, reads.router, decisions.router),
     *(operations.router, page.router),
@@ -42,10 +42,11 @@ def app(
     access: Access | None = None,
     **options: Any,
 ) -> FastAPI:
-    """An ASGI application that answers OpenAI's protocol with a model.
+    """Return an ASGI application that answers OpenAI's protocol with a model.
 
-    model: a model with its `tokenizer`, a `Sampler`, or an `AsyncEngine`; names: what it may be called; options: those
-    of `AsyncEngine`, such as max_rows. The engine starts and ends with the application.
+    model: a model with its `tokenizer`, a `Sampler`, or an `AsyncEngine`; names: names by which requests may call it;
+    options: arguments of `AsyncEngine`, such as max_rows, unless `model` is one. The engine starts and ends with the
+    application.
     """
     limits, access = limits or Limits(), access or Access()
     if isinstance(model, AsyncEngine):
@@ -65,7 +66,7 @@ def app(
     found = FastAPI(title="blockdiff", version=__version__, lifespan=running, docs_url=None, redoc_url=None)
     found.state.server = server
     found.add_middleware(Guard, access=access, limits=limits, metrics=server.metrics)
-    if access.origins:  # whose pages may read the answers, too
+    if access.origins:  # pages of these sites may read the answers, too
         found.add_middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"])
     found.add_exception_handler(HTTPException, _unknown)
     for router in ROUTERS:
@@ -74,7 +75,7 @@ def app(
 
 
 async def _unknown(http: HttpRequest, error: Exception) -> JSONResponse:
-    """The answer for a path or method that there is not."""
+    """Answer a request for a path or method that does not exist."""
     assert isinstance(error, HTTPException)
     error.detail = f"{http.method} {http.url.path}: {error.detail}"
     status, body = error_body(error)

@@ -1,6 +1,6 @@
 """An engine for asynchronous programs: one thread runs it, and every request is a stream of events.
 
-HTTP has no part in it; `blockdiff.serving.app` is one of its users.
+It knows nothing of HTTP; `blockdiff.serving.app` is one of its users.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ if TYPE_CHECKING:
 
     from blockdiff.models.model import BlockDiffusionModel
 
-DRAIN_LOOKS = 0.05  # seconds between two looks at whether all is answered
-MOST_READS = 64  # of the questions of one decision that run at once
+DRAIN_LOOKS = 0.05  # seconds between two checks whether all requests are answered
+MOST_READS = 64  # the most questions of one decision that run at once
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Decided:
-    """The answers to the questions about a state, and the tokens of their prompts, of which some were cached."""
+    """The answers to the questions about a state.
+
+    prompt_tokens: tokens of all prompts together; cached_tokens: the number of them whose encoding was cached.
+    """
 
     answers: list[Answer]
     prompt_tokens: int
@@ -53,10 +56,11 @@ class Decided:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a request beside its words.
+    """The conditions under which a request is answered.
 
-    arrived: when it came, by `time.monotonic`; owner: who asks, if others are to get their turns beside it; seconds:
-    after which it ends with TimedOut; adapter: the name of the adapter that answers.
+    arrived: its arrival by `time.monotonic`; owner: the client, with whom others take turns ("": nobody in
+    particular); seconds: the time after arrival at which it ends with TimedOut (None: never); adapter: the name of
+    the adapter that answers.
     """
 
     arrived: float = field(default_factory=time.monotonic)
@@ -66,7 +70,7 @@ class Terms:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
-        """Raises TimedOut where the time of the request is over before the block is."""
+        """Raise TimedOut if the request's time is over before the block ends."""
         left = None if self.seconds is None else self.arrived + self.seconds - time.monotonic()
         try:
             async with asyncio.timeout(left):
@@ -78,16 +82,16 @@ class Terms:
 class AsyncEngine:
     """Answers requests in one thread, which alone touches the engine: `async for event in engine.generate(request)`.
 
-    model: a model, with its tokenizer, or a `Sampler`, whose settings are taken; adapters: by their names samplers over
-    the same weights, each with an engine of its own, whose steps take turns in the one thread; max_waiting: the
-    requests that may be unanswered beside those that run; max_of_owner: answers to one owner that may be unanswered
-    (None: as many as all); max_prompt_tokens: of a request (None: as many as the model sees); max_image_bytes: of the
-    images of all unanswered requests, as tensors (None: any number); prepare_seconds: for which a constraint may wait,
-    and for which it may then compile; warms_up: whether the calls of `Engine.warm_up` are made before the first
-    request. options: those of `Engine`, such as max_rows and seed. Use it with `async with`, or call `start` and
-    `close`.
+    Use it with `async with`, or call `start` and `close`. If the engine raises, the running requests end with
+    EngineError, and a new engine answers later ones.
 
-    An exception of the engine fails the requests that run with EngineError, and a new engine answers later ones.
+    model: a model with its tokenizer, or a `Sampler`, whose settings are used; adapters: samplers over the same
+    weights by name, each with its own engine, whose steps take turns in the one thread; max_waiting: unanswered
+    requests allowed in addition to the engine's rows; max_of_owner: answers to one owner that may be under way (None:
+    any number); max_prompt_tokens: tokens of a prompt (None: as many as the model has positions); max_image_bytes:
+    bytes of the images of all unanswered requests, as tensors (None: any number); prepare_seconds: how long a
+    request's preparation may wait, and how long its constraint may then compile; warms_up: whether `Engine.warm_up`
+    runs before the first request; options: arguments of `Engine`, such as max_rows and seed.
     """
 
     def __init__(
@@ -117,14 +121,14 @@ class AsyncEngine:
         self.max_unanswered = self.thread.most_rows + max_waiting
         self._preparing = Preparing(prepare_seconds)
         self._unanswered = 0
-        self._of_owner = Counter[str]()  # answers that are unanswered
+        self._of_owner = Counter[str]()  # unanswered answers by owner
         self._images = Counter[ImageInput]()  # of unanswered requests, by identity
-        self.is_draining = False  # what runs may end, and nothing new is taken
+        self.is_draining = False  # running requests may end, and no new ones are accepted
 
     def start(self) -> AsyncEngine:
-        """Start the engine's thread, and those that prepare requests, if they do not run yet.
+        """Start the engine's thread and the threads that prepare requests, unless they run. Returns the engine itself.
 
-        Raises EngineError where the system lets no more threads start.
+        Raises EngineError if it is closed, or if the system lets no more threads start.
         """
         if self.thread.is_closed:
             raise EngineError("the engine is closed; make another one")
@@ -136,13 +140,16 @@ class AsyncEngine:
         return self
 
     async def close(self) -> None:
-        """End the requests that run with Closed, and the threads after what they do."""
+        """End the running requests with Closed, and all threads after their present work."""
         self.is_draining = True
         await self.thread.close()
         self._preparing.close()
 
     async def drain(self, seconds: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
-        """Take no more requests, let those that are unanswered end for so long, or until it is urgent, and close."""
+        """Accept no more requests, wait for the unanswered ones, and close.
+
+        The wait ends after `seconds`, or once `is_urgent()` is true.
+        """
         self.is_draining, end = True, time.monotonic() + seconds
         while self._unanswered and time.monotonic() < end and not is_urgent():
             await asyncio.sleep(DRAIN_LOOKS)
@@ -163,12 +170,12 @@ class AsyncEngine:
         says_accepted: bool = False,
         terms: Terms | None = None,
     ) -> AsyncGenerator[Event | Accepted, None]:
-        """The events of a request as they come: committed canvases, with `watch` also steps, and last its Result.
+        """Yield the events of a request as they come: committed canvases, with `watch` also steps, last the Result.
 
-        says_accepted: Accepted comes before them.
+        says_accepted: yield Accepted first, once the engine has the request.
 
-        Raises RequestError for a request that cannot be answered, Full where too many wait, and EngineError where the
-        engine fails. Closing the generator ends the request within one step.
+        Raises RequestError if the request cannot be answered, Full if too many wait, and EngineError if the engine
+        fails (TimedOut, Closed). Closing the generator ends the request within one step.
         """
         terms = terms or Terms()
         model, settings = self.models[terms.adapter]
@@ -187,7 +194,7 @@ class AsyncEngine:
         draws: int = 4,
         terms: Terms | None = None,
     ) -> Read:
-        """The distributions of a template's holes for a prompt, as in `Sampler.read`; the rest as in `generate`."""
+        """Return the distributions of a template's holes after a prompt, as `Sampler.read`; raises as `generate`."""
         terms, readings = terms or Terms(), list[RunningRead]()
         given = request, template, choices, *self.models[terms.adapter]
 
@@ -206,9 +213,9 @@ class AsyncEngine:
         is_calibrated: bool = True,
         terms: Terms | None = None,
     ) -> Decided:
-        """The answers to typed questions about a state, as in `Sampler.decide`, with what they cost.
+        """Answer typed questions about a state as `Sampler.decide`, and count the tokens of their prompts.
 
-        Questions run at once, as many as one owner may have under way; the rest as in `generate`.
+        Up to MOST_READS questions run at once, fewer if `max_of_owner` is less. Raises the errors of `generate`.
         """
         terms = terms or Terms()
         model, settings = self.models[terms.adapter]
@@ -232,7 +239,7 @@ class AsyncEngine:
         return Decided(running.answers(fitted), *counts)
 
     async def _run(self, request: Request, prepare: Callable[[], list[Sequence]], terms: Terms) -> Result:
-        """The result of draws that nobody watches; EngineError where they fail."""
+        """Run the draws that `prepare` makes and return their Result. Raises EngineError if they fail."""
         async with aclosing(self._events(request, prepare, terms)) as events:
             async for event in events:
                 if isinstance(event, Result):
@@ -242,7 +249,10 @@ class AsyncEngine:
         raise EngineError("the read did not end")
 
     async def prepared(self, prepare: Callable[[], T], kind: Kind, terms: Terms) -> T:
-        """The value of a function that belongs to a request's preparation, from a thread; Full where it waits long."""
+        """Call `prepare` in a thread for preparations of this kind, and return its value.
+
+        Raises Full if it waits for too long (see `Preparing.run`), and TimedOut.
+        """
         async with terms.in_time():
             return await self._preparing.run(prepare, kind, self._of_owner[terms.owner], terms.arrived)
 
@@ -253,7 +263,10 @@ class AsyncEngine:
         terms: Terms,
         watch: bool = False,
     ) -> AsyncGenerator[Event | Accepted, None]:
-        """The events of the draws that `prepare` makes in a thread of its own."""
+        """Yield the events of the draws that `prepare` makes: Accepted first, last the Result.
+
+        `prepare` runs in a thread of `Preparing`. Raises Closed, Full, RequestError and other errors of the engine.
+        """
         if self.is_draining:
             raise Closed("the engine is closed, or will be soon; ask another one")
         if self._unanswered >= self.max_unanswered:
@@ -269,7 +282,7 @@ class AsyncEngine:
         images = Counter[ImageInput]()
         try:
             draws = await self.prepared(partial(self._prepare, request, prepare, terms), kind_of(request), terms)
-            if self.thread.is_closed:  # meanwhile; nobody takes commands any more
+            if self.thread.is_closed:  # it was closed meanwhile, and nobody runs commands any more
                 raise Closed("the engine was closed; ask another one")
             images.update(placed.image for placed in draws[0].images)
             self._images += images
@@ -293,7 +306,7 @@ class AsyncEngine:
                 self.thread.leave(stream)
 
     def _require_image_room(self, images: Iterable[ImageInput]) -> None:
-        """Raise Full if the images of all requests are too large; RequestError if those of one are by themselves."""
+        """Raise Full if the images of all requests are too large, RequestError if `images` alone are."""
         most = self.max_image_bytes
         if most is None or sum(each.nbytes for each in self._images) <= most:
             return
@@ -302,7 +315,7 @@ class AsyncEngine:
         raise Full(f"the images of unanswered requests take {most} bytes, and no more may wait; ask later")
 
     def _prepare(self, request: Request, prepare: Callable[[], list[Sequence]], terms: Terms) -> list[Sequence]:
-        """The draws of a request; RequestError where there are none, or where its prompt is too long."""
+        """Return the draws of a request that `prepare` makes. Raises RequestError if the prompt is too long."""
         _, settings = self.models[terms.adapter]
         most, tokenizer, length = self.max_prompt_tokens or settings.positions, settings.tokenizer, characters(request)
         if most is not None and tokenizer is not None and length > (room := most * _longest_token(tokenizer)):
@@ -321,5 +334,5 @@ class AsyncEngine:
 
 @lru_cache(maxsize=4)
 def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The characters of the longest token, and one for a space before the prompt."""
+    """Return the characters of the longest token, plus 1 for a space before the prompt."""
     return 1 + max(map(len, tokenizer.get_vocab()))

@@ -1,4 +1,4 @@
-"""The bodies of requests: read as JSON, off the event loop where they are large, and checked up to the first error."""
+"""The bodies of requests: read as JSON (large ones off the event loop), and checked up to the first error."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from blockdiff.serving.protocol import Body
 from blockdiff.serving.refusals import Refused
 
 _LARGE = threading.Lock()
-MOST_VALUES = 1 << 20  # of a body: each takes a microsecond, and up to 30 times its bytes while JSON is read
-LARGE_BYTES = 1 << 16  # of a body that another thread reads
+MOST_VALUES = 1 << 20  # JSON values of a body: each takes a microsecond, and up to 30 times its bytes to parse
+LARGE_BYTES = 1 << 16  # bytes from which on another thread parses a body
 NO_OBJECT = "the body is not a JSON object; send one with the header Content-Type: application/json"
 B = TypeVar("B", bound=Body)
 
 
 async def read_body(http: HttpRequest, kind: type[B]) -> B:
-    """The body of a request; Refused says what is wrong first."""
-    content = b"".join([part async for part in http.stream()])  # `http.body()` would keep it
+    """Read and check the body of a request. Raises Refused with the first error in it."""
+    content = b"".join([part async for part in http.stream()])  # `http.body()` would keep a copy
     media_type = http.headers.get("content-type", "").partition(";")[0].strip()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise Refused(NO_OBJECT)
@@ -33,14 +33,17 @@ async def read_body(http: HttpRequest, kind: type[B]) -> B:
 
 
 def _alone(parse: Callable[..., B], *arguments: Any) -> B:
-    """The value of a function, called by one thread at a time."""
+    """Call `parse` under a lock, so that only one large body is parsed at a time."""
     with _LARGE:
         return parse(*arguments)
 
 
 def parsed_body(content: bytes, kind: type[B], path: str) -> B:
-    """The body that the JSON says; Refused says what is wrong first."""
-    if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:  # those in texts, too; no prompt has so many
+    """Parse JSON text as a body of type `kind`. Raises Refused with the first error in it.
+
+    path: the route's, for messages.
+    """
+    if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:  # also counts signs in texts; no prompt has so many
         raise Refused(f"the body has more than {MOST_VALUES:,} values; send fewer", 413, "body_too_large")
     try:
         given = json.loads(content, parse_constant=_refuse_constant)
@@ -52,7 +55,10 @@ def parsed_body(content: bytes, kind: type[B], path: str) -> B:
 
 
 def checked_body(given: dict[str, Any], kind: type[B], path: str) -> B:
-    """The body that an object is; Refused says what is wrong first, and quotes little of it."""
+    """Make a body of type `kind` from a JSON object.
+
+    Raises Refused with the first error, of which it quotes little, and with the field as `param`.
+    """
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -84,7 +90,10 @@ def _nearest(errors: list[Any], given: dict[str, Any]) -> Any:
 
 
 def _place(location: Sequence[Any], value: Any, is_missing: bool) -> str:
-    """The path of a field, without the names that pydantic puts behind it for the alternatives of its type."""
+    """Return the path of a field, such as `messages.0.role`, without pydantic's names for alternatives of its type.
+
+    is_missing: the last name is of a field that `value` lacks.
+    """
     path = []
     for part in location:
         is_there = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: conversations, with tools, reasoning and forms of the answer."""
+"""`POST /v1/chat/completions`: conversations, with tools, reasoning and constrained answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PATH = "/v1/chat/completions"
 
 
 def router(server: Server) -> APIRouter:
-    """The route."""
+    """Return a router that serves `POST /v1/chat/completions`."""
     routes = APIRouter()
 
     @routes.post(PATH)
@@ -56,19 +56,19 @@ def router(server: Server) -> APIRouter:
 
 
 def kind_of(choice: Any) -> Kind:
-    """The kind of work that it is to make the requests of a body with this choice of tools."""
-    return "plain" if choice in ("none", "auto") else "heavy"  # which compiles a schema
+    """Return the kind of threads that map a body with this `tool_choice` to requests: "heavy" if a call is forced."""
+    return "plain" if choice in ("none", "auto") else "heavy"  # a forced call compiles a schema
 
 
 class ChatFormat(ChunkFormat):
-    """The form of a chat's answers."""
+    """The form of a chat's answers: choices with a message each."""
 
     prefix: ClassVar = "chatcmpl-"
     object: ClassVar = "chat.completion"
     chunk_object: ClassVar = "chat.completion.chunk"
 
     def choice(self, stream: AnswerStream, delta: Delta) -> ChatChoice:
-        """A whole answer."""
+        """Return a whole answer as a choice, from its last delta."""
         result = delta.result
         assert result is not None
         calls = [tool_call(stream, number, call) for number, call in enumerate(result.tool_calls or ())]
@@ -87,7 +87,7 @@ class ChatFormat(ChunkFormat):
         )
 
     def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> ChatDelta | None:
-        """The delta of an answer, where it says something."""
+        """Return a delta as a choice of a chunk; None if it has nothing new. The first one has the role."""
         calls = [tool_call(stream, delta.first_call + n, call, is_indexed=True) for n, call in enumerate(delta.calls)]
         if not (is_first or delta.text or delta.reasoning or calls or delta.finish):
             return None
@@ -108,7 +108,10 @@ class ChatFormat(ChunkFormat):
 
 
 def api_call(body: ChatRequest, server: Server, terms: Terms) -> ApiCall:
-    """The requests of a body: one for each of `n` answers."""
+    """Map a body to its requests, one for each of `n` answers.
+
+    Empties `body.messages`. Raises RequestError for what the server or the model cannot do, and for more than a limit.
+    """
     (_, settings), limits = server.engine.models[terms.adapter], server.limits
     check_size("n", body.n, server.most_answers)
     check_size("the characters of tools", len(json.dumps(body.tools)), limits.form_characters)
@@ -127,9 +130,9 @@ def api_call(body: ChatRequest, server: Server, terms: Terms) -> ApiCall:
     if body.tool_choice not in ("none", "auto"):
         forced = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else ""
         set_form(fields, json_schema=schema_of_call(declared, forced))
-        fields["stop"] = ()  # which would cut the call
+        fields["stop"] = ()  # stop texts would cut the call
     messages = served_messages(body.messages, limits)
-    body.messages = []  # a second copy of images while the answer runs
+    body.messages = []  # else images are held twice while the answer runs
     request = Request(
         uuid.uuid4().hex,
         messages=messages,
@@ -153,7 +156,11 @@ def api_call(body: ChatRequest, server: Server, terms: Terms) -> ApiCall:
 
 
 def template_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Request` that `chat_template_kwargs` say: `enable_thinking` is `thinking`."""
+    """Return the fields of `Request` for `chat_template_kwargs`.
+
+    These are `thinking`, from `enable_thinking`, and `template_options`, all other variables. Raises RequestError if
+    `enable_thinking` is neither true nor false.
+    """
     options = dict(given)
     thinking = options.pop("enable_thinking", False)
     if not isinstance(thinking, bool):
@@ -162,7 +169,10 @@ def template_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def effort_fields(effort: str | None, tokenizer: Any) -> dict[str, Any]:
-    """The variable of the chat template that says an effort of reasoning; RequestError where it has none."""
+    """Return the template variable for an effort of reasoning, by name, with its value; {} if no effort is given.
+
+    If the chat template has no such variable, return {} for the efforts none and minimal, and raise Refused for others.
+    """
     if effort is None:
         return {}
     template = None if tokenizer is None else own_template(tokenizer)
@@ -177,14 +187,18 @@ def effort_fields(effort: str | None, tokenizer: Any) -> dict[str, Any]:
 
 
 def set_form(fields: dict[str, Any], **form: Any) -> None:
-    """Add the form of the whole response; RequestError where another one is asked for, too."""
+    """Add a form of the whole response to `fields`. Raises RequestError if they have one already."""
     if taken := next((name for name in FORMS if fields.get(name) is not None), None):
         raise RequestError(f"{taken} says the form of the whole response, and so does another field; give one of them")
     fields |= form
 
 
 def schema_of_call(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """The schema of a forced call: of the named function's arguments, or of an object that names one, too."""
+    """Return the JSON schema of a forced call.
+
+    name: the function to call; the schema is that of its arguments. If "", the schema is an object with the name of any
+    function and its arguments. Raises RequestError if `tools` does not declare `name`.
+    """
     functions = {each["function"]["name"]: each["function"] for each in tools}
     if name and name not in functions:
         raise RequestError(f"tool_choice names {name!r:.80}, which tools does not declare")
@@ -202,7 +216,10 @@ def schema_of_call(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, A
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object; a function that declares none has none."""
+    """Return the JSON schema of a function's arguments, an object; without properties if none are declared.
+
+    Raises RequestError if the declared parameters are no object.
+    """
     schema = function.get("parameters") or {"properties": {}}
     if schema.get("type", "object") not in ("object", ["object"]):
         raise RequestError(f"the parameters of {function['name']!r:.80} must be an object, got {schema['type']!r:.40}")
@@ -210,7 +227,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:
-    """A call of a response, the one with this number; is_indexed: in a stream."""
+    """Return the tool call with index `number` of a response; is_indexed: with the index, as streams have it."""
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return ToolCall(
@@ -221,7 +238,7 @@ def tool_call(stream: AnswerStream, number: int, call: Mapping[str, Any], is_ind
 
 
 def logprobs_of(stream: AnswerStream, delta: Delta) -> ChatLogprobs | None:
-    """The log-probabilities of all tokens of an answer, which its last delta brings."""
+    """Return the log-probabilities of all tokens of an answer; None unless requested and `delta` is the last one."""
     result = delta.result
     if result is None or result.logprobs is None or not stream.request.scores:
         return None

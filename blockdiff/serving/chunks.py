@@ -12,39 +12,39 @@ from blockdiff.serving.deltas import AnswerStream, Delta
 
 
 class ChunkFormat:
-    """The form of answers that are choices."""
+    """The form of answers that consist of choices; a route says how a choice is written. See `AnswerFormat`."""
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def choice(self, stream: AnswerStream, delta: Delta) -> Choice:
-        """A whole answer, of its last delta."""
+        """Return a whole answer as a choice, from its last delta."""
         raise NotImplementedError
 
     def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> Choice | None:
-        """A delta as a choice of a chunk; None where it says nothing."""
+        """Return a delta as a choice of a chunk; None if it has nothing new."""
         raise NotImplementedError
 
     def whole(self, head: dict[str, Any], call: ApiCall, ends: Sequence[Delta]) -> dict[str, Any]:
-        """The object of all answers."""
+        """Return one object with all answers and their usage."""
         choices = [self.choice(stream, end) for stream, end in zip(call.streams, ends, strict=True)]
         return _written(Answer(object=self.object, choices=choices, usage=usage_of(call, ends), **head))
 
     def events(self, head: dict[str, Any], stream: AnswerStream, delta: Delta, is_first: bool) -> Iterable[Event]:
-        """The chunk of a delta."""
+        """Yield the chunk of a delta, or none if the delta has nothing new."""
         if delta.frame is not None:
             yield self._chunk(head, frame=delta.frame)
         elif (choice := self.delta(stream, delta, is_first)) is not None:
             yield self._chunk(head, [choice])
 
     def end(self, head: dict[str, Any], call: ApiCall, ends: Sequence[Delta]) -> Iterable[Event]:
-        """The chunk with the usage if it is asked for, and the mark of the end."""
+        """Yield the chunk with the usage, if it was requested, and `[DONE]`."""
         if call.body.stream_options is not None and call.body.stream_options.include_usage:
             yield self._chunk(head, usage=usage_of(call, ends))
         yield {"data": "[DONE]"}
 
     def error(self, head: dict[str, Any], error: dict[str, Any]) -> Iterable[Event]:
-        """An error, after which no mark follows."""
+        """Yield the error; no `[DONE]` follows it."""
         yield {"data": json.dumps({"error": error})}
 
     def _chunk(self, head: dict[str, Any], choices: Sequence[Choice] = (), **more: Any) -> Event:
@@ -53,7 +53,7 @@ class ChunkFormat:
 
 
 def _written(answer: Answer) -> dict[str, Any]:
-    """An answer as JSON has it: null is left out where the protocol does not ask for it."""
+    """Return an answer as JSON values. Fields that are null are left out, except the ones that the protocol demands."""
     found = answer.model_dump(exclude_none=True)
     for choice in found["choices"]:
         choice.setdefault("finish_reason", None)

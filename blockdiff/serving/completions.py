@@ -26,7 +26,7 @@ PATH = "/v1/completions"
 
 
 def router(server: Server) -> APIRouter:
-    """The route."""
+    """Return a router that serves `POST /v1/completions`."""
     routes = APIRouter()
 
     @routes.post(PATH)
@@ -39,7 +39,7 @@ def router(server: Server) -> APIRouter:
 
 @dataclass(frozen=True)
 class CompletionFormat(ChunkFormat):
-    """The form of completions; echoes: they begin with their prompt."""
+    """The form of completions: choices with a text each. echoes: each text begins with its prompt."""
 
     echoes: bool = False
     prefix: ClassVar = "cmpl-"
@@ -47,7 +47,7 @@ class CompletionFormat(ChunkFormat):
     chunk_object: ClassVar = "text_completion"
 
     def choice(self, stream: AnswerStream, delta: Delta) -> CompletionChoice:
-        """A whole completion."""
+        """Return a whole completion as a choice, from its last delta."""
         assert delta.result is not None
         return CompletionChoice(
             index=stream.index,
@@ -58,7 +58,7 @@ class CompletionFormat(ChunkFormat):
         )
 
     def delta(self, stream: AnswerStream, delta: Delta, is_first: bool) -> CompletionChoice | None:
-        """The delta of a completion, where it says something."""
+        """Return a delta as a choice of a chunk; None if it has nothing new. The first one has the echo."""
         text = (self._echo(stream) if is_first else "") + delta.text
         if not text and delta.finish is None:
             return None
@@ -81,7 +81,10 @@ class CompletionFormat(ChunkFormat):
 
 
 def api_call(body: CompletionRequest, server: Server, terms: Terms) -> ApiCall:
-    """The requests of a body: `n` for each prompt."""
+    """Map a body to its requests, `n` for each prompt.
+
+    Raises RequestError for an empty list of prompts, for fields that exclude each other, and for more than a limit.
+    """
     (_, settings), limits = server.engine.models[terms.adapter], server.limits
     prompt = body.prompt
     if isinstance(prompt, list) and not prompt:
@@ -110,7 +113,7 @@ def _logprobs(stream: AnswerStream, delta: Delta) -> CompletionLogprobs | None:
     top = list[list[tuple[int, float]] | None](result.top_logprobs or ())
     if (prompt := result.prompt_scores) is not None:
         best = [None, *prompt.top_logprobs] if prompt.top_logprobs else []
-        # bos, which the server puts before a text, is no part of what is echoed
+        # bos, which the server puts before a text, is not echoed
         start = int(stream.request.prompt is not None and prompt.tokens[:1] == [_bos(stream)])
         tokens, logprobs = prompt.tokens[start:] + tokens, [None, *prompt.logprobs][start:] + logprobs
         top = best[start:] + top
@@ -128,7 +131,7 @@ def _bos(stream: AnswerStream) -> int | None:
 
 
 def _by_name(stream: AnswerStream, best: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """Log-probabilities by the names of tokens; of two with one name the less likely is called by its id."""
+    """Return log-probabilities by token name. If two tokens have one name, the less likely is `token_id:N` instead."""
     found: dict[str, float] = {}
     for token, value in best:
         name = stream.name_of(token)

@@ -1,7 +1,7 @@
-"""A connection of the server: how much of it is read before a request is whole and answered, and when it ends.
+"""Connections of the server, with bounds on unread bytes and on waiting.
 
-The bounds hold for both of uvicorn's protocols, httptools where it is installed and h11 elsewhere. `Guard` has those
-that hold under any ASGI server.
+The bounds hold for both of uvicorn's protocols: httptools if it is installed, else h11. `Guard` has the bounds that
+hold under any ASGI server.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from blockdiff.serving.limits import HEAD_BYTES
 from blockdiff.serving.refusals import HEAD_TOO_LARGE, error_body
 
-HEAD_SECONDS = 20.0  # from a connection, or the last answer on it, to the end of a request's head
-MOST_IDLE = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # connections that wait for their client
+HEAD_SECONDS = 20.0  # from the start of a connection, or the last answer on it, to the end of a request's head
+MOST_IDLE = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # connections that wait for their clients
 
 
 class Connection(asyncio.Protocol):
-    """A connection of which at most some 64 KiB are read that are no body.
+    """A connection that reads about 64 KiB at most in addition to bodies.
 
-    While an answer is due, or is not read, what comes is dropped, and the connection ends behind that answer. It also
-    ends if no request comes on it for a time. Of too many connections that wait for their client, for a request, the
-    rest of a body or a reader of the answer, the oldest end.
+    If data arrives while an answer is due or unread, it is dropped, and the connection closes after that answer. It
+    also closes if no request arrives within HEAD_SECONDS. If more than MOST_IDLE connections wait for their clients
+    (for a request, the rest of a body or the reading of an answer), the oldest is aborted.
     """
 
-    waiting: ClassVar[dict[Connection, asyncio.TimerHandle | None]] = {}  # the oldest first, and their ends
+    waiting: ClassVar[dict[Connection, asyncio.TimerHandle | None]] = {}  # the oldest first; the timer that closes it
 
     cycle: Any  # the last request and its answer
     flow: Any
     transport: Any
     loop: asyncio.AbstractEventLoop
-    _is_over = False  # what comes is dropped
-    _unread = 0  # bytes of answers at the last look
-    _body = _framing = 0  # bytes of the request's body so far, and what came beside them
+    _is_over = False  # further data is dropped
+    _unread = 0  # bytes of answers that were unread at the last check
+    _body = _framing = 0  # bytes of the request's body so far, and its other bytes (heads of chunks)
 
     def connection_made(self, transport: Any) -> None:
-        """Begin, and wait for a request."""
+        """Open the connection, and wait for a request."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Read data, of a request that begins, goes on or ends."""
+        """Parse data in pieces of at most HEAD_BYTES, unless it has to be dropped."""
         for start in range(0, len(data), HEAD_BYTES):
             if self._is_ahead:
                 self._end_behind_answer()
@@ -59,28 +59,28 @@ class Connection(asyncio.Protocol):
         self._watch()
 
     def pause_writing(self) -> None:
-        """Wait until the client has read some."""
+        """Stop writing until the client has read more of the answer."""
         super().pause_writing()
         self._watch()
 
     def resume_writing(self) -> None:
-        """Write on."""
+        """Continue writing."""
         super().resume_writing()
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Finish an answer, and wait for the next request."""
         super().on_response_complete()  # type: ignore[misc]
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """Drop the closed connection."""
         self._is_over = True
         self._forget()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer that what came is no HTTP, unless another answer has begun."""
+        """Answer 400 for data that is no HTTP. If another answer has begun, close after it instead."""
         if self.cycle is not None and self.cycle.response_started:
             self._end_behind_answer()
         elif not self._is_over:
@@ -90,7 +90,10 @@ class Connection(asyncio.Protocol):
         super().data_received(data)
 
     def _count(self, size: int, before: int) -> None:
-        """Refuse a body in chunks so small that they are more than what they hold, of which each costs time."""
+        """Refuse a chunked body whose framing is larger than its content, because each chunk costs time.
+
+        size: bytes that arrived; before: bytes of the body before them.
+        """
         if self.cycle is None or not self.cycle.more_body or self.cycle.response_complete or self._is_over:
             return
         grown = len(self.cycle.body) - before
@@ -100,7 +103,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def _is_ahead(self) -> bool:
-        """True if what comes now is behind a whole request whose answer is due, or is not read."""
+        """True if new data would follow a complete request whose answer is due or unread."""
         if self.cycle is None or self.cycle.more_body:
             return False
         return not self.cycle.response_complete or self.transport.get_write_buffer_size() > 0
@@ -111,7 +114,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _refuse_head(self) -> None:
-        """Answer 431, and drop what still comes until the client has read that."""
+        """Answer 431, end writing and drop further data. If another answer has begun, abort instead."""
         status, body = error_body(HEAD_TOO_LARGE)
         content = json.dumps(body).encode()
         head = f"HTTP/1.1 {status} Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
@@ -140,7 +143,7 @@ class Connection(asyncio.Protocol):
                 oldest.transport.abort()
 
     def _expire(self) -> None:
-        """End, unless more of an answer has been read since the last look."""
+        """Close the connection, unless the client has read more of an answer since the last check."""
         before, self._unread = self._unread, self.transport.get_write_buffer_size()
         if self._unread not in (0, before):
             self.waiting[self] = self.loop.call_later(HEAD_SECONDS, self._expire)
@@ -155,10 +158,10 @@ class Connection(asyncio.Protocol):
 
 
 class H11Connection(Connection, H11Protocol):
-    """A connection that h11 reads, which bounds heads and trailers by uvicorn's `h11_max_incomplete_event_size`."""
+    """A connection parsed by h11, which bounds heads and trailers by uvicorn's `h11_max_incomplete_event_size`."""
 
     def send_400_response(self, msg: str) -> None:
-        """Answer that what came is no HTTP, or has too large a head."""
+        """Answer 431 if the head is too large, else 400 for data that is no HTTP."""
         if len(self.conn.trailing_data[0]) > HEAD_BYTES:
             self._refuse_head()
         else:
@@ -179,9 +182,9 @@ except ImportError:
 else:
 
     class HttpToolsConnection(Connection, HttpToolsProtocol):
-        """A connection that httptools reads, which has no bounds of its own."""
+        """A connection parsed by httptools, which has no bounds of its own."""
 
-        _others = 0  # bytes since the last ones of a body, or the last request
+        _others = 0  # bytes since the last part of a body, or the last request
 
         def _feed(self, data: bytes) -> None:
             self._others += len(data)
@@ -190,29 +193,29 @@ else:
                 self._refuse_head()
 
         def on_message_begin(self) -> None:
-            """Begin a request, unless it is ahead of an answer."""
+            """Begin a request. If the last answer is due or unread, raise ValueError and close after that answer."""
             if self._is_ahead:
                 self._end_behind_answer()
-                raise ValueError("a request before the answer to the last")  # which ends the parser
+                raise ValueError("a request before the answer to the last")  # it ends the parser
             super().on_message_begin()
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            """Keep a header; those behind a body are dropped."""
+            """Keep a header, unless it is a trailer."""
             if self.cycle is None or self.cycle.scope is not self.scope:
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            """Begin to answer."""
+            """Start the application on the request."""
             self._others = 0
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
-            """Keep a part of a body for the application."""
+            """Pass a part of a body to the application."""
             self._others = 0
             super().on_body(body)
 
         def on_message_complete(self) -> None:
-            """End a request."""
+            """Finish reading a request."""
             self._others = 0
             super().on_message_complete()
 

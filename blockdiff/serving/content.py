@@ -1,4 +1,4 @@
-"""The messages of a body: their fields are known, and their images are bytes before anything could open a path."""
+"""The messages of a body, with known fields only, and with bytes for images, so that nothing can open a path."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from blockdiff.serving.limits import Limits
 from blockdiff.serving.mapping import check_size
 
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
-EMPTY = ("refusal", "annotations", "audio", "function_call", "images")  # that a message may have if nothing is there
-# What front ends keep with the messages of a history; it says nothing to a model.
+EMPTY = ("refusal", "annotations", "audio", "function_call", "images")  # fields that may be there if they are empty
+# Fields that front ends keep with the messages of a history; models do not see them.
 READ_OVER = ("id", "timestamp", "reasoning_details", "provider_specific_fields")
 
 
 def served_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> list[dict[str, Any]]:
-    """The messages with the bytes of their images.
+    """Return the messages with the bytes of their images in place of data URIs.
 
-    All system messages become one, which is the first: chat templates write no other. RequestError for fields that
-    messages of the protocol do not have, for parts of other types than `text` and `image_url`, for an image that is no
-    data URI, and for too many images.
+    All system messages are merged into one, the first: chat templates write no other. Raises RequestError for unknown
+    fields, for parts of other types than `text` and `image_url`, for an image that is no data URI, and for too many
+    images or pixels.
     """
     served = _one_system([_message(message, f"messages[{place}]") for place, message in enumerate(messages)])
     contents = (message["content"] for message in served if isinstance(message.get("content"), list))
@@ -33,7 +33,10 @@ def served_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> li
 
 
 def pixels(file: bytes) -> int:
-    """The number of pixels that the head of an image's file says; 0 for what is none, which its reader refuses."""
+    """Return the number of pixels according to the header of an image file.
+
+    0 if it is no image; the image reader refuses it later.
+    """
     try:
         with opened(file, "an image") as image:
             return image.width * image.height
@@ -51,7 +54,7 @@ def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     if used := next((key for key in EMPTY if given.get(key)), None):
         raise RequestError(f"{name}.{used} is not supported by this server; leave it out")
     served = {key: value for key, value in given.items() if key in FIELDS}
-    if served.get("content") is None:  # of a call, and in the history of some front ends
+    if served.get("content") is None:  # messages with tool calls, and some front ends, leave it out
         served["content"] = ""
     content = served.get("content")
     if isinstance(content, list):
@@ -60,7 +63,7 @@ def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the texts of all system messages in one, the first."""
+    """Merge the texts of all system and developer messages into one system message, the first."""
     said = [message for message in messages if message["role"] in ("system", "developer")]
     if len(said) < 2 and said == messages[: len(said)]:
         return messages
@@ -70,7 +73,7 @@ def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _part(part: Any, name: str) -> dict[str, Any]:
-    """A part of text as it is, or an image with its bytes."""
+    """Return a part of a message: a text, or an image with its bytes. name: of the part, for errors."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
         return {"type": "text", "text": part.get("text")}

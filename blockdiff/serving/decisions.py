@@ -36,7 +36,7 @@ PATH, SYSTEMONE = "/v1/decisions", "/v1/systemone"
 
 
 class DecisionBody(Body):
-    """The fields that both bodies have, beyond their protocols."""
+    """The fields that both bodies share; most are no part of their protocols."""
 
     model: Short | None = None
     joint: bool = False
@@ -47,7 +47,7 @@ class DecisionBody(Body):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     timeout: float | None = Field(None, gt=0)
 
-    # change no answer
+    # these change no answer
     cache_salt: Short | None = None
     priority: int | None = None
     request_id: Short | None = None
@@ -65,18 +65,18 @@ class DecisionsRequest(DecisionBody):
     prompt_cache_options: dict[str, Any] | None = None
 
     def asked(self) -> tuple[Question, ...]:
-        """The questions."""
+        """Return the questions. Raises RequestError for a malformed one."""
         return read_questions(self.questions)
 
     def messages(self) -> list[dict[str, Any]]:
-        """The state as messages."""
+        """Return the input as messages of a chat."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return items_as_messages([_without_json(item, f"input[{place}]") for place, item in enumerate(self.input)])
 
 
 class SystemoneRequest(DecisionBody):
-    """The body of `POST /v1/systemone`: a state, and a question for each id."""
+    """The body of `POST /v1/systemone`: a state, and questions by id."""
 
     form: ClassVar = "systemone"
 
@@ -86,11 +86,11 @@ class SystemoneRequest(DecisionBody):
     images: list[Any] = Field(default_factory=list)
 
     def asked(self) -> tuple[Question, ...]:
-        """The questions, named by their ids."""
+        """Return the questions, named by their ids. Raises RequestError for a malformed one."""
         return read_systemone(self.questions)
 
     def messages(self) -> list[dict[str, Any]]:
-        """The state as messages."""
+        """Return instructions, state and images as messages of a chat; a state that is no text becomes JSON."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         text = self.state if isinstance(self.state, str) else json_text(self.state, "state")
         images = [{"type": "image_url", "image_url": each} for each in self.images]
@@ -99,7 +99,7 @@ class SystemoneRequest(DecisionBody):
 
 
 def router(server: Server) -> APIRouter:
-    """The routes."""
+    """Return a router that serves `POST /v1/decisions` and `POST /v1/systemone`."""
     routes = APIRouter()
 
     @routes.post(PATH)
@@ -122,7 +122,7 @@ async def _answered(server: Server, http: HttpRequest, body: Any, written: Any) 
     size = len(json.dumps(body.questions, ensure_ascii=False))
     check_size("the characters of the questions", size, limits.form_characters)
     prepare = partial(_prepared, body, limits)
-    questions, messages = await server.engine.prepared(prepare, "plain", terms)  # in a thread, for it may have images
+    questions, messages = await server.engine.prepared(prepare, "plain", terms)  # in a thread: there may be images
     fields = template_fields(body.chat_template_kwargs)
     request = Request(uuid.uuid4().hex, messages=messages, seed=body.seed, **fields)
     asking = Asking(body.form, body.joint, body.steps, body.draws)
@@ -145,7 +145,7 @@ def _prepared(body: Any, limits: Limits) -> tuple[list[Question], list[dict[str,
 
 
 def _with_images(question: Question, where: str) -> Question:
-    """The question with the bytes of its images in the place of the parts that have them."""
+    """Return the question with bytes for its images in place of parts with data URIs. where: named in errors."""
     return replace(question, images=tuple(_bytes(part, f"{where}.instructions") for part in question.images))
 
 
@@ -161,7 +161,7 @@ def _bytes(part: Mapping[str, Any], where: str) -> Any:
 
 
 def _without_json(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """An item of the input with JSON parts as text, and calls of custom tools as those of functions."""
+    """Return an item of the input with JSON parts as text, and with calls of custom tools as function calls."""
     found = {key: value for key, value in item.items() if key not in ("namespace", "phase")}
     kind = item.get("type")
     if kind == "custom_tool_call":

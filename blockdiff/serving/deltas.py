@@ -1,4 +1,4 @@
-"""The deltas of an answer, made of the events of its request: texts canvas by canvas, frames, and the end."""
+"""The deltas of an answer, from the engine's events: texts canvas by canvas, frames of denoising, and the end."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from blockdiff.serving.answers import FinishReason, Frame
 
 @dataclass(frozen=True)
 class Delta:
-    """The new part of an answer. `calls` are the calls of tools from the one with the number `first_call` on.
+    """The new part of an answer. calls: new tool calls, the first of which has the index `first_call`.
 
-    The last delta of an answer has its `result`, cut to the tokens that were asked for, and a `finish`.
+    The last delta of an answer has its `result`, cut to the tokens that were requested, and the reason `finish`.
     """
 
     text: str = ""
@@ -34,11 +34,11 @@ class Delta:
 
 @dataclass
 class AnswerStream:
-    """Reads the events of one request, the answer with the number `index`.
+    """Turns the events of one request into deltas of the answer with the number `index`.
 
-    max_tokens: where the answer is cut (None: nowhere); forced: the name of the function whose arguments the whole
-    response is, or "" where it names the function, too (None: no call is forced); most_calls: calls after these are
-    left out. Texts that later tokens may change are held back.
+    max_tokens: the length at which the answer is cut (None: it is not cut); forced: the function whose arguments the
+    whole response is, or "" if the response also names the function (None: no call is forced); most_calls: the most
+    tool calls to pass on (None: all). Text that later tokens may change is held back.
     """
 
     settings: SamplingSettings
@@ -48,15 +48,19 @@ class AnswerStream:
     forced: str | None = None
     most_calls: int | None = None
     parser: ResponseParser | None = None  # of the canvases that were committed so far
-    said: ParsedResponse = field(default_factory=ParsedResponse)
+    said: ParsedResponse = field(default_factory=ParsedResponse)  # the sum of all deltas so far
     prompt: str = ""
-    tokens: int = 0  # that the parser has
+    tokens: int = 0  # tokens that the parser has received
 
     def canvas(self, event: CommittedCanvas) -> Delta:
-        """The delta of a committed canvas; an empty one where the best of several answers is still to be found."""
+        """Return the delta of a committed canvas.
+
+        It is empty if the text is not known before the result: with `best_of`, for a forced call, and for the last
+        canvas.
+        """
         self.prompt = event.prompt
         if self.request.best_of > 1 or self.forced is not None or event.finish_reason is not None:
-            return Delta()  # the result follows, or says all
+            return Delta()  # the result follows, and has the whole text
         self.parser = self.parser or ResponseParser(self.request, self.settings, self.prompt)
         room = event.kept if self.max_tokens is None else min(event.kept, self.max_tokens - self.tokens)
         self.parser.add(event.tokens[:room])
@@ -64,7 +68,7 @@ class AnswerStream:
         return self._delta(self.parser.so_far())
 
     def frame(self, event: Step) -> Delta:
-        """A denoising step."""
+        """Return the delta of a denoising step, a frame."""
         texts = [self.text_of(token) for token in event.argmax]
         entropy = [round(each, 4) for each in event.entropy]
         return Delta(
@@ -83,7 +87,7 @@ class AnswerStream:
         )
 
     def committed(self, event: CommittedCanvas) -> Delta:
-        """A committed canvas, as the frame after its last step."""
+        """Return a committed canvas as the frame after its last step."""
         return Delta(
             frame=Frame(
                 index=self.index,
@@ -97,7 +101,10 @@ class AnswerStream:
         )
 
     def end(self, result: Result) -> Delta:
-        """The last delta; raises EngineError for an answer that failed under way."""
+        """Return the last delta, with the result cut to `max_tokens` and `most_calls`, and the finish reason.
+
+        Raises EngineError if the answer failed.
+        """
         if result.error is not None:
             raise EngineError(result.error)
         is_cut = self.max_tokens is not None and len(result.tokens) > self.max_tokens
@@ -128,20 +135,20 @@ class AnswerStream:
         return replace(delta, finish=finish, result=result)
 
     def text_of(self, token: int) -> str:
-        """The text of one token, control tokens as they are written."""
+        """Return the text of one token, control tokens included ("" without a tokenizer)."""
         tokenizer = self.settings.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode([token]))
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of one token, which may be a part of a character; those of its text where it is a control token."""
+        """Return the bytes of one token, perhaps a part of a character. For control tokens, the bytes of their text."""
         try:
             found = token_bytes(self.settings.tokenizer)[token] if self.settings.tokenizer is not None else b""
-        except (RequestError, IndexError):  # a decoder that does more than joining tokens, or no token of it
+        except (RequestError, IndexError):  # the decoder does more than join tokens, or has no such token
             found = b""
         return found or self.text_of(token).encode()
 
     def name_of(self, token: int) -> str:
-        """The text of one token, or its bytes where it has a part of a character: "bytes:\\xe2\\x82"."""
+        """Return the text of one token, or its bytes if they are no whole characters: "bytes:\\xe2\\x82"."""
         found = self.bytes_of(token)
         try:
             return found.decode()
@@ -164,12 +171,12 @@ class AnswerStream:
 
 
 def _new(text: str, said: str) -> str:
-    """The part of a text that was not said yet; nothing where it does not go on with what was said."""
+    """Return the part of `text` after `said`; "" if `text` does not begin with `said`."""
     return text[len(said) :] if text.startswith(said) else ""
 
 
 def _forced(name: str, text: str) -> dict[str, Any]:
-    """The call that a response of a forced form is."""
+    """Return the tool call in the JSON of a forced response; name: its function, or "" if the JSON names it."""
     value = json.loads(text)
     function = {"name": name, "arguments": value} if name else value
     return {"type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""The thread that runs engines: it takes commands between two steps, and hands events to the loops of their readers."""
+"""The thread that runs engines: it runs commands between steps, and passes events to their readers' event loops."""
 
 from __future__ import annotations
 
@@ -26,37 +26,36 @@ if TYPE_CHECKING:
     from blockdiff.models.model import BlockDiffusionModel
 
 LOG = logging.getLogger("blockdiff.serving")
-MOST_FRAMES = 64  # steps that wait for a slow reader; later ones are left out until it has read some
+MOST_FRAMES = 64  # events that wait for a slow reader; beyond it, steps are dropped until it has read some
 BASE = ""  # the name of the model without an adapter
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The engine has taken a request, which may wait for others."""
+    """The event that an engine has accepted a request, which may still wait for others."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """The events of one request on their way to its reader: those that wait, and the loop in which it reads."""
+    """The unread events of one request, and the event loop of its reader."""
 
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Event | Accepted | Exception] = field(default_factory=asyncio.Queue)
-    ids: list[str | int] = field(default_factory=list)  # of its draws; none while it has not entered the engine
+    ids: list[str | int] = field(default_factory=list)  # of the request and its draws; empty before the engine has it
     is_left: bool = False  # nobody reads any more
 
     def put(self, event: Event | Accepted | Exception) -> None:
-        """Add an event, in the reader's loop. Committed canvases are few; steps are left out where many wait."""
+        """Add an event; call it in the reader's loop. Steps are dropped if MOST_FRAMES events wait."""
         if not (isinstance(event, Step) and self.events.qsize() >= MOST_FRAMES):
             self.events.put_nowait(event)
 
 
 class EngineThread:
-    """An engine for each of some models over the same weights, and the one thread that touches them.
+    """One engine for each of several models over the same weights, and the one thread that touches them.
 
-    models: by name with their settings; warms_up: whether the calls of `Engine.warm_up` are made first; options: those
-    of `Engine`. An exception of an engine fails the requests that run with EngineError, and new engines answer later
-    ones.
+    models: models and their settings by name; warms_up: whether `Engine.warm_up` runs first; options: arguments of
+    `Engine`. If an engine raises, all running requests end with EngineError, and new engines answer later ones.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class EngineThread:
         self._engines = self._made()
         self.seed, self.most_rows = self._engines[BASE].seed, self._engines[BASE].most_rows
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._streams: dict[str | int, Stream] = {}  # by the ids of draws; only the thread looks at it
+        self._streams: dict[str | int, Stream] = {}  # by the ids of draws; only the thread uses it
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
         self._is_warm = threading.Event()
@@ -78,30 +77,33 @@ class EngineThread:
         self.is_closed = False
 
     def start(self) -> None:
-        """Start the thread if it does not run yet; RuntimeError where the system lets no more start."""
+        """Start the thread unless it runs. Raises RuntimeError if the system lets no more threads start."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="blockdiff-engine", daemon=True)
             thread.start()
             self._thread = thread
 
     async def close(self) -> None:
-        """End the requests that run with Closed, and the thread after its step."""
+        """End the running requests with Closed, and the thread after its step. Waits for the thread."""
         self.is_closed = True
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     def enter(self, stream: Stream, draws: list[Sequence], watch: bool, adapter: str) -> None:
-        """Have an engine take the draws of a request, whose events go to a stream."""
+        """Submit the draws of a request to the engine of `adapter`; its events and errors go to `stream`."""
         self._commands.put(partial(self._enter, stream, draws, watch, adapter))
 
     def leave(self, stream: Stream) -> None:
-        """Have the request of a stream end, for nobody reads it any more."""
+        """Cancel the request of a stream that nobody reads any more."""
         stream.is_left = True
         self._commands.put(partial(self._leave, stream))
 
     async def call(self, function: Callable[[Engine], T], adapter: str = BASE) -> T:
-        """The answer of a function, which the engine's thread calls with the engine of a model between two steps."""
+        """Call `function` with the engine of `adapter`, in the engine's thread between two steps; return its value.
+
+        Raises Closed or EngineError if there is no engine.
+        """
         future: Future[T] = Future()
         if self.is_closed:
             raise Closed("the engine is closed; ask another one")
@@ -111,28 +113,28 @@ class EngineThread:
 
     @property
     def is_working(self) -> bool:
-        """False where no step can run any more: the engine is closed, or could not be made anew after a failure."""
+        """False if no step can run any more: the engine is closed, could not warm up, or could not be replaced."""
         is_running = self._thread is None or self._thread.is_alive()
         return is_running and bool(self._engines) and not self.is_closed
 
     @property
     def is_warm(self) -> bool:
-        """False while requests wait until the engine has warmed up."""
+        """False while the engine still warms up and requests wait for it."""
         return self._is_warm.is_set()
 
     def wait_until_warm(self) -> None:
-        """Start the engine's thread and wait until it has warmed up, or failed to."""
+        """Start the engine's thread and block until it has warmed up, or has failed to."""
         self.start()
         self._is_warm.wait()
 
     @property
     def step_seconds(self) -> float:
-        """The time for which the step under way has run; 0 between steps."""
+        """Seconds since the present step began; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     def _run(self) -> None:
-        """Take commands and step, until a command is None."""
+        """Run commands and steps in turn until a command is None; then end all requests with Closed."""
         is_open = True
         if not self.is_warm:
             self._warm_up()
@@ -143,7 +145,7 @@ class EngineThread:
                 if is_open:
                     self._step_began = time.monotonic()
                     self._step()
-            except Exception:  # whatever it is, the next requests are to be answered
+            except Exception:  # whatever it is, later requests must be answered
                 LOG.exception("the engine failed")
                 has_failed = True
             self._step_began = None
@@ -151,12 +153,12 @@ class EngineThread:
                 self._start_anew()
         self._fail_all(Closed("the engine was closed; ask another one"))
         self._engines = {}
-        while not self._commands.empty():  # requests that came meanwhile are told, too
+        while not self._commands.empty():  # requests that came meanwhile get the error, too
             if (command := self._commands.get()) is not None:
                 command()
 
     def _warm_up(self) -> None:
-        """Make the calls that the first requests would wait for; an engine that cannot make them answers nothing."""
+        """Run `Engine.warm_up` of every engine, so that the first requests need not. If one fails, drop all engines."""
 
         def say(done: int, calls: int) -> None:
             LOG.info("warming up: %d of %d calls are made", done, calls)
@@ -181,7 +183,10 @@ class EngineThread:
                 self._hand_over([(event.id, event) for event in engine.events()])
 
     def _take_commands(self) -> bool:
-        """Run the commands that came since the last step, and wait for one while nothing else is to do."""
+        """Run the waiting commands; if no request is unfinished, wait for further ones.
+
+        Returns False if the command to close came, and True if a step is due.
+        """
         while True:
             is_idle = not any(engine.unfinished for engine in self._engines.values())
             if not is_idle and self._commands.empty():
@@ -192,7 +197,7 @@ class EngineThread:
             command()
 
     def _enter(self, stream: Stream, draws: list[Sequence], watch: bool, adapter: str) -> None:
-        """Give a request to its engine; an error is its reader's."""
+        """Submit a request to its engine, and post Accepted, or the error, to its stream."""
         if stream.is_left:
             return
         try:
@@ -209,14 +214,14 @@ class EngineThread:
         self._post(stream, Accepted())
 
     def _leave(self, stream: Stream) -> None:
-        """End the request of a stream that nobody reads any more."""
+        """Cancel all draws of a stream in the engines."""
         for id in stream.ids:
             if self._streams.pop(id, None) is not None:
                 for engine in self._engines.values():
                     engine.cancel(id)
 
     def _hand_over(self, events: list[tuple[str | int, Event]]) -> None:
-        """Give the events of a step to their readers, with one call into each loop."""
+        """Pass the events of a step, with their ids, to their streams, by one call into each event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Event]]] = {}
         for id, event in events:
             stream = self._streams.get(id)
@@ -235,7 +240,7 @@ class EngineThread:
             stream.loop.call_soon_threadsafe(stream.put, event)
 
     def _start_anew(self) -> None:
-        """Fail the requests that ran, with words that tell nothing of one another, and make new engines."""
+        """End all running requests with an EngineError that reveals nothing of other requests, and make new engines."""
         self._engines = {}
         self._fail_all(EngineError("the engine failed, and its log says why; ask again"))
         try:
@@ -249,7 +254,7 @@ class EngineThread:
             self._post(stream, error)
 
     def _made(self) -> dict[str, Engine]:
-        """A new engine for each model; of the memory for pages each takes an equal part."""
+        """Make a new engine for each model. All get equal shares of the memory for pages."""
         made = {name: Engine(model, settings=own, **self._options) for name, (model, own) in self._models.items()}
         if len(made) > 1:
             for engine in made.values():

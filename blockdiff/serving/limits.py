@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-HEAD_BYTES, HEADERS = 1 << 16, 100  # of a request: its line and headers, and the trailers of its body; 431 beyond
+HEAD_BYTES, HEADERS = 1 << 16, 100  # of a request's line and headers, and of its body's trailers; beyond: status 431
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that one request may ask for; the rest is refused with a 4xx that names the limit.
+    """The most that one request may ask for. A request beyond a limit is refused with a 4xx that names the limit.
 
-    body_bytes: of its JSON; bodies_bytes: of all whose answers have not ended; prompt_tokens, max_tokens: of its prompt
-    and of each answer (None: as many as the model's positions and the memory of the pages hold); images, pixels: the
-    images of its messages, and the pixels of them all; images_bytes: of the images of all requests whose answers have
-    not ended, as the model takes them; answers: `n`, for all prompts together, and `best_of`;
-    answers_each: that are under way for one key, or one address; answer_seconds: for an answer, or a read; steps: of a
-    canvas; draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: for
-    which its constraint may wait for others, and for which it may then compile; read_seconds: for which a client may
-    keep a body unsent, or a stream unread; stall_seconds: after which a step that has not ended makes the server not
-    ready.
+    body_bytes: size of a request's JSON; bodies_bytes: of the bodies of all unanswered requests together;
+    prompt_tokens, max_tokens: tokens of a prompt, and of each answer (None: as many as the model's positions and the
+    memory for pages allow); images, pixels: the number of images of a request's messages, and their pixels together;
+    images_bytes: the images of all unanswered requests together, as tensors; answers: `n` times the prompts, and
+    `best_of`; answers_each: answers under way for one key or one address (None: any number); answer_seconds: for an
+    answer or a read (None: any time); steps: of a canvas; draws: of a read; form_characters: of a regex, schema,
+    template or draft, and of the tools; prepare_seconds: how long a request's preparation may wait for others, and how
+    long its constraint may then compile; read_seconds: how long a client may take to send a body, and leave a stream
+    unread; stall_seconds: the length of a step from which `/ready` reports that the server is not ready.
     """
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (where a file says them)
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (pydantic reads them from serve.yaml)
 
     body_bytes: int = 16 << 20
     bodies_bytes: int = 256 << 20
@@ -44,20 +44,20 @@ class Limits:
 
     @property
     def most_answers(self) -> int:
-        """The most answers to one request."""
+        """The most answers to one request: `answers`, or `answers_each` if that is less."""
         return self.answers if self.answers_each is None else min(self.answers, self.answers_each)
 
     def seconds(self, asked: float | None) -> float | None:
-        """The seconds that an answer may take where a request asks for so many (None: it does not say)."""
+        """Return the time limit of an answer in seconds, the lesser of `asked` and `answer_seconds`; None: no limit."""
         return min((each for each in (asked, self.answer_seconds) if each), default=None)
 
 
 @dataclass(frozen=True)
 class Access:
-    """The right to ask: with one of the keys, if there are any, under one of the hosts, and from no other site's page.
+    """Who may use the server.
 
-    hosts: the names under which the server may be asked, in the Host header (None: any); origins: sites whose pages may
-    ask, beside the server's own.
+    keys: a request needs one of these API keys (none: no key is needed); hosts: the names allowed in the Host header
+    (None: any); origins: sites whose pages may ask, in addition to the server's own ("*": any).
     """
 
     keys: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""From the fields that chats and completions share to requests of the engine, within the limits of a server."""
+"""Mapping of the fields that chats and completions share to fields of `Request`, within the limits of a server."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from blockdiff.seeding import child_seed
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.protocol import GenerationBody, SampledBody
 
-FILTERS = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}  # of what a step draws from, and the values that keep all
+FILTERS = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}  # filters of a step's draws, and the values without effect
 
 
 def common_fields(
     body: GenerationBody, settings: SamplingSettings, limits: Limits, max_tokens: int | None
 ) -> dict[str, Any]:
-    """The fields of `Request` that every answer to a body shares; RequestError for what is beyond a limit."""
+    """Return the fields of `Request` that are equal for all answers to a body.
+
+    max_tokens: as requested (None: the settings decide, up to the limit). Raises RequestError for more than a limit,
+    and if both `n` and `best_of` are above 1.
+    """
     check_size("best_of", body.best_of, limits.most_answers)
     check_size("steps", body.steps or 1, limits.steps)
     if max_tokens is not None and limits.max_tokens is not None:
@@ -38,10 +42,10 @@ def common_fields(
 
 
 def strategy_of(body: SampledBody, settings: SamplingSettings) -> Strategy | None:
-    """The strategy of a body; None for that of the server.
+    """Return the strategy of a body; None for the server's strategy, unchanged.
 
-    With temperature 0 nothing is drawn, and `seed_of` makes the noise repeatable; a strategy of one's own that has no
-    temperature is left as it is.
+    With temperature 0 nothing is drawn, and `seed_of` makes the noise repeatable. Temperature 0 leaves a strategy
+    without temperature as it is.
     """
     strategy = None if body.strategy is None else as_strategy(body.strategy, settings.generation)
     has_temperature = hasattr(strategy or settings.strategy, "adjusted")
@@ -53,13 +57,16 @@ def strategy_of(body: SampledBody, settings: SamplingSettings) -> Strategy | Non
 
 
 def seed_of(body: SampledBody, number: int) -> int | None:
-    """The seed of an answer: the first has the one that was given, the others' follow from it; None: a new one."""
+    """Return the seed of answer `number`: the first has the body's seed, the others have seeds derived from it.
+
+    Without a seed it is 0 at temperature 0, else None: the engine chooses one.
+    """
     seed = 0 if body.seed is None and body.temperature == 0 else body.seed
     return seed if seed is None or number == 0 else child_seed(seed, number)
 
 
 def check_size(name: str, value: int, most: int) -> None:
-    """Raise RequestError for more than a limit."""
+    """Raise RequestError, which calls the value `name`, if `value` is more than `most`."""
     if value > most:
         raise RequestError(f"{name}: {value} is more than the {most} that this server takes; ask for less")
 

@@ -1,4 +1,4 @@
-"""Counts for Prometheus, and the one line that the log gets for a request."""
+"""Counts for Prometheus, and the line of the log about each request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRAPE_SECONDS = 2.0
 
 
 class Metrics:
-    """The counts of one server."""
+    """The Prometheus metrics of one server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -55,7 +55,10 @@ class Metrics:
         self.pages = Gauge("blockdiff_pages", "Pages: used, shared, cached", ["layers", "state"], registry=registry)
 
     async def text(self, engine: AsyncEngine) -> bytes:
-        """The counts in Prometheus's form; those of the engine are as they last were where it does not answer."""
+        """Return all metrics in Prometheus's text form.
+
+        If the engine does not answer within SCRAPE_SECONDS, its gauges keep their last values.
+        """
         self.unanswered.set(engine.unanswered)
         if engine.thread.is_working:
             try:
@@ -94,9 +97,10 @@ def _load(engine: Engine) -> Load:
 
 @dataclass
 class CallMetrics:
-    """The costs of an HTTP request so far; `close` counts it and writes its line, where it asked the model something.
+    """The costs of an HTTP request so far. `close` counts the request and logs its line, if it was one to the model.
 
-    outcome: how it ended (None: it asked the model nothing); reason: of a refusal, the code of its error.
+    began: arrival by `time.monotonic`; first: seconds from it to the first canvas; outcome: how the request ended
+    (None: it asked the model nothing); reason: the code of its error, if it had one.
     """
 
     metrics: Metrics
@@ -110,18 +114,18 @@ class CallMetrics:
     reason: str | None = None
 
     def canvas(self) -> None:
-        """Note that a canvas was committed."""
+        """Record that a canvas was committed; the first one gives the time to the first canvas."""
         if self.first is None:
             self.first = time.monotonic() - self.began
             self.metrics.first_canvas.observe(self.first)
 
     def failed(self, status: int, body: Mapping[str, Any]) -> None:
-        """Note that the request ended with an error."""
+        """Record that the request ended with an error, with this status and body."""
         self.reason = body["error"]["code"]
         self.outcome = "full" if status == 429 else "error" if status >= 500 else "refused"
 
     def close(self) -> None:
-        """Count the request, and write its line."""
+        """Count the request and log its line; nothing if `outcome` is None."""
         if self.outcome is None:
             return
         seconds, results = time.monotonic() - self.began, self.results

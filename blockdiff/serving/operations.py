@@ -1,4 +1,4 @@
-"""The routes for those who run the server: `/health`, `/ready`, `/metrics`, and the models there are."""
+"""The routes for operators of the server: `/health`, `/ready`, `/metrics` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOKS = ["GET", "HEAD"]
 
 
 async def _obstacle_to_threads() -> str | None:
-    """The reason why no thread can be had, in which requests are read; None where one can."""
+    """Return why no thread can be started to parse requests; None if one can."""
     try:
         await run_in_threadpool(int)
     except RuntimeError as error:
@@ -22,7 +22,7 @@ async def _obstacle_to_threads() -> str | None:
 
 
 def router(server: Server) -> APIRouter:
-    """The routes."""
+    """Return a router that serves `/health`, `/ready`, `/metrics`, `/v1/models` and `/v1/models/NAME`."""
     routes = APIRouter()
 
     def described(name: str) -> Model:
@@ -55,7 +55,7 @@ def router(server: Server) -> APIRouter:
 
 
 def obstacle(server: Server) -> str | None:
-    """The reason why requests would not be answered now; None where they are."""
+    """Return why the server would not answer requests now; None if it would."""
     engine, thread = server.engine, server.engine.thread
     if not thread.is_working:
         return "the engine has stopped"

@@ -1,6 +1,6 @@
-"""`GET /`: a page from which the model is asked, where canvases are seen as they denoise.
+"""`GET /`: a page to ask the model from, which shows canvases as they denoise.
 
-It is one file that loads nothing, with the player of a trace's page (blockdiff/plots/player.js), and it asks the
+It is one file that loads no others, with the player of trace pages (blockdiff/plots/player.js) in it. It calls the
 server's own routes, with the key that its reader types.
 """
 
@@ -35,9 +35,9 @@ def router(server: Server) -> APIRouter:
 
 
 def page_of(model: str, is_chat: bool) -> tuple[str, str]:
-    """The HTML of the page that asks a model, and its content security policy: its own script and style, no others.
+    """Return the HTML of the page for `model`, and its content security policy: its own script and style, no others.
 
-    is_chat: prompts are messages of a chat unless the reader chooses otherwise.
+    is_chat: prompts are messages of a chat by default, else raw texts; the reader can choose.
     """
     folder = files("blockdiff.serving")
     own = {kind: (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")}

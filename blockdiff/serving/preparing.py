@@ -1,4 +1,4 @@
-"""The threads in which requests are prepared: tokenised, their images read and their constraints compiled."""
+"""The threads that prepare requests: tokenise them, read their images and compile their constraints."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from blockdiff.errors import Closed, Full
 from blockdiff.sampling.constraints.compile_limit import TooSlow, compile_limit
 from blockdiff.sampling.request import Request
 
-# The threads of each kind: of requests with a constraint or images, of those whose constraint takes long, of those with
-# a prompt of more characters than LONG_CHARACTERS, whose tokenising takes hundreds of times their size, and of others.
+# The number of threads for each kind of request. heavy: with a constraint or images; slow: the constraint takes longer
+# than QUICK_SECONDS; long: the prompt has more than LONG_CHARACTERS characters, and tokenising takes hundreds of times
+# their size; plain: all others.
 THREADS = {"heavy": 2, "slow": 1, "long": 1, "plain": 2}
 LONG_CHARACTERS = 100_000
-QUICK_SECONDS = 1.0  # to compile a constraint, before it begins anew in the thread of the slow ones
+QUICK_SECONDS = 1.0  # to compile a constraint; if it takes longer, it begins anew in the slow thread
 LATER = "too many constraints, images and long prompts are being prepared; ask later"
 Kind = Literal["heavy", "slow", "long", "plain"]
 T = TypeVar("T")
@@ -28,8 +29,8 @@ T = TypeVar("T")
 class Preparing:
     """Threads for each kind of work, so that plain requests never wait for constraints, nor these for slow ones.
 
-    Of what waits the work of whoever has the fewest answers under way comes first. seconds: for which work may wait
-    (all but plain), and for which a constraint may then compile.
+    Waiting work of the client with the fewest answers under way comes first. seconds: how long work may wait (except
+    plain work), and how long a constraint may then compile.
     """
 
     def __init__(self, seconds: float):
@@ -40,7 +41,7 @@ class Preparing:
         self._is_started = self._is_closed = False
 
     def start(self) -> None:
-        """Start all threads if they do not run yet; RuntimeError where the system lets no more start."""
+        """Start all threads unless they run. Raises RuntimeError if the system lets no more threads start."""
         if self._is_started:
             return
         all_there = threading.Barrier(sum(THREADS.values()))
@@ -54,15 +55,17 @@ class Preparing:
         self._is_started = True
 
     def close(self) -> None:
-        """End the threads after what they do; what waits ends with Closed."""
+        """End the threads after their present work. Work that waits ends with Closed."""
         self._is_closed = True
         for pool in self._pools.values():
             pool.shutdown(wait=False)
 
     async def run(self, work: Callable[[], T], kind: Kind, under_way: int, arrived: float) -> T:
-        """The value of a function, which is called in a thread; Full where it waits too long.
+        """Call `work` in a thread for its kind, and return its value.
 
-        under_way: how many answers to whoever asks are; arrived: when the request came, by `time.monotonic`.
+        under_way: answers to the same client that are under way; arrived: the request's arrival by `time.monotonic`.
+        If a constraint does not compile within QUICK_SECONDS, `work` begins anew in the slow thread. Raises Full if it
+        waits for longer than `seconds` after arrival, TooSlow if a constraint compiles for longer, and Closed.
         """
 
         def limited(seconds: float) -> T:
@@ -87,7 +90,7 @@ class Preparing:
         try:
             if end is not None:
                 await asyncio.wait({value}, timeout=max(0.0, end - time.monotonic()))
-                if not value.done() and future.cancel():  # it has not begun
+                if not value.done() and future.cancel():  # False if the work has begun
                     raise Full(LATER)
             return await value
         finally:
@@ -95,7 +98,7 @@ class Preparing:
 
 
 def fulfil(future: Future[T], work: Callable[[], T]) -> None:
-    """Call a function for a future, unless nobody waits for it any more."""
+    """Set a future to the value or the exception of `work()`. If the future is cancelled, do not call `work`."""
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -105,7 +108,7 @@ def fulfil(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def kind_of(request: Request) -> Kind:
-    """The kind of work that it is to prepare a request."""
+    """Return the kind of threads that prepare a request."""
     if characters(request) > LONG_CHARACTERS:
         return "long"
     contents = [each.get("content") for each in request.messages or () if isinstance(each, Mapping)]
@@ -114,7 +117,7 @@ def kind_of(request: Request) -> Kind:
 
 
 def characters(request: Request) -> int:
-    """The characters of a prompt in words."""
+    """Return the number of characters of a request's prompt and texts of messages; 0 if its prompt is token ids."""
     contents = [message.get("content") or "" for message in request.messages or () if isinstance(message, Mapping)]
     parts = [part for each in contents if isinstance(each, list) for part in each if isinstance(part, Mapping)]
     texts = [request.prompt, *contents, *(part.get("text") for part in parts)]

@@ -1,4 +1,4 @@
-"""The server as a process of its own: its socket, its log, and its end."""
+"""The server as a process: its socket, its log, and its shutdown."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from blockdiff.serving.async_engine import AsyncEngine
 from blockdiff.serving.connection import PROTOCOL, Connection
 from blockdiff.serving.limits import HEAD_BYTES
 
-BACKLOG = 128  # connections that are taken at a time
+BACKLOG = 128  # connections that may wait to be accepted
 KEEP_SECONDS = 20  # an idle connection: longer than httpx (5 s) and aiohttp (15 s), so none closes as it is used
-CLOSE_SECONDS = 5  # for what is written after the last answer
+CLOSE_SECONDS = 5  # to finish writing after the last answer
 
 
 class Process(uvicorn.Server):
-    """Answers until a signal ends it, and then goes on for as long as answers are under way, but at most for a time.
+    """A uvicorn server that, after a signal, lets answers under way end for up to `drain_seconds`.
 
-    Meanwhile it listens, so that `/ready` can say that it drains.
+    Meanwhile it still listens, so that `/ready` can report that it drains.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class Process(uvicorn.Server):
         self._engine, self._drain_seconds = engine, drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers end, and close all connections; a second Ctrl-C ends the waiting."""
+        """Let answers end for up to `drain_seconds`, or until a second Ctrl-C, then close all connections."""
         await self._engine.drain(self._drain_seconds, lambda: self.force_exit)
         await super().shutdown(sockets)
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """A socket that listens; BlockdiffError where the address is taken, or is none of this machine's."""
+    """Return a listening socket. Raises BlockdiffError if the address is taken or does not belong to this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
@@ -53,7 +53,7 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def log_to_stderr() -> None:
-    """Write the server's log lines on stderr, once."""
+    """Send the log of `blockdiff.serving` to stderr, from level INFO on. Further calls add no second handler."""
     log = logging.getLogger("blockdiff.serving")
     if not log.handlers:
         handler = logging.StreamHandler()

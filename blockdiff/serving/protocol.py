@@ -1,6 +1,6 @@
-"""The requests of OpenAI's protocol, and what this server adds to them under the names of `blockdiff.Request`.
+"""The requests of OpenAI's protocol, with this server's additions under the names of `blockdiff.Request`.
 
-Every field is honoured, passed because it changes no answer, or refused by name.
+Every field is honoured, ignored because it changes no answer, or refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from blockdiff.request_options import MOST_STOP, MOST_STOPS, OPTIONS, SERVED, Re
 # Fields that change no answer.
 INERT = {"user", "store", "metadata", "service_tier", "safety_identifier"}
 INERT |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
-# Fields that are not honoured, with the values that ask for nothing.
+# Fields that this server does not support, with the values that ask for nothing; others are refused.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -28,7 +28,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     **dict.fromkeys(("audio", "prediction", "web_search_options", "moderation"), ()),
 }
-INSTEAD = {
+INSTEAD = {  # the field to use in place of an unsupported one, for messages
     "frequency_penalty": "repetition_penalty",
     "presence_penalty": "repetition_penalty",
     "functions": "tools",
@@ -50,14 +50,14 @@ MOST_MESSAGES, MOST_TEXTS = 10_000, 1000
 
 
 class Body(BaseModel):
-    """An object whose fields are all known, and have the types that JSON says."""
+    """A JSON object of a request. Unknown fields and values of other types are refused; nothing is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _first_unknown(cls, given: Any) -> Any:
-        """Leave out all unknown fields but the first, which is refused."""
+        """Drop all unknown fields except the first, for which pydantic reports the error."""
         if not isinstance(given, dict):
             return given
         names = {field.alias or name for name, field in cls.model_fields.items()}
@@ -66,14 +66,17 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """The options of a stream: whether its last chunk says the usage."""
+    """The options of a stream. include_usage: its last chunk has the usage."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # which hides the lengths of chunks: changes no answer
+    include_obfuscation: bool = False  # would hide the lengths of chunks; has no effect here
 
 
 def _served(name: str, kind: Any) -> tuple[Any, Any]:
-    """The field of a body for an option of a request: its type in JSON, its default and its least value."""
+    """Return pydantic's (type, default or Field) of a body's field for the option `name` of a request.
+
+    kind: the type of the option in `RequestOptions`. A field whose command-line option names a file is a JSON object.
+    """
     default = getattr(RequestOptions, name)
     if OPTIONS[name].rule.kind is Sequence:
         return Annotated[Items[get_args(kind)[0]], MaxLen(MOST_TEXTS)], []  # type: ignore[misc]
@@ -82,7 +85,7 @@ def _served(name: str, kind: Any) -> tuple[Any, Any]:
     return kind, Field(default, ge=OPTIONS[name].least)
 
 
-# The fields of `RequestOptions` that the server takes, under their names there.
+# The fields of `RequestOptions` that the server accepts, under their names in the protocol.
 ServedOptions: Any = create_model(
     "ServedOptions",
     __base__=Body,
@@ -91,7 +94,10 @@ ServedOptions: Any = create_model(
 
 
 class SampledBody(ServedOptions):
-    """The fields of all bodies that ask for answers; those of requests come with `ServedOptions`."""
+    """The fields that all bodies for generated answers share; `ServedOptions` adds the options of a request.
+
+    neutral: unsupported fields with the values that ask for nothing, which are accepted.
+    """
 
     neutral: ClassVar = NEUTRAL
 
@@ -111,7 +117,7 @@ class SampledBody(ServedOptions):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, given: Any) -> Any:
-        """Leave out what says nothing: null, fields that change no answer, and neutral values of others."""
+        """Drop nulls, fields that change no answer, and neutral values. Raises ValueError for unsupported values."""
         if not isinstance(given, dict):
             return given
         kept = {}
@@ -128,7 +134,7 @@ class SampledBody(ServedOptions):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop texts."""
+        """The stop texts, () if none are given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
@@ -142,7 +148,7 @@ class GenerationBody(SampledBody):
 
 
 class JsonSchemaFormat(Body):
-    """A named schema."""
+    """A JSON schema with a name."""
 
     name: Short = ""
     description: str | None = None
@@ -151,27 +157,27 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer: text, any JSON object, or JSON of a schema."""
+    """The form of an answer: text, any JSON object, or JSON of a given schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class NamedFunction(Body):
-    """The name of a function."""
+    """A function, by its name."""
 
     name: Short
 
 
 class NamedChoice(Body):
-    """The function that has to be called."""
+    """The choice of one function that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class ChatRequest(GenerationBody):
-    """The body of `POST /v1/chat/completions`. Messages and tools are checked where rows of training are."""
+    """The body of `POST /v1/chat/completions`. `data.messages` checks messages and tools, as it does training rows."""
 
     messages: Annotated[Items[dict[str, Any]], MaxLen(MOST_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -204,7 +210,7 @@ class ChatRequest(GenerationBody):
 
 
 class CompletionRequest(GenerationBody):
-    """The body of `POST /v1/completions`: raw texts or tokens to continue."""
+    """The body of `POST /v1/completions`. prompt: a text, token ids, or a list of either, to continue."""
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     logprobs: int | None = Field(None, ge=0, le=5)
@@ -212,7 +218,7 @@ class CompletionRequest(GenerationBody):
 
 
 def _few(choices: Any) -> Any:
-    """The choices as they came; ValueError for more than any template has holes, before each of them is looked at."""
+    """Return the choices unchanged. Raises ValueError for over MOST_TEXTS holes, before pydantic reads each."""
     if isinstance(choices, dict) and len(choices) > MOST_TEXTS:
         raise ValueError(f"choices has {len(choices)} holes, and {MOST_TEXTS} are the most; give fewer")
     return choices
@@ -221,7 +227,7 @@ def _few(choices: Any) -> Any:
 class ReadRequest(Body):
     """The body of `POST /v1/read`: a prompt or messages, and a template with named holes.
 
-    choices: those of each hole; a free one has none.
+    choices: the texts to choose from, by hole; a free hole has none.
     """
 
     model: Short | None = None

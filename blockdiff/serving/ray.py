@@ -1,6 +1,6 @@
 """The server as replicas on Ray Serve: `serve run recipes/launch/ray_serve.yaml`, described in docs/serving.md.
 
-A request whose replica dies before its answer has begun is passed to another one; an answer that has begun ends with
+If a replica dies before an answer has begun, the request goes to another replica. An answer that has begun ends with
 an error.
 """
 
@@ -25,19 +25,19 @@ from blockdiff.serving.refusals import error_body
 from blockdiff.serving.security import Guard
 from blockdiff.serving.settings import ServeSettings
 
-TRIES = 3  # replicas that may die over one request: the request itself may be the reason
+TRIES = 3  # replicas to which one request is passed; it may itself be why they die
 SENT = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers")
 
 
 class Settings(ServeSettings):
-    """The keys of serve.yaml, and the model: the arguments of the application in Ray's YAML."""
+    """The arguments of the application in Ray's YAML: the keys of serve.yaml, and the model."""
 
     model: str
 
 
 @serve.deployment(max_ongoing_requests=64, max_queued_requests=1000, graceful_shutdown_timeout_s=120)
 class Replica:
-    """One engine with the server's application around it."""
+    """A replica: one engine with the server's application around it."""
 
     def __init__(self, given: Settings):
         options = dict(names=given.names(given.model), limits=given.limits, **given.engine_options())
@@ -48,17 +48,17 @@ class Replica:
             for name, directory in given.adapters.items()
         }
         log_to_stderr()
-        self._app = application.app(sampler, access=Access(hosts=None), **options)  # the front checks who asks
-        # Ray sends nothing before it is warm, and does not ask for its health.
+        self._app = application.app(sampler, access=Access(hosts=None), **options)  # `Front` checks keys and hosts
+        # Ray sends no requests and checks no health before this constructor returns.
         self._app.state.server.engine.thread.wait_until_warm()
 
     def check_health(self) -> None:
-        """Raise EngineError where requests would not be answered; Ray then starts another replica."""
+        """Raise EngineError if requests would not be answered; Ray then starts another replica."""
         if (reason := operations.obstacle(self._app.state.server)) is not None:
             raise EngineError(reason)
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:
-        """The ASGI messages of an answer. Ray cancels this call when the client goes away."""
+        """Yield the ASGI messages of the answer to a request. Ray cancels this call when the client leaves."""
         given, messages = [body], asyncio.Queue[Message | None]()
 
         async def receive() -> Message:
@@ -76,7 +76,7 @@ class Replica:
 @serve.deployment(max_ongoing_requests=10_000)
 @serve.ingress()
 class Front:
-    """Checks who asks, and passes requests on."""
+    """The ingress: checks keys and hosts (`Guard`), and passes requests to replicas."""
 
     def __init__(self, given: Settings, replicas: serve.handle.DeploymentHandle):
         self._given, self._replicas = at_its_address(given), replicas.options(stream=True)
@@ -86,12 +86,16 @@ class Front:
         return Starlette(routes=[Mount("/", Guard(self._pass_on, self._given.access(), self._given.limits, Metrics()))])
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the messages of a replica, the first of them with the first part of the body: until then it may die."""
+        """Send the messages of a replica's answer.
+
+        The start of the response is held back until the first part of its body: if the replica dies before, another
+        one answers. Raises Full if too many requests wait, and EngineError if TRIES replicas die.
+        """
         body, has_begun = await Request(scope, receive).body(), False
         for _ in range(TRIES):
             held = list[Message]()
             try:
-                sent = {name: scope[name] for name in SENT} | {"client": (scope["state"]["owner"], 0)}  # it takes turns
+                sent = {name: scope[name] for name in SENT} | {"client": (scope["state"]["owner"], 0)}  # for turns
                 async for message in self._replicas.answer.remote(sent, body):
                     held.append(message)
                     while held and message["type"] != "http.response.start":
@@ -112,7 +116,10 @@ class Front:
 
 
 def at_its_address(given: Settings) -> Settings:
-    """The settings with the host on which Ray listens; BlockdiffError where others reach it and no key is asked for."""
+    """Return the settings with the host on which Ray listens.
+
+    Raises BlockdiffError if other machines reach that host and no key is needed.
+    """
     found = given.model_copy(update={"host": _get_global_client().http_config.host})
     if not (found.is_local or found.access().keys):
         raise BlockdiffError(f"Ray's http_options let other machines ask on {found.host}; give api_key_file in args")
@@ -120,7 +127,7 @@ def at_its_address(given: Settings) -> Settings:
 
 
 def build(given: Settings) -> serve.Application:
-    """The application for Ray Serve; BlockdiffError where other machines may ask without a key."""
+    """Return the application for Ray Serve. Raises BlockdiffError if other machines may ask without a key."""
     if not given.is_local and given.api_key_file is None:
         raise BlockdiffError(f"host {given.host} lets other machines ask; give api_key_file, too")
     return Front.bind(given, Replica.bind(given))  # type: ignore[attr-defined]

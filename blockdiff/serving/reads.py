@@ -1,4 +1,4 @@
-"""`POST /v1/read`: the probabilities of the holes of a template, from a few denoising steps instead of an answer."""
+"""`POST /v1/read`: the probabilities of texts in a template's holes, from a few denoising steps without an answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATH = "/v1/read"
 
 
 def router(server: Server) -> APIRouter:
-    """The route."""
+    """Return a router that serves `POST /v1/read`."""
     routes = APIRouter()
 
     @routes.post(PATH)
@@ -34,7 +34,7 @@ def router(server: Server) -> APIRouter:
         size = len(body.template) + sum(len(text) for texts in body.choices.values() for text in texts)
         check_size("the characters of template and choices", size, limits.form_characters)
         messages = None
-        if body.messages is not None:  # in a thread, for it may have images
+        if body.messages is not None:  # in a thread, because they may have images
             messages = await server.engine.prepared(partial(served_messages, body.messages, limits), "plain", terms)
         request = Request(
             uuid.uuid4().hex,

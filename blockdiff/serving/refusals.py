@@ -15,7 +15,7 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refused(RequestError):
-    """A request that is refused with this status and code; `param` is the field that is the reason."""
+    """The refusal of a request, with an HTTP status and a code (None: bad_request). param: the field at fault."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None):
         super().__init__(message)
@@ -28,7 +28,10 @@ HEAD_TOO_LARGE = Refused(
 
 
 def error_body(error: Exception, id: str | None = None) -> tuple[int, dict[str, Any]]:
-    """The status and the body of an error; id: the request's."""
+    """Return the HTTP status and the JSON body of an error. An unexpected error reveals no message.
+
+    id: of the request, for the body (None: leave it out).
+    """
     message = str(error) if isinstance(error, BlockdiffError) else "the server failed; its log says why"
     status, code = 500, "server_error"
     if isinstance(error, Refused):
@@ -53,7 +56,7 @@ def error_body(error: Exception, id: str | None = None) -> tuple[int, dict[str, 
 
 
 def error_response(error: Exception, id: str | None = None) -> JSONResponse:
-    """The answer to a request that ended with an exception."""
+    """Return the response to a request that ended with an exception, with headers such as retry-after."""
     status, body = error_body(error, id)
     headers = dict(getattr(error, "headers", None) or {})
     if status in (429, 503):

@@ -1,6 +1,6 @@
-"""`POST /v1/responses`: the same answers as chats have, as items of an output and as events of their types.
+"""`POST /v1/responses`: the answers of chats, written as output items and as events of the Responses protocol.
 
-Nothing is kept: a request brings its whole history.
+The server keeps nothing: a request brings its whole history.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextOf:
-    """The text of items of one type: its place in them, and its names in events.
+    """How items of one type hold their text, and how events about it are named.
 
-    own: further fields of an item; parts: its field with the text's part, which begins as `part`; events, text: the
-    names of the events of the part and of its text; index: what they call the place of the part.
+    type: of the item; id: the prefix of its ids; own: its further fields; parts: its field with the list of parts;
+    part: the initial fields of its only part; events, text: the prefixes of event names about the part and about its
+    text; index: the events' field for the index of the part.
     """
 
     type: str
@@ -52,14 +53,14 @@ REASONING = TextOf(
     *("reasoning", "rs_", {"summary": []}, "content", {"type": "reasoning_text"}),
     *("response.content_part", "response.reasoning_text"),
 )
-SUMMARY = TextOf(  # of all the reasoning, for those that ask for one
+SUMMARY = TextOf(  # all the reasoning, if the request asks for a summary
     *("reasoning", "rs_", {}, "summary", {"type": "summary_text"}),
     *("response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index"),
 )
 
 
 def router(server: Server) -> APIRouter:
-    """The route."""
+    """Return a router that serves `POST /v1/responses`."""
     routes = APIRouter()
 
     @routes.post(PATH)
@@ -73,25 +74,25 @@ def router(server: Server) -> APIRouter:
 
 
 def api_call(body: ResponsesRequest, server: Server, terms: Terms) -> ApiCall:
-    """The request of a body: the chat's, answered in this form."""
+    """Map a body to the request of the equal chat, answered in this form. Empties `body.input`; raises as the chat."""
     asked = as_chat(body)
-    body.input = ""  # a second copy of images while the answer runs
+    body.input = ""  # else images are held twice while the answer runs
     return replace(chat.api_call(asked, server, terms), format=ResponseFormat(body))
 
 
 @dataclass
 class ResponseFormat:
-    """The form of one response: its items, which its events bring one after the other."""
+    """The form of one response: a list of items, which events build one after the other. See `AnswerFormat`."""
 
     body: ResponsesRequest
     items: list[Item] = field(default_factory=list)
-    open: TextOf | None = None  # how the last item has its text, while it goes on
+    open: TextOf | None = None  # the kind of the last item, if it is a text that may still grow
     number: int = 0  # of the next event
 
     prefix: ClassVar = "resp_"
 
     def whole(self, head: dict[str, Any], call: ApiCall, ends: Sequence[Delta]) -> dict[str, Any]:
-        """The response: what its events say if all of it comes at once."""
+        """Return the whole response, made by the events of a delta with the whole answer."""
         [end], [stream] = ends, call.streams
         assert end.result is not None
         calls = end.result.tool_calls or ()
@@ -101,7 +102,7 @@ class ResponseFormat:
         return self._ended(head, call, end)
 
     def events(self, head: dict[str, Any], stream: AnswerStream, delta: Delta, is_first: bool) -> Iterable[Event]:
-        """The events of a delta: items begin, grow and end."""
+        """Yield the events of a delta, by which items begin, grow and end; update `items` accordingly."""
         if is_first:
             for type in ("response.created", "response.in_progress"):
                 yield self._event(type, response=self._response(head, "in_progress"))
@@ -117,30 +118,30 @@ class ResponseFormat:
                 yield from self._grow(MESSAGE, "")
             logprobs = chat.logprobs_of(stream, delta)
             spoken = [item["content"][0] for item in self.items if item["type"] == "message"]
-            if logprobs is not None and spoken:  # of all tokens, with the last text
+            if logprobs is not None and spoken:  # the last text has them for all tokens
                 spoken[-1]["logprobs"] = [each.model_dump() for each in logprobs.content]
             yield from self._close("incomplete" if delta.finish == "length" else "completed")
 
     def end(self, head: dict[str, Any], call: ApiCall, ends: Sequence[Delta]) -> Iterable[Event]:
-        """The event with the whole response."""
+        """Yield the last event, with the whole response."""
         found = self._ended(head, call, ends[0])
         yield self._event(f"response.{found['status']}", response=found)
 
     def error(self, head: dict[str, Any], error: dict[str, Any]) -> Iterable[Event]:
-        """The error, in the forms that clients read, and the response that has failed."""
+        """Yield the error, with its fields both at the top and in `error`, and the event of the failed response."""
         said = {name: error[name] for name in ("code", "message", "param")}
         yield self._event("error", **said, error=error)
         failed = {"code": "server_error", "message": error["message"]}
         yield self._event("response.failed", response=self._response(head, "failed") | {"error": failed})
 
     def _grow(self, kind: TextOf, text: str) -> Iterable[Event]:
-        """The events of a text that the last item goes on with, or a new one begins with."""
+        """Yield the events of `text`, which is added to the last item, or begins a new one if that is not open."""
         if self.open is not kind:
             yield from self._close()
             text = text if kind is MESSAGE else text.lstrip("\n")
             item: Item = {"type": kind.type, "id": kind.id + uuid.uuid4().hex, "status": "in_progress", **kind.own}
             if kind is not MESSAGE and ENCRYPTED in self.body.include:
-                item["encrypted_content"] = "none"  # clients send reasoning back that has it, and the text beside it
+                item["encrypted_content"] = "none"  # clients send reasoning back if it has this
             part = kind.part | {"text": ""}
             self.open = kind
             self.items.append(item | {kind.parts: [part]})
@@ -152,7 +153,7 @@ class ResponseFormat:
             yield self._event(f"{kind.text}.delta", delta=text, **logprobs, **self._part(kind))
 
     def _call(self, stream: AnswerStream, number: int, call: Mapping[str, Any]) -> Iterable[Event]:
-        """The events of a call, which comes as a whole."""
+        """Yield the events of a tool call, which comes whole; number: its index in the answer."""
         made = chat.tool_call(stream, number, call)
         item = {"type": "function_call", "id": "fc_" + uuid.uuid4().hex, "call_id": made.id, "name": made.function.name}
         item |= {"arguments": made.function.arguments, "status": "completed"}
@@ -167,7 +168,7 @@ class ResponseFormat:
         yield self._event("response.output_item.done", item=item, **self._place())
 
     def _close(self, status: str = "completed") -> Iterable[Event]:
-        """The events of the end of the item that is open, if one is."""
+        """Yield the events that end the open item; none if no item is open."""
         if (kind := self.open) is None:
             return
         item, self.open = self.items[-1], None
@@ -190,7 +191,7 @@ class ResponseFormat:
         return {"event": type, "data": json.dumps(data, ensure_ascii=False, separators=(",", ":"))}
 
     def _ended(self, head: dict[str, Any], call: ApiCall, end: Delta) -> dict[str, Any]:
-        """The response at its end, with its usage and the denoising steps of each canvas."""
+        """Return the finished response, with its usage and the denoising steps of each canvas."""
         assert end.result is not None
         usage = usage_of(call, [end])
         found = self._response(head, "incomplete" if end.finish == "length" else "completed")
@@ -208,7 +209,7 @@ class ResponseFormat:
         return found | {"steps": end.result.steps, "completed_at": int(time.time())}
 
     def _response(self, head: dict[str, Any], status: str) -> dict[str, Any]:
-        """The response so far, with the fields of the request that it answers."""
+        """Return the response so far, with the fields of its request that the protocol repeats."""
         body = self.body
         asked = body.model_dump(
             mode="json",

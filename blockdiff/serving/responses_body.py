@@ -1,7 +1,7 @@
-"""The body of `POST /v1/responses`, and the chat that it asks for: messages, tools, and the form of the answer.
+"""The body of `POST /v1/responses`, and its conversion to a chat: messages, tools, and the form of the answer.
 
-The items of its input are a history. Of an item only what says something to a model is read: clients send back all that
-they got, with ids, states and notes.
+The items of its input are a history. Only the fields of an item that concern the model are read, because clients send
+items back as they received them, with ids, states and notes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logpro
 
 
 class TextFormat(Body):
-    """The form of an answer: text, any JSON object, or JSON of a schema."""
+    """The form of an answer: text, any JSON object, or JSON of a given schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Short | None = None
@@ -48,7 +48,10 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """The effort of reasoning, and whether it is given as a summary, which is all of it. The others change nothing."""
+    """The options of reasoning. summary: any value asks for all the reasoning as a summary.
+
+    effort: as `reasoning_effort` of chats. The other fields have no effect.
+    """
 
     effort: Short | None = None
     summary: Short | None = None
@@ -58,7 +61,7 @@ class ReasoningOptions(Body):
 
 
 class FunctionChoice(Body):
-    """The function that has to be called."""
+    """The choice of one function that must be called."""
 
     type: Literal["function"]
     name: Short
@@ -67,7 +70,7 @@ class FunctionChoice(Body):
 class Obfuscation(Body):
     """The options of a stream."""
 
-    include_obfuscation: bool = False  # which hides the lengths of deltas: changes no answer
+    include_obfuscation: bool = False  # would hide the lengths of deltas; has no effect here
 
 
 class ResponsesRequest(SampledBody):
@@ -84,7 +87,7 @@ class ResponsesRequest(SampledBody):
     input: str | Annotated[Items[dict[str, Any]], MaxLen(MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    max_tool_calls: int | None = None  # of hosted tools, of which there are none
+    max_tool_calls: int | None = None  # limits hosted tools, of which there are none
     tools: Annotated[Items[dict[str, Any]], MaxLen(MOST_TEXTS)] = Field([])
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"
     parallel_tool_calls: bool = True
@@ -100,12 +103,12 @@ class ResponsesRequest(SampledBody):
 
     @property
     def asks_for_logprobs(self) -> bool:
-        """True if the answer has its log-probabilities."""
+        """True if the body asks for the log-probabilities of the answer."""
         return LOGPROBS in self.include or self.top_logprobs > 0
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The chat that a body asks for; Refused for items and tools that a chat has not."""
+    """Convert a body to the equal body of a chat. Raises Refused for items and tools that chats do not have."""
     given = {name: getattr(body, name) for name in SampledBody.model_fields}
     given |= dict(
         messages=messages_of(body),
@@ -130,10 +133,10 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The messages of a chat that instructions and input are.
+    """Convert instructions and input to the messages of a chat.
 
-    Reasoning, a text and the calls after it are one turn of the assistant. Reasoning behind which it says nothing is
-    left out.
+    Reasoning, a text and the calls after it become one message of the assistant. Reasoning without a text or call of
+    the assistant after it is left out.
     """
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if isinstance(body.input, str):
@@ -142,7 +145,7 @@ def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def items_as_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages that items of an input are; Refused, by place, for those that this server cannot read."""
+    """Convert input items to messages. Raises Refused, with the item's index, for one that cannot be read."""
     messages = list[dict[str, Any]]()
     thoughts, called = list[str](), set[str]()
     for place, item in enumerate(items):
@@ -177,9 +180,10 @@ def items_as_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _turn(messages: list[dict[str, Any]], thoughts: list[str], is_call: bool = False) -> dict[str, Any]:
-    """The turn of the assistant that a text or a call belongs to: the last message, or a new one behind it.
+    """Return the assistant's message that a text or a call belongs to: the last message, or a new one after it.
 
-    A text begins a new one unless calls stand before it, whose outputs follow it.
+    A text begins a new message, unless the last message is the assistant's and has calls, whose outputs follow the
+    text. thoughts: reasoning to add to the message.
     """
     if not messages or messages[-1]["role"] != "assistant" or not (is_call or "tool_calls" in messages[-1]):
         messages.append({"role": "assistant", "content": ""})
@@ -190,7 +194,7 @@ def _turn(messages: list[dict[str, Any]], thoughts: list[str], is_call: bool = F
 
 
 def _thoughts(item: Mapping[str, Any], name: str) -> list[str]:
-    """The texts of reasoning, or its summaries where it has none."""
+    """Return the texts of a reasoning item, else those of its summaries; [] if it has neither."""
     for field in ("content", "summary"):
         if parts := item.get(field):
             found = parts if isinstance(parts, list) else [parts]
@@ -199,7 +203,7 @@ def _thoughts(item: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _content(item: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
-    """The content of a message: its text, or parts of text and images."""
+    """Return the content of a message: its text, or a list of parts if it has images. name: of the item, for errors."""
     content = item.get("content")
     if not isinstance(content, list) or not any(_type(part) == "input_image" for part in content):
         return _text(content, f"{name}.content")
@@ -218,7 +222,7 @@ def _content(item: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
 
 
 def _text(content: Any, name: str, first: int = 0) -> str:
-    """A text, or the texts of parts together; first: the place of the first part."""
+    """Return a text, or the joined texts of parts; "" for None. first: the index of the first part, for errors."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -243,7 +247,7 @@ def _string(value: Any, key: str, name: str) -> str:
 
 
 def _tool(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The declaration of a function as chats have it."""
+    """Convert the declaration of a function to the form of chats. Raises Refused for a tool that is no function."""
     if _type(tool) != "function":
         words = "this server runs no tools; declare functions, which the client calls"
         raise Refused(f"{name} is {str(_type(tool))!r:.60}; {words}", param=name)

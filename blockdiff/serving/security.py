@@ -1,4 +1,4 @@
-"""The guard that every request passes first: its id, who may ask, and how large a body may be."""
+"""The guard that every request passes first: it sets the request's id, checks keys and hosts, and bounds the body."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOG = logging.getLogger("blockdiff.serving")
-OPEN_PATHS = ("/", "/health", "/ready")  # what needs no key: it says nothing about anybody's requests
+OPEN_PATHS = ("/", "/health", "/ready")  # they need no key, because they reveal nothing about requests
 ID_HEADER = "x-request-id"
-MOST_PATH = 200  # characters in the log
+MOST_PATH = 200  # characters of a path in the log
 IDS = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
 
 class Left(Exception):
-    """The client left before its request was whole."""
+    """The client left before its request was complete."""
 
 
 class Guard:
-    """ASGI middleware: refuses other hosts and sites (DNS rebinding), asks for a key, and bounds bodies.
+    """ASGI middleware: refuses unknown hosts and sites (DNS rebinding), asks for a key, and bounds bodies.
 
-    A request has an id, its own or a new one, which is in the header of the answer, in the log and in errors. What it
-    raises becomes an error in OpenAI's form. Its `CallMetrics` are `request.state.measures`, and are closed at its end.
+    A request keeps its `x-request-id` or gets a new one; the answer's header, the log and errors have it. Exceptions
+    become errors in OpenAI's form. A request's `state` has its `CallMetrics` as `measures`, which are closed at its
+    end, and as `owner` the key or the address of its client.
     """
 
     def __init__(self, app: ASGIApp, access: Access, limits: Limits, metrics: Metrics):
         self.app, self.access, self.limits, self.metrics = app, access, limits, metrics
-        self._held = 0  # bytes of bodies, of requests that are not answered
+        self._held = 0  # bytes of the bodies of all unanswered requests
         self._most_bytes = min(limits.body_bytes, limits.bodies_bytes)
         self._keys = [key.encode() for key in access.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may come in, and answer the rest."""
+        """Pass a request to the application if it is allowed, and answer it with an error if not."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -88,7 +89,7 @@ class Guard:
                 LOG.exception("%s failed", id)
             status, body = error_body(error)
             measures.failed(status, body)
-            if has_begun:  # the connection has to end
+            if has_begun:  # then only the end of the connection can show the error
                 raise
             await error_response(error, id)(scope, receive, tagged)
         finally:
@@ -96,10 +97,10 @@ class Guard:
 
     @asynccontextmanager
     async def _body(self, receive: Receive) -> AsyncIterator[Receive]:
-        """Read the body, and count it until the request ends, for what is made of it is as large.
+        """Read the whole body, and count its bytes until the request ends.
 
-        The value gives its messages once, and then those that follow. Raises Refused for a body that is too large or
-        slow, Full for one beside too many others, and Left.
+        Yields a `receive` that returns the messages read, and then the ones that follow. Raises Refused if the body is
+        too large or too slow, Full if the bodies of all requests are too large together, and Left if the client left.
         """
         read: list[Message] = []
         held, seconds = 0, self.limits.read_seconds
@@ -128,7 +129,10 @@ class Guard:
             self._held -= held
 
     def _check(self, path: str, headers: dict[str, str]) -> int | None:
-        """The number of the key that was given, if any is asked for; Refused for a request that may not come in."""
+        """Check host, origin, key and content-length, and return the index of the request's key.
+
+        None if no key is needed. Raises Refused if the request is not allowed. headers: by lower-case names.
+        """
         found: int | None = None
         host, origin, access = headers.get("host", ""), headers.get("origin"), self.access
         if access.hosts is not None and _name(host) not in access.hosts:
@@ -156,17 +160,17 @@ class Guard:
 
 
 def _is_large(scope: Scope) -> bool:
-    """True for a head of more bytes or headers than any that is taken."""
+    """True if a request's head has more than HEAD_BYTES bytes or HEADERS headers."""
     headers = scope["headers"]
     size = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
     return len(headers) > HEADERS or size + sum(len(name) + len(value) for name, value in headers) > HEAD_BYTES
 
 
 def _one_client(address: str) -> str:
-    """The address of a client, or the network of 64 bits of one in IPv6, which has as many addresses as it likes."""
+    """Return the address of a client; for IPv6 its /64 network, because a client may have all addresses of one."""
     try:
         found = ip_address(address.partition("%")[0])
-    except ValueError:  # of a socket that is a file
+    except ValueError:  # a Unix socket has none
         return address
     if isinstance(found, IPv4Address):
         return address
@@ -175,7 +179,7 @@ def _one_client(address: str) -> str:
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header without the port; "" if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

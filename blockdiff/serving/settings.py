@@ -1,4 +1,4 @@
-"""The settings of `blockdiff serve`: a YAML file, and the command line over it."""
+"""The settings of `blockdiff serve`: a YAML file, which options of the command line override."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MODEL_KEYS = ("adapter", "draft_model", "quantize")
 
 
 class ServeSettings(BaseModel):
-    """The keys of serve.yaml; what is not said is as here.
+    """The keys of serve.yaml, with their defaults.
 
-    name: what the model is called (None: its directory's name); hosts: further names that the Host header may have
-    (`"*"`, and none where `host` is an address that other machines reach: any); origins: sites whose pages may ask
-    (`"*"`: any); adapters: directories of adapters by the names under which they are asked; max_rows, max_waiting,
-    tokens_per_step: of the engine, or of each where there are adapters; limits: of a request; drain_seconds:
-    how long answers may go on after SIGTERM.
+    name: the model's name in requests (None: the name of its directory); hosts: further names allowed in the Host
+    header (`"*"`: any; if it is empty and other machines reach `host`, also any); origins: sites whose pages may ask
+    (`"*"`: any); adapters: directories of adapters by the names that requests use; max_rows, max_waiting,
+    tokens_per_step: of the engine, or of each engine if there are adapters; limits: of a request; drain_seconds: how
+    long answers may continue after SIGTERM.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -56,7 +56,7 @@ class ServeSettings(BaseModel):
 
     @property
     def is_local(self) -> bool:
-        """True where only programs of this machine can ask."""
+        """True if only programs of this machine can reach the server."""
         return self.host in LOOPBACK
 
     def access(self) -> Access:
@@ -69,7 +69,10 @@ class ServeSettings(BaseModel):
         return Access(self._keys(), hosts, tuple(self.origins))
 
     def names(self, model: str) -> tuple[str, ...]:
-        """The names that a model may be called by, its own name first; BlockdiffError where an adapter has one."""
+        """Return the names by which requests may call the model: `name` (or its directory's), then `model` itself.
+
+        Raises BlockdiffError if an adapter has one of these names, or the name "".
+        """
         found = tuple(dict.fromkeys((self.name or Path(model).resolve().name, model)))
         if taken := {"", *found} & {*self.adapters}:
             raise BlockdiffError(
@@ -78,11 +81,11 @@ class ServeSettings(BaseModel):
         return found
 
     def model_options(self) -> dict[str, Any]:
-        """The options of `Sampler.from_pretrained` that the file may say."""
+        """Return the arguments of `Sampler.from_pretrained` that the settings have."""
         return {name: getattr(self, name) for name in MODEL_KEYS}
 
     def engine_options(self) -> dict[str, Any]:
-        """The options of `AsyncEngine`."""
+        """Return the arguments of `AsyncEngine` that the settings have; warms_up is true."""
         names = ("max_rows", "max_waiting", "tokens_per_step")
         return {name: getattr(self, name) for name in names} | {"warms_up": True}
 
@@ -102,7 +105,7 @@ class ServeSettings(BaseModel):
 
 
 def _nearest(key: str) -> str:
-    """The key of serve.yaml that is meant, or all of them."""
+    """Return words for an error about an unknown key: the nearest key of serve.yaml, or all keys if none is near."""
     keys = [*ServeSettings.model_fields, *(f"limits.{each.name}" for each in fields(Limits))]
     words = {each.rpartition(".")[2]: each for each in reversed(keys)}
     near = difflib.get_close_matches(key.rpartition(".")[2], words, 1)
@@ -110,7 +113,10 @@ def _nearest(key: str) -> str:
 
 
 def read_settings(path: Path | None, given: Mapping[str, Any]) -> ServeSettings:
-    """The settings of a file (None: none) with those that are given over them; BlockdiffError says what is wrong."""
+    """Read the settings of a file (None: no file), overridden by the values of `given` that are not None.
+
+    Raises BlockdiffError for a file that cannot be read, an unknown key or a bad value.
+    """
     said: Any = {}
     if path is not None:
         try:
