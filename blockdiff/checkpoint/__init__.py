@@ -1,4 +1,4 @@
-"""Hub-layout safetensors in and out: `load`, `save`, `init` for random weights, `convert` for causal models."""
+"""Checkpoints in the Hub's layout: `load`, `save`, `init` for random weights, `convert` for causal models."""
 
 from blockdiff.checkpoint.adapters import load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.config import fitted, preset_config, presets, read_config, released_preset

@@ -1,7 +1,7 @@
-"""The base of an adapter: the model that it was trained on, by shape and by a digest of its weights.
+"""The base of an adapter: the model that it was trained on, recorded by shape and by a digest of its weights.
 
-Our adapters say it in the metadata of their file. Of others, which PEFT alone wrote, the config says which modules are
-adapted, and each of these must have its tensors.
+Adapters written by blockdiff have this record in the metadata of their file. If PEFT alone wrote an adapter, its config
+names the adapted modules, and each of them must have its tensors.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from blockdiff.errors import CheckpointError
 from blockdiff.models.image_side import IMAGE_SIDE
 from blockdiff.models.model import BlockDiffusionModel
 
-BASE = "base"  # the entry of an adapter's file
+BASE = "base"  # key in the metadata of an adapter's file
 
 
 def base_record(model: BlockDiffusionModel) -> str:
-    """The shape of a model and a digest of the weights that it was loaded from, as JSON, for its adapter's file."""
+    """Return the JSON record of a model for its adapter's file: its shape and a digest of the weights it was read from.
+
+    The digest is null if the model was not loaded from files or they are gone.
+    """
     origin = getattr(model.carried, "origin", None)
     try:
         weights = None if origin is None else fingerprint(origin)
-    except (CheckpointError, OSError):  # it has gone since it was loaded
+    except (CheckpointError, OSError):  # the files are gone since the model was loaded
         weights = None
     return json.dumps(_shape_record(model) | {"weights": weights}, sort_keys=True)
 
 
 def require_base(directory: Path, model: BlockDiffusionModel) -> None:
-    """Raise CheckpointError if the adapter in a directory was trained on a model of another shape."""
+    """Raise CheckpointError if the adapter in `directory` has a record of a model of another shape."""
     record = _base_of(directory)
     shape = _shape_record(model)
     if record and any(record.get(key) != value for key, value in shape.items()):
@@ -96,7 +99,7 @@ def require_every_target(
 
 
 def _is_target(config: Mapping[str, Any], name: str, is_module: bool, patterns: NamePatterns) -> bool:
-    """True if a config of PEFT adapts the module or parameter of this name in transformers."""
+    """Return True if PEFT's `config` adapts the module or parameter `name` of transformers."""
     if not is_module:
         return _matches(config, "target_parameters", name, patterns)
     layers, number = config.get("layers_to_transform"), re.search(r"\.(\d+)\.", name)
@@ -107,7 +110,10 @@ def _is_target(config: Mapping[str, Any], name: str, is_module: bool, patterns: 
 
 
 def _matches(config: Mapping[str, Any], key: str, name: str, patterns: NamePatterns) -> bool:
-    """PEFT's rule: a regular expression for the whole name, or names and ends of names."""
+    """Return True if the setting `key` matches `name` by PEFT's rule.
+
+    A text is a regular expression for the whole name. A list has whole names or their last words.
+    """
     words = config.get(key) or []
     if isinstance(words, str):
         return patterns.matches(key, words, name)
@@ -131,7 +137,7 @@ def _words(shape: Mapping[str, Any]) -> str:
 
 
 def _base_of(directory: Path) -> dict[str, Any]:
-    """The record of its base in the file of an adapter; empty if there is none, as in those of PEFT."""
+    """Return the record of the base in an adapter's file, {} if it has none. Raises CheckpointError."""
     file = directory / WEIGHTS
     try:
         record = json.loads(metadata_in(file).get(BASE, "{}")) if file.exists() else {}

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of PEFT: how the modules of a model are adapted, in its words."""
+"""PEFT's `adapter_config.json`: which modules of a model are adapted, and how."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapters_of
 from blockdiff.models.model import BlockDiffusionModel
 
-# Settings that are read, and settings without effect on an adapter whose tensors are there.
+# Settings that are read (READ), and settings that change nothing if the adapter has its tensors (INERT).
 READ = (
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout"),
     *("target_modules", "target_parameters", "trainable_token_indices", "base_model_name_or_path"),
@@ -47,7 +47,7 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, str) or _is_list(value, str)
 
 
-# What settings that are read must be where they are there, and in words.
+# For settings that are read: a test of the value, and its description in errors.
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda x: type(x) is int and 1 <= x <= LARGEST_RANK, f"a whole number from 1 to {LARGEST_RANK}"),
     "lora_alpha": (_is_number, "a number"),
@@ -66,7 +66,11 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
-    """adapter_config.json: what is adapted as a pattern of names, ranks and alphas that differ as patterns, too."""
+    """Return the content of adapter_config.json for a model's adapters.
+
+    The most frequent rank and alpha are `r` and `lora_alpha`; others are given by patterns of names. base: the
+    checkpoint or Hub id of the model, None if unknown.
+    """
     family_names, adapted = model.config.names, adapters_of(model)
     names: dict[str, LowRank] = {}  # transformers' names of adapted modules and parameters
     parameters: list[str] = []
@@ -124,12 +128,12 @@ def peft_config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | int:
-    """PEFT writes whole alphas without a point."""
+    """Convert a whole alpha to an integer, as PEFT writes it."""
     return int(value) if float(value).is_integer() else value
 
 
 def _adaptable(model: BlockDiffusionModel) -> list[str]:
-    """transformers' names of everything that could be adapted."""
+    """Return transformers' names of all modules and parameters of a model, of which a pattern selects some."""
     names = model.config.names
     hub_names = [hub for ours in model.state_dict() if (hub := names.to_hub(ours)) is not None]
     apart = {hub: names.pieces_of(hub) for hub in hub_names if names.experts_apart}
@@ -143,7 +147,10 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def _pattern(chosen: Sequence[str], every: Sequence[str]) -> str:
-    """A regular expression that matches exactly the chosen names among all; `[]` in a name is any number."""
+    """Return a regular expression that matches all names in `chosen` and no other name in `every`.
+
+    `[]` in a name matches any number.
+    """
     tails: dict[str, list[str]] = defaultdict(list)
     for name in chosen:
         tails[_NUMBER.sub(".#.", name, count=1)].append(name)
@@ -156,14 +163,14 @@ def _pattern(chosen: Sequence[str], every: Sequence[str]) -> str:
 
 
 def _suffixes(parameters: Sequence[str], every: Sequence[str]) -> list[str]:
-    """`experts.gate_up_proj` and such where all of them are adapted, else the whole names."""
+    """Return the last two words of each name (`experts.gate_up_proj`), or whole names if others end so, too."""
     short = sorted({".".join(name.split(".")[-2:]) for name in parameters}, reverse=True)
     all_of_them = [name for name in every if any(name.endswith("." + tail) for tail in short)]
     return short if len(all_of_them) == len(set(parameters)) else sorted(set(parameters))
 
 
 def require_plain(config: Mapping[str, Any], directory: Path, patterns: NamePatterns) -> None:
-    """Raise CheckpointError for settings that no plain LoRA has, and for those that cannot be read."""
+    """Raise CheckpointError if an adapter is not plain LoRA, or if a setting has a value that cannot be read."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{directory / CONFIG}: peft_type is {kind!r}; only LORA is read")
@@ -193,7 +200,10 @@ def read_low_rank(
     patterns: NamePatterns,
     noisy_only: bool,
 ) -> LowRank:
-    """The rank and alpha that a file gives the module of one of our adapter parameters."""
+    """Return rank and alpha, by file and config, of the module that has our adapter parameter `ours`.
+
+    Raises CheckpointError if the rank is 0 or the config gives no single alpha.
+    """
     leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
     if (whole := model.config.names.fused_of(hub)) is not None:
         hub = whole[0]
@@ -213,13 +223,13 @@ def read_low_rank(
     dropout = float(config.get("lora_dropout") or 0.0)
     low_rank = LowRank(rank, float(alpha), bool(config.get("use_rslora")), dropout, noisy_only)
     of_one = _of_pattern(config.get("rank_pattern") or {}, hub, config.get("r"), patterns)
-    if len(modules) > 1 and rank == len(modules) * of_one:  # adapters of several matrices, which are one of this rank
+    if len(modules) > 1 and rank == len(modules) * of_one:  # adapters of several matrices, joined to one
         return fused_rank(replace(low_rank, rank=of_one), len(modules))
     return low_rank
 
 
 def _of_pattern(alphas: Mapping[str, Any], name: str, default: Any, patterns: NamePatterns) -> Any:
-    """The value of the first pattern that matches the end of a name, as PEFT looks it up."""
+    """Return the value of the first pattern in `alphas` that matches the end of `name`, as in PEFT, or `default`."""
     alphas_found = (
         alpha for end, alpha in alphas.items() if patterns.matches("alpha_pattern", rf"(.*\.)?({end})", name)
     )
@@ -227,7 +237,10 @@ def _of_pattern(alphas: Mapping[str, Any], name: str, default: Any, patterns: Na
 
 
 def trained_tokens(config: Mapping[str, Any], parts: Mapping[str, Part], directory: Path) -> tuple[int, ...]:
-    """The ids of the rows of the table that a file brings; CheckpointError where config and file differ."""
+    """Return the token ids of the embedding rows in an adapter's file, () if it has none.
+
+    Raises CheckpointError if config and file disagree.
+    """
     indices = config.get("trainable_token_indices")
     lists = list(indices.values()) if isinstance(indices, dict) else [indices] if indices else []
     if (TOKEN_ROWS in parts) != bool(lists) or len({tuple(each) for each in lists}) > 1:

@@ -1,8 +1,8 @@
-"""PEFT's names for the tensors of an adapter, and its arrangement of their numbers.
+"""PEFT's names for the tensors of an adapter, and its layout of their numbers.
 
-PEFT adapts transformers' modules, of which some stand twice over one weight (encoder and decoder); their adapters are
-written as equal copies and read only where they are equal. Experts are its `target_parameters`: A of all experts
-stacked as [E r, in], B side by side as [out, r E] with the expert as the fast index.
+PEFT adapts transformers' modules. Some weights belong to two of them (encoder and decoder): their adapters are written
+as equal copies, and are read only if they are equal. Experts are PEFT's `target_parameters`: A of all experts is
+stacked as [E r, in], B is laid out as [out, r E] with the expert as the fast index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _KEY = re.compile(re.escape(PREFIX) + r"(.+?)((?:\.base_layer)*)\.(lora_[AB])\.w
 
 
 def hub_module(ours: str, model: BlockDiffusionModel) -> str:
-    """transformers' name of the module that one of our adapter parameters belongs to; of fused ones, as if apart."""
+    """Return transformers' name of the module that has our adapter parameter `ours`.
+
+    If transformers fuses that module with others, this is the name that it would have alone.
+    """
     names, module = model.config.names, ours.rpartition(".")[0]
     if module.rpartition(".")[2] == "experts":
         return names.to_module(str(names.to_hub(f"{module}.gate_up_proj")).removesuffix(".gate_up_proj"))
@@ -41,7 +44,7 @@ def hub_module(ours: str, model: BlockDiffusionModel) -> str:
 
 
 def peft_names(ours: str, model: BlockDiffusionModel) -> tuple[list[str], Callable[[Tensor], Tensor]]:
-    """PEFT's names for the copies of one of our adapter parameters, and its arrangement of their numbers."""
+    """Return PEFT's names for our adapter parameter `ours`, one for each copy, and a converter to PEFT's layout."""
     names = model.config.names
     if ours == TOKEN_ROWS:
         table = names.to_module(str(names.to_hub("vocabulary.table")).removesuffix(".weight"))
@@ -57,27 +60,28 @@ def peft_names(ours: str, model: BlockDiffusionModel) -> tuple[list[str], Callab
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of an adapter: its shape, and what reads a block of it, or all of it where that is None."""
+    """A tensor of an adapter: its shape, and a function that reads a block of it (None: all of it)."""
 
     shape: tuple[int, ...]
     read: Callable[[Block | None], Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor) -> Part:
-        """The part that is a tensor in memory."""
+        """Return a tensor in memory as a part."""
         return cls(tuple(tensor.shape), lambda block: tensor if block is None else tensor[block.slices])
 
     @classmethod
     def zeros(cls, *shape: int) -> Part:
-        """A tensor of zeros."""
+        """Return a part that is zero everywhere."""
         return cls(shape, lambda block: torch.zeros(shape if block is None else block.sizes))
 
 
 def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
-    """The tensors of an adapter by our names; only the header of its file is read.
+    """Return the tensors of an adapter by our names.
 
-    A tensor that has copies is compared with them where it is read. Raises CheckpointError for a file that cannot be
-    read, tensors that fit no module of the model, and a module of which PEFT adapted one copy alone.
+    Most tensors are read on use; only those of experts that are modules of their own, and B of modules that do not run
+    here, are read now. Copies of a tensor are compared when it is read. Raises CheckpointError if the file cannot be
+    read, if a tensor fits no module of the model, and if PEFT adapted only one of two modules over the same weight.
     """
     file, names = directory / WEIGHTS, model.config.names
     if not file.exists():
@@ -118,13 +122,13 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
 
 
 def _is_of_expert(key: str, names: Names) -> bool:
-    """True for a tensor that adapts a matrix of one expert, which is a module of its own."""
+    """Return True if tensor `key` adapts a matrix of one expert that is a module of its own."""
     match = _KEY.fullmatch(key)
     return names.experts_apart and match is not None and names.piece(f"{names.of_module(match[1])}.weight") is not None
 
 
 def adapts_images(directory: Path, model: BlockDiffusionModel) -> bool:
-    """True if the adapter in a directory has learnt something of the image side of a model's family."""
+    """Return True if the adapter in `directory` changes the image side: some B there is not 0."""
     names, file = model.config.names, directory / WEIGHTS
     stored = tensors_in(file) if file.exists() else {}
     beginnings = tuple(PREFIX + names.to_module(hub) for _, hub in names.images)
@@ -133,10 +137,10 @@ def adapts_images(directory: Path, model: BlockDiffusionModel) -> bool:
 
 
 def _is_left_out(key: str, stored: Mapping[str, Stored], model: BlockDiffusionModel) -> bool:
-    """True for a tensor that adapts a module that is not run here, and that has learnt nothing.
+    """Return True if tensor `key` can be ignored, because it adapts a module that does not run here.
 
-    PEFT's `all-linear` adapts the image side as well; where texts alone were trained on, its B stays 0. Raises
-    CheckpointError for a B that has learnt something.
+    PEFT's `all-linear` adapts the image side as well; after training on texts alone its B is still 0. Raises
+    CheckpointError if B is not 0.
     """
     names, match, has_images = model.config.names, _KEY.fullmatch(key), model.image_side is not None
     if match is None or not names.is_carried(f"{names.of_module(match[1])}.weight", has_images):
@@ -149,7 +153,10 @@ def _is_left_out(key: str, stored: Mapping[str, Stored], model: BlockDiffusionMo
 
 
 def _of_whole(key: str, stored: Mapping[str, Stored], model: BlockDiffusionModel) -> dict[str, Part]:
-    """The adapters of our matrices, of a tensor of one that transformers has in their place; none for any other."""
+    """Split tensor `key` of a module in which transformers fuses several of our matrices.
+
+    Returns each matrix's part by our name; {} if `key` belongs to no such module.
+    """
     names, match = model.config.names, _KEY.fullmatch(key)
     places = [] if match is None else names.parts_of(names.of_module(match[1]))
     ours = [names.to_ours(f"{each}.weight") for each in places]
@@ -180,10 +187,10 @@ def _differs(file: Path, key: str) -> CheckpointError:
 
 
 def _read(stored: Mapping[str, Stored], copies: Sequence[str], shape: tuple[int, ...], block: Block | None) -> Tensor:
-    """A block of one of our tensors, which has these copies in the file.
+    """Read a block (None: all) of one of our tensors. copies: its keys in the file; CheckpointError if they differ.
 
-    Of the As of all experts the rows of the experts asked for are read; of their Bs, where an expert's numbers lie
-    everywhere, the rows of the outputs asked for.
+    Of a stacked A only the rows of the block's experts are read. In B an expert's numbers are spread over all columns,
+    so whole rows are read, for the block's outputs.
     """
     entry, box = stored[copies[0]], block or Block.whole(shape)
     in_file = block
@@ -207,7 +214,7 @@ def _read(stored: Mapping[str, Stored], copies: Sequence[str], shape: tuple[int,
 
 
 def _ours(key: str, shape: tuple[int, ...], model: BlockDiffusionModel, file: Path) -> tuple[str, tuple[int, ...]]:
-    """Our name and our shape of one tensor of the file."""
+    """Return our name and our shape for tensor `key` of the file. Raises CheckpointError if it fits no module."""
     names = model.config.names
     match = _KEY.fullmatch(key)
     problem = f"{file}: {key} is no adapter of a module of this model"
@@ -238,20 +245,21 @@ def _ours(key: str, shape: tuple[int, ...], model: BlockDiffusionModel, file: Pa
 
 
 # -- matrices that transformers has as one ---------------------------------------------------------------------------
-# What it computes for n of them, one under the other, is one B A for all. With adapters of rank r that is an adapter of
-# rank n r: the As one under the other, the Bs on a diagonal of blocks. Any adapter of the whole is one of each matrix,
-# of the same A and its rows of B.
+# transformers fuses n of our matrices, stacked by rows, and adapts them by one B A. n adapters of rank r equal one of
+# rank n r: the As stacked, the Bs on a block diagonal. Conversely, an adapter of the fused matrix gives each matrix the
+# same A, and its rows of B.
 
 
 def fused_rank(low_rank: LowRank, count: int) -> LowRank:
-    """The rank and alpha of `count` matrices taken as one: the same strength at `count` times the rank."""
+    """Return rank and alpha of `count` matrices that are fused: `count` times the rank, at the same scale."""
     return replace(low_rank, rank=low_rank.rank * count, alpha=low_rank.alpha * _growth(low_rank, count))
 
 
 def fused(module: str, parts: Mapping[tuple[str, int], Tensor], count: int) -> dict[str, Tensor]:
-    """A and B of a whole of `count` matrices, of those of each by ("lora_A" or "lora_B", its place).
+    """Return A and B of the matrix in which `count` matrices are fused.
 
-    Raises CheckpointError if some of them have no adapter, or one of another rank.
+    parts: the A and B of each matrix, by ("lora_A" or "lora_B", index of the matrix). Raises CheckpointError if a
+    matrix has no adapter, or if their ranks differ.
     """
     As, Bs = ([parts[leaf, n] for n in range(count) if (leaf, n) in parts] for leaf in ("lora_A", "lora_B"))
     if len(As) < count or len({x.shape for x in As}) > 1:
@@ -260,9 +268,10 @@ def fused(module: str, parts: Mapping[tuple[str, int], Tensor], count: int) -> d
 
 
 def apart(modules: dict[str, LowRank], parts: dict[str, Part], wholes: Mapping[str, list[str]]) -> None:
-    """Give matrices of a whole adapters of the rank that each needs, in place, where B is a diagonal of blocks.
+    """Reduce the adapters of fused matrices to the rank that each matrix needs, in place.
 
-    wholes: our names of the modules of each whole, in order.
+    This is possible if the fused B is block-diagonal; other adapters stay as they are. wholes: our names of the modules
+    that are fused, in order, by the name of the fused module.
     """
     for names in wholes.values():
         count, low_rank = len(names), modules[names[0]]
@@ -281,5 +290,5 @@ def apart(modules: dict[str, LowRank], parts: dict[str, Part], wholes: Mapping[s
 
 
 def _growth(low_rank: LowRank, count: int) -> float:
-    """The factor of alpha that leaves the scale the same when the rank is multiplied."""
+    """Return the factor for alpha that keeps the scale when the rank is multiplied by `count`."""
     return count**0.5 if low_rank.rslora else count

@@ -1,7 +1,8 @@
-"""Regular expressions in the config of an adapter, which a stranger may have written: matching names has an end.
+"""Regular expressions in the config of an adapter, matched in bounded time because a stranger may have written them.
 
-Python's `re` tries one way through a pattern after the other, and `(.+)+!` has more ways than there is time. Here all
-ways are followed at once: a set of places of a name, the bits of a number, goes through the pattern that `re` parsed.
+Python's `re` tries one path through a pattern after the other, and `(.+)+!` has exponentially many. Here all paths are
+followed at once: a set of positions in a name, held as the bits of an integer, moves through the pattern as parsed by
+`re`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from blockdiff.errors import CheckpointError
 
 SECONDS = 10.0  # for all names of a model together, which take milliseconds
 LONGEST = 20_000  # characters of a pattern
-_parser: Any = importlib.import_module("re._parser")  # whose trees `re` compiles itself
+_parser: Any = importlib.import_module("re._parser")  # the parser of `re` itself
 _LITERAL = _parser.LITERAL
 _CATEGORIES: dict[str, Callable[[int], bool]] = {
     "CATEGORY_DIGIT": lambda code: chr(code).isdecimal(),
@@ -34,7 +35,10 @@ class NamePatterns:
         self._parsed: dict[str, Sequence[Any]] = {}
 
     def matches(self, key: str, pattern: str, name: str) -> bool:
-        """True if a pattern matches all of a name. Raises CheckpointError, naming the key, for one that cannot be."""
+        """Return True if `pattern` matches the whole `name`.
+
+        Raises CheckpointError, naming `key`, if the pattern cannot be read or the time is used up.
+        """
         began = time.monotonic()
         try:
             if pattern not in self._parsed:
@@ -60,18 +64,21 @@ def _parsed(pattern: str) -> Sequence[Any]:
 
 
 class _Match:
-    """One name, and the places in it: bit n of a number is the place before its n-th character."""
+    """One name, and sets of positions in it: bit n of an integer is the position before character n."""
 
     def __init__(self, name: str, until: float):
         self.name, self.until = name, until
         self.all = (1 << len(name) + 1) - 1
-        self.before: dict[int, int] = {}  # the places before each character
+        self.before: dict[int, int] = {}  # by code of a character: the positions before it
         for n, character in enumerate(name):
             self.before[ord(character)] = self.before.get(ord(character), 0) | 1 << n
-        self.seen: dict[int, int] = {}  # the places where an assertion holds, by the identity of its pattern
+        self.seen: dict[int, int] = {}  # positions at which an assertion holds, by id of its items
 
     def through(self, items: Sequence[Any], places: int) -> int:
-        """The places that a sequence of parsed items reaches from some places."""
+        """Return the positions reached from `places` through all parsed `items` in order.
+
+        Raises TimeoutError after the time `until`.
+        """
         if time.monotonic() > self.until:
             raise TimeoutError
         for operation, argument in items:
@@ -84,7 +91,7 @@ class _Match:
         return places
 
     def step(self, operation: str, argument: Any, places: int) -> int:
-        """The places that one item reaches."""
+        """Return the positions reached from `places` through one parsed item; ValueError if it is not supported."""
         if operation in ("NOT_LITERAL", "ANY", "IN"):
             return (places & self.where(lambda code: _is_in(operation, argument, code))) << 1
         if operation == "SUBPATTERN":
@@ -105,11 +112,14 @@ class _Match:
         raise ValueError(f"{operation.lower().replace('_', ' ')} is not read")
 
     def where(self, is_one: Callable[[int], bool]) -> int:
-        """The places before characters of a kind."""
+        """Return the positions before characters for whose code `is_one` is True."""
         return sum(places for code, places in self.before.items() if is_one(code))
 
     def repeated(self, least: int, most: int, items: Sequence[Any], places: int) -> int:
-        """The places after `least` to `most` passes; those after more passes than there are places are no others."""
+        """Return the positions reached from `places` by `least` to `most` passes through `items`.
+
+        There are at most len(name) + 1 positions, so more passes than that reach nothing new.
+        """
         for _ in range(min(least, len(self.name) + 1)):
             places = self.through(items, places)
         reached = new = places
@@ -121,7 +131,7 @@ class _Match:
         return reached
 
     def asserted(self, direction: int, items: Sequence[Any]) -> int:
-        """The places where a pattern matches what follows or, with direction -1, what stands before."""
+        """Return the positions at which a lookahead or, with direction -1, a lookbehind for `items` matches."""
         if id(items) not in self.seen:
             reached = [self.through(items, 1 << n) for n in range(len(self.name) + 1)]
             ahead = sum(1 << n for n, ends in enumerate(reached) if ends)
@@ -130,7 +140,7 @@ class _Match:
         return self.seen[id(items)]
 
     def at(self, kind: str) -> int:
-        """The places of an anchor: `^`, `$`, `\\b`, `\\B` and the like; no name has a line break."""
+        """Return the positions that an anchor matches: `^`, `$`, `\\b`, `\\B` and such; names have no line break."""
         if kind.startswith("AT_BEGINNING"):
             return 1
         if kind.startswith("AT_END"):
@@ -141,7 +151,7 @@ class _Match:
 
 
 def _is_in(operation: str, argument: Any, code: int) -> bool:
-    """True for a character that an item of one character matches."""
+    """Return True if a parsed item that stands for one character matches the character `code`."""
     if operation == "ANY":
         return True
     if operation == "LITERAL":

@@ -1,4 +1,4 @@
-"""Adapters in and out in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Read and write adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from __future__ import annotations
 
@@ -43,16 +43,15 @@ from blockdiff.models.family import Family
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.tensor_pieces import gathered, is_spread, local_of, piece_of
 
-NOISY_ONLY = "noisy_only"  # the entry of an adapter's file that is there if it acts on noisy tokens only
+NOISY_ONLY = "noisy_only"  # metadata key in the file of an adapter that acts on noisy tokens only
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as it lies in a directory, in our names.
+    """An adapter in a directory, by our names.
 
-    modules: how each is adapted; parts: its tensors by the names of our parameters, each read when it is asked for;
-    tokens: ids of the rows of the embedding table that it brings; base: the checkpoint that it was trained on, as far
-    as the file says.
+    modules: rank and alpha of each adapted module; parts: the tensors by parameter name, each read on use; tokens: ids
+    of the embedding rows that it brings; base: the checkpoint that it was trained on (None: not recorded).
     """
 
     modules: Mapping[str, LowRank]
@@ -62,20 +61,22 @@ class Adapter:
 
 
 def is_noisy_only(directory: str | Path, family: type[Family] | Family) -> bool:
-    """True for the adapter of noisy tokens only in a directory: as its file says or, if it is not ours, its folder's
-    name."""
+    """Return True if the adapter in `directory` acts on noisy tokens only.
+
+    Its file says so. If blockdiff did not write it, the name of the directory decides.
+    """
     file = Path(directory) / WEIGHTS
     metadata = metadata_in(file) if file.exists() else {}
     return NOISY_ONLY in metadata or (BASE not in metadata and Path(directory).name in family.noisy_adapters)
 
 
 def has_adapter(directory: str | Path) -> bool:
-    """True for a directory that holds an adapter."""
+    """Return True if `directory` holds an adapter."""
     return (Path(directory) / CONFIG).is_file()
 
 
 def brings_rows(directory: str | Path) -> bool:
-    """True for the directory of an adapter that brings rows of the embedding table."""
+    """Return True if the adapter in `directory` brings rows of the embedding table."""
     return bool(_read_config(Path(directory)).get("trainable_token_indices"))
 
 
@@ -106,11 +107,12 @@ def save_adapter(
     diffusion: Any = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write the adapters of a model in PEFT's format; the directory appears complete or not at all.
+    """Write the adapters of a model in PEFT's format; the directory appears complete or not at all. Returns it.
 
-    base: the checkpoint or Hub id that the adapter belongs to; tokenizer, generation, diffusion: what is to lie beside
-    it, as in `save`. Of a sharded model all ranks call this together, and rank 0 writes. Raises CheckpointError for a
-    model without adapters and where something else stands.
+    base: the checkpoint or Hub id that the adapter belongs to. tokenizer, generation, diffusion: written beside it, as
+    in `save`. overwrite: replace an adapter in the directory. If the model is sharded, all ranks call this together,
+    and rank 0 writes. Raises CheckpointError if the model has no adapters, if some but not all of them act on noisy
+    tokens only, and if the directory has other content.
     """
     tensors = adapter_tensors(model)
     if not tensors:
@@ -120,7 +122,7 @@ def save_adapter(
         raise CheckpointError("some adapters of the model are of noisy tokens only; one file has adapters of one kind")
     of_noisy = True in kinds
     target = Path(directory).expanduser().absolute()
-    gathering = Gathering(model.parameters())  # split or not as a whole: one rank writes adapters that are not, too
+    gathering = Gathering(model.parameters())  # if any parameter is sharded, only rank 0 writes
     sources = _to_peft(model)
 
     def write() -> None:
@@ -152,7 +154,10 @@ def save_adapter(
 
 
 def load_adapter(model: BlockDiffusionModel, directory: str | Path) -> None:
-    """Put the adapter of a directory into a model, in place: see `read_adapter`. A refused one leaves it as it was."""
+    """Add the adapter in `directory` to a model, in place: see `read_adapter`.
+
+    All its tensors are read before the first module is adapted.
+    """
     adapter = read_adapter(directory, model)
     parts = {name: Part.of(part.read(None)) for name, part in adapter.parts.items()}
     adapt(model, adapter.modules, adapter.tokens)
@@ -161,10 +166,11 @@ def load_adapter(model: BlockDiffusionModel, directory: str | Path) -> None:
 
 @torch.no_grad()
 def fill_adapters(model: BlockDiffusionModel, parts: Mapping[str, Part], where: str) -> None:
-    """Give the adapters of a model these values, on its device, in fp32 at least; `where` names them in errors.
+    """Set the adapters of a model to the values of `parts`, on the model's device, in fp32 or wider.
 
-    Of an adapter that is sharded each rank reads its own part. Adapters of an empty model lie on the host. Raises
-    CheckpointError for tensors that are missing or too many, or have other shapes.
+    `where` names their source in errors. Each rank reads its own piece of a sharded adapter. If the model is on the
+    meta device, its adapters are on the CPU. Raises CheckpointError if a tensor is missing, unknown or of another
+    shape.
     """
     check_parts(model, parts, where)
     wide = torch.promote_types(model.dtype, torch.float32)
@@ -180,7 +186,10 @@ def fill_adapters(model: BlockDiffusionModel, parts: Mapping[str, Part], where: 
 
 
 def check_parts(model: BlockDiffusionModel, parts: Mapping[str, Part], where: str) -> None:
-    """Raise CheckpointError if these are not the tensors of the adapters of a model; `where` names them."""
+    """Raise CheckpointError unless `parts` have the names and shapes of the model's adapter tensors.
+
+    `where` names their source in the error.
+    """
     model_shapes = {name: list(tensor.shape) for name, tensor in adapter_tensors(model).items()}
     for name in sorted({*model_shapes, *parts}):
         actual = list(parts[name].shape) if name in parts else "missing"
@@ -190,12 +199,12 @@ def check_parts(model: BlockDiffusionModel, parts: Mapping[str, Part], where: st
 
 
 def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
-    """The adapter of a directory, as `save_adapter` or PEFT wrote it for transformers' class of this model.
+    """Read the adapter in `directory`, written by `save_adapter` or by PEFT for transformers' class of this model.
 
-    Of its file the header is read, and what adapts images or matrices that transformers has as one. Where it has learnt
-    something of the image side, the model gets that. Raises CheckpointError for what a model of ours cannot be: other
-    kinds than plain LoRA, tensors that fit no module, shapes that do not fit; for the adapter of another model; reading
-    a part raises it where the adapters of the two copies of a module differ.
+    Tensors are read on use; read at once are only those of the image side, of single experts and of matrices that
+    transformers fuses. If the adapter changes the image side, the model gets its image side. Raises CheckpointError if
+    the adapter is not plain LoRA, if it belongs to another model, and if a tensor fits no module in name or shape.
+    Reading a part raises it if the adapters of a module's two copies differ.
     """
     directory = Path(directory).expanduser()
     config, patterns = _read_config(directory), NamePatterns(directory / CONFIG)
@@ -224,7 +233,7 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    """The content of an adapter's config; CheckpointError where the directory holds no adapter."""
+    """Return the content of an adapter's config; CheckpointError if `directory` holds no adapter."""
     if not (directory / CONFIG).exists():
         raise CheckpointError(
             f"{directory}: holds no adapter (no {CONFIG}); name the directory of one, as RUN/adapter of a run with lora"
@@ -233,9 +242,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def adapted_checkpoint(directory: str | Path) -> str:
-    """The checkpoint or Hub id that the adapter in a directory says it belongs to; CheckpointError where it does not.
+    """Return the checkpoint or Hub id that the adapter in `directory` names as its base.
 
-    A relative path is looked for beside the adapter, too.
+    A relative path that does not exist is looked up in the adapter's directory. Raises CheckpointError if no base is
+    named.
     """
     base = _read_config(Path(directory)).get("base_model_name_or_path")
     if not base:
@@ -245,7 +255,7 @@ def adapted_checkpoint(directory: str | Path) -> str:
 
 
 def _to_peft(model: BlockDiffusionModel) -> dict[str, TensorSource]:
-    """All tensors of the adapters by PEFT's names; those of a sharded model are gathered here."""
+    """Return all adapter tensors by PEFT's names. Tensors of a sharded model are gathered here."""
     out: dict[str, TensorSource] = {}
     names = model.config.names
     wholes: dict[tuple[str, int], dict[tuple[str, int], Tensor]] = defaultdict(dict)
@@ -269,7 +279,7 @@ def _to_peft(model: BlockDiffusionModel) -> dict[str, TensorSource]:
 
 
 def _complete(parts: dict[str, Part], name: str, low_rank: LowRank, model: BlockDiffusionModel) -> None:
-    """Experts of which only one of the two products is adapted get a B of 0 for the other."""
+    """Add an adapter of zeros for the product of experts that has none, if only the other one is adapted."""
     if not name.endswith(".experts"):
         return
     experts: Any = model.get_submodule(name)

@@ -1,7 +1,7 @@
-"""Tensors for which the Hub has no names, in `blockdiff.safetensors` beside the weights.
+"""Tensors without Hub names, in `blockdiff.safetensors` beside the weights.
 
-A model class of one's own adds them to its family's tensors, and so does denoising to a causal model. The rest of such
-a checkpoint is the family's own, so that transformers loads it as it is.
+A custom model class adds such tensors to its family's, and `convert` adds them to a causal model's. The rest of the
+checkpoint is the family's own, so transformers loads it as it is.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(model: nn.Module) -> Shapes:
-    """The shapes of all tensors of a model except those of adapters, by our names; of stored weights the weight's."""
+    """Return the shapes of a model's tensors, by our names, without adapters and scales.
+
+    A weight that is stored in fewer bits has the shape of its matrix.
+    """
     state = model.state_dict().items()
     shapes = {name: tuple(tensor.shape) for name, tensor in state if not is_adapter(name) and not is_scale(name)}
     return shapes | {name: module.held(weight).shape for name, (module, weight) in frozen_weights(model).items()}
 
 
 def added_to(model: BlockDiffusionModel) -> Shapes:
-    """The shapes of a model's tensors that the Hub's checkpoints of its family do not have, by our names."""
+    """Return the shapes of a model's tensors that Hub checkpoints of its family do not have, by our names."""
     family_model, to_hub = _own(model), model.config.names.to_hub
     return {
         name: shape for name, shape in tensor_shapes(model).items() if name not in family_model or to_hub(name) is None
@@ -40,15 +43,16 @@ def added_to(model: BlockDiffusionModel) -> Shapes:
 
 
 def beyond_family(model: BlockDiffusionModel) -> Shapes:
-    """The tensors that a model has beside those of its family's model of this config."""
+    """Return the shapes of a model's tensors that the family's own model of this config does not have."""
     family_model = _own(model)
     return {name: shape for name, shape in tensor_shapes(model).items() if name not in family_model}
 
 
 def check_whole(model: BlockDiffusionModel) -> None:
-    """Raise CheckpointError for a model that could not be loaded again.
+    """Raise CheckpointError if the model, once saved, could not be loaded again.
 
-    It lacks tensors that its config asks for, has some of another shape, or has more than its class says.
+    That is so if a tensor of its config is missing or has another shape, or if a model of the family's own class has
+    additional tensors.
     """
     shapes, family_model = tensor_shapes(model), _own(model)
     for name, shape in family_model.items():
@@ -67,14 +71,14 @@ def check_whole(model: BlockDiffusionModel) -> None:
 
 
 def added_metadata(model: BlockDiffusionModel) -> dict[str, str]:
-    """The metadata of the file of added tensors: the class that they belong to. A class may add code and no tensor."""
+    """Return the metadata of `blockdiff.safetensors`: the model class. It exists even if no tensor is added."""
     return {"class": _model_class(model).__qualname__}
 
 
 def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill what the class of a model adds from `directory`; where that has no such file, the class draws it.
+    """Fill the tensors that a model's class adds from `blockdiff.safetensors`; without that file, draw them.
 
-    Raises CheckpointError if the file is of another class.
+    Raises CheckpointError if the file belongs to another class, and if it is missing although the config requires it.
     """
     file, added = directory / ADDED, added_to(model)
     if not file.exists():
@@ -96,18 +100,18 @@ def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, 
 
 
 def added_in(directory: Path) -> tuple[str, Shapes]:
-    """The model class whose tensors are in `blockdiff.safetensors`, and their shapes; reads the header only.
+    """Return the name of the model class that `blockdiff.safetensors` belongs to, and the shapes of its tensors.
 
-    Raises CheckpointError for a file that cannot be read.
+    Only the header is read. Raises CheckpointError if the file cannot be read.
     """
     shapes = {name: stored.shape for name, stored in tensors_in(directory / ADDED).items()}
     return metadata_in(directory / ADDED).get("class", "another class"), shapes
 
 
 def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill what the class of a model adds by the `reset_parameters` of the modules that hold it, drawn from `seed`.
+    """Fill the tensors that a model's class adds by the `reset_parameters` of their modules, drawn from `seed`.
 
-    Raises CheckpointError for a module without that method (torch's own layers have it).
+    Raises CheckpointError if a module has no such method (torch's own layers have it).
     """
     added, state = beyond_family(model), model.state_dict(keep_vars=True)
     spread = {name: state[name] for name in added if is_spread(state[name])}
@@ -129,10 +133,10 @@ def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device
 
 
 def fill(model: nn.Module, name: str, tensor: Tensor, is_local: bool = False) -> None:
-    """Put `tensor` in the place of the parameter or buffer called `name`.
+    """Replace the parameter or buffer `name` by `tensor`.
 
-    One that is spread over ranks stays where it is and takes its part of `tensor`, or all of it where `is_local` says
-    that this is the part already.
+    One that is spread over ranks is kept, and this rank's piece of `tensor` is copied into it. is_local: `tensor` is
+    that piece already.
     """
     owner, leaf = _place(model, name)
     there = owner._parameters.get(leaf, owner._buffers.get(leaf))
@@ -145,13 +149,13 @@ def fill(model: nn.Module, name: str, tensor: Tensor, is_local: bool = False) ->
 
 
 def leave_out(model: nn.Module, name: str) -> None:
-    """Let a model be without the parameter or buffer called `name`, which is None then."""
+    """Remove the parameter or buffer `name` from the model: it becomes None."""
     owner, leaf = _place(model, name)
     setattr(owner, leaf, None)
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor`, or a parameter of it, the parameter or buffer called `name`."""
+    """Make `tensor` the parameter or buffer `name`. A plain tensor becomes a parameter with the old `requires_grad`."""
     owner, leaf = _place(model, name)
     if leaf in owner._buffers:
         owner._buffers[leaf] = tensor
@@ -168,12 +172,12 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def listed(names: list[str]) -> str:
-    """The first few of some names."""
+    """Return the first three names as text, with the number of the others."""
     return (", ".join(names[:3]) or "nothing") + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _own(model: BlockDiffusionModel) -> Shapes:
-    """The tensors of the family's model of the same config."""
+    """Return the shapes of the tensors of the family's own model of the same config."""
     config = model.config
     with torch.device("meta"):
         family_model = config.model_class(config, model.kernels)
@@ -182,12 +186,12 @@ def _own(model: BlockDiffusionModel) -> Shapes:
 
 
 def is_own_class(model: BlockDiffusionModel) -> bool:
-    """True for a model of its family's own class, which adds nothing."""
+    """Return True if the model is of its family's own class, not of a subclass."""
     return _model_class(model) is model.config.model_class
 
 
 def _model_class(model: nn.Module) -> type:
-    """The class of a model as it was before FSDP2 made it one of a class of its own."""
+    """Return the class that a model had before FSDP2 replaced it by a subclass."""
     if not hasattr(model, "set_reshard_after_forward"):
         return type(model)
     from torch.distributed.fsdp import FSDPModule

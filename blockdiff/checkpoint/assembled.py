@@ -1,7 +1,7 @@
 """Tensors that files divide in another way than a model: single experts, fused matrices, fewer bits (`file_forms.py`).
 
-A tensor of the model is then assembled from several tensors of files, each read and decoded alone, or is some rows of
-one.
+A tensor of the model is then assembled from several tensors of files, each read and decoded alone, or is a range of
+rows of one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from blockdiff.tensor_pieces import Block
 
 @dataclass(frozen=True)
 class Assembled(Stored):
-    """A tensor that is assembled from tensors of files: name and entry of each, and its box in the whole.
+    """A tensor that is assembled from tensors of files: the name, the entry and the box in the whole of each part.
 
     form: the form in a model, if all parts are stored in it.
     """
@@ -37,7 +37,7 @@ class Assembled(Stored):
 
 
 def stored_apart(directory: Path, names: Names) -> dict[str, Stored]:
-    """Return `stored_tensors` by the names of the family's table.
+    """Return the entries of `stored_tensors` by the names of the family's table.
 
     If files of the family stack several matrices in one tensor, each matrix has an entry for its rows.
     """
@@ -59,7 +59,7 @@ def stored_apart(directory: Path, names: Names) -> dict[str, Stored]:
 
 
 def fused_in_files(sources: Mapping[str, TensorSource], names: Names) -> dict[str, TensorSource]:
-    """Return tensors as files of the family have them; fused matrices are stacked, one under the other."""
+    """Return tensors as files of the family have them: matrices that the files fuse are stacked by rows."""
     fused: dict[str, TensorSource] = {}
     wholes: dict[str, list[TensorSource]] = {}
     for hub in sorted(sources, key=lambda name: (names.fused_of(name.rpartition(WEIGHT)[0]) or ("", 0))[1]):
@@ -70,7 +70,7 @@ def fused_in_files(sources: Mapping[str, TensorSource], names: Names) -> dict[st
         else:
             wholes.setdefault(whole[0] + weight + end, []).append(sources[hub])
     return fused | {
-        hub: parts[0] if len(parts[0].shape) < 2 else TensorSource.joined(parts)  # the number of a matrix in fewer bits
+        hub: parts[0] if len(parts[0].shape) < 2 else TensorSource.joined(parts)  # one scale for the whole matrix
         for hub, parts in wholes.items()
     }
 
@@ -94,7 +94,7 @@ def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
 
 
 def _assembled(shape: tuple[int, ...], parts: Sequence[tuple[str, Stored]], boxes: Sequence[Block] = ()) -> Assembled:
-    """Return the tensor of parts in `boxes`; without boxes it has one part."""
+    """Return the entry of a tensor with `shape` that consists of `parts` in `boxes` (without boxes: of one part)."""
     places = [in_file for _, in_file in parts]
     forms = {in_file.form if isinstance(in_file, Quantised) else None for in_file in places}
     dtypes = {in_file.dtype for in_file in places}
@@ -112,7 +112,10 @@ def _assembled(shape: tuple[int, ...], parts: Sequence[tuple[str, Stored]], boxe
 
 
 def _stacked(hub: str, of_place: Mapping[tuple[int, int], tuple[str, Stored]]) -> Assembled:
-    """Return the matrices of all experts: those of one expert under each other, then the experts in a row."""
+    """Return the entry of the matrices of all experts: those of one expert are stacked by rows, then the experts.
+
+    of_place: the parts by (expert, matrix). Raises CheckpointError if one is missing or of another shape.
+    """
     experts, matrices = (max(position[n] for position in of_place) + 1 for n in (0, 1))
     name, first = of_place[min(of_place)]
     if len(first.shape) != 2:
@@ -168,9 +171,9 @@ def read_stored(weight: Assembled) -> StoredMatrix:
 
 
 def file_tensors(hub: str, source: TensorSource, names: Names, part: Part | None = None) -> dict[str, TensorSource]:
-    """Return a tensor as a file has it: whole, or as the matrices of single experts, for which it is read once.
+    """Return a tensor as files have it: whole, or as matrices of single experts, for which it is read only once.
 
-    part: its part of a matrix in fewer bits (None: a plain tensor).
+    part: the tensor's part of a matrix in fewer bits (None: a plain tensor).
     """
     patterns = names.pieces_of(hub, part is not None)
     end, in_file = ("", lambda each: each) if part is None else (part.end, part.source)

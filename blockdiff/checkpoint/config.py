@@ -1,4 +1,4 @@
-"""A model's config: read from a checkpoint, or from a preset and fitted to a tokenizer."""
+"""Read a model's config from a checkpoint, or from a preset, and fit it to a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from blockdiff.checkpoint.tokenizer import rows_needed
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import Family, families, family_of
 
-HUB_ID = "hub_id"  # the key of a preset that is no config's
-QUANTIZATION = "quantization_config"  # the key of a config.json with words about weights in fewer bits
+HUB_ID = "hub_id"  # a key of presets that configs do not have
+QUANTIZATION = "quantization_config"  # the key in config.json that describes weights in fewer bits
 
 
 def read_config(path_or_hub_id: str | Path, canvas_length: int | None = None) -> Family:
@@ -44,17 +44,16 @@ def _with_length(values: dict[str, Any], canvas_length: int, origin: Path) -> di
 
 
 def words_of_modelopt(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a hf_quant_config.json in the words of a config.json."""
+    """Convert the content of a hf_quant_config.json to a `quantization_config` of config.json."""
     section: Any = content.get("quantization")
     section = dict(section) if isinstance(section, Mapping) else {}
     return {"quant_method": "modelopt", "ignore": section.pop("exclude_modules", []), **section}
 
 
 def config_from(values: Mapping[str, Any], origin: str | Path, is_partial: bool = False) -> Family:
-    """A config from the content of a config.json; is_partial: of a preset, which has what differs from the defaults.
+    """Build a config from the content of a config.json. Raises CheckpointError, naming `origin`, if it is not valid.
 
-    Raises CheckpointError, naming `origin`, for an unknown model type and for values that cannot be or are not
-    supported.
+    is_partial: the content is a preset, which has only what differs from the defaults.
     """
     try:
         family = family_of(values)
@@ -67,15 +66,15 @@ def config_from(values: Mapping[str, Any], origin: str | Path, is_partial: bool 
 
 
 def presets() -> list[str]:
-    """The names of all presets."""
+    """Return the names of all presets."""
     return sorted(file.stem for file in _preset_directory().glob("*.json"))
 
 
 def preset_config(preset: str | Path) -> Family:
-    """The config of a preset, by name or by file: a config.json with only what differs from the defaults.
+    """Return the config of a preset, given by name or by file; CheckpointError if there is none or it is not valid.
 
-    `hub_id` in it says which released model has this shape.
-    Raises CheckpointError for one that is not there or not valid.
+    The file is a config.json with only what differs from the defaults. Its `hub_id` names the released model of this
+    shape.
     """
     file = Path(preset)
     if file.suffix != ".json":
@@ -90,15 +89,15 @@ def preset_config(preset: str | Path) -> Family:
 
 
 def released_preset(hub_id: str) -> str | None:
-    """The name of the preset that has the shape of a released model; None if there is none."""
+    """Return the name of the preset with the shape of the released model `hub_id`; None if there is none."""
     directory = _preset_directory()
     return next((name for name in presets() if read_json(directory / f"{name}.json").get(HUB_ID) == hub_id), None)
 
 
 def fitted(config: Family, tokenizer: Any) -> Family:
-    """`config` with the vocabulary size, the special tokens (None if there are none) and the tokens of images.
+    """Return `config` with a tokenizer's vocabulary size, special tokens (None if it has none) and image tokens.
 
-    If it names a mask and the tokenizer has none, the mask is a row of its own, which no text has.
+    If the config has a mask token and the tokenizer has none, the mask gets an additional row, which no text has.
     """
     keys = ["bos_token_id", "eos_token_id", "pad_token_id", *["mask_token_id"] * (config.mask is not None)]
     special = {key: getattr(tokenizer, key, None) for key in keys}
@@ -109,7 +108,7 @@ def fitted(config: Family, tokenizer: Any) -> Family:
 
 
 def _preset_directory() -> Path:
-    """recipes/presets: inside the package in an installed wheel, beside it in a checkout."""
+    """Return the directory recipes/presets: inside the package in an installed wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     places = [package / "recipes" / "presets", package.parent / "recipes" / "presets"]
     return next((directory for directory in places if directory.is_dir()), places[0])

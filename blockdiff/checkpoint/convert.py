@@ -1,6 +1,6 @@
-"""`convert`: a causal model becomes a block-diffusion one that computes, before it is trained, what the other did.
+"""`convert`: make a block-diffusion model of a causal one; before training it computes the same.
 
-`drafter_for`: a drafter is made for a model.
+`drafter_for`: make a drafter for a model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockdiff.layers.mlp import SelfConditioning
 from blockdiff.models.family import NO_HEAD, families
 from blockdiff.models.model import BlockDiffusionModel
 
-CANVAS_LENGTH = 256  # that of the released model
+CANVAS_LENGTH = 256  # as in the released model
 
 
 @torch.no_grad()
@@ -37,12 +37,12 @@ def convert(
     kernels: str = "auto",
     prefix: str = "causal",
 ) -> BlockDiffusionModel:
-    """A causal model with what denoising needs: self-conditioning whose output is zero, and layer scalars of 1.
+    """Return a causal model with the parts for denoising: self-conditioning whose output is 0, and layer scalars of 1.
 
-    Encoding gives what it gave, to the bit, unless `prefix` is "blocks" (see `Family`). Canvases are denoised by the
-    causal model's weights, which see all of a canvas; what the self-conditioning is made of beside its last matrix is
-    drawn from `seed`. Raises CheckpointError for a model that denoises already, and for a family whose models cannot be
-    made to.
+    Encoding gives the same results as before, to the bit, unless `prefix` is "blocks" (see `Family`). Canvases are
+    denoised by the causal model's weights, and each token attends to its whole canvas. The matrices of
+    self-conditioning are drawn from `seed`, except the last, which is 0. Raises CheckpointError if the model has
+    canvases already, if its family cannot have them, and if `canvas_length` is below 1 or above the model's positions.
     """
     causal = load(path_or_hub_id, dtype, device, kernels)
     config = causal.config
@@ -73,10 +73,10 @@ def drafter_for(
     dtype: str | torch.dtype = "float32",
     mask: str | None = None,
 ) -> BlockDiffusionModel:
-    """A drafter with random weights for a model, which need not be loaded: its layers are like the model's.
+    """Return a drafter with random weights for a model, with layers like the model's; the weights are not read.
 
-    block: tokens of a block, the one that stands included; mask: the name of the mask token (None: as `mask_token`
-    finds it). Raises CheckpointError for a model that cannot have one.
+    block: tokens of a block, including the known first one. mask: the name of the mask token (None: `mask_token` finds
+    it). Raises CheckpointError if the model cannot have a drafter.
     """
     files = model_files(path_or_hub_id, with_weights=False)
     config, tokenizer = read_config(files.weights), files.tokenizer()
@@ -92,9 +92,9 @@ def drafter_for(
 
 @torch.no_grad()
 def with_rows_for(model: BlockDiffusionModel, tokenizer: Any) -> BlockDiffusionModel:
-    """The model with a row of the embedding table for every token of a tokenizer; itself where it has them.
+    """Return a model with an embedding row for every token of a tokenizer: the same model if it has them all.
 
-    New rows are the mean of the others, so that the new tokens begin as no token in particular.
+    New rows are the mean of the others, so that a new token resembles no token in particular.
     """
     if (needed := rows_needed(tokenizer)) <= model.vocab_size:
         return model
@@ -110,7 +110,7 @@ def with_rows_for(model: BlockDiffusionModel, tokenizer: Any) -> BlockDiffusionM
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
-    """Add tokens to a tokenizer; CheckpointError for none, and for one that is empty, twice there, or known already."""
+    """Add tokens to a tokenizer. CheckpointError if there are none, or one is empty, repeated or known already."""
     if not tokens:
         raise CheckpointError("--add-tokens: the file holds no token; write one on each line")
     known = dict.fromkeys(tokenizer.get_vocab(), "it is in the vocabulary already")

@@ -1,4 +1,4 @@
-"""`init`: a model with random weights from a preset or a config, image tensors included."""
+"""`init`: make a model with random weights, image tensors included, from a preset or a config."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def init(
     kernels: str = "auto",
     model: type[BlockDiffusionModel] | None = None,
 ) -> BlockDiffusionModel:
-    """A model with random weights, in evaluation mode: see `empty` and `draw_weights`.
+    """Return a model with random weights, in evaluation mode: see `empty` and `draw_weights`.
 
-    preset: a preset's name, a preset file, or a config, ours or transformers'. tokenizer: gives the vocabulary size and
-    the special tokens (None: as the preset says). Raises CheckpointError.
+    preset: a preset's name, a preset file, or a config, ours or transformers'. tokenizer: sets the vocabulary size and
+    the special tokens (None: they are the preset's). Raises CheckpointError.
     """
     config = preset_config(preset) if isinstance(preset, str | Path) else preset
     if not hasattr(config, "to_dict"):
@@ -49,10 +49,11 @@ def draw_weights(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "auto",
 ) -> BlockDiffusionModel:
-    """Fill an empty model with random weights drawn from `seed`, the same ones on every device; returns it.
+    """Fill an empty model with random weights drawn from `seed`, equal on every device; returns it in evaluation mode.
 
-    Matrices are normal with the config's `initializer_range`, everything that only scales is 1; `reset_parameters`
-    sets what the model's class adds to its family. What is frozen stays frozen. Raises CheckpointError.
+    Matrices are normal with standard deviation `initializer_range`, scales change nothing (see `_neutral`), and
+    `reset_parameters` sets the tensors that the model's class adds to its family. Frozen parameters stay frozen. Raises
+    CheckpointError.
     """
     target_device, target = resolve_device(device), resolve_dtype(dtype)
     require_dtype(model, target)
@@ -76,15 +77,15 @@ def draw_weights(
 def drawn(
     model: BlockDiffusionModel, name: str, shape: tuple[int, ...], draw: torch.Generator, spread: float
 ) -> torch.Tensor:
-    """Random values of one of a model's tensors, fp32: normal ones with this spread, unless it scales or shifts."""
+    """Return initial fp32 values of tensor `name`: normal with standard deviation `spread`, or neutral (`_neutral`)."""
     neutral = _neutral(model, name)
     return torch.randn(shape, generator=draw) * spread if neutral is None else torch.full(shape, neutral)
 
 
 def _neutral(model: BlockDiffusionModel, name: str) -> float | None:
-    """The value that changes nothing of what scales or shifts a signal elementwise; None for matrices.
+    """Return the value with which an elementwise scale or bias changes nothing; None for matrices.
 
-    These are norm weights, router scales, layer scalars (1, or 0 where a norm adds its weight to 1) and biases (0).
+    These are norm weights, router scales, layer scalars (1, or 0 if a norm adds its weight to 1) and biases (0).
     """
     if name.endswith("norm.weight"):
         return float(getattr(model.get_submodule(name.removesuffix(".weight")), "neutral", 1.0))

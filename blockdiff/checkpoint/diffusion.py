@@ -17,15 +17,15 @@ PromptForm = Literal["raw", "chat"]
 
 @dataclass(frozen=True)
 class DiffusionSettings:
-    """The prediction and the corruption that a model was trained with, and for the record the rest of its objective.
+    """The prediction and corruption that a model was trained with, and a record of the rest of its objective.
 
-    prediction: what the logits mean; corruption: what a canvas starts from and what stands where nothing is accepted,
-    uniform tokens or the mask token `mask_id`; objective: the parts of the objective by name; prompts: the form of the
-    prompts that it was trained on, raw text or conversations (None: both, or not known); calibration: the temperatures
-    of typed decisions, by the key of what they were fitted to (docs/decisions.md); strategy: the text of the strategy
-    that the model is sampled by if nobody asks for another (None: its family's); canvas_length: the tokens of a canvas
-    if config.json leaves them out (`read_config` reads it). The defaults are those of the released
-    DiffusionGemma, whose directory has no such file.
+    prediction: what the logits mean. corruption: the noise that a canvas starts from and that fills places where no
+    token is accepted: uniform tokens, or the mask token `mask_id`. objective: the parts of the objective by name.
+    prompts: the form of the prompts in training, raw text or conversations (None: both, or unknown). calibration: the
+    temperatures of typed decisions, by the key of what they were fitted to (docs/decisions.md). strategy: the text of
+    the default sampling strategy (None: the family's). canvas_length: the tokens of a canvas if config.json leaves them
+    out (`read_config` reads it). The defaults are those of the released DiffusionGemma, whose directory has no such
+    file.
     """
 
     prediction: Literal["posterior", "leave_one_out"] = "posterior"
@@ -52,9 +52,9 @@ class DiffusionSettings:
 
     @classmethod
     def of(cls, objective: Any, record: Mapping[str, Any] | None = None) -> DiffusionSettings:
-        """The settings of an `Objective` that trains a model; `record` says what it is made of.
+        """Return the settings of an `Objective` that trains a model. record: the parts that it is made of.
 
-        A corruption of one's own is sampled as mask noise if it has a `mask_id`, else as uniform noise.
+        A custom corruption is sampled as mask noise if it has a `mask_id`, else as uniform noise.
         """
         mask_id = getattr(getattr(objective, "corruption", None), "mask_id", None)
         return cls(
@@ -66,7 +66,7 @@ class DiffusionSettings:
 
     @classmethod
     def of_family(cls, config: Family) -> DiffusionSettings:
-        """The settings of a model that brings none: how its family is trained."""
+        """Return the settings of a model without a blockdiff.json: those that its family is trained with."""
         if config.mask is None:
             return cls(objective=config.trained_with)
         return cls(corruption="mask", mask_id=config.mask, objective=config.trained_with)
@@ -77,9 +77,9 @@ class DiffusionSettings:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, config: Family | None = None) -> DiffusionSettings:
-        """The settings of a checkpoint directory: blockdiff.json over those of its family by the config.
+        """Return the settings of a checkpoint directory: its blockdiff.json over those of the family of `config`.
 
-        Raises CheckpointError for a file that cannot be used.
+        Raises CheckpointError if the file cannot be used.
         """
         file = Path(directory) / DIFFUSION
         of_family = cls() if config is None else cls.of_family(config)

@@ -1,6 +1,6 @@
-"""Digests of weights: those of any checkpoint, and `digests.json` beside the files of one that was exported.
+"""Digests of the weights of any checkpoint, and `digests.json` beside the files of an exported one.
 
-The latter are made of what was to be written, so they also tell what a disk has lost on the way.
+The digests in the file are computed from the data to be written, so they also reveal what a disk lost.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from blockdiff.errors import CheckpointError
 from blockdiff.files import WORKERS, piecewise_digest, seal, write_json
 
 DIGESTS = "digests.json"
-NAMES = re.compile(r"[\w.-]{1,200}", re.ASCII)  # of files that have digests; a directory can have all of them
+NAMES = re.compile(r"[\w.-]{1,200}", re.ASCII)  # allowed names of files with digests
 
 
 def write_digests(directory: Path, digests: Mapping[str, str]) -> None:
-    """Write the digests of the files of a directory that have tensors, by their names."""
+    """Write `digests.json`: the digest of each file with tensors, by file name."""
     write_json(directory / DIGESTS, digests)
 
 
 def has_digests(directory: Path) -> bool:
-    """True if a directory has digests of its files, even ones that cannot be read."""
+    """Return True if `directory` has a `digests.json`, even one that cannot be read."""
     return os.path.lexists(directory / DIGESTS)
 
 
 def read_back(directory: Path) -> Path:
-    """Read what was written to a directory and compare it with its digests; returns the directory.
+    """Read the written files in `directory` and compare them with its digests; returns the directory.
 
-    Raises CheckpointError naming a file that is missing or not as it was written, and for digests that are not those of
-    all weights of the directory and of nothing else.
+    Raises CheckpointError, naming the file, if one is missing or differs, and if the digests are not those of exactly
+    the files with weights.
     """
     if not (directory / DIGESTS).is_file():
         raise CheckpointError(f"{directory / DIGESTS}: is no file with digests; write the directory again")
@@ -67,18 +67,18 @@ def read_back(directory: Path) -> Path:
 
 
 def compare(directories: Iterable[Path | None]) -> bool:
-    """Read the weights of directories and compare them with the digests there; False if none of them has digests.
+    """Compare the weights in `directories` with their digests; returns False if no directory has digests.
 
-    Raises CheckpointError as `read_back` does.
+    A directory that is None or has no digests is skipped. Raises CheckpointError as `read_back` does.
     """
     return bool([read_back(each) for each in directories if each is not None and has_digests(each)])
 
 
 def weights_digest(directory: Path) -> str:
-    """A digest of the weights of a checkpoint: shape, dtype and every number of all tensors, whichever files have them.
+    """Return a digest of a checkpoint's weights: shape, dtype and every number of all tensors, in whatever files.
 
-    Several threads hash one tensor each. All files are read once; loading then finds them in the system's cache.
-    Raises CheckpointError.
+    Several threads hash one tensor each. All files are read once, so loading finds them in the system's cache. Raises
+    CheckpointError.
     """
     stored = stored_tensors(directory) | (tensors_in(directory / ADDED) if (directory / ADDED).is_file() else {})
     digests: dict[str, str] = {}

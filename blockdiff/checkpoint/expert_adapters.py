@@ -1,8 +1,8 @@
 """Adapters of experts whose matrices are modules of their own in the class that loads the files (`experts_apart`).
 
-PEFT then has an adapter for each matrix of each expert, and none of stacked parameters. Ours on gate and up of an
-expert is one A and the rows of B for both, so both are written with the same A. Where PEFT trained one for each, the
-two are one of twice the rank: the As one under the other, the Bs on a diagonal of blocks.
+PEFT then has an adapter for each matrix of each expert, and none for stacked parameters. Our adapter of an expert's
+gate and up has one A, and B has rows for both, so both are written with the same A. If PEFT trained an A for each, the
+two adapters become one of twice the rank: the As are stacked, the Bs are on a block diagonal.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ LEAVES |= {"down_lora_A": "down_proj", "down_lora_B": "down_proj"}
 
 
 def expert_modules(weight: str, names: Names) -> list[str]:
-    """The names, in the class that loads the files, of the modules of one of our weights of experts, with `[]` for the
-    number of the expert."""
+    """Return the names, in the class that loads the files, of the modules of our expert weight `weight`.
+
+    `[]` in a name stands for the number of the expert. Empty if the experts are not modules of their own.
+    """
     pieces = names.pieces_of(str(names.to_hub(weight))) if names.experts_apart else []
     return [names.to_module(piece.removesuffix(".weight")) for piece in pieces]
 
 
 def expert_tensors(ours: str, tensor: Tensor, names: Names) -> dict[str, Tensor]:
-    """The tensors of single modules by their names, of one of our adapter parameters of all experts."""
+    """Split our adapter parameter `ours` of all experts into tensors of single modules, by their names."""
     owner, _, leaf = ours.rpartition(".")
     modules = expert_modules(f"{owner}.{LEAVES[leaf]}", names)
     which = "lora_A" if leaf.endswith("A") else "lora_B"
@@ -42,9 +44,9 @@ def expert_tensors(ours: str, tensor: Tensor, names: Names) -> dict[str, Tensor]
 
 
 def stacked_experts(tensors: Mapping[str, Tensor], names: Names, file: Path) -> dict[str, Tensor]:
-    """Our adapter parameters of all experts, of the tensors of single modules as `expert_tensors` names them.
+    """Stack tensors of single modules, named as by `expert_tensors`, into our adapter parameters of all experts.
 
-    Raises CheckpointError for experts of which some have no adapter, or one of another rank.
+    Raises CheckpointError if an expert has no adapter, or if their ranks differ.
     """
     groups: dict[str, dict[tuple[int, int, str], Tensor]] = {}
     for name, tensor in tensors.items():
@@ -71,7 +73,7 @@ def stacked_experts(tensors: Mapping[str, Tensor], names: Names, file: Path) -> 
 
 
 def _joined(As: list[Tensor], Bs: list[Tensor], matrices: int) -> tuple[Tensor, Tensor] | None:
-    """A and B of the matrices of an expert, one under the other; None if they have not all got adapters of one rank."""
+    """Return A and B of an expert's stacked matrices; None unless all `matrices` have adapters of one rank."""
     if len(As) < matrices or len(Bs) < matrices or len({A.shape for A in As}) > 1:
         return None
     if all(torch.equal(A, As[0]) for A in As):

@@ -22,19 +22,19 @@ from blockdiff.kernels.nvfp4.matrix import BLOCK, LARGEST_SCALE
 from blockdiff.kernels.stored import StoredMatrix
 from blockdiff.layers.weights import Form
 
-WEIGHT = ".weight"  # ends the names of matrices; of one in fewer bits the names of its other tensors go on
+WEIGHT = ".weight"  # suffix of a matrix; other tensors of one in fewer bits extend it
 MX_BLOCK = 32  # numbers along the input dimension that share a scale in MXFP8
-# The ends of the names of what other programs round inputs, keys and values with, which are not rounded here.
+# Suffixes of scales by which other programs round inputs, keys and values; these are not rounded here.
 ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a matrix in files.
+    """A tensor of a stored matrix in files.
 
-    end: the suffix of the tensor's name. dtype: in files; bytes in memory are viewed so. number: the shape in the file
-    of a tensor with one number for the matrix, which is repeated for all rows in memory. to_file: turns the number in
-    memory into the number in the file.
+    end: the suffix of the tensor's name. dtype: in files; bytes in memory are viewed as this dtype. number: the shape
+    in the file of a tensor with one number for the matrix, which is repeated for all rows in memory (None: a tensor as
+    in memory). to_file: converts the numbers in memory to those in the file.
     """
 
     end: str
@@ -43,7 +43,7 @@ class Part:
     to_file: Callable[[Tensor], Tensor] | None = None
 
     def source(self, part: TensorSource) -> TensorSource:
-        """Return the tensor in files of a tensor in memory."""
+        """Return the source of this part in files from that of the tensor in memory."""
         shape = part.shape if self.number is None else self.number
         return TensorSource(shape, self.dtype, lambda: self._of(part.read()), (part,))
 
@@ -59,10 +59,10 @@ class Part:
 class FileForm:
     """A form of matrices in files.
 
-    name: in messages. parts: its tensors, the codes first. form: the form in a model (None: a tensor). dtype: of
-    decoded numbers. shape: returns the shape of the matrix from the entries of its tensors, or None if they are not
-    of this form. read: the matrix of its tensors. algorithm: ModelOpt's name. words, weights, inputs: what
-    compressed-tensors' config says of it.
+    name: for messages. parts: its tensors, the codes first. form: the form in a model (None: a tensor). dtype: of
+    decoded numbers. shape: a function from the entries of the tensors to the shape of the matrix, or None if they do
+    not have this form. read: a function from the tensors to the matrix. algorithm: ModelOpt's name of the form. words,
+    weights, inputs: the format and the settings by which compressed-tensors' config describes it.
     """
 
     name: str
@@ -79,7 +79,7 @@ class FileForm:
 
 @dataclass(frozen=True)
 class Quantised(Stored):
-    """A matrix in fewer bits in files: its form, and its tensors with their names."""
+    """The entry of a matrix in fewer bits: its form, and the names and entries of its tensors."""
 
     form: FileForm | None = None
     tensors: tuple[tuple[str, Stored], ...] = ()
@@ -94,13 +94,13 @@ class Quantised(Stored):
         return read
 
     def decoded(self) -> Tensor:
-        """The numbers of the matrix."""
+        """Read the matrix and decode it to a tensor."""
         matrix = self.matrix()
         return matrix if isinstance(matrix, Tensor) else matrix.decoded(DTYPES[self.dtype])
 
 
 def read_whole(name: str, in_file: Stored) -> Tensor:
-    """A tensor of a file."""
+    """Read a tensor of a file."""
     return next(read_tensors({name: in_file}, [name]))[1]
 
 
@@ -114,7 +114,10 @@ def _shape_mxfp8(codes: Stored, scale: Stored) -> tuple[int, ...] | None:
 
 
 def dequantised(values: Tensor, scale: Tensor) -> Tensor:
-    """MXFP8 as bf16 (which holds every such number exactly): e4m3 values [out, in], exponents [out, in / 32]."""
+    """Decode MXFP8 to bf16, which holds every such number exactly.
+
+    values: e4m3 [out, in]. scale: exponents, as bytes, [out, in / 32].
+    """
     factor = torch.ldexp(torch.ones(scale.shape), scale.view(torch.uint8).int() - 127)
     factor = factor.repeat_interleave(MX_BLOCK, -1)[..., : values.shape[-1]]
     return (values.float() * factor).to(torch.bfloat16)
@@ -168,7 +171,7 @@ FP8 = FileForm(
     (Part("", E4M3), Part("_scale", F32)),
     Fp8, "F32", _shape_fp8, _read_fp8, "FP8",
     "float-quantized", {"num_bits": 8, **NUMBER, "strategy": "channel", "dynamic": False},
-    # as vLLM's loader of DiffusionGemma takes fp8 (FP8-Dynamic): that rounds inputs, too
+    # the form that vLLM loads for DiffusionGemma (FP8-Dynamic); vLLM rounds inputs, too
     {"num_bits": 8, **NUMBER, "strategy": "token", "dynamic": True},
 )  # fmt: skip
 MODELOPT = FileForm(
@@ -184,8 +187,8 @@ PACKED = FileForm(
     {"num_bits": 4, **NUMBER, "strategy": "tensor_group", "group_size": BLOCK, "dynamic": False,
      "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
 )  # fmt: skip
-FILE_FORMS = (MODELOPT, PACKED, FP8, MXFP8)  # those with more tensors first: the tensors of fp8 are among ModelOpt's
-# The form in files of weights that come from no file.
+FILE_FORMS = (MODELOPT, PACKED, FP8, MXFP8)  # forms with more tensors first, because ModelOpt's include those of fp8
+# The form in files of weights that were not read from a file.
 WRITTEN: dict[Form, FileForm] = {form.form: form for form in (FP8, PACKED) if form.form is not None}
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint directory as files: find it, know its tensors, read them one at a time."""
+"""The files of a checkpoint directory: find them, list their tensors, read them one at a time."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from blockdiff.tensor_pieces import Block
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-MODEL = "model"  # the directory of the trained model in that of a run
-ADAPTER = "adapter"  # or of its adapter
-CHECKPOINTS = "checkpoints"  # and those that it goes on from
-REPORT = "report.json"  # the file of a run that came to its end
+MODEL = "model"  # the directory in a run with its trained model
+ADAPTER = "adapter"  # or with its adapter
+CHECKPOINTS = "checkpoints"  # and with the checkpoints to resume from
+REPORT = "report.json"  # a run writes it at its end
 ADAPTER_CONFIG = "adapter_config.json"
-MODELOPT_CONFIG = "hf_quant_config.json"  # where ModelOpt says how weights are stored, if config.json does not
+MODELOPT_CONFIG = "hf_quant_config.json"  # has the forms of ModelOpt's weights if config.json has not
 GENERATION = "generation_config.json"
-ADDED = "blockdiff.safetensors"  # what a tweaked model class adds (`added.py`)
-DIFFUSION = "blockdiff.json"  # what the model was trained for (`checkpoint.diffusion`)
+ADDED = "blockdiff.safetensors"  # tensors that a custom model class adds (`added.py`)
+DIFFUSION = "blockdiff.json"  # settings of the training (`checkpoint.diffusion`)
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model")  # a directory with neither holds no tokenizer
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# What lies beside config and weights, and is carried from the checkpoint loaded to the one saved.
+# Files beside config and weights that are copied from the loaded checkpoint to the saved one.
 SIDE_FILES = (GENERATION, DIFFUSION, *TOKENIZER_FILES, *PROCESSORS)
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -50,31 +50,34 @@ DTYPES: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-INTEGER = "I64"  # of tensors of numbers of tokens
-# Bytes per number; every other word of safetensors (BOOL, U8, F8_E4M3, ...) is one byte.
+INTEGER = "I64"  # dtype of tensors of token ids
+# Bytes per number; every other dtype of safetensors (BOOL, U8, F8_E4M3, ...) has one byte.
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 
-LARGEST_JSON = 1 << 22  # bytes of a config and the like
-LARGEST_INDEX = 1 << 26  # bytes of the names and places of all tensors
-MOST_TENSORS = 250_000  # of a file; experts by themselves make some 100,000
-LARGEST_HEADER = 1 << 25  # bytes of the names and places of a file's tensors, and of its metadata
-MOST_METADATA = 100_000  # entries
+LARGEST_JSON = 1 << 22  # bytes of a config or another small file
+LARGEST_INDEX = 1 << 26  # bytes of the index: names and files of all tensors
+MOST_TENSORS = 250_000  # in a file; single experts make some 100,000
+LARGEST_HEADER = 1 << 25  # bytes of the entries of a file's tensors and metadata
+MOST_METADATA = 100_000  # entries of a file's metadata
 
 SAMPLE = 1024  # numbers of each tensor that `fingerprint` reads
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor as it lies in a file."""
+    """The entry of a tensor in a file."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # safetensors' word: F32, BF16, ...
+    dtype: str  # safetensors' name: F32, BF16, ...
     nbytes: int
-    inside: tuple[str, int] | None = None  # the tensor of the file whose rows it is, and the first of them
+    inside: tuple[str, int] | None = None  # if it is rows of a tensor in the file: that name, first row
 
     def place(self, name: str, block: Block | None) -> tuple[str, Block | None]:
-        """The tensor of the file, and the box of it, where a block (None: all) of the tensor called `name` lies."""
+        """Return the name in the file of the tensor that holds tensor `name`, and the block of it that is `block`.
+
+        Both are unchanged unless the tensor is some rows of one in the file. A block None means all of the tensor.
+        """
         if self.inside is None:
             return name, block
         whole, row = self.inside
@@ -86,10 +89,10 @@ class Stored:
 class Carried:
     """The parts of a checkpoint that the model does not run: image tensors and the files beside the weights.
 
-    Loading keeps where the tensors lie (`stored`) and copies them through when saving; `init` holds them as
-    `tensors`. origin: the directory that the weights were loaded from. forms: the `FileForm` of each weight that is
-    stored in fewer bits there, by our names; activations: the tensors beside them that inputs, keys and values are
-    rounded with elsewhere.
+    A loaded model has the entries of the tensors (`stored`), and saving copies these; `init` holds them as `tensors`.
+    side_files: copied on saving. origin: the directory that the weights were loaded from. forms: by our names, the
+    `FileForm` of each weight that is stored in fewer bits there. activations: scales beside those weights, by which
+    other programs round inputs, keys and values.
     """
 
     stored: Mapping[str, Stored] = field(default_factory=dict)
@@ -100,27 +103,30 @@ class Carried:
     origin: Path | None = None
 
     def over(self, directory: Path) -> Carried:
-        """The same with the files of another directory in place of those of the same names, first in order."""
+        """Return a copy with the side files of `directory` first, in place of old ones with the same names.
+
+        If `directory` has a tokenizer, no file of the old tokenizer is kept.
+        """
         adapter_files = tuple(directory / name for name in SIDE_FILES if (directory / name).is_file())
         names = {file.name for file in adapter_files}
-        has_tokenizer = not names.isdisjoint(VOCABULARY_FILES)  # a mixture of two would be neither
+        has_tokenizer = not names.isdisjoint(VOCABULARY_FILES)  # files of two tokenizers must not be mixed
         kept_files = [
             f for f in self.side_files if not (f.name in names or (has_tokenizer and f.name in TOKENIZER_FILES))
         ]
         return replace(self, side_files=(*adapter_files, *kept_files))
 
     def directories(self) -> set[Path]:
-        """The directories of the files to copy through."""
+        """Return the directories of all files that saving copies from."""
         files = [*self.side_files, *(in_file.file for in_file in self.stored.values())]
         return {file.absolute().parent for file in files}
 
 
 def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
-    """The directory of a checkpoint: the path itself, the model or adapter in that run directory, or the copy of a Hub
-    repository.
+    """Return the directory of a checkpoint.
 
-    Without weights only the small files beside them are fetched from the Hub. Raises CheckpointError if there is
-    none, and for one with a pipe or a device among its files: reading those may never end.
+    That is the path itself; the model or adapter in it, if it is a run; or the local copy of a Hub repository.
+    with_weights: if False, only the small files beside the weights are fetched from the Hub. Raises CheckpointError if
+    there is no checkpoint, and if one of its files is a pipe or a device, because reading that may never end.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
@@ -158,7 +164,7 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
 
 
 def _warn_of_newer(run: Path, exported: str) -> None:
-    """One warning if a run has gone on since it wrote its model, and has not come to its end again."""
+    """Warn if a finished run was continued and has checkpoints newer than its directory `exported`."""
     try:
         ended = read_json(run / REPORT).get("steps") if (run / REPORT).is_file() else None
     except CheckpointError:
@@ -174,13 +180,13 @@ def _warn_of_newer(run: Path, exported: str) -> None:
 
 
 def require_regular(file: Path) -> None:
-    """Raise CheckpointError for what is there but is no file that can be read to its end."""
+    """Raise CheckpointError if `file` exists and is not a regular file."""
     if file.exists() and not file.is_file():
         raise CheckpointError(f"{file}: not a regular file; remove it or put a file there")
 
 
 def read_json(file: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
-    """The JSON object in `file` of at most `most` bytes; CheckpointError when there is none."""
+    """Return the JSON object in `file`. CheckpointError if there is none, or if the file has more than `most` bytes."""
     try:
         data = json.loads(read_text(file, most))
     except FileNotFoundError:
@@ -193,9 +199,9 @@ def read_json(file: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint by its Hub name; reads headers only.
+    """Return the entries of all tensors of a checkpoint by Hub name; only headers are read.
 
-    Raises CheckpointError for files that are missing, cut short or not safetensors.
+    Raises CheckpointError if a file is missing, cut short or not safetensors.
     """
     if (directory / WEIGHTS).exists():
         return tensors_in(directory / WEIGHTS)
@@ -218,9 +224,9 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def read_tensors(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors as stored, on the CPU, file by file and one at a time; each is a view of its file.
+    """Yield the named tensors as stored, on the CPU, file by file and one at a time; each is a view of its file.
 
-    Raises CheckpointError for one that cannot be read.
+    Raises CheckpointError if one cannot be read.
     """
     yield from ((name, tensor) for name, _, tensor in read_blocks(stored, [(name, None) for name in names]))
 
@@ -228,10 +234,10 @@ def read_tensors(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator
 def read_blocks(
     stored: Mapping[str, Stored], blocks: Iterable[tuple[str, Block | None]]
 ) -> Iterator[tuple[str, Block | None, Tensor]]:
-    """The wanted blocks of tensors as stored, on the CPU, file by file and one at a time.
+    """Yield (name, block, tensor) for each of `blocks` as stored, on the CPU, file by file and one at a time.
 
-    Nothing is read beside a block. None stands for the whole tensor, which is a view of its file.
-    Raises CheckpointError for one that cannot be read.
+    Only the block is read from the file. A block None means the whole tensor, which is a view of its file. Raises
+    CheckpointError if one cannot be read.
     """
     wanted_of: dict[Path, list[tuple[str, Block | None]]] = {}
     for name, block in blocks:
@@ -248,7 +254,7 @@ def read_blocks(
 
 
 def read_block(handle: Any, name: str, block: Block | None) -> Tensor:
-    """A block of a tensor in an open safetensors file; None: all of it."""
+    """Read a block (None: all) of a tensor in an open safetensors file."""
     if block is None or not block.sizes:
         whole: Tensor = handle.get_tensor(name)
         return whole
@@ -260,9 +266,9 @@ def read_block(handle: Any, name: str, block: Block | None) -> Tensor:
 
 
 def fingerprint(directory: Path) -> str:
-    """A digest of the weights of a checkpoint: name, shape, dtype and some numbers of every tensor.
+    """Return a digest of a checkpoint's weights: name, shape, dtype and a few numbers of every tensor.
 
-    It reads the beginning of one row in the middle of each, so that it costs little however large they are.
+    The numbers are up to `SAMPLE` in the middle of the middle row, so the cost does not grow with the tensors.
     """
     stored = stored_tensors(directory)
     hashed = hashlib.blake2b(digest_size=16)
@@ -277,18 +283,18 @@ def fingerprint(directory: Path) -> str:
 
 
 def _in_middle(shape: tuple[int, ...]) -> Block:
-    """The beginning of a row in the middle of a tensor."""
+    """Return the block of up to `SAMPLE` numbers in the middle of a tensor's middle row."""
     sizes = (*(1 for _ in shape[:-1]), *(min(size, SAMPLE) for size in shape[-1:]))
     return Block(tuple((size - part) // 2 for size, part in zip(shape, sizes, strict=True)), sizes)
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message as one line."""
+    """Return the first line of an error's message that is not empty, or the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def tensors_in(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name; reads its header only. Raises CheckpointError."""
+    """Return the entries of a safetensors file's tensors by name; only the header is read. Raises CheckpointError."""
     require_regular(file)
     try:
         _require_small_header(file)
@@ -305,7 +311,7 @@ def tensors_in(file: Path) -> dict[str, Stored]:
 
 
 def metadata_in(file: Path) -> Mapping[str, str]:
-    """The metadata of a safetensors file. Raises CheckpointError."""
+    """Return the metadata of a safetensors file, {} if it has none. Raises CheckpointError."""
     require_regular(file)
     try:
         _require_small_header(file)
@@ -316,9 +322,9 @@ def metadata_in(file: Path) -> Mapping[str, str]:
 
 
 def _require_small_header(file: Path) -> None:
-    """Raise CheckpointError for a safetensors file whose header takes long to parse.
+    """Raise CheckpointError if the header of a safetensors file is so large that parsing takes long.
 
-    A tensor's entry has a brace and ten quotation marks, one of the metadata four quotation marks.
+    Its entries are counted by characters: a tensor has a brace and ten quotation marks, a metadata entry four.
     """
     with file.open("rb") as handle:
         size = int.from_bytes(handle.read(8), "little")

@@ -1,4 +1,4 @@
-"""The tensors of a sharded model, gathered one after the other on all ranks, while rank 0 writes them."""
+"""Gather the tensors of a sharded model one after the other on all ranks, while rank 0 writes them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from blockdiff.tensor_pieces import gathered, is_spread
 
 
 class Gathering:
-    """The order that keeps the ranks together while one of them writes.
+    """The order of gathering, in which all ranks take part while one of them writes.
 
-    All ranks gather the tensors in `order`. A rank that writes nothing, or whose writing failed, gathers what is left
-    and drops it, so that no other one waits forever. Where no tensor is sharded every process writes for itself.
+    All ranks gather the tensors in `order`. A rank that does not write, or whose writing failed, gathers the rest and
+    drops it, so that no other rank waits forever. If no tensor is sharded, every process writes for itself.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         spread: Any = next(filter(is_spread, tensors), None)
         self.is_sharded = spread is not None
-        self._device = spread.device_mesh.device_type if self.is_sharded else "cpu"  # where the ranks exchange
+        self._device = spread.device_mesh.device_type if self.is_sharded else "cpu"  # for exchanging errors
         self.is_writer = not self.is_sharded or dist.get_rank() == 0
         self.order: Sequence[TensorSource] = ()
         self._spread: set[int] = set()
         self._read: set[int] = set()
 
     def source(self, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSource:
-        """A tensor of the model, cast to `dtype`; one that is sharded is gathered when it is read."""
+        """Return the source of a tensor, cast to `dtype`; a sharded tensor is gathered when it is read."""
         if not is_spread(tensor):
             return TensorSource.of(tensor, dtype)
         target = dtype or tensor.dtype
@@ -47,7 +47,7 @@ class Gathering:
         return gathered_source
 
     def run(self, write: Callable[[], None]) -> None:
-        """Call `write` where files are written; an error there is raised on all ranks."""
+        """Call `write` on the rank that writes, and gather with the others. An error there is raised on all ranks."""
         if not self.is_sharded:
             write()
             return

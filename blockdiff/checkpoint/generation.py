@@ -1,4 +1,4 @@
-"""The settings of generation, with transformers' defaults and file format, and where special tokens come from."""
+"""The settings of generation, with transformers' defaults and file format, and the choice of special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.field_rules import Rule, broken_rule
 from blockdiff.models.family import Family
 
-# Our settings and transformers' names of them; two more are no single number there.
+# transformers' names of our settings; `entropy_bound` and `eos_ids` have another form there.
 _THEIRS = {
     "max_new_tokens": "max_new_tokens",
     "max_steps": "max_denoising_steps",
@@ -28,12 +28,11 @@ _THEIRS = {
 
 @dataclass(frozen=True)
 class Generation:
-    """The settings by which canvases are denoised and a response ends.
+    """The settings that denoise canvases, sample next tokens and end a response.
 
-    `max_steps` bounds the denoising steps of a canvas, `max_new_tokens` the response (rounded up to whole
-    canvases); `temperature` (0: greedy), `top_k` and `top_p` are of next-token sampling; any of `eos_ids` ends a
-    response; `pad_id` fills prompts of unequal length. Where one of the two is not said (empty, None),
-    `special_tokens` decides.
+    `max_steps` limits the denoising steps of a canvas, `max_new_tokens` the response (rounded up to whole canvases).
+    `temperature` (0: greedy), `top_k` and `top_p` apply to next-token sampling. Any of `eos_ids` ends a response;
+    `pad_id` fills prompts of unequal length. If `eos_ids` is empty or `pad_id` None, `special_tokens` finds it.
     """
 
     max_steps: int = 48
@@ -69,9 +68,9 @@ class Generation:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: Family | None = None) -> Generation:
-        """The settings of a checkpoint directory or hub id: its generation_config.json over the defaults.
+        """Return the settings of a checkpoint directory or Hub id: its generation_config.json over the defaults.
 
-        config: of the model, whose family says how long an answer is if the file does not. Raises CheckpointError if
+        config: the model's config, which sets the default answer length and number of steps. Raises CheckpointError if
         the file cannot be used.
         """
         file = find(path, with_weights=False) / GENERATION
@@ -89,7 +88,7 @@ class Generation:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Generation:
-        """The settings from transformers' names, as `to_dict` gives them; ValueError if unusable."""
+        """Return the settings from transformers' names, as written by `to_dict`; ValueError if a value is unusable."""
         acceptance = config.get("sampler_config") or {}
         if not isinstance(acceptance, Mapping):
             raise ValueError(f"sampler_config must be an object, got {acceptance!r:.80}")
@@ -97,7 +96,7 @@ class Generation:
         if rule != "EntropyBoundSamplerConfig":
             raise ValueError(f"sampler {rule!r} is not supported, only EntropyBoundSamplerConfig")
         values = {ours: config.get(theirs) for ours, theirs in _THEIRS.items()}
-        if config.get("do_sample"):  # transformers' defaults; else next-token sampling is greedy
+        if config.get("do_sample"):  # these are transformers' defaults; without do_sample it is greedy
             top_k = config.get("top_k", 50)
             values |= {"temperature": config.get("temperature", 1.0), "top_p": config.get("top_p", 1.0)}
             values |= {"top_k": top_k or None}
@@ -110,7 +109,7 @@ class Generation:
             raise ValueError(f"{_THEIRS.get(name, name)} {rule}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings in transformers' names, as generation_config.json holds them."""
+        """Return the settings by transformers' names, as the content of generation_config.json."""
         sampled = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
         return {
             **(sampled if self.temperature else {}),
@@ -122,17 +121,18 @@ class Generation:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The tokens with a meaning of their own: those that end a response, and the one that fills a row."""
+    """The ids of the tokens that end a response, and of the token that pads a row."""
 
     eos_ids: tuple[int, ...]
     pad_id: int
 
 
 def special_tokens(config: Family | None, generation: Generation | None = None, tokenizer: Any = None) -> SpecialTokens:
-    """Each special token as the generation settings say it, else the model's config, else the tokenizer.
+    """Return the special tokens: each from the generation settings, else from the model's config, else the tokenizer.
 
-    Any of the three may be None. Where nobody names an eos there is none; where nobody names a pad that the table has,
-    it is 0. Where the settings name no eos, the ends of turns of the tokenizer's chat template end a response, too.
+    Any of the three may be None. If none of them has an eos, `eos_ids` is empty. If none has a pad, or the table has no
+    row for it, `pad_id` is 0. If the settings have no eos but another has, the ends of turns in the tokenizer's chat
+    template end a response, too. Raises CheckpointError if every token of the vocabulary ends a response.
     """
 
     def first(name: str, in_settings: str) -> tuple[int, ...]:
@@ -145,12 +145,12 @@ def special_tokens(config: Family | None, generation: Generation | None = None, 
     if config is not None and set(eos_ids) >= set(range(config.vocab_size)):
         raise CheckpointError("eos_token_id: every token of the vocabulary ends an answer; name the few that do")
     pad_id = (*first("pad_token_id", "pad_id"), 0)[0]
-    has_row = config is None or pad_id < config.vocab_size  # any token fills a row, but it has to be one of the table
+    has_row = config is None or pad_id < config.vocab_size  # any token can pad a row if the table has it
     return SpecialTokens(eos_ids, pad_id if has_row else 0)
 
 
 def default_generation(config: Family, tokenizer: Any = None) -> Generation:
-    """The settings of a model that brings none: transformers' defaults, and the family's answer length."""
+    """Return the settings of a model without any: transformers' defaults, and the family's steps and answer length."""
     special = special_tokens(config, tokenizer=tokenizer)
     return Generation(
         max_steps=steps_of(config),
@@ -161,12 +161,15 @@ def default_generation(config: Family, tokenizer: Any = None) -> Generation:
 
 
 def steps_of(config: Family) -> int:
-    """The most steps of a canvas, if nothing says otherwise: with masks, one for each place at least."""
+    """Return the default limit on the denoising steps of a canvas: with a mask token, at least one per token."""
     return max(Generation.max_steps, config.canvas_length if config.mask is not None else 1)
 
 
 def _ids(ids: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Token ids as files say them: one number, several, or nothing, for which some files have a number below 0."""
+    """Return token ids in a file as a tuple. The file may have one id, several, None, or a number below 0 for no token.
+
+    Raises ValueError if they are not integers.
+    """
     tokens = () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
     if not all(isinstance(token, int) for token in tokens):
         raise ValueError(f"token ids must be integers, got {ids!r:.80}")

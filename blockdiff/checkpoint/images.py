@@ -1,4 +1,4 @@
-"""The image side of a model: drawn, built without weights, and filled with the tensors that the model carries."""
+"""The image side of a model: drawn at random, built without weights, or filled with the model's carried tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockdiff.models.model import BlockDiffusionModel
 
 
 def drawn_images(config: Family, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random image tensors by Hub name, as transformers initialises them; none without an image side."""
+    """Return random image tensors by Hub name, initialised as in transformers; {} without an image side."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         side = config.image_side()
@@ -29,7 +29,7 @@ def drawn_images(config: Family, seed: int, dtype: torch.dtype) -> dict[str, Ten
 
 
 def empty_image_side(config: Family) -> ImageSide:
-    """The image side of a config, frozen and without memory; CheckpointError where it has none."""
+    """Return the image side of a config, frozen and on the meta device; CheckpointError if it has none."""
     with torch.device("meta"):
         side = config.image_side()
     if side is None:
@@ -38,10 +38,10 @@ def empty_image_side(config: Family) -> ImageSide:
 
 
 def with_image_side(model: BlockDiffusionModel) -> BlockDiffusionModel:
-    """The model, which can take images from now on: its image side is filled with the tensors that it carries.
+    """Give a model its image side, filled with the image tensors that it carries; returns the model.
 
-    Saving writes them as before. A model on the meta device gets it without weights. Raises CheckpointError for a model
-    that takes no images, or that carries no such tensors, and for one that FSDP2 has sharded, which needs it before.
+    Saving writes these tensors as before. On the meta device the image side has no weights. Raises CheckpointError if
+    the model takes no images, if it carries no image tensors, and if FSDP2 has sharded it already.
     """
     if model.image_side is not None:
         return model

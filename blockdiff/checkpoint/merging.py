@@ -1,4 +1,4 @@
-"""`export`: what a run or an adapter made becomes a checkpoint of its own, or an adapter for PEFT."""
+"""`export`: write the result of a run, or a model with an adapter, as a checkpoint or as an adapter for PEFT."""
 
 from __future__ import annotations
 
@@ -50,16 +50,17 @@ def export(
 ) -> Path:
     """Write a run's model, or a model with an adapter, to `directory`, and read it back; returns the directory.
 
-    The adapters are added to the weights in fp32 at least, the sums are rounded once to their dtype, and the result is
+    The adapters are added to the weights in fp32 or wider, the sums are rounded once to their dtype, and the result is
     a checkpoint like any other. An adapter that was trained over rounded weights is added to the rounded weights. The
-    host holds one tensor at a time (two, of experts that a file has one by one).
+    host holds one tensor at a time (two, for experts that a file has one by one).
 
-    source: a run directory, a checkpoint, an adapter that names its base, or a Hub id; adapter: of that checkpoint.
-    peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the adapter names).
-    dtype: of the written weights ("auto": as stored). quantize: as in `load`; without it, weights in fp8 that an
-    adapter changes are written in `dtype`, because fp8 would round much of the change away. merge_into: the checkpoint
-    that gets the adapters in place of the rounded one they were trained over. Adapters of experts in four bits need
-    merge_into or quantize. canvas_length: the tokens of a canvas, written into a config.json that lacks them.
+    source: a run directory, a checkpoint, an adapter that names its base, or a Hub id. adapter: an adapter of that
+    checkpoint. peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the
+    adapter names). dtype: of the written weights ("auto": as stored). quantize: as in `load`; without it, weights in
+    fp8 that an adapter changes are written in `dtype`, because fp8 would round much of the change away. merge_into: the
+    checkpoint that gets the adapters, in place of the rounded one that they were trained over. Adapters of experts in
+    four bits need merge_into or quantize. canvas_length: the tokens of a canvas, written into a config.json that lacks
+    them.
 
     Raises CheckpointError, also if weights differ from their digests.
     """
@@ -113,9 +114,10 @@ def _rounded_again(
     below: str | None,
     quantize: str | None,
 ) -> dict[str, Form]:
-    """The weights of experts in fewer than 8 bits that adapters change, unless `quantize` is for another form.
+    """Return the expert weights in fewer than 8 bits that adapters change, each with its form.
 
-    Other layers are written in the model's dtype, or in fp8.
+    If `quantize` stores them in another form they are left out, since they are not rounded to the old form again.
+    Changed weights of other layers are written in the model's dtype, or in fp8.
     """
     layers = chosen_layers(model, weights, below)
     written = layers if quantize is None else chosen_layers(model, weights, quantize)
@@ -128,9 +130,9 @@ def _rounded_again(
 
 
 def _refuse_loss(matrix: StoredMatrix, sum_of: TensorSource, quantize: str | None) -> None:
-    """Raise CheckpointError with the share of a change that rounding experts again loses; only warn with `quantize`.
+    """Raise CheckpointError with the share of a change that is lost by rounding experts again.
 
-    sum_of: the changed weight in fp32. The first experts stand for all.
+    With `quantize` it only warns. sum_of: the changed weight in fp32. The share is measured on the first four experts.
     """
     word = next(word for word, form in FORMS.items() if isinstance(matrix, form))
     some = matrix.part(slice(4))
@@ -147,7 +149,7 @@ def _refuse_loss(matrix: StoredMatrix, sum_of: TensorSource, quantize: str | Non
 
 
 def lost_share(matrix: StoredMatrix, change: Tensor) -> float:
-    """The share of a change of a stored matrix that is lost when their sum is rounded to the form again."""
+    """Return the share of `change` that is lost when its sum with a stored matrix is rounded to the matrix's form."""
     numbers = matrix.decoded(torch.float32)
     kept_change = type(matrix).nearest(numbers + change).decoded(torch.float32) - numbers
     return 1 - float((kept_change * change).sum() / change.square().sum())
@@ -162,9 +164,10 @@ def _written(
     form: str | None,
     keeps_sums: bool,
 ) -> dict[str, TensorSource]:
-    """The tensors of a merged checkpoint: every weight in `dtype`, or as the word `form` stores it.
+    """Return the tensors of a merged checkpoint: every weight in `dtype`, or as the word `form` stores it.
 
-    The model stores them so, too. keeps_sums: weights in `sums` stay in `dtype` all the same.
+    The model's layers are changed to these forms, too. keeps_sums: layers with weights in `sums` are not stored in
+    `form`.
     """
 
     def source_of(name: str) -> TensorSource:
@@ -194,7 +197,7 @@ def _written(
 
 
 def _rounded(model: BlockDiffusionModel, directory: Path, form: str) -> dict[str, TensorSource]:
-    """The weights that a word stores in fewer bits, decoded, each when it is asked for."""
+    """Return the weights that the word `form` stores in fewer bits, decoded, each read on use."""
     read, sources = stored_matrices(model, directory), {}
     for layer, stored in chosen_layers(model, directory, form).items():
         for leaf, parameter in model.get_submodule(layer).named_parameters(recurse=False):
@@ -219,9 +222,9 @@ def _sums(
     directory: Path,
     dtype: torch.dtype,
 ) -> dict[str, TensorSource]:
-    """The weights that the adapter in a directory changes, each read and summed when it is asked for.
+    """Return the weights that the adapter in `directory` changes, each read and summed on use.
 
-    Raises CheckpointError for an adapter that does not fit an empty model like this one.
+    Raises CheckpointError if the adapter does not fit a model of this config.
     """
     model = empty(model.config, "torch")
     adapter = read_adapter(directory, model)
@@ -244,10 +247,10 @@ def _sums(
 
 
 def _sum(weight: TensorSource, A: Part, B: Part, scale: float, dtype: torch.dtype) -> Tensor:
-    """A weight with its adapter."""
+    """Return a weight plus its adapter, B A times `scale`."""
     return merged(weight.read(), A.read(None), B.read(None), scale, dtype)
 
 
 def _with_rows(table: TensorSource, rows: Part, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The embedding table with the rows that an adapter brings."""
+    """Return the embedding table with the rows of `tokens` replaced by an adapter's."""
     return table.read().to(dtype).index_copy(0, torch.tensor(tokens), rows.read(None).to(dtype))

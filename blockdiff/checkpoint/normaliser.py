@@ -1,4 +1,4 @@
-"""A bound for a tokenizer's normaliser and decoder: by how much they lengthen a text is known from tokenizer.json."""
+"""A bound on how much a tokenizer's normaliser and decoder lengthen a text, computed from tokenizer.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from blockdiff.errors import CheckpointError
 
-MOST_GROWTH = 100  # times as long; the longest decomposition of a character in Unicode has 18
+MOST_GROWTH = 100  # times as long; Unicode decomposes a character to at most 18
 FILE = "tokenizer.json"
 KEYS = ("normalizer", "decoder")
 
@@ -21,7 +21,7 @@ KEYS = ("normalizer", "decoder")
 def require_bounded(directory: Path) -> None:
     """Raise CheckpointError if tokenizer.json has a normaliser or decoder that makes texts more than 100 times as long.
 
-    Unicode's own normal forms, which lengthen no character more than 18 times and do so once, do not count.
+    Unicode's normal forms do not count: they lengthen no character more than 18 times, and only once.
     """
     file = directory / FILE
     if not file.is_file():
@@ -38,17 +38,20 @@ def require_bounded(directory: Path) -> None:
 
 
 def _values(text: str, key: str) -> Iterator[Any]:
-    """The objects that stand under a key anywhere in a JSON text: of 20 MB most are tokens, which need no reading."""
+    """Yield the objects with this key anywhere in a JSON text.
+
+    The text is searched, not parsed: most of its 20 MB are tokens.
+    """
     letters = "".join(rf"(?:{letter}|\\u00{ord(letter):02x})" for letter in key)
     for match in re.finditer(rf'"{letters}"\s*:\s*(?=\{{)', text, re.IGNORECASE):
         try:
             yield json.JSONDecoder().raw_decode(text, match.end())[0]
-        except (ValueError, RecursionError):  # tokenizers says so when it reads the file
+        except (ValueError, RecursionError):  # the tokenizers package reports it when it reads the file
             continue
 
 
 def _growth(value: Any) -> float:
-    """The most characters that an object of a normaliser or decoder makes of one."""
+    """Return the most characters that a normaliser or decoder `value` makes of one character."""
     if not isinstance(value, Mapping):
         return 1.0
     parts = [each for name in ("normalizers", "decoders") if isinstance(value.get(name), list) for each in value[name]]
@@ -67,9 +70,9 @@ def _growth(value: Any) -> float:
 
 
 def _longest(charsmap: str) -> float:
-    """The length of the longest text that a compiled table of SentencePiece writes for a character.
+    """Return the length of the longest text by which a compiled table of SentencePiece replaces a character.
 
-    The table is the size of a trie in four bytes, the trie, and the texts with a zero after each.
+    The table has the size of a trie in four bytes, the trie, and the texts, each ended by a zero.
     """
     try:
         table = base64.b64decode(charsmap)

@@ -1,6 +1,6 @@
-"""`load`: a model is opened, with what goes with its weights: an adapter, rounding to fp8, a draft model.
+"""`load`: open a model with its weights, and optionally an adapter, rounding to fewer bits and a draft model.
 
-`ModelFiles` says which files those are, so that tokenizer and settings are found in the same way without the weights.
+`ModelFiles` says in which directories the files are, so tokenizer and settings can be found without the weights.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from blockdiff.models.stored import store
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The directories of a model: that of its weights, and that of the adapter over them (None: there is none).
+    """The directory of a model's weights, and the directory of the adapter over them (None: no adapter).
 
-    A tokenizer and settings beside the adapter go before those beside the weights.
+    A tokenizer and settings in the adapter's directory have priority over those beside the weights.
     """
 
     weights: Path
     adapter: Path | None = None
 
     def holding(self, *names: str) -> Path:
-        """The directory that has one of these files; that of the weights where neither has."""
+        """Return the adapter's directory if it has one of these files, else the directory of the weights."""
         if self.adapter is not None and any((self.adapter / name).is_file() for name in names):
             return self.adapter
         return self.weights
 
     def tokenizer(self) -> Any:
-        """The tokenizer; CheckpointError where there is none."""
+        """Load the tokenizer; CheckpointError if there is none."""
         return load_tokenizer(self.holding(*VOCABULARY_FILES))
 
     def generation(self) -> Generation:
-        """The settings of generation."""
+        """Return the settings of generation."""
         return Generation.from_pretrained(self.holding(GENERATION), read_config(self.weights))
 
     def diffusion(self) -> DiffusionSettings:
-        """The settings of training that sampling follows."""
+        """Return the settings of training that sampling follows."""
         return DiffusionSettings.from_pretrained(self.holding(DIFFUSION), read_config(self.weights))
 
 
 def model_files(path_or_hub_id: str | Path, adapter: str | Path | None = None, with_weights: bool = True) -> ModelFiles:
-    """The directories of a model by the names that `load` takes; CheckpointError for what is not there.
+    """Return the directories of a model and adapter as `load` accepts them; CheckpointError if one is missing.
 
-    Without weights only the small files beside them are fetched from the Hub.
+    with_weights: if False, only the small files beside the weights are fetched from the Hub.
     """
     directory = find(path_or_hub_id, with_weights)
     if not has_adapter(directory):
@@ -74,9 +74,9 @@ def model_files(path_or_hub_id: str | Path, adapter: str | Path | None = None, w
 
 
 def require_as_written(path_or_hub_id: str | Path, *others: str | Path | None) -> None:
-    """Compare the weights of a model with the digests beside them, and those of other models and adapters (None: none).
+    """Compare the weights of a model, and of `others` (models or adapters, None: skipped), with their digests.
 
-    Raises CheckpointError for others than were written. A directory without digests is not compared.
+    Raises CheckpointError if weights differ. A directory without digests is not compared.
     """
     files = model_files(path_or_hub_id)
     compare(dict.fromkeys([files.weights, files.adapter, *(find(each) for each in others if each is not None)]))
@@ -92,16 +92,18 @@ def load(
     quantize: str | None = None,
     draft_model: str | Path | None = None,
 ) -> BlockDiffusionModel:
-    """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`.
+    """Load a model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`.
 
-    dtype: "auto" is the one that is stored. adapter: a directory in PEFT's format whose adapters the model gets; the
-    directory of an adapter may also stand in place of the model's, whose name it then brings. Settings and tokenizer
-    beside the adapter go before the model's.
+    dtype: "auto" is the stored dtype. adapter: a directory in PEFT's format, or a Hub id, whose adapters the model
+    gets. If `path_or_hub_id` is itself an adapter, the model that it names is loaded with it. Settings and tokenizer
+    beside the adapter have priority over the model's.
+
     quantize: "fp8" rounds the weights of linear layers and experts to fp8, one tensor after the other, and freezes
-    them; "none" makes what is stored in fp8 weights like others; None leaves each as it is stored, below an adapter as
-    it was trained over them.
-    draft_model: a canvas model of the same tokenizer, which makes the model a `Drafted` one for verified canvases. It
-    has the same dtype, device and kernels, and neither the adapter nor the rounding.
+    them. "none" decodes weights that are stored in fewer bits. None leaves each as it is stored; below an adapter, as
+    it was when the adapter was trained.
+
+    draft_model: a canvas model with the same tokenizer, or a drafter; the result is then a `Drafted` model, for
+    verified canvases. The draft model has the same dtype, device and kernels, but neither the adapter nor the rounding.
     """
     files = model_files(path_or_hub_id, adapter)
     if draft_model is None:
@@ -124,10 +126,11 @@ def load_files(
     spread: Callable[[BlockDiffusionModel, torch.dtype], object] | None = None,
     warns: bool = True,
 ) -> BlockDiffusionModel:
-    """The model in some directories, as `load` has it.
+    """Load the model in the directories `files`, as `load` does.
 
-    spread: called with the model, which has its adapter and no weights, and with the dtype that these will have, so
-    that a rank gets room for its own pieces; warns: whether this process warns, of an adapter of other weights, say.
+    spread: called with the model, which has its adapter and no weights yet, and with the dtype that these will have, so
+    that a rank can allocate its own pieces. warns: whether this process warns, for example if the adapter was trained
+    on other weights.
     """
     opened = empty(read_config(files.weights), kernels, model)
     if quantize is None and files.adapter is not None:
@@ -150,10 +153,10 @@ def load_files(
 
 
 def with_adapter(model: BlockDiffusionModel, adapter: str | Path) -> BlockDiffusionModel:
-    """A model with an adapter from a directory or a Hub id, over the same weights: both read them where they lie.
+    """Return a copy of `model` with an adapter from a directory or a Hub id; both share the memory of the weights.
 
-    Neither may train then. Raises CheckpointError for an adapter that is none of this model, or was trained over
-    weights in another form.
+    Neither may train then. Raises CheckpointError if the adapter does not fit the model, or was trained over weights in
+    another form.
     """
     directory = find(adapter)
     if (form := form_below(directory)) is not None and form != (stored_as(model) or "none"):
@@ -161,7 +164,7 @@ def with_adapter(model: BlockDiffusionModel, adapter: str | Path) -> BlockDiffus
             f"{directory}: was trained over weights in the form {form!r}; open the model with quantize"
         )
     origin = getattr(model.carried, "origin", None)
-    if origin is not None and origin.is_dir():  # else nobody can say any more what it was
+    if origin is not None and origin.is_dir():  # if it is gone, the weights cannot be compared
         warn_of_other_weights(directory, origin)
     tensors = [*model.parameters(), *model.buffers()]
     other = deepcopy(model, {id(tensor): tensor for tensor in tensors})

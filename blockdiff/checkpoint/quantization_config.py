@@ -44,7 +44,7 @@ def layers_described(model: BlockDiffusionModel) -> dict[str, Form]:
 
 
 def _groups(words: Mapping[str, Any]) -> Iterator[tuple[list[str], Form]]:
-    """Yield the module patterns of each form with the form."""
+    """Yield each form in a `quantization_config` with the patterns of the modules that have it: (patterns, form)."""
     groups = words.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -63,7 +63,7 @@ def _ignored_by(words: Mapping[str, Any]) -> list[str]:
 
 
 def _matches(module: str, patterns: list[str]) -> bool:
-    """True if a pattern matches a module, in the syntax of compressed-tensors or of ModelOpt."""
+    """Return True if a pattern matches a module, in the syntax of compressed-tensors or of ModelOpt."""
     return any(
         re.match(pattern[3:], module) is not None
         if pattern.startswith("re:")
@@ -73,7 +73,7 @@ def _matches(module: str, patterns: list[str]) -> bool:
 
 
 def _hub_modules(model: BlockDiffusionModel, layer: str, module: nn.Module) -> list[str]:
-    """Return the Hub names of a linear layer's module, or of the first expert's modules."""
+    """Return the Hub names of a linear layer's module, or of the modules of the first expert in an expert layer."""
     if not isinstance(module, Linear | Experts):
         return []
     names = model.config.names
@@ -144,7 +144,7 @@ def _tail(module: str) -> str:
 
 
 def warn_of_activations(config: Family, directory: Path) -> None:
-    """Warn if another program's checkpoint rounds inputs, or keys and values, which stay as they are here."""
+    """Warn if another program's checkpoint rounds inputs, or keys and values; here these are not rounded."""
     words = quantization_words(config)
     groups = [group for group in (words.get("config_groups") or {}).values() if isinstance(group, Mapping)]
     what = ["the inputs of layers"] * any(group.get("input_activations") for group in groups)

@@ -46,10 +46,10 @@ from blockdiff.tensor_pieces import Block, is_spread, local_of, piece_of
 def empty(
     config: Family, kernels: str | Kernels = "auto", model: type[BlockDiffusionModel] | None = None
 ) -> BlockDiffusionModel:
-    """A model whose weights have shapes but no memory (torch's meta device), to be filled or counted.
+    """Return a model whose weights have shapes but no memory (torch's meta device), to be filled or counted.
 
     model: a subclass of the family's model class to make instead; the tensors that it adds are saved beside the
-    weights. Raises CheckpointError for a config of an unknown family, or one that its models do not support.
+    weights. Raises CheckpointError if the config's family is unknown, or its models do not support the config.
     """
     family_class = config.model_class
     if model is not None and not isinstance(model, type):
@@ -72,11 +72,11 @@ def load_weights(
 
     dtype: of all text parameters, or "auto" for the dtype of the stored embedding table. device: "auto" is cuda if
     there is a GPU. The host holds one tensor in addition to the model. Each rank of a sharded model reads only its part
-    of every tensor, on the device and in the dtype that its parameters have. Frozen parameters stay frozen. Image
-    tensors fill the image side if the model has one; else saving copies them through. Tensors that the model's class
-    adds to its family are read from `blockdiff.safetensors`; without that file, `reset_parameters` of their modules
-    sets them. Weights that the model stores in fewer bits are rounded to that form if the file has another.
-    Raises CheckpointError.
+    of every tensor, on the device and in the dtype of its parameters. Frozen parameters stay frozen. Image tensors fill
+    the image side if the model has one; else they are only copied on saving. Tensors that the model's class adds to its
+    family are read from `blockdiff.safetensors`; without that file, `reset_parameters` of their modules sets them.
+    Weights that the model stores in fewer bits are rounded to that form if the file has another. Raises
+    CheckpointError.
     """
     directory = find(path_or_hub_id)
     names = model.config.names
@@ -109,17 +109,17 @@ def load_weights(
     parted = [block_of for block_of in filled if block_of[0] in from_parts]
     for hub, block, tensor in chain(read_blocks(stored, whole), read_assembled(from_parts, parted)):
         for ours in filled[hub, block]:
-            # A copy even where nothing changes: the tensor read is a view of the file.
+            # A copy even if nothing changes, because the tensor is a view of the file.
             is_float = state[ours].is_floating_point()
             kept_as = dtype_of(ours, target) if is_float else state[ours].dtype
             filling = torch.empty(tensor.shape, dtype=kept_as, device=target_device).copy_(tensor)
             fill(model, ours, filling, is_local=True)
-        if tensor.dim() and is_float:  # a number by itself may be a limit that nothing reaches
+        if tensor.dim() and is_float:  # a scalar may be an infinite limit on purpose
             sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
     for ours in sorted(frozen, key=lambda name: (str(stored[source[name]].file), name)):
         module, weight = frozen[ours]
         assert module.stored is not None
-        # Of a tensor that is spread a device has room for this rank's part alone.
+        # The device may have room only for this rank's part of a spread tensor.
         device = torch.device("cpu") if is_spread(state[ours]) else target_device
         matrix = _stored_matrix(stored, source[ours], module.stored, device)
         for leaf, part in module.named_parts(weight, matrix):
@@ -162,9 +162,10 @@ def stored_matrices(model: BlockDiffusionModel, directory: Path) -> Callable[[st
 def _warn_of_not_finite(
     model: nn.Module, directory: Path, sums: Mapping[str, Tensor], source: Mapping[str, str]
 ) -> None:
-    """Warn once of weights that are not finite. Each rank of a sharded model checks its own.
+    """Warn once if weights are not finite. Each rank of a sharded model checks its own.
 
-    sums: of the weights, which are cheap. Large weights may have an infinite sum, too, so those weights are checked.
+    sums: the sum of each weight, which is cheap. Finite weights may have an infinite sum, too, so weights with such a
+    sum are examined.
     """
     is_finite = torch.stack(list(sums.values())).isfinite().tolist()
     state = model.state_dict()
@@ -216,7 +217,7 @@ def require_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 def require_room(model: BlockDiffusionModel, dtype: torch.dtype, device: torch.device) -> None:
     """Raise BlockdiffError if a device has no room for the weights of an empty model.
 
-    Those of a sharded one have their memory already.
+    Sharded tensors have their memory already and are not counted.
     """
     state = {name: tensor for name, tensor in model.state_dict().items() if not is_spread(tensor)}
     held = {name: tensor.nbytes for name, tensor in state.items() if tensor.dtype == torch.uint8 or is_scale(name)}
@@ -230,7 +231,10 @@ def require_room(model: BlockDiffusionModel, dtype: torch.dtype, device: torch.d
 
 
 def resolve_dtype(dtype: str | torch.dtype, table: Stored | None = None) -> torch.dtype:
-    """The dtype that a name stands for ("auto": that of the stored embedding table); CheckpointError if none."""
+    """Return the torch dtype called `dtype`; CheckpointError if there is none.
+
+    "auto" is the dtype of the stored embedding table `table`, and is refused if that is None.
+    """
     if dtype == "auto" and table is not None:
         if table.dtype not in DTYPES:
             raise CheckpointError(f"{table.file}: the table is stored as {table.dtype}; name a dtype")
@@ -243,7 +247,10 @@ def resolve_dtype(dtype: str | torch.dtype, table: Stored | None = None) -> torc
 
 
 def weights_dtype(dtype: str, path_or_hub_id: str | None) -> torch.dtype:
-    """The dtype that a model's weights will have: "auto" is that of a checkpoint's embedding table, or fp32."""
+    """Return the dtype that a model's weights will have.
+
+    "auto" is the dtype of the checkpoint's embedding table, or fp32 if there is no checkpoint.
+    """
     if dtype != "auto" or path_or_hub_id is None:
         return resolve_dtype("float32" if dtype == "auto" else dtype)
     directory = find(path_or_hub_id)
@@ -254,7 +261,11 @@ def weights_dtype(dtype: str, path_or_hub_id: str | None) -> torch.dtype:
 def _match(
     shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored], directory: Path, names: Names
 ) -> dict[str, str]:
-    """Our name -> the Hub tensor that fills it; every stored tensor is used, carried, a tie, or refused."""
+    """Map each of our tensor names to the Hub tensor that fills it, which may be one that it is tied to.
+
+    Raises CheckpointError if a tensor is missing or has another shape, and if a stored one belongs to no model of this
+    config.
+    """
     ours_of = names.hub_to_ours(shapes)
     source, without_tensors = {}, []
     for hub, ours in ours_of.items():
@@ -285,7 +296,7 @@ def _match(
 
 
 def _require_numbers(model: nn.Module, source: Mapping[str, str], stored: Mapping[str, Stored]) -> None:
-    """Raise CheckpointError for a tensor of integers where the model has real numbers."""
+    """Raise CheckpointError if a tensor is stored as integers but has real numbers in the model."""
     state = model.state_dict()
     for ours, hub in source.items():
         if stored[hub].dtype == INTEGER and state[ours].is_floating_point():

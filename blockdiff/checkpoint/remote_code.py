@@ -1,6 +1,6 @@
-"""Code that a config.json names for readers that run it (`auto_map`): copied from checkpoint to checkpoint as bytes.
+"""Code that a config.json names for programs that run it (`auto_map`), copied as bytes from checkpoint to checkpoint.
 
-Nothing here imports it, or looks into it.
+Nothing here imports or inspects it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ CODE = "*.py"
 
 
 def named_code(values: Mapping[str, Any]) -> list[str]:
-    """The names of the files that the content of a config.json names, without those of other repositories."""
+    """Return the names of the Python files in `auto_map` of a config.json, without those in other repositories."""
     entries = values.get("auto_map")
     classes = entries.values() if isinstance(entries, Mapping) else ()
     modules = (name.partition(".")[0] for name in classes if isinstance(name, str) and "--" not in name)
@@ -21,12 +21,12 @@ def named_code(values: Mapping[str, Any]) -> list[str]:
 
 
 def code_files(values: Mapping[str, Any], directory: Path) -> tuple[Path, ...]:
-    """The Python files of a directory whose config.json names some: those import the others."""
+    """Return all Python files in `directory` if its config.json names any, since those may import the others."""
     return tuple(sorted(file for file in directory.glob(CODE) if file.is_file())) if named_code(values) else ()
 
 
 def words_of_missing(values: Mapping[str, Any], there: Iterable[Path]) -> str | None:
-    """A warning about files that the content of a config.json names and that are not there; None if all are."""
+    """Return a warning if files named by a config.json are not among the files `there`; None if all are."""
     missing = [name for name in named_code(values) if name not in {file.name for file in there}]
     if not missing:
         return None

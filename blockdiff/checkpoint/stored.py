@@ -18,7 +18,7 @@ from blockdiff.layers.weights import Form
 from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.stored import QUANTIZE, check_quantize, frozen_weights, layers_of, quantised_layers, stored_layers
 
-FORM = "base_weights"  # the entry of an adapter's file that names the `quantize` of the weights below
+FORM = "base_weights"  # metadata key in an adapter's file: `quantize` of the weights it adapts
 
 
 def chosen_layers(model: BlockDiffusionModel, path_or_hub_id: str | Path, quantize: str | None) -> dict[str, Form]:
@@ -83,20 +83,20 @@ def activations_of(model: BlockDiffusionModel, forms: Mapping[str, FileForm]) ->
 
 
 def stored_as(model: BlockDiffusionModel) -> str | None:
-    """Return the `quantize` that stores a model's weights as they are; None if there is none."""
+    """Return the `quantize` word that stores a model's weights as they are; None if there is none."""
     forms = {name: module.stored for name, module in stored_layers(model).items()}
     words = [word for word in QUANTIZE if forms and forms.items() >= layers_of(model, word).items()]
     return words[0] if words else None
 
 
 def form_below(directory: str | Path) -> str | None:
-    """Return the `quantize` of the weights below the adapter in a directory. Raises CheckpointError.
+    """Return the `quantize` word of the weights that the adapter in `directory` was trained over.
 
-    None means the weights as they are stored, or an adapter of another program.
+    None means weights as their checkpoint stores them, or an adapter of another program. Raises CheckpointError.
     """
     file = Path(directory).expanduser() / ADAPTER_WEIGHTS
     form = metadata_in(file).get(FORM) if file.exists() else None
-    form = "fp8" if form == "fp8-dynamic" else form  # weights of the same codes, whose inputs were rounded
+    form = "fp8" if form == "fp8-dynamic" else form  # it has the same codes, and rounded inputs in addition
     check_quantize(form)
     return form
 
@@ -104,7 +104,10 @@ def form_below(directory: str | Path) -> str | None:
 def parts_in_files(
     model: BlockDiffusionModel, sources: dict[str, TensorSource], forms: Mapping[str, FileForm]
 ) -> list[tuple[str, Part, TensorSource]]:
-    """Move the tensors of stored weights out of `sources`: the weight's name, the part of its form, the tensor."""
+    """Move the tensors of weights in fewer bits out of `sources`.
+
+    Returns for each the name of its weight, its part of the weight's form, and its source.
+    """
     parts = []
     for name, (module, _) in frozen_weights(model).items():
         assert module.stored is not None

@@ -1,7 +1,7 @@
-"""A safetensors file written one tensor after another, so that the host never holds two of them.
+"""Write a safetensors file one tensor after another, so that the host never holds two of them.
 
-The bytes are those that `safetensors.torch.save_file` writes of the same tensors. The format: eight bytes with the
-length of the header, a JSON header with dtype, shape and place of every tensor, padded with spaces, and the numbers.
+The bytes equal those that `safetensors.torch.save_file` writes. The format: eight bytes with the length of the header;
+a JSON header with dtype, shape and offsets of every tensor, padded with spaces; the numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from blockdiff.checkpoint.files import Stored, read_tensors
 from blockdiff.files import PIECE, PiecewiseDigest
 
-# safetensors' words, in the order in which a file has its tensors: the last of these first.
+# safetensors' names of dtypes. A file has the tensors of the last dtype first.
 WORDS: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -45,7 +45,7 @@ _PLACE = {dtype: rank for rank, dtype in enumerate(WORDS)}
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to be written: its shape and dtype, the function that reads it, and the sources that it is made of."""
+    """A tensor to be written: its shape, its dtype, the function that reads it, and the sources it is joined from."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,36 +59,36 @@ class TensorSource:
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSource:
-        """The source of a tensor in memory, cast to `dtype`."""
+        """Return the source of a tensor in memory, cast to `dtype` (None: not cast)."""
         target = dtype or tensor.dtype
         return cls(tuple(tensor.shape), target, lambda: tensor.detach().to("cpu", target))
 
     @classmethod
     def joined(cls, parts: Sequence[TensorSource]) -> TensorSource:
-        """Several tensors as one, one under the other."""
+        """Return the source of several tensors concatenated along the first axis."""
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         return cls(shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts]), tuple(parts))
 
     def first_sources(self) -> list[TensorSource]:
-        """The sources that are made of no other, in the order in which reading this one reads them."""
+        """Return the sources that are not joined from others, in the order in which reading this one reads them."""
         return [first for source in self.of_sources for first in source.first_sources()] or [self]
 
     @classmethod
     def stored(cls, name: str, entry: Stored) -> TensorSource:
-        """A tensor in a file, as it lies there."""
+        """Return the source of a tensor in a file, unchanged."""
         return cls(entry.shape, DTYPE_OF[entry.dtype], lambda: next(read_tensors({name: entry}, [name]))[1])
 
 
 def in_order(sources: Mapping[str, TensorSource]) -> list[str]:
-    """The names of tensors in the order in which a file has them, which is that in which they are read."""
+    """Return the names of tensors in the order in which a file has them; they are read in this order."""
     return sorted(sources, key=lambda name: (-_PLACE[sources[name].dtype], name))
 
 
 def write_stream(file: Path, sources: Mapping[str, TensorSource], metadata: Mapping[str, str] | None = None) -> str:
     """Write tensors to a file, each read when its turn comes, and wait until they are on the disk.
 
-    Returns the digest of the file, made of what was to be written and not of what is read back. Raises OSError, and
-    ValueError for a tensor that is not as its source said.
+    Returns the digest of the file, computed from the bytes to be written, not from reading back. Raises OSError, and
+    ValueError if a tensor differs from its source in shape or dtype.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end, order = 0, in_order(sources)

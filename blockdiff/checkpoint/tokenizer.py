@@ -1,4 +1,4 @@
-"""The tokenizer beside a checkpoint's weights, and the text of single tokens."""
+"""The tokenizer beside a checkpoint's weights, and the texts of single tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from blockdiff.checkpoint.normaliser import require_bounded
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import for_transformers
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character
-PADDING = 512  # rows that a table may have beyond the tokens, whatever its size
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # a decoder writes it for bytes that form no character
+PADDING = 512  # rows without a token that a table of any size may have
 OTHER_MODELS = "is it that of the model? If not, put the tokenizer.json that the weights were trained with beside them"
-LONGEST = 8  # tokens that may share their characters before they count as broken
+LONGEST = 8  # most tokens that are decoded together to form characters
 
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Any:
-    """The tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code.
+    """Load the tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code.
 
     Raises CheckpointError if there is none.
     """
@@ -35,10 +35,10 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
         raise CheckpointError(f"{path_or_hub_id}: no such directory; name the directory or hub id of a tokenizer")
     name = str(directory if directory.is_dir() else path_or_hub_id)
     try:
-        # Without files transformers makes an empty tokenizer of the model's type, which knows no word.
+        # Without files transformers makes a tokenizer of the model's type with an empty vocabulary.
         if directory.is_dir() and not any((directory / name).is_file() for name in VOCABULARY_FILES):
             raise FileNotFoundError(f"none of {', '.join(VOCABULARY_FILES)}")
-        # The type of the model decides; to build its whole config would import most of transformers.
+        # The model type is enough; building the model's config would import most of transformers.
         values, _ = PreTrainedConfig.get_config_dict(name)
         config = PreTrainedConfig.from_dict(for_transformers(values), name_or_path=name)
         return AutoTokenizer.from_pretrained(name, config=config)
@@ -50,12 +50,12 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
 
 
 def rows_needed(tokenizer: Any) -> int:
-    """The number of rows that a table needs for the tokens of a tokenizer: one more than the largest id."""
+    """Return the number of table rows that a tokenizer needs: its largest token id plus 1."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def mismatch(tokenizer: Any, vocab_size: int) -> str | None:
-    """The reason, in words, why a tokenizer is hardly that of a model with so many tokens; None if it may be.
+    """Return the reason why a tokenizer hardly belongs to a model with `vocab_size` tokens; None if it may.
 
     Tables are often padded: up to PADDING rows, or a tenth of them, may have no token.
     """
@@ -66,7 +66,7 @@ def mismatch(tokenizer: Any, vocab_size: int) -> str | None:
 
 
 def require_same_tokens(draft_model: str | Path, model: str | Path) -> None:
-    """Raise CheckpointError where the tokenizers beside two models have other tokens, or other ids for them."""
+    """Raise CheckpointError if the tokenizers of two models differ in tokens or their ids."""
     if load_tokenizer(draft_model).get_vocab() != load_tokenizer(model).get_vocab():
         raise CheckpointError(
             f"{draft_model}: its tokenizer has other tokens than that of {model}; a draft model needs the same"
@@ -74,9 +74,10 @@ def require_same_tokens(draft_model: str | Path, model: str | Path) -> None:
 
 
 def mask_token(tokenizer: Any, vocab_size: int, name: str | None, reserved: Collection[int | None]) -> int:
-    """The token that stands where a drafter predicts: of this name, else the mask token, else a row without a token.
+    """Return the id of the token at places that a drafter predicts.
 
-    Raises CheckpointError if there is none, and for one of the `reserved` special tokens.
+    It is the token `name` or, if that is None, the mask token, else a table row without a token. Raises CheckpointError
+    if there is none, and if it is one of the `reserved` special tokens.
     """
     remedy = "name one of its tokens that no text contains, --mask-token"
     if name is not None:
@@ -94,7 +95,7 @@ def mask_token(tokenizer: Any, vocab_size: int, name: str | None, reserved: Coll
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:
-    """Token id -> its text, special tokens included; an id that the tokenizer does not have shows as its number."""
+    """Return a function from a token id to its text, special tokens included; "<id>" for an id without a token."""
     size = len(tokenizer)
 
     @cache
@@ -105,9 +106,10 @@ def decoder(tokenizer: Any) -> Callable[[int], str]:
 
 
 def sequence_decoder(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
-    """Token ids in a row -> a text for each; where several make one character together, the last has the text of all.
+    """Return a function from consecutive token ids to one text for each.
 
-    Byte-level tokens do: `é` may be two of them. Bytes that make no character stay broken.
+    If several tokens form one character together (`é` may be two byte-level tokens), the last has the text of all and
+    the others are empty. Bytes that form no character stay broken.
     """
     decode, size = decoder(tokenizer), len(tokenizer)
 

@@ -1,4 +1,4 @@
-"""`save`: a model becomes a Hub-layout directory that loads in transformers as it is."""
+"""`save`: write a model as a Hub-layout directory that transformers loads as it is."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ def save(
 ) -> Path:
     """Write `model` to `directory`, which appears complete or not at all; returns the directory.
 
-    tokenizer: anything with `save_pretrained`, saved with the image processor that lies beside it; None carries the
-    files of the checkpoint the model came from. generation: the settings, or the content of generation_config.json;
-    None carries the old ones or writes the defaults. diffusion: the `DiffusionSettings` that go beside them. dtype:
-    cast the text tensors (None: as they are; those in fp8 stay so); image tensors are written as they were read.
-    overwrite: replace a checkpoint that stands there. weights: what is written in place of the model's own tensors, by
-    the same names, read one by one. What a tweaked model class adds is written to `blockdiff.safetensors`. Tensors are
-    written one after the other. Of a sharded model all ranks call this together: each tensor is gathered, and rank 0
-    writes. Raises CheckpointError.
+    tokenizer: anything with `save_pretrained`, saved with the image processor beside it (None: the files of the
+    checkpoint that the model came from are copied). generation: the settings, or the content of generation_config.json
+    (None: the old file is copied, or the defaults are written). diffusion: the `DiffusionSettings` to write beside
+    them. dtype: cast the text tensors (None: no cast; weights in fewer bits are never cast); image tensors are written
+    as they were read. overwrite: replace a checkpoint in `directory`. shard_bytes: the most bytes of a file with
+    several tensors. weights: written in place of the model's own tensors, by the same names.
+
+    Tensors that a custom model class adds are written to `blockdiff.safetensors`. One tensor is read and written at a
+    time. If the model is sharded, all ranks call this together: each tensor is gathered, and rank 0 writes. Raises
+    CheckpointError.
     """
     if not isinstance(model, BlockDiffusionModel):
         kind = type(model).__name__
@@ -107,7 +109,7 @@ def save(
 
 
 def _require_free(target: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if something stands that must not be replaced."""
+    """Raise CheckpointError if `target` has content, unless it is a checkpoint and `overwrite` is True."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         if not (target / CONFIG).is_file():
             raise CheckpointError(f"{target} exists and is no checkpoint; choose another directory")
@@ -127,13 +129,13 @@ def _write(
 ) -> None:
     for file in carried.side_files:
         if tokenizer is not None and file.name in TOKENIZER_FILES:
-            continue  # the old tokenizer's; a mixture of two would be neither
+            continue  # files of two tokenizers must not be mixed
         if not file.is_file():
             raise CheckpointError(f"{file} has gone since the model was loaded; it cannot be copied")
         shutil.copyfile(file, fresh / file.name)
     if tokenizer is not None:
         tokenizer.save_pretrained(fresh)
-        came_from = getattr(tokenizer, "name_or_path", "")  # the directory that it was read from, or a hub id
+        came_from = getattr(tokenizer, "name_or_path", "")  # a directory or a Hub id
         for file in (Path(came_from) / name for name in PROCESSORS if came_from):
             if file.is_file() and not (fresh / file.name).exists():
                 shutil.copyfile(file, fresh / file.name)
@@ -151,9 +153,9 @@ def _write(
 def _divided_into_files(
     model: BlockDiffusionModel, tensors: dict[str, TensorSource], carried: Carried, shard_bytes: int
 ) -> tuple[dict[str, dict[str, TensorSource]], dict[str, Any] | None]:
-    """The tensors of every file, and the index where there are several with the weights.
+    """Return the tensors of every file, and the index if the weights are in several files (else None).
 
-    Files are of at most `shard_bytes`, or of one tensor.
+    A file has at most `shard_bytes` bytes, or one tensor.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -182,7 +184,7 @@ def _divided_into_files(
 
 
 def _default_generation(config: Family, tokenizer: Any) -> dict[str, Any]:
-    """generation_config.json for a model that brings none, as transformers would write it."""
+    """Return the content of generation_config.json for a model without one, as transformers would write it."""
     settings = default_generation(config, tokenizer)
     special: dict[str, Any] = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
     if len(settings.eos_ids) < 2:

@@ -24,7 +24,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # torch's engine does so for create_graph=True alone
+        if torch.is_grad_enabled():  # torch's engine enables it only for create_graph=True
             raise BlockdiffError(f"{name}: no second derivative here (a backward with create_graph=True){remedy}")
         return backward(ctx, *gradients)
 

@@ -48,7 +48,7 @@ class Op(Generic[P, R]):
         return function
 
     def bound(self, kernels: Ops, backend: str) -> Callable[P, R]:
-        """Return the function that this op has in `Kernels(backend)`, which documents the backends."""
+        """Return the function of this op in `Kernels(backend)`; the class `Kernels` lists the backends."""
         in_torch = self._torch_of(kernels)
         if backend == "auto":
             on_cpu, on_gpu = self._first("c", in_torch), self._first("triton", in_torch, self._warning)

@@ -17,8 +17,9 @@ class StoredMatrix(Protocol):
     """A matrix [..., out, in], or one for each expert, stored in fewer bits as a named tuple of tensors.
 
     SUFFIXES: one for each tensor; a weight's name plus the suffix is the tensor's name in a model and in files. These
-    tensors keep their dtype when a model is cast. BITS: of one number's code. BLOCK: how many numbers along the input
-    are stored together. If the matrix is sliced along an axis, its tensors of size above 1 there are sliced, too.
+    tensors keep their dtype when a model is cast. BITS: the bits of one number's code. BLOCK: how many numbers along
+    the input are stored together. If the matrix is sliced along an axis, its tensors of size above 1 there are sliced,
+    too.
     """
 
     SUFFIXES: ClassVar[tuple[str, ...]]

@@ -75,8 +75,10 @@ def elementwise(columns: int, elements: int = 2048) -> Tile:
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """Return the newest architecture of SHARED_MEMORY not above the device's: 90 for capability 9.0. CPUs have 90, too,
-    for the interpreter; 0 if there is none."""
+    """Return the newest architecture in SHARED_MEMORY that is not above the device's (90: capability 9.0).
+
+    0 if there is none. A CPU has 90, for the interpreter.
+    """
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -111,13 +113,16 @@ def tile_of(kernel: str, x: Tensor, size: float) -> Tile:
 
 @cached_by_sizes
 def tile_for(kernel: str, dtype: torch.dtype, device: torch.device, size: float) -> Tile:
-    """`tile_of` for a dtype and a device."""
+    """Return the table's tile for a kernel, a dtype and a device; arguments and errors as in `tile_of`."""
     return chosen(kernel, architecture(device), dtype.itemsize, size)
 
 
 @cached_by_sizes
 def chosen(kernel: str, capability: int, element_size: int, size: float) -> Tile:
-    """`tile_of` for an architecture (90 for 9.0) and an element size in bytes."""
+    """Return the table's tile for a kernel, an architecture (90: capability 9.0) and an element size in bytes.
+
+    size: as in `tile_of`. Raises Unserved if the table has no tile.
+    """
     for limit, tile in table().get((kernel, capability, element_size), ()):
         if size <= limit:
             return tile

@@ -67,7 +67,7 @@ def select_blocks(
 
 
 def as_heads(keys: Tensor | PagedTensor) -> Tensor:
-    """Return keys or values, dense or in pages, as a tensor [B, S, K, d]; without an axis of heads they have one."""
+    """Return keys or values, dense or in pages, as a tensor [B, S, K, d]; without an axis of heads K is 1."""
     dense = keys.dense() if isinstance(keys, PagedTensor) else keys
     return dense if dense.dim() == 4 else dense.unsqueeze(2)
 
@@ -202,8 +202,9 @@ def _masked(q_BThd: Tensor, k: Tensor, v: Tensor, seen: tuple[Tensor | None, ...
 
 @dataclass(frozen=True)
 class Selection:
-    """How a layer selects blocks: block to score are arguments of `select_blocks`; scale: factor of attention's scores.
+    """The settings by which a layer selects blocks.
 
+    The fields from `block` to `score` are arguments of `select_blocks`. scale: factor of the attention's scores.
     canvas_length: length of canvases whose queries share one selection (None: each query has its own).
     """
 

@@ -45,7 +45,7 @@ __all__ = ["block_sparse_attention", "select_blocks"]
 LARGEST_BLOCK = 128  # keys of a block that a program can hold
 MOST_PARTS = 32  # partial results of a query that can be merged
 LEAST_QUERIES = 2048  # least queries of a row for which the forward iterates over blocks rather than queries
-SHARED_BY = 256  # least mean number of queries per block for which it does
+SHARED_BY = 256  # least mean number of queries per block for which it iterates over blocks
 PART_BYTES = 1 << 30  # most bytes of partial results in memory at a time
 FAR = torch.iinfo(torch.int32).max  # the first key of an unused choice
 
@@ -66,7 +66,7 @@ def _attention_paged(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
     own_range: Tensor | None, table: Tensor, columns: int, block: int, scale: float, splits: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """`_attention` over pages, without gradient.
+    """Return output and log-sum-exp of attention to blocks in pages, without gradient.
 
     k, v: pools [N, P, K, d]. table: int32 [B, pages]. columns: upper bound of a row's columns.
     """

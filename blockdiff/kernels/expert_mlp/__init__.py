@@ -19,6 +19,6 @@ class Slots(NamedTuple):
     experts: int
 
     def summed(self) -> Tensor:
-        """Return the sums [N, D] if each token has one slot that counts."""
+        """Return the outputs [N, D] of slots that are summed already: k is 1 and all slots count."""
         assert self.index_Nk is None
         return self.values_NkD.squeeze(1)

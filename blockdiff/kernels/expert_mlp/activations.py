@@ -58,7 +58,7 @@ ACTIVATIONS = {
         gate_backward=lambda grad, gate: torch.ops.aten.gelu_backward(grad, gate, approximate="tanh"),
     ),
     "silu": Activation(gate=F.silu, gate_backward=torch.ops.aten.silu_backward),
-    "swiglu_oai": _oai(OAI_ALPHA, OAI_LIMIT),  # that of gpt-oss
+    "swiglu_oai": _oai(OAI_ALPHA, OAI_LIMIT),  # as in gpt-oss
 }
 
 

@@ -25,7 +25,7 @@ class Norm(Protocol):
 
 
 class HeadNorms(NamedTuple):
-    """The norms of heads of size d: of queries and of keys before RoPE (None: none), and of values, without weight."""
+    """The norms of heads of size d: of queries and of keys before RoPE (None: no norm), and of values, unweighted."""
 
     d: int
     q_norm: Norm | None

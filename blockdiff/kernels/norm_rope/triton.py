@@ -36,7 +36,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _by_rows(kernel: Any) -> Callable[..., tuple[Launch, int]]:
-    """Return a cached function from sizes to the launch of a kernel over rows, and to the number of rows.
+    """Return a cached function from sizes to (launch of `kernel` over rows, number of rows).
 
     Its arguments are the total of numbers, the numbers D of a row, and the kernel's other constants.
     """
@@ -217,7 +217,10 @@ def _layer_end(
     x: Tensor, dense: Tensor, slots: Tensor, index: Tensor | None, dense_weight: Tensor, slots_weight: Tensor,
     weight: Tensor, scalar: Tensor | None, E: int, eps: float,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """See `layer_end`. slots: [N, k, D] with their experts `index` [N, k], or [N, 1, D] without index, all counting."""
+    """Compute `(x + norm(norm(dense) + norm(sum of slots))) * scalar` of tokens [..., D].
+
+    slots: [N, k, D] with their experts `index` [N, k], or [N, 1, D] without index, in which case all count.
+    """
     x = x.contiguous()
     out = torch.empty_like(x)
     yield out

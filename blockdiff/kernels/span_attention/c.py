@@ -43,12 +43,12 @@ def _takes(q_BThd: Tensor, *tensors: Tensor | None) -> bool:
 
 
 def _stored(prefix: PrefixTensor | None) -> Tensor | None:
-    """Return the tensor that holds a prefix: itself or the pool of its pages."""
+    """Return the tensor in which a prefix is stored: itself, or the pool of its pages."""
     return prefix.pool_NPKd if isinstance(prefix, PagedTensor) else prefix
 
 
 def _dense(prefix: PrefixTensor | None, spans: Spans) -> tuple[Tensor | None, Spans]:
-    """Return a prefix as a tensor [B, columns, K, d] (None if it is None), and the spans over its columns."""
+    """Return a prefix as a dense tensor [B, columns, K, d] (None without a prefix), and the spans over its columns."""
     if not isinstance(prefix, PagedTensor):
         return prefix, spans
     if prefix.gathered is None:

@@ -140,8 +140,10 @@ def _slots(table, in_prefix, start, is_near, COLUMNS: tl.constexpr, PAGE: tl.con
 
 @triton.jit
 def _where_seen(values, otherwise, in_prefix, start, bounds, t, is_row, keys, COLUMNS: tl.constexpr):
-    """Replace values of invisible keys by `otherwise`. It reads the spans again: few tiles need them, and keeping them
-    would occupy registers in all."""
+    """Replace values of invisible keys by `otherwise`.
+
+    It reads the spans again: few tiles need them, and keeping them would occupy registers in all tiles.
+    """
     key = start + tl.arange(0, COLUMNS)
     source, count = tl.where(in_prefix, bounds, bounds + 2), tl.where(in_prefix, keys[0], keys[1])
     lo, hi = _bounds(source, t, is_row, count)

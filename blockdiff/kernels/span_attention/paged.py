@@ -31,8 +31,8 @@ class BlockTable:
     page_tokens: P. own_N: int64, the slots that the call's own tokens are written to; lengths_B counts them, too (None:
     the call writes nothing).
 
-    lengths, contents: the same for the host: the number of columns and the page contents of each row. A captured step
-    has none, for it is replayed on other rows. visible: the cache of `visible_columns`.
+    lengths, contents: the number of columns and the page contents of each row, for the host. A captured step has
+    neither, because it is replayed on other rows. visible: the cache of `visible_columns`.
     """
 
     table_BM: Tensor
@@ -52,7 +52,7 @@ class BlockTable:
     def slots_N(self) -> Tensor:
         """The slots of all columns of all rows, flat; slot 0, which holds zeros, after a row's end.
 
-        Each row has as many as the longest row, or `columns` if the host does not know the lengths.
+        Each row has the columns of the longest row, or `columns` if the host does not know the lengths.
         """
         columns = self.columns if self.lengths is None else max(self.lengths)
         column = torch.arange(columns, device=self.table_BM.device)
@@ -175,7 +175,7 @@ class GatheredPool:
         return self._copies
 
     def _allocate(self, rows: int, columns: int) -> None:
-        """Replace the copies by zeros with at least these sizes. What grows gets a quarter more, to grow seldom."""
+        """Replace the copies by zeros of at least these sizes. One that grows gets a quarter more, to grow rarely."""
         if self._copies:
             old_rows, old_columns = len(self._rows), self._copies[0].shape[3]
             rows = max(old_rows, rows if rows <= old_rows else rows * 5 // 4)

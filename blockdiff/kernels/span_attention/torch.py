@@ -101,7 +101,7 @@ def _rows_of_queries(q_BThd: Tensor, K: int) -> Tensor:
 
 
 def _materialised(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> Tensor:
-    """`_by_sdpa` with scores as one product [B*K, g*T, keys]: query heads share their key head without copies."""
+    """Compute `_by_sdpa` with the scores as one product [B*K, g*T, keys]; heads share keys without copies."""
     B, T, h, _ = q_BThd.shape
     keys, K = k.shape[1], k.shape[2]
     q_rows = _rows_of_queries(q_BThd, K)

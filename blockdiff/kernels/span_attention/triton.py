@@ -129,7 +129,7 @@ def _span_attention_paged(
     q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, table: Tensor, columns: int,
     scale: float, splits: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """`_span_attention` over a prefix in pages, without gradient.
+    """Return output and log-sum-exp in fp32 over a prefix in pages, without gradient.
 
     pk, pv: pools [N, P, K, d]. table: int32 [B, pages]. columns: upper bound of a row's prefix columns.
     """

@@ -1,4 +1,4 @@
-"""The divergence of predictions from given ones over the whole vocabulary, chunk by chunk of logits."""
+"""The divergence of predictions from given predictions over the whole vocabulary, chunk by chunk of logits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from blockdiff.kernels.vocabulary.logits import logits
 
 
 def divergence(hidden_ND: Tensor, given_ND: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
-    """KL(p || q) in nats, [N] in fp32 at least: p is predicted from `given_ND`, q from `hidden_ND` by the same table.
+    """Return KL(p || q) in nats, [N] in at least fp32: p predicted from `given_ND`, q from `hidden_ND`, by one table.
 
-    Gradients flow to `hidden_ND` and, as q's, to a table that trains; p is a constant.
+    Gradients flow through q to `hidden_ND` and, if it trains, to the table; p is constant.
     """
     (given_ND,) = in_autocast(given_ND.detach())
     loss_N: Tensor = CrossEntropy.apply(hidden_ND, table_VD, given_ND, softcap, None, None, _divergence_chunk)

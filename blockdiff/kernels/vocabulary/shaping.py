@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HEAD = 1024  # likeliest tokens that are sorted first: most often they are all that top_p keeps
-FLAT_ROWS = 8  # rows at a time for which they are not: their sums need several 64-bit numbers per logit
+HEAD = 1024  # likeliest tokens that are sorted first; mostly top_p keeps no others
+FLAT_ROWS = 8  # rows at a time if it keeps more: their sums need several 64-bit numbers per logit
 COARSE = 16  # upper bits of a float, its index among 65,536 bins
 
 
@@ -59,7 +59,7 @@ def _nucleus(z: Tensor, peak: Tensor, top_p: float) -> Tensor:
 def _reached(values: Tensor, peak: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first of descending logits at which the sum of exp(z - peak) reaches a threshold, [N, 1].
 
-    Second, whether it is reached at all, bool [N].
+    Also returns whether the sum reaches it at all, bool [N].
     """
     is_enough = (values - peak).exp().cumsum(-1, dtype=torch.float64) >= threshold
     first = is_enough.int().argmax(-1, keepdim=True)
@@ -67,7 +67,7 @@ def _reached(values: Tensor, peak: Tensor, threshold: Tensor) -> tuple[Tensor, T
 
 
 def _nucleus_of_many(z: Tensor, peak: Tensor, e: Tensor, threshold: Tensor) -> Tensor:
-    """`_nucleus` for flat distributions: sum over bins of similar logits, then sort only the deciding bin.
+    """Compute `_nucleus` for flat distributions: sum over bins of similar logits, then sort only the deciding bin.
 
     A logit's bin is the upper half of its bits, mapped so that bins are ordered like the numbers.
     """

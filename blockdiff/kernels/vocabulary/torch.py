@@ -113,7 +113,7 @@ def soft_embedding_by(
     temperature: float,
     embedding_VD: Tensor | None,
 ) -> Tensor:
-    """`soft_embedding` with a backend's replacement for `_probabilities`."""
+    """Return `soft_embedding`, with probabilities computed by a backend's `probabilities`."""
     is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(hidden_ND.device.type))
     if is_plain and hidden_ND.shape[0] <= chunk_rows(hidden_ND, table_VD.shape[0]):
         # for few tokens the autograd function would cost as much as these two lines

@@ -35,7 +35,7 @@ class LogitTransform(NamedTuple):
     words: int = 0  # stride between rows of `allowed`; 0: all rows share one
 
     def of(self, rows: slice) -> LogitTransform:
-        """Return the transform of a slice of the rows."""
+        """Return the transform for some of the rows."""
         temperature, observed, bonus, allowed = (None if t is None else t[rows] for t in self[1:5])
         return LogitTransform(self.softcap, temperature, observed, bonus, allowed, self.words)
 
@@ -148,7 +148,7 @@ def temperatures(temperature: Tensor | float, like: Tensor) -> Tensor:
 
 
 class Chunks(NamedTuple):
-    """A cut of the raw products into chunks of `rows` x `tokens` in one buffer; no cut goes through a tile."""
+    """A cut of the raw products into chunks of `rows` x `tokens`, all in one buffer; tiles are never cut."""
 
     rows: int
     tokens: int
@@ -160,7 +160,7 @@ class Chunks(NamedTuple):
         return (slice(lo, min(lo + self.rows, len(hidden))) for lo in range(0, len(hidden), self.rows))
 
     def products(self, hidden: Tensor, table: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the vocabulary with the raw products of `hidden`; each overwrites the one before."""
+        """Yield slices of the vocabulary, each with the raw products of `hidden`; each overwrites the one before."""
         for lo in range(0, len(table), self.tokens):
             tokens = slice(lo, min(lo + self.tokens, len(table)))
             x = self.memory.view(-1)[: len(hidden) * (tokens.stop - lo)].view(len(hidden), -1)
