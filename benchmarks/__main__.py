@@ -79,7 +79,7 @@ def main(words: list[str] | None = None) -> int:
 
     attempts.FAILED.clear()
     for suite in options.only or SUITES:
-        with attempts.attempt(suite):  # the other suites are worth having all the same
+        with attempts.attempt(suite):  # the other suites still run
             SUITES[suite]([known[name] for name in chosen], settings, done)
     print(report())
     if attempts.FAILED:

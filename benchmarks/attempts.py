@@ -1,4 +1,4 @@
-"""Lines of a benchmark that fail without taking the others with them."""
+"""Attempts: a part of a benchmark may fail without ending the others."""
 
 from __future__ import annotations
 

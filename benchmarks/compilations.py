@@ -114,7 +114,7 @@ def walk(model: DiffusionGemma, pages: Pages) -> None:
                 hidden = pages.denoise(rows, canvas, soft)
                 soft = draw(model, hidden, shaping)
             hidden = pages.encode(rows, torch.zeros(count, L, dtype=torch.int64), [L] * count)
-            draw(model, hidden.flatten(0, 1)[:, None][3:], None)  # the head at the places of drafts that do not stand
+            draw(model, hidden.flatten(0, 1)[:, None][3:], None)  # the head at positions of rejected drafts
             for row in rows:
                 pages.release(row)
 

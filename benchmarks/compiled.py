@@ -176,7 +176,7 @@ def inference(dtype: torch.dtype) -> None:
         pages = BlockTable(torch.zeros(1, 2, dtype=torch.int32), torch.full((1,), N), 128, torch.arange(N))
         into = PagedTensor(torch.zeros(4, 128, kv_heads, d, dtype=dtype), pages)
         attention_heads(*of_heads, (into, into))
-    # MiniMax M3: half of a head turns; its heads, and those of its indexer; and heads of Qwen3 and Llama
+    # MiniMax M3 (RoPE on half of a head): its heads and its indexer's; then heads of Qwen3 and Llama
     q, keys, cos, whole = (torch.zeros(1, N, *shape, dtype=dtype) for shape in ((64, 128), (4, 128), (64,), (128,)))
     for form in ("cast", "none"):
         attention_heads(q, keys, keys, norms(form, 128), (whole, whole))
@@ -242,7 +242,7 @@ def automaton() -> None:
     reach(successor, ways[0], ahead[0])
 
 
-# What is compiled under a name; each op adds its own.
+# The calls to compile, by name.
 OPS: dict[str, Callable[[], None]] = {
     "span_attention, d = 256": lambda: attention(256, 8, torch.bfloat16),
     "span_attention, d = 512": lambda: attention(512, 2, torch.bfloat16),
@@ -316,7 +316,7 @@ def launches_compile(
         except Exception as error:  # this Triton does not compile it; the other kernels still count
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             identity, figures = str(values), dict(shared=0, tensor_memory=0, error=reason)
-        if identity not in seen:  # Triton keeps one for equal specialisations
+        if identity not in seen:  # Triton caches one kernel for equal specialisations
             seen.add(identity)
             constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
             constants |= {name: named[name] for name in ("num_warps", "num_stages") if name in named}

@@ -1,8 +1,7 @@
 """One denoising step of `Sampler.generate` against transformers' `generate`.
 
-A call's time holds the prompt's encode too, so a step is (time with more steps - time with fewer) / difference.
-Both keep their stopping rule, with a confidence that no canvas reaches: what a step computes and waits for stays
-as shipped.
+The time of a call includes the prompt's encode, so a step is (time with more steps - time with fewer) / difference.
+Both keep their stopping rule, with a confidence that no canvas reaches, so a step computes and waits as shipped.
 """
 
 from __future__ import annotations

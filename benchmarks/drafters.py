@@ -41,10 +41,10 @@ from blockdiff.sampling import Request, Result, Sampler
 from blockdiff.training.recipe_files import read_recipe
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-MASK = "_"  # of addition, whose characters leave no row of the embedding free
+MASK = "_"  # of addition, whose characters use every row of the embedding
 ROWS, REPEATS, LONGEST = 6000, 3, 160
 BLOCK, LAYERS = 8, 2
-WAYS = {  # by name: strategy, and whether the drafter is there
+WAYS = {  # by name: strategy, and whether the drafter is loaded
     "next_token": ("next_token", False),
     "drafted": ("speculative", True),
     "drafted, whole blocks": (f"speculative:block={BLOCK}", True),

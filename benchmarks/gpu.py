@@ -37,7 +37,7 @@ PEERS = {
     "flash_attn_interface": "attention is compared with FlashAttention-3",
     "deep_gemm": "experts are compared with DeepGEMM",
 }
-# In a process of its own: one that has looked at a GPU keeps some of its memory.
+# Run in a separate process, since a process that has looked at a GPU keeps some of its memory.
 LOOK = """
 import json, torch
 is_there = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Packages to compare with that a machine may not have."""
+"""Imports peers' packages that may not be installed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def installed(package: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name in (package, package.partition(".")[0])
         print(f"{name}: {'not installed' if missing else f'needs {error.name}'}", file=sys.stderr)
-    except Exception as error:  # whatever a package says that was built for another machine
+    except Exception as error:  # any error of a package built for another machine
         print(f"{name}: does not import here: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
     return None

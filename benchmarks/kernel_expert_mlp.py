@@ -1,7 +1,7 @@
 """The experts against transformers' (eager loop, grouped_mm, on a GPU also compiled by Inductor) and a padded bmm.
 
-All sides hold the same weights in the same memory. Outputs and every gradient are compared before anything is timed;
-a peer that computes something else, or cannot run here, is named and left out.
+All sides have the same weights in the same memory. Outputs and every gradient are compared before anything is timed. A
+peer that computes something else, or cannot run here, is named and left out.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def measure(
     if not works:
         print(f"{result.case}: no peer runs here", file=sys.stderr)
         return result
-    line = timed(result, work, works, settings, has_peak=kind != GRAPH)  # a graph's is set aside when it is captured
+    line = timed(result, work, works, settings, has_peak=kind != GRAPH)  # a graph's memory is allocated at its capture
     is_backward = kind in (FROZEN, TRAINED)
     nbytes = None if is_backward else shape.bytes(inputs.x_ND.element_size(), len(inputs.index_Nk.unique()))
     return rates(line, shape.flops(kind), nbytes, ceilings)

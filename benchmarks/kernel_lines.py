@@ -1,7 +1,7 @@
-"""A line about an op at the released model's shapes: ours beside what else computes it. The suites of ops share this.
+"""Lines about ops at the released model's shapes, ours against peers. Shared by the suites of ops.
 
-Each suite draws inputs, says how both sides are compared, and lists the peers. Outputs and gradients are compared
-before anything is timed; a peer that computes something else, or cannot run here, is named and left out.
+Each suite draws inputs, chooses how both sides are compared, and lists the peers. Outputs and gradients are compared
+before anything is timed. A peer that computes something else, or cannot run here, is named and left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def computes(name: str, work: Callable[[], Sequence[Tensor]], ours: Sequence[Ten
     """Return whether a peer runs here and gives our outputs; if not, it is named."""
     try:
         error = max(relative_error(x, y) for x, y in zip(work(), ours, strict=True))
-    except Exception as problem:  # whatever it says that cannot take this shape or device
+    except Exception as problem:  # any error of a peer that does not support this shape or device
         print(f"{name}: not available: {type(problem).__name__}: {str(problem)[:200]}", file=sys.stderr)
         return False
     if error > PEER_BOUND:

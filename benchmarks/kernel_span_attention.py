@@ -1,8 +1,8 @@
 """Span attention against compiled FlexAttention and SDPA, over the geometries of training and of sampling.
 
-Peers get what suits them, untimed: prefix and own keys in one tensor, key heads repeated where a backend has no
-groups, masks built. Outputs and gradients of row 0 are compared with fp32 before anything is timed; a peer that
-computes something else is left out.
+Inputs are prepared for each peer, untimed: prefix and own keys joined, key heads repeated if a backend has no groups,
+masks built. Outputs and gradients of row 0 are compared with fp32 before anything is timed. A peer that computes
+something else is left out.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def peers(shape: Shape, spans: Spans, tensors: list[Tensor]) -> Peers:
         else:
             backends["efficient"] = SDPBackend.EFFICIENT_ATTENTION
         flash_3 = installed("flash_attn_interface", "FlashAttention-3")
-        if flash_3 is not None and spans.sees_all:  # it knows no mask of two spans
+        if flash_3 is not None and spans.sees_all:  # it has no mask of two spans
             in_order = [x.detach().transpose(1, 2).contiguous().requires_grad_(shape.trains) for x in whole]
             found["FlashAttention-3, no mask"] = partial(_flash_3, flash_3), in_order
         for name, backend in backends.items():

@@ -1,7 +1,7 @@
-"""The vocabulary ops against transformers' way (all logits at once), Liger's fused loss and their own two products.
+"""The vocabulary ops against transformers' method (all logits at once), Liger's fused loss, and a floor.
 
-Outputs are compared on the first rows, against fp32 where the dtype is half. Peers run as they would be used: whole
-where the logits fit, else in parts of PEER_ROWS tokens.
+The floor is the two products that no path can avoid. Outputs are compared on the first rows, in half precision with
+fp32. Peers run as in practice: whole if the logits fit, else in parts of PEER_ROWS tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SUITE = "vocabulary"
 SOFTCAP = 30.0
 TEMPERATURE = 0.6
 COMPARED_ROWS = 256
-PEER_ROWS = 4096  # transformers' way holds several fp32 [rows, V]
+PEER_ROWS = 4096  # transformers' method has several fp32 [rows, V] in memory
 
 
 @dataclass(frozen=True)

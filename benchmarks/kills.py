@@ -37,7 +37,7 @@ class Chain:
     """The fate of one run directory."""
 
     kills: list[Kill] = field(default_factory=list)
-    differs: list[str] = field(default_factory=list)  # from the run that nobody killed; empty = nothing
+    differs: list[str] = field(default_factory=list)  # differences from the undisturbed run; empty: none
 
 
 def main(words: list[str] | None = None) -> int:
@@ -163,7 +163,7 @@ def kill_many(whole: Whole, count: int, seed: int) -> Iterator[Chain]:
             at = draw.uniform(0, 0.8 * seconds) if kind == "time" else draw.randint(1, operations[kind])
             kill = Kill(kind, at)
             if attempt(folder, run, kill) is not None:
-                break  # it got to its end before
+                break  # it ended before the kill
             kill.stage = stage_of(run)
             chain.kills.append(kill)
             done += 1

@@ -1,7 +1,7 @@
 """The sizes that are measured, and both models with the same weights.
 
-The weights are about what a training run starts from, with everything that multiplies moved away from 1 (a
-mistake in a scale must show) and every value large enough that neither model ever computes with denormals.
+The weights are roughly those at the start of training. All scales are moved away from 1, so that a mistake in one
+shows, and all values are large enough that neither model ever computes with denormals.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.support.presets import changed_preset
 
 GIB = 2**30
 T = TypeVar("T")
-# Two fp32 implementations give a token's router scores (of unit size) up to 5e-6 apart. Where the last expert taken and
-# the first one left are nearer than that, each side may take another one, and everything after it differs.
+# Two fp32 implementations give a token's router scores (of unit size) up to 5e-6 apart. If the last chosen expert and
+# the first rejected one are nearer than that, each side may choose another, and everything after it differs.
 MARGIN, TRIES = 1.5e-5, 100
 
 
@@ -156,10 +156,10 @@ def _draw(model: DiffusionGemmaForBlockDiffusion, draw: torch.Generator) -> None
         if parameter.dim() < 2:  # norms and scales
             parameter.uniform_(0.7, 1.3, generator=draw)
             if name.endswith(("q_norm.weight", "k_norm.weight")):
-                # attention scores of unit size, as a trained model has them; else every rounding is amplified
+                # attention scores of unit size, as in a trained model; else every rounding is amplified
                 parameter.mul_(parameter.shape[0] ** -0.25)
         else:
-            # a router multiplies unit vectors: scores of unit size, and distances that `MARGIN` can speak of
+            # a router multiplies unit vectors: scores of unit size, and distances comparable with `MARGIN`
             std = 1.0 if name.endswith("router.proj.weight") else 0.5 * parameter.shape[-1] ** -0.5
             parameter.normal_(0.0, std, generator=draw)
     for name, buffer in model.named_buffers():

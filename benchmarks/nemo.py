@@ -119,7 +119,7 @@ def gradient_error(models: Pair, model: Any) -> float:
     for name, parameter in models.ours.named_parameters():
         truth = theirs.get(NAMES.to_hub(name))
         if name.endswith("per_expert_scale"):
-            continue  # which it has folded into the experts
+            continue  # folded into the experts
         assert truth is not None and parameter.grad is not None
         ours = parameter.grad.clone()
         if name == "vocabulary.table":

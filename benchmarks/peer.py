@@ -1,7 +1,7 @@
-"""The same work written with transformers' model, as well as its public interface allows.
+"""Training steps and generation with transformers' model, as fast as its public interface allows.
 
-One encode of the whole row serves the AR loss and, cropped to the canvas's start, both denoising passes.
-Attention is SDPA; nothing is masked that need not be, so SDPA gets to choose its fastest kernel.
+One encode of the whole row serves the AR loss and, cropped to the canvas's start, both denoising passes. Attention is
+SDPA. Nothing is masked without need, so SDPA can choose its fastest kernel.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SHARE_OF_TESTS = 0.2  # of the seconds; the parts before leave it to the tests
 LOST = 17  # the exit code of a process that has printed a figure and lost its GPU
 MOST_STARTS = 10  # of processes of a stage
 TESTS = "tests"
-# Stages, each of one process that makes the figures of its parts in this order.
+# Stages: one process each, which makes the figures of its parts in this order.
 STAGES: tuple[tuple[str, ...], ...] = (
     ("start", "sampling", "graphs", "updates", "fp8", "nvfp4"),
     (TESTS,),
@@ -96,7 +96,7 @@ class Stage:
         self.parts, self.report, self.end = parts, report, end
         self.done: list[str] = []  # "part: figure"; "part" if no more of its figures can be made
         self.current = ""  # the figure that is being made, or the part before and between its figures
-        self.limit = 0.0  # the moment at which it has taken too long
+        self.limit = 0.0  # the moment at which the figure has taken too long
 
     def run(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Run `python command --done ...` until it succeeds, or dies without having begun anything new."""
@@ -187,7 +187,7 @@ def missing() -> dict[str, str]:
     for name, (_, what) in NEEDS.items():
         try:
             is_there = importlib.util.find_spec(name) is not None
-        except (ImportError, ValueError):  # it is hidden
+        except (ImportError, ValueError):  # the package is hidden
             is_there = False
         if not is_there:
             absent[name] = what

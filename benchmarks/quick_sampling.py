@@ -28,7 +28,7 @@ from blockdiff.sampling import Engine, Request, Result
 
 TARGET, DRAFTER = "qwen3-8b", "qwen3-8b-drafter"
 MOST_STEPS = 200  # of a canvas; no request of a measurement reaches it
-SAME_STEPS = 16  # that are compared bit by bit
+SAME_STEPS = 16  # steps that are compared bit by bit
 ALPHABET = 'abcdefgh0123456789{}[]":,. '
 # On a CPU, changes of the shapes of a target and of its drafter.
 SMALL = dict(vocab_size=384, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
@@ -113,7 +113,7 @@ def step_times(engine: Engine, rows: int, prompt: int, asked: dict[str, Any], st
 
 
 def by_kernel(engine: Engine, rows: int, prompt: int, most: int = 40) -> dict[str, Any]:
-    """Return the milliseconds of each kernel in a step, for the `most` slowest, and their sum and the wall time."""
+    """Return the milliseconds of the `most` slowest kernels in a step, the sum over all kernels, and the wall time."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with running(engine, rows, prompt, {}), torch.profiler.profile(activities=activities) as profile:
         begin = time.perf_counter()
@@ -199,7 +199,7 @@ def same_bits(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
     """Return the state tensors of running canvases that differ after some steps with and without graphs."""
 
     def state() -> dict[str, torch.Tensor]:
-        engine.pages.forget()  # rows whose prompts are kept would begin sooner
+        engine.pages.forget()  # rows with cached prompts would begin sooner
         with running(engine, rows, prompt, {}):
             for _ in range(SAME_STEPS):
                 engine.step()

@@ -1,6 +1,6 @@
-"""Part "start" of the quick run: the machine, what it can do at best, kernels compiled ahead, layers beside torch's.
+"""Part "start" of the quick run: the machine and its ceilings, kernels compiled ahead, layers compared with torch's.
 
-`Ceilings` is the one place where floors are worked out: from what this device copies and multiplies.
+All floors are computed by `Ceilings`, from the rates at which this device copies and multiplies.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from blockdiff.models.model import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.models.stored import frozen_weights, quantised_layers, store
 
-COMPILING = 75.0  # seconds that the processes which compile may take
-FACTOR = 2.0  # times its floor that a step may take
-CLOSE = 1.5  # times the error of torch in bf16 that ours may have
+COMPILING = 75.0  # seconds for the processes that compile
+FACTOR = 2.0  # a step may take this multiple of its floor
+CLOSE = 1.5  # our error may be this multiple of torch's in bf16
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def start(figures: Figures) -> None:
     if figures.is_cuda and f"{figures.part}: kernels" not in figures.done:
         properties = torch.cuda.get_device_properties(device)
         pool = Pool(10 * properties.major + properties.minor, properties.multi_processor_count)
-        # what updates need is compiled by updates of two layers, on the device
+        # kernels of updates are compiled by updates of two layers, on the device
         words = ["-m", "benchmarks.quick_figures", "updates", "--layers", "2", "--preset", figures.preset]
         words += ["--rows", "2"]
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -185,7 +185,7 @@ def start(figures: Figures) -> None:
     figures.make("ceilings", ceilings)
     figures.make("model", made)
     figures.make("kernels", compiled, limit=2 * COMPILING + 30)
-    for tokens in (40, 600):  # enough that a few experts chosen otherwise do not decide
+    for tokens in (40, 600):  # enough that a few differently chosen experts do not decide
         figures.make(f"two layers, a prefix of {tokens}", lambda tokens=tokens: close_to_torch(figures, tokens))  # type: ignore[misc]
         figures.free()
 

@@ -81,7 +81,7 @@ class Kills:
     slowest: float = 0.0  # seconds from a kill until the last rank had ended
     moments: Counter[str] = field(default_factory=Counter)
     endings: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)  # ranks that ended otherwise, and runs that differ
+    wrong: list[str] = field(default_factory=list)  # ranks that ended in another way, and runs that differ
 
 
 def main(words: list[str] | None = None) -> int:
@@ -146,7 +146,7 @@ def kill_ranks(folder: Path, mesh: Mesh, count: int, draw: random.Random) -> Kil
             kill = Kill(kind if most else "time", at)
             ended = attempt(folder, run, mesh, victim, kill)
             if ended.codes[victim] != -signal.SIGKILL:
-                break  # it got to its end before
+                break  # it ended before the kill
             found.kills += 1
             found.slowest = max(found.slowest, ended.seconds)
             found.moments[stage_of(run)] += 1
@@ -203,7 +203,7 @@ def outcome(folder: Path, children: dict[int, int]) -> Outcome:
         codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
         if os.waitstatus_to_exitcode(status) and not lost:
             lost = time.perf_counter()
-            time.sleep(0.1)  # torchrun looks so often
+            time.sleep(0.1)  # as often as torchrun looks
             for other in children:
                 os.kill(other, signal.SIGTERM)
             impatient.start()

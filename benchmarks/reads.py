@@ -133,7 +133,7 @@ def lines_of(task: str, sampler: Sampler, questions: Sequence[Question]) -> Iter
 
 
 def calibration_error(top_N: Tensor, is_right_N: Tensor) -> float:
-    """Return the mean distance of confidence and accuracy over bins of confidence, by size (Guo et al. 2017)."""
+    """Return the mean distance of confidence and accuracy over bins, weighted by their size (Guo et al. 2017)."""
     bin_N = (top_N * BINS).long().clamp_(max=BINS - 1)
     zeros = torch.zeros(BINS, dtype=torch.float64)
     gap = zeros.index_add(0, bin_N, top_N) - zeros.index_add(0, bin_N, is_right_N)

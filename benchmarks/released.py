@@ -34,7 +34,7 @@ from blockdiff.training.plan.sampling import plan_sampling
 from tests.support.peaks import peak_memory
 
 PROMPT = 64  # tokens of the fixed inputs
-# How far logits may be apart on average, as a share of their spread: rounding, and in bf16 experts that it changes.
+# How far logits may be apart on average, as a share of their spread: rounding, and in bf16 also changed experts.
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 

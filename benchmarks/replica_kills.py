@@ -67,7 +67,7 @@ def _save_model(folder: Path) -> None:
     tokenizer = byte_level_bpe(["hello there"], 300)
     tokenizer.chat_template = packaged_template()
     model = checkpoint.init("tiny", tokenizer=tokenizer, device="cpu")
-    endless = Generation(eos_ids=(model.vocab_size + 1,), max_steps=16)  # answers are as long as they are asked to be
+    endless = Generation(eos_ids=(model.vocab_size + 1,), max_steps=16)  # only the requested length ends an answer
     checkpoint.save(model, folder, tokenizer=tokenizer, generation=endless)
 
 

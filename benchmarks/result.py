@@ -1,4 +1,4 @@
-"""One measured line: do the two agree, how long does each take, and the table of such lines."""
+"""One measured line (whether both sides agree, and how long each takes), and the table of such lines."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from tests.oracles.lockstep import generate_in_lockstep
 from tests.support.peaks import peak_memory
 
 CPU = torch.device("cpu")
-SAME = 0.99  # of the requests must have the same tokens under the same draws; a near-tie may flip the others
+SAME = 0.99  # the share of requests that must have equal tokens under the same draws; near-ties may flip others
 COMPARED = 128  # requests that are answered with the same draws
 SHARED, OWN = 512, 16  # tokens of a prompt: shared by all requests, and a request's own
 
@@ -184,7 +184,7 @@ def scripted(name: str, preset: str, count: int, limits: Sequence[int], seed: in
         canvases = 1 if start else between(1, 6)
         requests.append(Request(n, tokens=start + own, seed=n, max_new_tokens=canvases * length))
     steps = tuple(between(2, 8) for _ in range(count))
-    # No token of the vocabulary ends a response: its limit does.
+    # Only its limit ends a response, no token of the vocabulary does.
     generation = Generation(max_new_tokens=6 * length, eos_ids=(pair.ours.vocab_size + 1,), pad_id=0)
     return Workload(name, pair, tuple(requests), generation, tuple(limits), steps)
 

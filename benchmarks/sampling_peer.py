@@ -113,7 +113,7 @@ def addressed_draws(seeds: Sequence[int], length: int, vocab_size: int) -> Itera
     state = SimpleNamespace(canvas=-1, step=0, expects_renoise=False, draws=None)
 
     def randint(low: int, high: int, size: tuple[int, ...], device: Any = None) -> Tensor:
-        # The first canvas, then after every sample the noise of the next step.
+        # First the first canvas; then, after every sample, the noise of the next step.
         if state.expects_renoise:
             state.step += 1
         else:

@@ -1,11 +1,11 @@
-"""A soak of the server over HTTP: requests that come, go and are wrong (`python -m benchmarks.serving --soak N`).
+"""A soak of the server over HTTP with good, cancelled and bad requests (`python -m benchmarks.serving --soak N`).
 
-Most requests wait for their answer, whole or as a stream; some clients go away before it or after the first step of it,
-and some send what no server should take. Every answer is compared with that of the same request asked again, when the
-server has nothing else to do: in fp64 they must be equal, in fp32 near-ties may flip. At the end nothing may run, wait
-or hold a page, and the server's memory (RSS) may have grown by at most a tenth since a fifth of the requests were over;
-every bad body came before, so what the largest of them need at a time is no growth. A model that refuses the form of
-the requests ends it.
+Most requests wait for their answer, whole or as a stream. Some clients leave before it or after its first step, and
+some send bodies that no server should accept. Every answer is compared with the answer to the same request sent again
+to the idle server: in fp64 they must be equal, in fp32 near-ties may flip. At the end nothing may run, wait or hold a
+page. The server's memory (RSS) may have grown by at most a tenth since a fifth of the requests were done; every kind of
+bad body is sent before that, so that the memory for the largest of them does not count as growth. If the model refuses
+the form of the requests, the soak ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.serving import Workload
 
 CLIENTS = 32
-DIFFERENT = 400  # requests; each is asked several times, in other company
+DIFFERENT = 400  # requests; each is sent several times, with different others
 SAME = {"float64": 1.0, "float32": 0.99}  # the share of answers that must be equal; near-ties may flip others
 GROWTH = 1.10
 FORM = "[1-4]{1,16}"  # one token is enough, so it fits canvases of any length
@@ -43,7 +43,7 @@ BAD: Sequence[dict[str, Any]] = (
     {"json": {"prompt": "1", "regex": "("}},
     {"json": {"prompt": "1", "temperature": -1}},
     {"json": {"prompt": "1", "seed": "x"}},
-    # harmful requests: endless items and texts, halves of characters, numbers that overflow
+    # harmful requests: very many items, very long texts, halves of characters, overflowing numbers
     {"json": {"prompt": [{}] * 20_000}},
     {"json": {"prompt": "1", "stop": ["a"] * 20_000}},
     {"json": {"prompt": "1", "strategy": "a" * 100_000}},
@@ -118,7 +118,7 @@ async def _asked(work: Workload, address: str, pid: int, count: int) -> dict[str
             answer = await client.post("/v1/completions", json=_body(work, number) | {"regex": FORM})
             if answer.status_code == 400:
                 raise SystemExit(f"{work.model} cannot be soaked: {answer.json()['error']['message']}")
-        # the memory that the largest bodies need at a time is no growth
+        # first the largest bodies, so that their memory does not count as growth
         await asyncio.gather(*(client.post("/v1/completions", **bad) for bad in BAD for _ in range(2)))
 
         async def one() -> None:
@@ -134,7 +134,7 @@ async def _asked(work: Workload, address: str, pid: int, count: int) -> dict[str
                             faults[f"{answer.status_code} to a bad body"] += 1
                         continue
                     text = await _ended(client, _body(work, number), end, chance.random() / 5)
-                except Exception as error:  # whatever it is, it is a fault of the server
+                except Exception as error:  # any error is a fault of the server
                     faults[f"{end}: {type(error).__name__}: {error}"[:120]] += 1
                     continue
                 if text is not None:

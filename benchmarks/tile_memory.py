@@ -22,7 +22,7 @@ from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.tiles import SHARED_MEMORY
 
 FILE = Path(__file__).parent / "results" / "tile_memory.json"
-SIZES = ("ROWS", "COLUMNS", "INNER", "num_warps", "num_stages")  # of a launch, as a line of tiles.json has them
+SIZES = ("ROWS", "COLUMNS", "INNER", "num_warps", "num_stages")  # constants of a launch; a line of tiles.json has them
 # Lines whose kernels have other names.
 KERNELS = {
     "span_attention_backward_keys_k": "span_attention_backward_keys",

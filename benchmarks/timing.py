@@ -1,4 +1,4 @@
-"""Timing side by side, and peak memory."""
+"""Timing of candidates in turns."""
 
 from __future__ import annotations
 

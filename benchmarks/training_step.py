@@ -1,8 +1,8 @@
-"""One optimiser step: encode once, pass one, pass two, both losses, backward, and where said AdamW.
+"""One optimiser step: encode once, pass one, pass two, both losses, backward and, in some lines, AdamW.
 
-Both sides get the same weights, rows, noise, coins and scored canvases. Losses and all gradients are compared
-before anything is timed. With LoRA the peer is transformers with PEFT: for a weight that two of its modules share it
-has two copies of an adapter, whose gradients together are that of our one.
+Both sides get the same weights, rows, noise, coins and scored canvases. Losses and all gradients are compared before
+anything is timed. With LoRA the peer is transformers with PEFT. It has two copies of an adapter for a weight that two
+of its modules share; their gradients add up to the gradient of our single one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from blockdiff.training.optimiser import build
 from tests.support.peaks import peak_memory
 
 SUITE = "training step"
-# fp32 sums of thousands of terms in another order; half precision is judged by the peer's own error instead
+# fp32 sums of thousands of terms in another order; in half precision the peer's own error is the bound
 LOSS_BOUND, GRADIENT_BOUND, TENSOR_BOUND = 1e-5, 1e-4, 1e-3
 ADAPTED, LOW_RANK = ("attention", "mlp", "experts"), LowRank(16, 32)
 
@@ -70,7 +70,7 @@ def cases(size: Size, device: torch.device) -> list[Case]:
     if device.type != "cuda":
         return [Case(), Case(update=True), Case(autocast=True), Case(canvases=4), Case(lora=True)]
     lines = [Case(bf16), Case(bf16, update=True), Case(bf16, lora=True)]
-    # more canvases need a window beyond the row, which the released model has not
+    # more canvases need a window longer than the row, unlike the released model's
     return lines if size.name == "released" else [*lines, Case(fp32), Case(autocast=True), Case(bf16, canvases=4)]
 
 
@@ -119,7 +119,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
     def step_of(model: DiffusionGemmaForBlockDiffusion, rows: str, experts: str) -> peer.TrainingStep:
         return peer.TrainingStep(model, whole, noisy_BCL, scored, rows, experts)
 
-    # a rate of zero computes all of AdamW and leaves the weights as they were compared
+    # a rate of zero computes all of AdamW and leaves the compared weights unchanged
     parameters = [p for name, p in models.peer.named_parameters() if "vision" not in name]
     update = torch.optim.AdamW(parameters, lr=0.0, betas=(0.95, 0.99), fused=True) if case.update else None
     variants = {

@@ -44,7 +44,7 @@ from blockdiff.spans import denoise_spans, encode_spans
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 MOST_TRIED = 12  # tiles that fit, tried before the best of them is taken
 MOST_TIMED = 30  # tiles of a line that are timed, the nearest to the present one
-MARGIN = 0.99  # of the present tile's seconds that another has to stay under
+MARGIN = 0.99  # another tile must take less than this share of the present one's seconds
 Key = tuple[str, int, int]  # kernel, architecture, element size
 # Kernels of experts, those without a gradient first, and the arguments that distinguish launches of one kernel.
 OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {

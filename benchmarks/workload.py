@@ -1,9 +1,9 @@
-"""The quickstart's test puzzles, from prompts to texts: our `generate` in batches of 100, transformers' in its best.
+"""The quickstart's test puzzles, prompts to texts: our `generate` in batches of 100, transformers' at its best size.
 
-The model is runs/quickstart/model, or one that is trained by the same recipe into runs/workload. The texts of both
-sides are judged: they draw other noise, so shares of solved puzzles are compared, once of puzzles with one solution and
-once of the same puzzles without a given that tells two solutions apart. Whether idle threads of OpenMP spin or sleep
-(OMP_WAIT_POLICY) moves the ratio, so lines name it.
+The model is runs/quickstart/model, or one trained by the same recipe into runs/workload. Both sides draw different
+noise, so the shares of solved puzzles are compared: of puzzles with one solution, and of the same puzzles without a
+given that tells two solutions apart. OMP_WAIT_POLICY (whether idle threads of OpenMP spin or sleep) changes the ratio,
+so lines name it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from blockdiff.sampling import Request, Sampler
 SUITE = "workload"
 BATCH, PEER_BATCHES = 100, (32, 100, 250, 1000)
 COUNT, PUZZLES = 1000, 60_000  # numbers of test puzzles and of training puzzles
-BOUND = 0.05  # of the difference between the shares of solved puzzles
+BOUND = 0.05  # largest difference between the shares of solved puzzles
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml"
 
 

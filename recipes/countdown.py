@@ -27,7 +27,7 @@ CHUNK = 256  # problems whose random numbers are drawn together
 ADDRESS = 100  # n + ADDRESS keys the draws for n numbers; different from the addresses of sudoku's sizes
 PROMPT = re.compile(r"\s*([0-9]+(?:,[0-9]+)+):([0-9]+)=?\s*", re.ASCII)
 TOKEN = re.compile(r"[0-9]+|[-+*/()]", re.ASCII)
-DIGITS = 20  # a longer number is none of the problem's
+DIGITS = 20  # a longer number cannot be one of the problem's
 
 OPERATIONS: dict[str, tuple[int, Callable[[Fraction, Fraction], Fraction]]] = {
     "+": (1, lambda a, b: a + b),
@@ -99,7 +99,7 @@ def _evaluated(tokens: Sequence[str]) -> Fraction | None:
                 wants_operand = True
         while waiting:
             apply()
-    except (IndexError, KeyError, ZeroDivisionError):  # a parenthesis that has no other, or a division by 0
+    except (IndexError, KeyError, ZeroDivisionError):  # an unmatched parenthesis, or a division by 0
         return None
     return values[0] if len(values) == 1 and not wants_operand else None
 
@@ -138,7 +138,7 @@ def make_splits(size: int, counts: Mapping[str, int], seed: int = 0) -> dict[str
 
 
 def to_row(numbers: Sequence[int], target: int, expression: str) -> dict[str, str]:
-    """A training row."""
+    """Return a training row."""
     return {"prompt": f"{','.join(map(str, numbers))}:{target}=", "response": expression}
 
 
@@ -151,7 +151,7 @@ def _combined(numbers: Sequence[int], keys: Sequence[int]) -> tuple[int, str]:
         if a < b:
             (a, left, left_binds), (b, right, right_binds) = (b, right, right_binds), (a, left, left_binds)
         results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}
-        # No step changes nothing or leaves the bounds; one of the four always fits.
+        # Every step changes the number and stays within bounds; one of the four operations always fits.
         fitting = [sign for sign, made in results.items() if 0 < made <= HIGHEST and not (sign in "*/" and b == 1)]
         sign = fitting[choice * len(fitting) >> 31]
         binds = OPERATIONS[sign][0]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SIDE = 64  # pixels of an image
 CELL = (13, 15)  # pixels of a cell, fewest and most
-MARGIN = 3  # pixels that a digit leaves of its cell, at least
+MARGIN = 3  # least pixels of a cell that its digit leaves free
 PAPER, INK = (150, 255), (0, 90)  # grey values
 NOISE = 24  # a pixel's grey value changes by this at most
 ADDRESS = 200  # n + ADDRESS keys the draws of split n; different from the addresses of the puzzles

@@ -18,7 +18,7 @@ from blockdiff.terminal import counted
 Message = dict[str, str]
 SYSTEM = "Answer in capital letters."
 UNKNOWN = "I do not know that."
-VOCABULARY = 1024  # tokens of the tokenizer that is made of the conversations
+VOCABULARY = 1024  # tokens of the tokenizer, which is trained on the conversations
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin", "Japan": "Tokyo", "Egypt": "Cairo",

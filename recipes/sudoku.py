@@ -149,7 +149,7 @@ def dig(solution: Grid, order: Sequence[int], givens: int) -> Grid:
     for cell in order:
         if left <= givens:
             break
-        # The cell is free to go if no other digit in it can be completed to a solution.
+        # The cell may become blank if no other digit in it can be completed to a solution.
         seen = {cells[other] for house in _houses(size)[cell] for other in groups(size)[house]}
         others = ((*cells[:cell], digit, *cells[cell + 1 :]) for digit in range(1, size + 1) if digit not in seen)
         if not any(next(solutions(other), None) for other in others):

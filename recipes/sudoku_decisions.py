@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 GIVEN = 0.3  # the probability with which a cell is given
 CELLS = "abcdefghijklmnop"  # the names of the cells
-ASKED = (0, 5, 10, 15)  # the cells that questions ask for: one of each row and column
+ASKED = (0, 5, 10, 15)  # the cells of questions: one of each row and column
 DIGITS = "1234"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}"

@@ -15,7 +15,7 @@ from blockdiff.errors import DataError
 from blockdiff.files import write_text
 from blockdiff.terminal import counted
 
-TOKENISED, VOCABULARY = 4000, 768  # rows that the tokenizer is learnt from, and its most tokens
+TOKENISED, VOCABULARY = 4000, 768  # rows from which the tokenizer is learnt, and the largest number of its tokens
 
 NAMES = """
 Ann Ben Clara Dan Eva Finn Greta Hugo Ida Jonas Kira Leo Mia Nils Olga Paul Rosa Sam Tina Vera

@@ -14,7 +14,7 @@ from blockdiff.errors import DataError
 from blockdiff.evals.questions import Question, Task
 
 MARK = "####"
-# What follows may not make it another number: 3/4 is not 3.
+# The characters after it must not make it another number: 3/4 is not 3.
 NUMBER = re.compile(r"\s*((?:-?\$|\$?-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+))(?!\.?[0-9]|[,/])")
 # A minus sign between two numbers is a subtraction.
 ANY_NUMBER = re.compile(r"(?:(?<![0-9])-)?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")

@@ -148,7 +148,7 @@ def _facts(records: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def _means(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The mean of each numeric fact over the answers that have it."""
+    """Return the mean of each numeric fact over the answers that have it."""
     found: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():

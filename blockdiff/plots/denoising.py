@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 LIMIT = 4 * 2**20  # bytes of a page's data
 LONGEST = 20_000  # characters of a prompt or a response on a page
 WIDEST = 256  # pixels of a side of a picture on a page
-STATES = ("noise", "guess", "committed", "given")  # player.js has the same, and the bits of `_flags`
+STATES = ("noise", "guess", "committed", "given")  # player.js repeats these, and the bits of `_flags`
 
 
 def draw_page(
@@ -60,9 +60,9 @@ def draw_page(
 def page(
     traces: Sequence[Trace], decode: Decode, title: str, limit: int = LIMIT, pictures: Pictures | None = None
 ) -> str:
-    """The HTML text of a page with at most `limit` bytes of data.
+    """Return the HTML text of a page with at most `limit` bytes of data.
 
-    pictures: of requests, by id, the pictures of their prompts.
+    pictures: by request id, the pictures of its prompt.
     """
     data = packed(traces, decode, limit, pictures or {})
     without_script = "\n".join(
@@ -168,7 +168,7 @@ class _Level:
 
 
 def _levels(requests: Sequence[_Request]) -> Iterator[_Level]:
-    """Yield what a page may show, from everything to little, so that the first one that fits can be taken."""
+    """Yield levels of detail, from everything to little, so that the first one that fits can be taken."""
     level = _Level(len(requests), max([1, *(request.canvases for request in requests)]))
     yield level
     yield (level := replace(level, has_noise=False))

@@ -83,7 +83,7 @@ def drawable(text: str, style: str = "") -> str:
     """Replace characters that the font lacks by their code points, such as `4F60 597D`."""
     glyphs = _glyphs(style)
     pieces = (character if ord(character) in glyphs else f" {ord(character):04X} " for character in text)
-    return " ".join("".join(pieces).split())  # spaces of the text itself have signs here (`visible`)
+    return " ".join("".join(pieces).split())  # spaces of the text itself are already signs (`visible`)
 
 
 class Board:

@@ -164,7 +164,7 @@ def thinned(moments: Sequence[Any], stride: int) -> list[Any]:
 
 
 def grid_side(trace: Trace) -> int | None:
-    """4 or 9 if the prompt is a sudoku of that size (as `blockdiff data sudoku` writes it), else None."""
+    """Return 4 or 9 if the prompt is a sudoku of that size (as `blockdiff data sudoku` writes it), else None."""
     cells = _puzzle(trace)
     for side in (4, 9):
         if len(cells) == side * side and all(c == "." or c in "123456789"[:side] for c in cells):

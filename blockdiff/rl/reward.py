@@ -23,7 +23,7 @@ from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 Reward = Callable[[Mapping[str, Any], Result], float]
 Weighted = tuple[tuple[Reward, float], ...]
 NAMED = 3  # failures that are reported
-LARGEST = 1e12  # reward and weight; their sums and squares are still finite
+LARGEST = 1e12  # the largest reward and weight; their sums and squares are still finite
 
 
 @dataclass(frozen=True)
