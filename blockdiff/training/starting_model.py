@@ -230,8 +230,8 @@ def empty_model(
         model.image_side = checkpoint.empty_image_side(base.config)
         if not takes_images(base.config.image_tokens(), base.tokenizer):
             raise RecipeError(
-                "model.images: the tokenizer has no image tokens of this model; leave model.images out, or choose a "
-                "model or preset whose image tokens the tokenizer has"
+                "model.images: the model takes no images, because it or its tokenizer has no image tokens; leave "
+                "model.images out, or choose a model or preset that has them"
             )
     if not getattr(recipe.objective, "trains_whole", False):
         forms = stored_below(model, recipe.model.path, recipe)
