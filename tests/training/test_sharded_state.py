@@ -103,7 +103,7 @@ def test_a_damaged_file_of_one_rank_is_one_line_that_names_it(run, damage, words
     damage(run / "checkpoints" / "step-5" / file)
     toy = Toy("none")
     before = {name: tensor.clone() for name, tensor in toy.objective.state_dict().items()}
-    message = rf"step-5: cannot be read \({file}.*{words}\); remove it to go on from an earlier one"
+    message = rf"step-5: cannot be read \({file}.*{words}\); remove it to resume from an earlier one"
     with pytest.raises(RunError, match=message.replace(".safe", r"\.safe")):
         toy.restore(run, ALONE)
     assert_same(before, dict(toy.objective.state_dict()))
