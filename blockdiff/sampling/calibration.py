@@ -50,8 +50,8 @@ def temperatures(model: BlockDiffusionModel, settings: SamplingSettings, asking:
     fits, reader = settings.diffusion.calibration, reader_of(model, settings, asking)
 
     def found(question: Question) -> float | None:
-        for asked in (question, question.type):
-            if (fit := fits.get(key_of(asked, asking, reader))) is not None:
+        for subject in (question, question.type):
+            if (fit := fits.get(key_of(subject, asking, reader))) is not None:
                 return float(fit["temperature"])
         return None
 

@@ -100,7 +100,7 @@ def grouped(controls: Sequence[CanvasControl | None]) -> list[CanvasControl]:
             key = id(control.classes), control.tail if control.automaton is not None else 0
             groups.setdefault(key, []).append((count, control))
         count += 1 if control is None else len(control.pinned_BL)
-    found = []
+    chunks = []
     for members in groups.values():
         joined = _joined([control for _, control in members])
         rows = [first + n for first, control in members for n in range(len(control.pinned_BL))]
@@ -108,9 +108,9 @@ def grouped(controls: Sequence[CanvasControl | None]) -> list[CanvasControl]:
         most = max(1, NUMBERS // (joined.pinned_BL.shape[1] * len(joined.classes.end_C)))
         for lo in range(0, len(rows), most):
             some = {name: x[lo : lo + most] for name, x in joined.tensors.items()}
-            own = rows[lo : lo + most]
-            found.append(replace(joined, **some, rows=None if len(own) == count else own))
-    return found
+            chunk_rows = rows[lo : lo + most]
+            chunks.append(replace(joined, **some, rows=None if len(chunk_rows) == count else chunk_rows))
+    return chunks
 
 
 def _joined(controls: list[CanvasControl]) -> CanvasControl:

@@ -77,12 +77,12 @@ class Control:
         """
         L, seen_V = self.canvas_length - len(tail), self.is_seen_V
         seen_BV, number = None if seen_V is None else seen_V[None].clone(), self._number
-        own = self._canvases(self.num_taken, L, number, [self.state], seed, seen_BV)
+        control = self._canvases(self.num_taken, L, number, [self.state], seed, seen_BV)
         start = self.start[self.num_taken : self.num_taken + L]
         if start:
             is_kept_L = uniform(seed, Stream.START, (number,), L) >= self.noise
-            own = replace(own, start_BL=torch.tensor(start).where(is_kept_L, FREE)[None].to(self.device))
-        return own.behind(tail)
+            control = replace(control, start_BL=torch.tensor(start).where(is_kept_L, FREE)[None].to(self.device))
+        return control.behind(tail)
 
     @property
     def _number(self) -> int:
@@ -105,29 +105,29 @@ class Control:
         states, seen_BV, state = [], None, self.state
         if self.is_seen_V is not None:
             seen_BV = self.is_seen_V.repeat(count, 1)
-        for place in range(first + count):
-            if place >= first:
+        for index in range(first + count):
+            if index >= first:
                 states.append(state)
-            if place + 1 < first + count:
+            if index + 1 < first + count:
                 if self.automaton is not None:
-                    state = self.automaton.run(draft[place : place + 1], state)
+                    state = self.automaton.run(draft[index : index + 1], state)
                 if seen_BV is not None:
-                    seen_BV[max(0, place + 1 - first) :, draft[place]] = True
+                    seen_BV[max(0, index + 1 - first) :, draft[index]] = True
         first += self.num_taken
         return self._canvases(first, 1, first, states, seed, seen_BV)
 
     def possible(self, draft: Sequence[int]) -> list[int]:
         """Return a draft's tokens up to the first that the control excludes. Pinned tokens replace the draft's."""
-        found, state = list[int](), self.state
-        for place, token in enumerate(draft, self.num_taken):
-            pinned = FREE if self.pins is None else self.pins[place]
+        tokens, state = list[int](), self.state
+        for position, token in enumerate(draft, self.num_taken):
+            pinned = FREE if self.pins is None else self.pins[position]
             token = token if pinned == FREE else pinned
             if self.automaton is not None:
                 state = self.automaton.run([token], state)
-                if not bool(self._is_open(place + 1)[state]):
+                if not bool(self._is_open(position + 1)[state]):
                     break
-            found.append(token)
-        return found
+            tokens.append(token)
+        return tokens
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance the control by committed tokens."""
@@ -151,12 +151,12 @@ class Control:
         """Return the control of another response to the same request."""
         return replace(self, is_seen_V=None if self.is_seen_V is None else self.is_seen_V.clone())
 
-    def _is_open(self, place: int) -> Tensor:
-        """Return the states before position `place` from which the response can be completed, bool [S + 1]."""
+    def _is_open(self, position: int) -> Tensor:
+        """Return the states before `position` from which the response can be completed, bool [S + 1]."""
         assert self.open_NS is not None
-        if self.early_NS is not None and place <= self.min_tokens:
-            return self.early_NS[min(self.min_tokens - place, len(self.early_NS) - 1)]
-        return self.open_NS[min(self.max_tokens - place, len(self.open_NS) - 1)]
+        if self.early_NS is not None and position <= self.min_tokens:
+            return self.early_NS[min(self.min_tokens - position, len(self.early_NS) - 1)]
+        return self.open_NS[min(self.max_tokens - position, len(self.open_NS) - 1)]
 
     def _canvases(
         self, first: int, length: int, number: int, states: list[int], seed: int, seen_BV: Tensor | None
@@ -343,22 +343,22 @@ def _start(request: Request, settings: SamplingSettings, max_tokens: int, tail: 
 
 def _languages(request: Request, settings: SamplingSettings) -> tuple[ByteAutomaton, ...]:
     """Return the automata that the response's bytes must satisfy, for the constraint and for banned texts."""
-    found = []
+    automata = []
     if request.regex is not None or request.json_schema is not None:
         require_tokenizer("a constraint", settings)
         if request.json_schema == ANY_OBJECT:
-            found.append(any_object())
+            automata.append(any_object())
         elif request.json_schema is not None:
-            found.append(schema_automaton(request.json_schema))
+            automata.append(schema_automaton(request.json_schema))
         else:
-            found.append(regex_automaton(request.regex or ""))
+            automata.append(regex_automaton(request.regex or ""))
     for id in request.banned:
         if not isinstance(id, str) and not 0 <= id < settings.vocab_size:
             raise RequestError(f"banned token {id!r} is not one of the model's {settings.vocab_size} ids")
     if texts := tuple(each for each in request.banned if isinstance(each, str)):
         require_tokenizer("banned texts", settings)
-        found.append(texts_without(tuple(text.encode() for text in texts)))
-    return tuple(found)
+        automata.append(texts_without(tuple(text.encode() for text in texts)))
+    return tuple(automata)
 
 
 @functools.lru_cache(maxsize=32)

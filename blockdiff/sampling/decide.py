@@ -58,7 +58,7 @@ class Answer:
     @property
     def score(self) -> float:
         """The expected index of the options: the expected level of a score, the probability of true of a predicate."""
-        return sum(place * p for place, p in enumerate(self.probabilities))
+        return sum(index * p for index, p in enumerate(self.probabilities))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -118,14 +118,14 @@ class RunningDecision:
         messages = request.messages if request.messages is not None else [{"role": "user", "content": request.prompt}]
         if settings.tokenizer is not None:
             settings = replace(settings, closing=turn_closing(settings.tokenizer))
-        asked = [ask_one(question, asking.form) for question in questions]
+        groups = [ask_one(question, asking.form) for question in questions]
         if asking.joint:
-            asked = _jointly(questions, asking.form, request, settings)
+            groups = _jointly(questions, asking.form, request, settings)
         reads = []
-        for place, each in enumerate(asked):
+        for index, each in enumerate(groups):
             of_it = replace(
                 request,
-                id=f"{request.id}/{place}" if len(asked) > 1 else request.id,
+                id=f"{request.id}/{index}" if len(groups) > 1 else request.id,
                 prompt=None,
                 messages=with_question([dict(message) for message in messages], each),
             )
@@ -134,7 +134,7 @@ class RunningDecision:
             reads.append(
                 RunningRead.prepare(of_it, each.template, choices, model, narrow, asking.steps, asking.draws, seed)
             )
-        return cls(asked, reads)
+        return cls(groups, reads)
 
     @property
     def sequences(self) -> list[list[RunningSequence]]:
@@ -153,7 +153,7 @@ class RunningDecision:
         """The answers to the questions, in order; RequestError if a draw could not be read."""
         for read in self.reads:
             read.require_read()
-        questions = [question for asked in self.asked for question in asked.questions]
+        questions = [question for group in self.asked for question in group.questions]
         return [
             answer_of(question, by_space_SNX, temperature_of(question))
             for question, by_space_SNX in zip(questions, self._by_space(), strict=True)
@@ -161,12 +161,12 @@ class RunningDecision:
 
     def _by_space(self) -> list[Tensor]:
         """Return the log-probabilities of each question's labels by spelling and draw, [S, N, X]."""
-        found = []
-        for asked, read in zip(self.asked, self.reads, strict=True):
-            for place, labels in enumerate(asked.labels):
-                scores_NS = read.scores(hole(place))
-                found.append(scores_NS.unflatten(-1, (-1, len(labels))).movedim(1, 0))
-        return found
+        log_probabilities = []
+        for group, read in zip(self.asked, self.reads, strict=True):
+            for index, labels in enumerate(group.labels):
+                scores_NS = read.scores(hole(index))
+                log_probabilities.append(scores_NS.unflatten(-1, (-1, len(labels))).movedim(1, 0))
+        return log_probabilities
 
 
 def answer_of(question: Question, by_space_SNX: Tensor, temperature: float | None) -> Answer:
@@ -182,18 +182,18 @@ def _jointly(questions: Sequence[Question], form: Form, request: Request, settin
     room = settings.first_canvas(request)
     for count in range(1, len(questions) + 1):
         size = math.ceil(len(questions) / count)
-        asked = [ask_jointly(questions[lo : lo + size], form) for lo in range(0, len(questions), size)]
-        if all(_length(each, request, settings) <= room for each in asked):
-            return asked
+        groups = [ask_jointly(questions[lo : lo + size], form) for lo in range(0, len(questions), size)]
+        if all(_length(each, request, settings) <= room for each in groups):
+            return groups
     raise RequestError(f"the {room} tokens of a canvas behind the prompt hold no answer line; ask one by one")
 
 
-def _length(asked: Asked, request: Request, settings: SamplingSettings) -> int:
+def _length(group: Asked, request: Request, settings: SamplingSettings) -> int:
     """Return the number of tokens of the canvas: its text, one token for each question, and the end of the turn."""
-    text, end = asked.template, max(1, len(settings.closing))
-    for place in range(len(asked.questions)):
-        text = text.replace(f"<?{hole(place)}>", "\0")
-    return sum(_count(request, settings, part) for part in text.split("\0") if part) + len(asked.questions) + end
+    text, end = group.template, max(1, len(settings.closing))
+    for index in range(len(group.questions)):
+        text = text.replace(f"<?{hole(index)}>", "\0")
+    return sum(_count(request, settings, part) for part in text.split("\0") if part) + len(group.questions) + end
 
 
 def _count(request: Request, settings: SamplingSettings, text: str) -> int:

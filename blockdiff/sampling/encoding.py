@@ -53,11 +53,11 @@ class CapturedEncode:
             self._buffers[T] = self.pages.step_buffers(self.padded, T, is_clean=True), given_BT, hidden_BTD
         steps, given_BT, hidden_BTD = self._buffers[T]
         rows = [*rows, *[self.pages.stand_in(0, T)] * self.graphs.padding(B)]
-        key, of = steps.load(rows), slice(len(rows))
+        key, padded = steps.load(rows), slice(len(rows))
         given_BT[:B] = tokens_BT
 
         def encode() -> None:
-            hidden_BTD[of] = steps.encode(given_BT[of])
+            hidden_BTD[padded] = steps.encode(given_BT[padded])
 
         self.graphs.run((len(rows), ("encode", T), key), encode)
         return hidden_BTD[:B].clone()  # a sequence keeps the last one
@@ -81,7 +81,7 @@ class Encoding:
         waiting = list["Sequence"]()
         for call in self._batches(self._with_features(chunks)):
             counts = [count for _, count in call]
-            parts = [sequence.token_ids[(at := sequence.num_computed) : at + count] for sequence, count in call]
+            parts = [sequence.token_ids[(start := sequence.num_computed) : start + count] for sequence, count in call]
             width = max(counts)
             tokens_BT = torch.tensor([part + [0] * (width - len(part)) for part in parts])
             rows = [sequence.paged for sequence, _ in call if sequence.paged is not None]

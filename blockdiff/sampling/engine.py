@@ -218,11 +218,11 @@ class Engine(OneCaller):
     def drop(self, firsts: abc.Collection[Sequence]) -> None:
         """Drop the requests whose first draws are `firsts`, except answered ones, and free their pages."""
         for first in firsts:
-            left = [draw for draw in first.draws if not draw.is_done]
-            for draw in left:
+            unfinished = [draw for draw in first.draws if not draw.is_done]
+            for draw in unfinished:
                 draw.is_done = True
                 self._scheduler.leave(draw)
-            self._unfinished -= bool(left)
+            self._unfinished -= bool(unfinished)
         if not self._unfinished:
             self._scheduler.running = []
 
@@ -361,8 +361,8 @@ class Engine(OneCaller):
 
     def _settle(self, sequences: list[Sequence]) -> None:
         """Verify the encoded tokens of sequences with the next-token head; their rounds commit the accepted ones."""
-        found = verify(self.model, self.settings, sequences)
-        for sequence, verification in zip(sequences, found, strict=True):
+        verifications = verify(self.model, self.settings, sequences)
+        for sequence, verification in zip(sequences, verifications, strict=True):
             if verification is None:
                 number, count = len(sequence.steps) + 1, sequence.round.verifications(sequence) + 1
                 sequence.error = f"{NOT_FINITE} (canvas {number}, verification {count})"

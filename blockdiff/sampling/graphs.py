@@ -63,14 +63,14 @@ class CudaCapture:
         """
         graph = torch.cuda.CUDAGraph()
         # Other threads may make calls that a capture forbids.
-        how = dict(pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        options = dict(pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             with torch.cuda.stream(self._stream):
                 torch.cuda.current_blas_handle()  # each thread has its own, and none can be made while it captures
             refusal: RuntimeError | None = None
             try:
-                with torch.cuda.graph(graph, **how):  # type: ignore[arg-type]
+                with torch.cuda.graph(graph, **options):  # type: ignore[arg-type]
                     try:
                         work()
                     except RuntimeError as error:

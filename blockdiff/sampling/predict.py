@@ -129,10 +129,10 @@ def _alike(
     vocabulary, tokens_BL, allowed_BLW = model.vocabulary, inputs.tokens_BL, None
     if mask_id is not None:
         allowed_BLW = vocabulary.all_but(mask_id, tokens_BL.device).expand(*tokens_BL.shape, -1)
-    found = vocabulary.stats(inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, allowed_BLW, shaping)
+    stats = vocabulary.stats(inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, allowed_BLW, shaping)
     if greedy:
-        found = found._replace(sample=found.best, log_probability=found.best_log_probability)
-    return found if mask_id is None else carried_over(found, tokens_BL, mask_id)
+        stats = stats._replace(sample=stats.best, log_probability=stats.best_log_probability)
+    return stats if mask_id is None else carried_over(stats, tokens_BL, mask_id)
 
 
 def carried_over(stats: Stats, tokens_BL: Tensor, mask_id: int) -> Stats:
@@ -174,15 +174,17 @@ def controlled_stats(
     greedy: for each canvas whether nothing is drawn (None: all draw); greedy canvases get their samples from a second
     call at temperature 1.
     """
-    found = _controlled(model, inputs, control, mask_id)
+    stats = _controlled(model, inputs, control, mask_id)
     if greedy is None or not any(greedy):
-        return found
-    own = _controlled(model, replace(inputs, temperature=1.0), control, mask_id, draws=False)
+        return stats
+    greedy_stats = _controlled(model, replace(inputs, temperature=1.0), control, mask_id, draws=False)
     columns = ("sample", "log_probability", "best_log_probability")
     if all(greedy):
-        return found._replace(**{name: getattr(own, name) for name in columns})
-    is_greedy_B1 = torch.tensor(greedy, device=found.sample.device)[:, None]
-    return found._replace(**{name: getattr(own, name).where(is_greedy_B1, getattr(found, name)) for name in columns})
+        return stats._replace(**{name: getattr(greedy_stats, name) for name in columns})
+    is_greedy_B1 = torch.tensor(greedy, device=stats.sample.device)[:, None]
+    return stats._replace(
+        **{name: getattr(greedy_stats, name).where(is_greedy_B1, getattr(stats, name)) for name in columns}
+    )
 
 
 def _controlled(
@@ -268,11 +270,11 @@ def _constrained(
     log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, is_text_BL)
     # two numbers for each position pick the path of the random canvas through the automaton
     uniform_BL2 = uniform(control.seed_B, Stream.CONSTRAINT, (control.number_B, step_B), 2 * L).view(B, L, 2)
-    found = paths(automaton, log_sum, maximum, control.state_B, control.is_final_BS, uniform_BL2, kernels)
-    share = found.share_BLC
+    result = paths(automaton, log_sum, maximum, control.state_B, control.is_final_BS, uniform_BL2, kernels)
+    share = result.share_BLC
     entropy_BL = torch.special.entr(share).sum(-1) + (share * stats.entropy).where(share > 0, 0.0).sum(-1)
-    entropy_BL = entropy_BL.masked_fill(~found.is_possible_B[:, None], torch.nan)  # logits that are not finite
-    best_BL, random_BL, of_class_BLC = found.best_BL, found.random_BL, share.log()
+    entropy_BL = entropy_BL.masked_fill(~result.is_possible_B[:, None], torch.nan)  # logits that are not finite
+    best_BL, random_BL, of_class_BLC = result.best_BL, result.random_BL, share.log()
     if tail:
         best_BL, random_BL, entropy_BL = (F.pad(x, (tail, 0)) for x in (best_BL, random_BL, entropy_BL))
         of_class_BLC = F.pad(of_class_BLC, (0, 0, tail, 0))

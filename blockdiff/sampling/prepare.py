@@ -128,8 +128,8 @@ def _image_reader(model: BlockDiffusionModel, tokenizer: PreTrainedTokenizerBase
     if tokens is None or not takes_images(tokens, tokenizer):
         return None
     files = [] if carried is None else carried.side_files
-    found = [file for file in files if file.name in PROCESSORS] or files
-    return ImageReader(found[0].parent if found else {}, tokens, adapt=config.image_processor)
+    candidates = [file for file in files if file.name in PROCESSORS] or files
+    return ImageReader(candidates[0].parent if candidates else {}, tokens, adapt=config.image_processor)
 
 
 def _origin(model: BlockDiffusionModel) -> Path | None:
@@ -223,9 +223,9 @@ def prepare_sequences(
 def another_draw(first: Sequence, draw: int) -> None:
     """Add another answer to the draws of `first`, before it begins, with a seed derived from the first one's."""
     seed, round = child_seed(first.seed, draw), replace(first.round)
-    own = replace(first, draw=draw, seed=seed, round=round, tokens=[], steps=[], top_logprobs=[], token_ids=[])
-    own.control = None if first.control is None else first.control.copy()
-    first.draws.append(own)
+    sequence = replace(first, draw=draw, seed=seed, round=round, tokens=[], steps=[], top_logprobs=[], token_ids=[])
+    sequence.control = None if first.control is None else first.control.copy()
+    first.draws.append(sequence)
 
 
 def _require_plain(strategy: Strategy, max_steps: int) -> None:

@@ -100,8 +100,8 @@ class RunningRead:
         if steps > 1 and settings.diffusion.mask_id is not None:
             raise RequestError(f"a model of mask noise fills holes for good, so it is read after one step, not {steps}")
         holes, filled = _holes(template, choices, request, require_tokenizer("a read", settings))
-        asked = replace(request, template=filled, max_steps=steps, max_new_tokens=settings.canvas_length)
-        [first] = prepare_sequences(asked, settings, seed, model.device)
+        filled_request = replace(request, template=filled, max_steps=steps, max_new_tokens=settings.canvas_length)
+        [first] = prepare_sequences(filled_request, settings, seed, model.device)
         first.max_steps = steps  # even if the strategy would take more
         if next_token_head(first.strategy) is not None:
             raise RequestError(
@@ -115,14 +115,14 @@ class RunningRead:
                 f"the template is longer than the {room} tokens behind the prompt in a canvas of "
                 f"{settings.canvas_length}, and a read looks at one canvas; shorten it"
             )
-        free = iter([place for place, pin in enumerate(first.control.pins, tail) if pin == FREE])
+        free = iter([position for position, pin in enumerate(first.control.pins, tail) if pin == FREE])
         reading = cls(model, settings, {})
         for name, (size, of_choices) in holes.items():
             places = [next(free) for _ in range(size)]
             if of_choices is not None or size == 1:
                 reading.holes[name] = places, of_choices
             else:
-                reading.holes |= {f"{name}[{n}]": ([place], None) for n, place in enumerate(places)}
+                reading.holes |= {f"{name}[{n}]": ([position], None) for n, position in enumerate(places)}
         for n in range(1, draws):
             another_draw(first, n)
         for n, sequence in enumerate(first.draws):
@@ -196,13 +196,13 @@ def _holes(
         if isinstance(part, str):
             filled += part.replace("<?", "<??")
             continue
-        found = {each: request.spelt(each, tokenizer, "the choice") for each in _choices(part, choices, holes)}
-        size = part.tokens or _size(part, found)
-        holes[str(part.name)] = size, found or None
+        spellings = {each: request.spelt(each, tokenizer, "the choice") for each in _choices(part, choices, holes)}
+        size = part.tokens or _size(part, spellings)
+        holes[str(part.name)] = size, spellings or None
         filled += f"<?{size}>"
     if unknown := [name for name in choices or {} if name not in holes]:
         raise RequestError(f"there are choices for {unknown[0]!r}, but the template has no hole <?{unknown[0]}>")
-    if (count := sum(size for size, found in holes.values() if found is None)) > MOST_FREE:
+    if (count := sum(size for size, of_choices in holes.values() if of_choices is None)) > MOST_FREE:
         raise RequestError(f"the free holes have {count} tokens together, and a read takes {MOST_FREE} at most")
     return holes, filled
 
@@ -216,27 +216,27 @@ def _choices(hole: Hole, choices: Choices | None, others: abc.Container[str]) ->
         raise RequestError(f"the template's hole <?{hole.tokens}> has no name; a read tells holes apart by <?name>")
     if hole.name in others:
         raise RequestError(f"the template has two holes <?{hole.name}>; give each a name of its own")
-    found = (choices or {}).get(hole.name)
-    if (found is None) == (hole.tokens is None):
-        other = "both a size and choices" if found is not None else "neither choices nor a size (<?name:4>)"
+    options = (choices or {}).get(hole.name)
+    if (options is None) == (hole.tokens is None):
+        other = "both a size and choices" if options is not None else "neither choices nor a size (<?name:4>)"
         raise RequestError(f"the hole <?{hole.name}> has {other}; give one of the two")
-    if found is None:
+    if options is None:
         return ()
-    is_list = isinstance(found, abc.Sequence) and not isinstance(found, str)
-    if not is_list or len(found) < 2 or not all(isinstance(each, str) and each for each in found):
-        raise RequestError(f"the choices of {hole.name!r} must be a list of two texts or more, got {found!r:.80}")
-    if len({*found}) < len(found):
-        raise RequestError(f"the choices of {hole.name!r} must differ, got {found!r:.80}")
-    return found
+    is_list = isinstance(options, abc.Sequence) and not isinstance(options, str)
+    if not is_list or len(options) < 2 or not all(isinstance(each, str) and each for each in options):
+        raise RequestError(f"the choices of {hole.name!r} must be a list of two texts or more, got {options!r:.80}")
+    if len({*options}) < len(options):
+        raise RequestError(f"the choices of {hole.name!r} must differ, got {options!r:.80}")
+    return options
 
 
 def _size(hole: Hole, tokens: dict[str, list[int]]) -> int:
     """Return the number of tokens that each choice of a hole has; RequestError if the choices differ in it."""
     (one, first), *others = tokens.items()
-    for other, its in others:
-        if len(its) != len(first):
+    for other, other_tokens in others:
+        if len(other_tokens) != len(first):
             raise RequestError(
                 f"the choices of {hole.name!r} must have equally many tokens, but {one!r} has {len(first)} and "
-                f"{other!r} {len(its)}"
+                f"{other!r} {len(other_tokens)}"
             )
     return len(first)

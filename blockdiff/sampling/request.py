@@ -73,11 +73,11 @@ class Request(RequestOptions):
 
     def __repr__(self) -> str:
         """The id, and the fields that differ from their defaults."""
-        asked = {
+        values = {
             each.name: getattr(self, each.name) for each in sorted(fields(self), key=lambda each: bool(each.kw_only))
         }
-        given = [f"{name}={value!r}" for name, value in asked.items() if value is not getattr(Request, name, ...)]
-        return f"Request({', '.join(given)})"
+        arguments = [f"{name}={value!r}" for name, value in values.items() if value is not getattr(Request, name, ...)]
+        return f"Request({', '.join(arguments)})"
 
     @property
     def form(self) -> str | None:
@@ -129,9 +129,9 @@ class Request(RequestOptions):
 
     def _contradiction(self) -> str | None:
         """The first fields that contradict each other, in words; None if none do."""
-        given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
-        if len(given) != 1:
-            return f"give exactly one of prompt, messages and tokens, got {' and '.join(given) or 'none'}"
+        prompt_fields = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
+        if len(prompt_fields) != 1:
+            return f"give exactly one of prompt, messages and tokens, got {' and '.join(prompt_fields) or 'none'}"
         if self.messages is not None and self.images:
             return "images stand beside a prompt; messages have theirs as parts of type image"
         if self.messages is None:

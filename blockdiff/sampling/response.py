@@ -102,8 +102,8 @@ class ResponseParser:
                 self._is_open = False
             else:
                 (self._thoughts[-1][0] if self._is_open else self._answer).append(token)
-        while self._calls_format and (found := self._calls_format.find(self._answer, self._parsed, self._tools)):
-            start, end, calls = found
+        while self._calls_format and (match := self._calls_format.find(self._answer, self._parsed, self._tools)):
+            start, end, calls = match
             self._calls += calls
             self._text_tokens += self._answer[self._parsed : start if calls else end]
             self._parsed = end
@@ -130,7 +130,7 @@ class ResponseParser:
         """Return the text of tokens up to the first stop text, which the last token completed."""
         before = len(self._settings.text(tokens[:-1]).rstrip(HALF))
         places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops)
-        return text[: min((place for place in places if place >= 0), default=None)]
+        return text[: min((index for index in places if index >= 0), default=None)]
 
     def _sure(self, text: str) -> str:
         """Return the text without an end that may be half a character or the beginning of a stop text."""

@@ -171,7 +171,7 @@ class Sampler:
         """
         entries = self._entries(prompts, seed, max_new_tokens, max_steps, is_strict=True)
         answers = dict(self._answers(entries, batch_size, on_canvas, on_step, graphs))
-        return [answers[place] for place in range(len(answers))]
+        return [answers[index] for index in range(len(answers))]
 
     def stream(
         self,
@@ -195,8 +195,8 @@ class Sampler:
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
             entries = self._entries(part, seed, max_new_tokens, max_steps, is_strict=False, first=first)
-            for place, result in self._answers(entries, batch_size, on_canvas, on_step, graphs):
-                yield first + place, result
+            for index, result in self._answers(entries, batch_size, on_canvas, on_step, graphs):
+                yield first + index, result
 
     def _entries(
         self,
@@ -221,17 +221,17 @@ class Sampler:
         if any(getattr(prompt, "max_new_tokens", None) is None for prompt in prompts):
             self.settings.max_tokens(settings.max_new_tokens)  # refuses what no prompt fits before
         entries: list[list[Sequence] | Result] = []
-        for place, prompt in enumerate(prompts, start=first):
+        for index, prompt in enumerate(prompts, start=first):
             if isinstance(prompt, Result):
                 entries.append(prompt)
                 continue
             try:
-                request = _with_defaults(as_request(prompt, place), settings)
+                request = _with_defaults(as_request(prompt, index), settings)
                 entries.append(prepare_sequences(request, self.settings, seed, self.model.device))
             except RequestError as error:
                 if is_strict:
-                    raise _named(error, place, prompts) from None
-                entries.append(Result.failed(prompt.id if isinstance(prompt, Request) else place, error))
+                    raise _named(error, index, prompts) from None
+                entries.append(Result.failed(prompt.id if isinstance(prompt, Request) else index, error))
         return entries
 
     def read(
@@ -253,14 +253,14 @@ class Sampler:
         prompts = _listed(prompts)
         require_seed(seed)
         readings = []
-        for place, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             try:
-                request = as_request(prompt, place)
+                request = as_request(prompt, index)
                 readings.append(
                     RunningRead.prepare(request, template, choices, self.model, self.settings, steps, draws, seed)
                 )
             except RequestError as error:
-                raise _named(error, place, prompts) from None
+                raise _named(error, index, prompts) from None
         for _, result in self._answers([each.sequences for each in readings], batch_size, None, None, None):
             if result.error is not None:
                 raise RequestError(f"prompt {result.id!r}: {result.error}")
@@ -285,12 +285,12 @@ class Sampler:
         prompts = _listed(prompts)
         require_seed(seed)
         running = []
-        for place, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             try:
-                request = as_request(prompt, place)
+                request = as_request(prompt, index)
                 running.append(RunningDecision.prepare(request, questions, self.model, self.settings, asking, seed))
             except RequestError as error:
-                raise _named(error, place, prompts) from None
+                raise _named(error, index, prompts) from None
         self.run(running, batch_size)
         fitted = temperatures(self.model, self.settings, asking) if is_calibrated else uncalibrated
         return [each.answers(fitted) for each in running]
@@ -310,31 +310,31 @@ class Sampler:
     ) -> Iterator[tuple[int, Result]]:
         """Yield the index and result of each entry as it is finished; entries that are results already come first."""
         _require_batch_size(batch_size)
-        yield from ((place, entry) for place, entry in enumerate(entries) if isinstance(entry, Result))
-        asked = [(place, entry) for place, entry in enumerate(entries) if not isinstance(entry, Result)]
-        if not asked:
+        yield from ((index, entry) for index, entry in enumerate(entries) if isinstance(entry, Result))
+        indexed_draws = [(index, entry) for index, entry in enumerate(entries) if not isinstance(entry, Result)]
+        if not indexed_draws:
             return
-        longest = max(len(first.prompt_tokens) + first.max_tokens for _, (first, *_) in asked)
-        count = sum(len(draws) for _, draws in asked)
+        longest = max(len(first.prompt_tokens) + first.max_tokens for _, (first, *_) in indexed_draws)
+        count = sum(len(draws) for _, draws in indexed_draws)
         most_rows = min(2 * batch_size, count)  # that have pages at the same time
         page = self.settings.in_blocks(PAGE_TOKENS)
         tokens = (most_rows + 1) * -(-longest // page) * page
-        room = tokens, most_rows, max(first.longest_run for _, (first, *_) in asked)
-        left = {id(draws[0]): (place, draws[0]) for place, draws in asked}
+        room = tokens, most_rows, max(first.longest_run for _, (first, *_) in indexed_draws)
+        unanswered = {id(draws[0]): (index, draws[0]) for index, draws in indexed_draws}
         events: list[tuple[Sequence, Event]] = []
         refused = list[tuple[int, Result]]()
         with self._turn:
             engine = self._engine_for(min(batch_size, count), room, graphs)
             self._rows[id(events)] = min(batch_size, count)
-            for place, draws in asked:
+            for index, draws in indexed_draws:
                 try:
                     engine.enter(draws, on_step is not None, events, captures=graphs is not False)
                 except RequestError as error:
-                    refused.append((place, Result.failed(draws[0].request.id, error)))
-                    del left[id(draws[0])]
+                    refused.append((index, Result.failed(draws[0].request.id, error)))
+                    del unanswered[id(draws[0])]
         try:
             yield from refused
-            while left:
+            while unanswered:
                 came = self._step(engine, events)
                 for _, event in came:
                     if isinstance(event, Step | Verification) and on_step is not None:
@@ -343,13 +343,13 @@ class Sampler:
                         on_canvas(event)
                 for first, event in came:
                     if isinstance(event, Result):
-                        place, _ = left.pop(id(first))
-                        yield place, event
+                        index, _ = unanswered.pop(id(first))
+                        yield index, event
         finally:
             with self._turn:
                 del self._rows[id(events)]
                 if not engine.is_closed:  # a caller that stops early leaves sequences whose pages others may need
-                    engine.drop([first for _, first in left.values()])
+                    engine.drop([first for _, first in unanswered.values()])
 
     @property
     def encoded_tokens(self) -> int:
@@ -406,7 +406,7 @@ class Sampler:
 
 
 def _exceeds(room: tuple[int, ...], before: tuple[int, ...]) -> bool:
-    return any(asked > had for asked, had in zip(room, before, strict=True))
+    return any(need > had for need, had in zip(room, before, strict=True))
 
 
 def _require_batch_size(batch_size: object) -> None:
@@ -417,14 +417,14 @@ def _require_batch_size(batch_size: object) -> None:
 def _listed(prompts: Iterable[_T]) -> list[_T]:
     """Return the prompts as a list; RequestError if they are one text or not iterable."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        given = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
-        raise RequestError(f"prompts must be a list, got {given}; write [prompt]")
+        description = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
+        raise RequestError(f"prompts must be a list, got {description}; write [prompt]")
     return list(prompts)
 
 
-def _named(error: RequestError, place: int, prompts: list[_T]) -> RequestError:
+def _named(error: RequestError, index: int, prompts: list[_T]) -> RequestError:
     """Return the error of one prompt, with its index if there are several."""
-    return RequestError(f"prompts[{place}]: {error}") if len(prompts) > 1 else error
+    return RequestError(f"prompts[{index}]: {error}") if len(prompts) > 1 else error
 
 
 def _with_defaults(request: Request, settings: Generation) -> Request:

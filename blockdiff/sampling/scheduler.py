@@ -187,10 +187,10 @@ class Scheduler:
         of_owner: dict[str, list[Sequence]] = {}
         for each in prompting:
             of_owner.setdefault(each.owner, []).append(each)
-        for owner, own in of_owner.items():
+        for owner, sequences in of_owner.items():
             if self.turns.get(owner, 0) % 2:
-                own.sort(key=lambda each: each.num_uncomputed)
-        last = {owner: place for place, owner in enumerate(self.turns)}
+                sequences.sort(key=lambda each: each.num_uncomputed)
+        last = {owner: index for index, owner in enumerate(self.turns)}
         owners = sorted(of_owner, key=lambda owner: last.get(owner, -1))
         ranks = zip_longest(*(of_owner[owner] for owner in owners))
         return [each for rank in ranks for each in rank if each is not None]
@@ -217,8 +217,8 @@ class Scheduler:
         if sequence.round.head is not None:  # the encode of the last token predicts the next
             end = min(end, len(sequence.token_ids) - 1)
         before = sequence.num_computed
-        found = self.pages.reuse(sequence.paged, sequence.identities[:end])
-        sequence.shared_tokens += max(0, found - max(before, sequence.num_preempted))
+        num_reused = self.pages.reuse(sequence.paged, sequence.identities[:end])
+        sequence.shared_tokens += max(0, num_reused - max(before, sequence.num_preempted))
 
     def _shares_soon(self, sequence: Sequence, pages: set[tuple[int, ...]]) -> bool:
         """True if a sequence needs no chunk now: all of it is encoded, or another sequence encodes its next page.
@@ -248,13 +248,13 @@ class Scheduler:
 
         A chunk that would end within a run of image tokens ends with the run.
         """
-        at, prompt = sequence.num_computed, sequence.num_prompted
-        if at < prompt:
-            return run_end(sequence.images, min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt)) - at
+        start, prompt = sequence.num_computed, sequence.num_prompted
+        if start < prompt:
+            return run_end(sequence.images, min((start // self.chunk_tokens + 1) * self.chunk_tokens, prompt)) - start
         if sequence.round.proposal is not None:
-            return len(sequence.token_ids) - at
-        end = prompt + ((at - prompt) // self.answer_chunk + 1) * self.answer_chunk
-        return min(end, len(sequence.token_ids)) - at
+            return len(sequence.token_ids) - start
+        end = prompt + ((start - prompt) // self.answer_chunk + 1) * self.answer_chunk
+        return min(end, len(sequence.token_ids)) - start
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Reserve pages for `count` more tokens; if need be, preempt the sequences admitted last, even this one."""

@@ -78,13 +78,13 @@ def score(
     pairs = [(list(a), list(b)) for a, b in zip(contexts, continuations, strict=True)]
     if any(not context for context, _ in pairs):
         raise ValueError("a context needs at least one token, such as bos")
-    order = sorted(range(len(pairs)), key=lambda place: len(pairs[place][0]) + len(pairs[place][1]))
+    order = sorted(range(len(pairs)), key=lambda row: len(pairs[row][0]) + len(pairs[row][1]))
     scores = [Score([], True)] * len(pairs)
     for first in range(0, len(order), batch_size):
-        places = [place for place in order[first : first + batch_size] if pairs[place][1]]
+        places = [row for row in order[first : first + batch_size] if pairs[row][1]]
         if places:
-            for place, found in zip(places, _scores([pairs[place] for place in places], model), strict=True):
-                scores[place] = found
+            for index, result in zip(places, _scores([pairs[row] for row in places], model), strict=True):
+                scores[index] = result
     return scores
 
 

@@ -266,7 +266,7 @@ class Sequence:
         the tokens. The tokens join token_ids if later tokens or scores need them.
         """
         number, fresh = len(self.steps), tokens[: self.max_tokens - len(self.tokens)]
-        end = next((place + 1 for place, token in enumerate(fresh) if token in settings.generation.eos_ids), None)
+        end = next((index + 1 for index, token in enumerate(fresh) if token in settings.generation.eos_ids), None)
         self.tokens += fresh[:end]
         is_full = len(self.tokens) == self.max_tokens
         self.finish_reason = "eos" if end is not None else "length" if is_full else None
@@ -274,17 +274,17 @@ class Sequence:
         if self.control is not None:
             self.control.take(fresh[:end])
             self.error = self.control.obstacle
-        kept = len(fresh[:end])
-        kept -= self._stop(kept, settings.text)
+        num_kept = len(fresh[:end])
+        num_kept -= self._stop(num_kept, settings.text)
         if self.error is not None:
-            return kept
+            return num_kept
         committed = CommittedCanvas.undecoded(
             functools.partial(_text, settings, self.tokens, len(self.tokens)),
             id=self.id,
             canvas=number,
             prompt=self.prompt,
             tokens=tokens,
-            kept=kept,
+            kept=num_kept,
             steps=steps,
             finish_reason=self.finish_reason,
             max_steps=self.max_steps,
@@ -294,8 +294,8 @@ class Sequence:
         if self.finish_reason is None:
             self.token_ids += self.tail + tokens
         elif self.is_scored:  # the last token predicts nothing
-            self.token_ids += tokens[: kept - 1]
-        return kept
+            self.token_ids += tokens[: num_kept - 1]
+        return num_kept
 
     def would_end(self, tokens: list[int], settings: SamplingSettings) -> bool:
         """True if `tokens` would end the response with an eos or a stop text."""

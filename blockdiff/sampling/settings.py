@@ -107,8 +107,8 @@ class SamplingSettings:
         if self.positions is None:
             return 0
         tokens = request.as_tokens(self.tokenizer, self.vocab_size, self.image_reader).tokens
-        asked = request.max_new_tokens or self.generation.max_new_tokens
-        return len(tokens) + self.max_tokens(asked, len(tokens)) - self.positions
+        max_new_tokens = request.max_new_tokens or self.generation.max_new_tokens
+        return len(tokens) + self.max_tokens(max_new_tokens, len(tokens)) - self.positions
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of a response without special tokens; "" without a tokenizer."""

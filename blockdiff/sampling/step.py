@@ -122,9 +122,9 @@ class CanvasState:
 
     def write(self, to: Tensor | slice, other: CanvasState) -> None:
         """Copy the state of other canvases to the indices `to`."""
-        for mine, its in zip(self, other, strict=True):
-            if not (isinstance(to, slice) and mine is its):
-                mine[to] = its
+        for mine, source in zip(self, other, strict=True):
+            if not (isinstance(to, slice) and mine is source):
+                mine[to] = source
 
     def move(self, to: Tensor, come: Tensor) -> None:
         """Copy the state of the canvases at indices `come` to indices `to`; the two may overlap."""
@@ -140,11 +140,11 @@ class CanvasState:
 
         steps: the step number of each canvas.
         """
-        due = [place for place, step in enumerate(steps) if step and step % STEPS_AHEAD == 0]
+        due = [index for index, step in enumerate(steps) if step and step % STEPS_AHEAD == 0]
         if due:
             device = self.seed_B.device
             places = torch.tensor(due, device=device)
-            first_B = torch.tensor([steps[place] for place in due], device=device)
+            first_B = torch.tensor([steps[index] for index in due], device=device)
             addresses = self.seed_B[places], self.number_B[places], first_B
             draws = draw_ahead(*addresses, settings.canvas_length, settings.vocab_size)
             self.uniform_BTL[places], self.noise_BTL[places] = draws
@@ -219,24 +219,24 @@ class CanvasStep:
     def write_given(self, buffer_BL: Tensor, of_canvases: Sequence[Tensor | None]) -> None:
         """Write the given tokens of canvases to the first rows of a buffer, and -1 where no token is given."""
         buffer_BL[: len(of_canvases)] = -1
-        for place, given_BL in enumerate(of_canvases):
+        for row, given_BL in enumerate(of_canvases):
             if given_BL is not None:
-                buffer_BL[place] = given_BL[0]
+                buffer_BL[row] = given_BL[0]
 
     def __call__(self, call: StepCall) -> tuple[PredictInputs, Stats, Decision]:
         """Denoise every canvas once and decide which tokens are kept."""
-        of, padded, mask_id = slice(call.count), slice(call.padded), self.settings.diffusion.mask_id
+        unpadded, padded, mask_id = slice(call.count), slice(call.padded), self.settings.diffusion.mask_id
         state, every_B = self.state.part(padded), self._every_B[padded]
         step_B = self.now - state.offset_B
         place_B = step_B % STEPS_AHEAD
         uniform_BL, noise_BL = self.state.uniform_BTL[every_B, place_B], self.state.noise_BTL[every_B, place_B]
-        temperature_B = self.temperature_BT[every_B, place_B][of]
+        temperature_B = self.temperature_BT[every_B, place_B][unpadded]
         tokens_BL = state.seen(noise_BL, mask_id, self.start_BL[padded], self.pinned_BL[padded])
-        hidden_BLD = self.prefixes.denoise(tokens_BL, state.soft_BLD if call.has_signal else None)[of]
-        state, tokens_BL, step_B = self.state.part(of), tokens_BL[of], step_B[of]
-        inputs = PredictInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[of], step_B)
+        hidden_BLD = self.prefixes.denoise(tokens_BL, state.soft_BLD if call.has_signal else None)[unpadded]
+        state, tokens_BL, step_B = self.state.part(unpadded), tokens_BL[unpadded], step_B[unpadded]
+        inputs = PredictInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[unpadded], step_B)
         stats = predict(self.model, inputs, call.controls, call.shapes, mask_id)
-        pinned_BL = self.pinned_BL[of]
+        pinned_BL = self.pinned_BL[unpadded]
         if self.settings.aligned:  # rows without a control of their own have the prompt's tail
             stats = with_given(stats, pinned_BL)
         canvases = state.canvases(self.settings, call.ids, step_B, temperature_B, tokens_BL, stats, pinned_BL)
@@ -250,9 +250,9 @@ class CanvasStep:
             whole_B=canvases.whole_B,
             soft_BLD=stats.soft_embedding,
         )
-        self.report_BN[of] = step_report(stats, decision)  # first, for a decision may have views of `state`
+        self.report_BN[unpadded] = step_report(stats, decision)  # first, for a decision may have views of `state`
         state.write(slice(None), next_state)
-        self.start_BL[of].fill_(-1)
+        self.start_BL[unpadded].fill_(-1)
         self.may_stop[call.strategies] = decision.stop_B is not None
         return inputs, stats, decision
 

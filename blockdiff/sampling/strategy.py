@@ -173,13 +173,13 @@ def checked_decision(strategy: Strategy, canvases: Canvases) -> Decision:
             continue
         dtype = torch.int64 if name in ("final_BL", "tokens_BL") else torch.bool
         if not isinstance(value, Tensor) or value.dtype is not dtype or value.shape != shape:
-            given = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise _refusal(strategy, f"decide() gave {name} as {given}, not {dtype} {[*shape]}")
+            form = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise _refusal(strategy, f"decide() gave {name} as {form}, not {dtype} {[*shape]}")
     return decision
 
 
-def _refusal(strategy: Strategy, given: str) -> RequestError:
-    return RequestError(f"strategy {type(strategy).__name__}: {given}; change it (docs/extending.md)")
+def _refusal(strategy: Strategy, reason: str) -> RequestError:
+    return RequestError(f"strategy {type(strategy).__name__}: {reason}; change it (docs/extending.md)")
 
 
 @lru_cache(maxsize=64)
@@ -214,8 +214,8 @@ def captured_shape(strategy: Strategy, steps: int) -> Shape | None:
 def group_canvases(strategies: Sequence[Strategy], device: torch.device) -> tuple[tuple[Strategy, Tensor | None], ...]:
     """Group canvases by strategy: pairs of a strategy and the indices of its canvases (None: all canvases)."""
     places: dict[Strategy, list[int]] = {}
-    for place, strategy in enumerate(strategies):
-        places.setdefault(strategy, []).append(place)
+    for index, strategy in enumerate(strategies):
+        places.setdefault(strategy, []).append(index)
     if len(places) == 1:
         return ((strategies[0], None),)
     return tuple((strategy, torch.tensor(of_it, device=device)) for strategy, of_it in places.items())
@@ -251,7 +251,7 @@ def _some(canvases: Canvases, places: Tensor) -> Canvases:
     """Select canvases by index."""
     return replace(
         canvases,
-        ids=[canvases.ids[place] for place in places.tolist()],
+        ids=[canvases.ids[index] for index in places.tolist()],
         step_B=canvases.step_B[places],
         steps_B=canvases.steps_B[places],
         temperature_B=canvases.temperature_B[places],

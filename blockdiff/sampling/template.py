@@ -28,23 +28,23 @@ def parse_template(template: str) -> list[str | Hole]:
     """
     parts: list[str | Hole] = []
     literal, end = "", 0
-    for found in _HOLE.finditer(template):
-        literal += template[end : found.start()]
-        end = found.end()
-        if found[1]:
+    for match in _HOLE.finditer(template):
+        literal += template[end : match.start()]
+        end = match.end()
+        if match[1]:
             literal += "<?"
             continue
-        size = found[2] or found[4]
-        if not (size or found[3]) or (size and not int(size)):
-            around = template[found.start() : found.start() + 12]
+        size = match[2] or match[4]
+        if not (size or match[3]) or (size and not int(size)):
+            around = template[match.start() : match.start() + 12]
             raise RequestError(
-                f"the template has {around!r} at character {found.start()}; a hole of 16 tokens is <?16>, and <? "
+                f"the template has {around!r} at character {match.start()}; a hole of 16 tokens is <?16>, and <? "
                 "itself is written <??"
             )
         if size and int(size) > MOST_TOKENS:
             raise RequestError(f"the template has a hole of {int(size):,} tokens; {MOST_TOKENS:,} are the most")
         parts += [literal] if literal else []
-        parts.append(Hole(int(size) if size else None, found[3]))
+        parts.append(Hole(int(size) if size else None, match[3]))
         literal = ""
     literal += template[end:]
     parts += [literal] if literal else []

@@ -65,10 +65,10 @@ class GemmaCalls(EnclosedCalls):
     def decode(self, tokens: Sequence[int]) -> dict[str, Any]:
         """Parse tokens as a call, see `EnclosedCalls.decode`."""
         parts, start = list[str](), 0  # texts without quotes and strings in turns
-        for place, token in enumerate((*tokens, self.quote)):
+        for index, token in enumerate((*tokens, self.quote)):
             if token == self.quote:
-                parts.append(str(self.tokenizer.decode(list(tokens[start:place]))))
-                start = place + 1
+                parts.append(str(self.tokenizer.decode(list(tokens[start:index]))))
+                start = index + 1
         head, brace, parts[0] = parts[0].partition("{")
         name = head.strip().removeprefix("call:").strip()
         if not brace or not head.strip().startswith("call:") or not name:
@@ -117,8 +117,8 @@ class TaggedCalls:
 
         The list of calls is empty if they are invalid. tools: the declarations, for the types of arguments.
         """
-        places = [place for place in range(start, len(tokens)) if tokens[place] == self.opens]
-        pieces = [self._text(tokens[place + 1 : end]) for place, end in pairwise([*places, len(tokens)])]
+        places = [index for index in range(start, len(tokens)) if tokens[index] == self.opens]
+        pieces = [self._text(tokens[index + 1 : end]) for index, end in pairwise([*places, len(tokens)])]
         first = next((n for n, piece in enumerate(pieces) if piece.startswith(self.FIRST)), len(pieces))
         last = next((n for n in range(first, len(pieces)) if pieces[n].startswith(self.LAST)), None)
         if last is None:
@@ -238,12 +238,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, *marks: str) -> list[int] | No
 
 def _tagged_calls(pieces: list[str], schemas: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Parse the pieces between the outer tags as calls; ValueError if they are not valid calls."""
-    left, calls = pieces[::-1], []
-    while left:
-        closes, tag, name, _ = _tag(left.pop())
+    stack, calls = pieces[::-1], []
+    while stack:
+        closes, tag, name, _ = _tag(stack.pop())
         if closes or tag != "invoke" or not name:
             raise ValueError
-        arguments = _tagged_value(left, "invoke", "", schemas.get(name, {}))
+        arguments = _tagged_value(stack, "invoke", "", schemas.get(name, {}))
         arguments = {} if arguments == "" else arguments
         if not isinstance(arguments, dict):
             raise ValueError
@@ -251,14 +251,14 @@ def _tagged_calls(pieces: list[str], schemas: Mapping[str, Mapping[str, Any]]) -
     return calls
 
 
-def _tagged_value(left: list[str], tag: str, text: str, schema: Mapping[str, Any]) -> Any:
+def _tagged_value(stack: list[str], tag: str, text: str, schema: Mapping[str, Any]) -> Any:
     """Parse the value up to the closing `tag`.
 
-    text: the beginning of the value; left: the pieces after it, in reverse, from which the value's are popped.
+    text: the beginning of the value; stack: the pieces after it, in reverse, from which the value's are popped.
     """
     entries: list[tuple[str, Any]] = []
-    while left:
-        closes, inner, _, after = _tag(left.pop())
+    while stack:
+        closes, inner, _, after = _tag(stack.pop())
         if closes:
             if inner != tag:
                 raise ValueError
@@ -268,16 +268,16 @@ def _tagged_value(left: list[str], tag: str, text: str, schema: Mapping[str, Any
                 return [value for _, value in entries]
             return dict(entries)
         of_inner = schema.get("items") if inner == "item" else (schema.get("properties") or {}).get(inner)
-        entries.append((inner, _tagged_value(left, inner, after, of_inner if isinstance(of_inner, Mapping) else {})))
+        entries.append((inner, _tagged_value(stack, inner, after, of_inner if isinstance(of_inner, Mapping) else {})))
     raise ValueError
 
 
 def _tag(piece: str) -> tuple[bool, str, str | None, str]:
     """Split a tag: whether it closes, its name, the name attribute, and the text after it; ValueError for no tag."""
-    found = TAG.match(piece)
-    if found is None:
+    match = TAG.match(piece)
+    if match is None:
         raise ValueError
-    return bool(found[1]), found[2], found[3], piece[found.end() :]
+    return bool(match[1]), match[2], match[3], piece[match.end() :]
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:

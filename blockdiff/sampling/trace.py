@@ -80,7 +80,7 @@ def step_records(
     tails = [tail for tail, _ in steps.values()]
 
     def listed(column_BL: Tensor) -> list[list[Any]]:
-        return [own[tail:] for tail, own in zip(tails, column_BL[chosen].tolist(), strict=True)]
+        return [row[tail:] for tail, row in zip(tails, column_BL[chosen].tolist(), strict=True)]
 
     is_pinned = [each if any(each) else None for each in listed(pinned_BL >= 0)]
     stays = [None] * len(steps) if decision.stay_BL is None else listed(decision.stay_BL)

@@ -47,13 +47,13 @@ def verify(
         head, proposal = sequence.round.head, sequence.round.proposal or Proposal()
         hidden_TD = sequence.hidden_TD
         assert head is not None and hidden_TD is not None
-        length, given = len(proposal.tokens), proposal.given
-        first = len(sequence.tokens) + given
+        length, num_given = len(proposal.tokens), proposal.given
+        first = len(sequence.tokens) + num_given
         end = min(len(sequence.tokens) + length + 1, sequence.max_tokens)  # the last one follows the draft
         if len(hidden_TD) == length:
             assert sequence.last_hidden_D is not None
             hidden_TD = torch.cat([sequence.last_hidden_D[None], hidden_TD])
-        hidden.append(hidden_TD[len(hidden_TD) - length - 1 + given :][: end - first])
+        hidden.append(hidden_TD[len(hidden_TD) - length - 1 + num_given :][: end - first])
         shapes += [_shape(head)] * (end - first)
         controls += head_controls(sequence, proposal, end - first)
         places.append(range(first, end))
@@ -66,10 +66,10 @@ def verify(
     )
     stats = predict(model, inputs, grouped(controls), shapes, mask_id)
     columns = stats.argmax, stats.sample, stats.entropy.isfinite().long()
-    found = iter(torch.cat(columns, -1).tolist())
+    outcomes = iter(torch.cat(columns, -1).tolist())
     return [
-        _compared(sequence, list(itertools.islice(found, len(own))))
-        for sequence, own in zip(sequences, places, strict=True)
+        _compared(sequence, list(itertools.islice(outcomes, len(positions))))
+        for sequence, positions in zip(sequences, places, strict=True)
     ]
 
 
@@ -85,7 +85,7 @@ def _draws(sequences: abc.Sequence[Sequence], places: abc.Sequence[range], devic
     if not any(head is not None and head.temperature for head in heads):
         return torch.zeros(sum(map(len, places)), 1, device=device)
     pairs = zip(sequences, places, strict=True)
-    addresses = [(signed(sequence.seed), place) for sequence, own in pairs for place in own]
+    addresses = [(signed(sequence.seed), position) for sequence, positions in pairs for position in positions]
     seed_N, place_N = torch.tensor(addresses, device=device).unbind(1)
     return uniform(seed_N, Stream.SAMPLE, (place_N, 0), 1)
 
@@ -101,19 +101,19 @@ def head_controls(sequence: Sequence, proposal: Proposal, count: int) -> abc.Seq
     return [control.next_tokens(proposal.tokens, proposal.given, count, sequence.seed)]
 
 
-def _compared(sequence: Sequence, found: abc.Sequence[abc.Sequence[int]]) -> Verification | None:
+def _compared(sequence: Sequence, outcomes: abc.Sequence[abc.Sequence[int]]) -> Verification | None:
     """Compare a draft with the head's tokens at its open positions, and perhaps at the position after it.
 
-    found: for each position the likeliest token, the drawn token, and whether the logits are finite. None if the logits
-    up to the first mismatch are not finite.
+    outcomes: for each position the likeliest token, the drawn token, and whether the logits are finite. None if the
+    logits up to the first mismatch are not finite.
     """
     head, proposal = sequence.round.head, sequence.round.proposal or Proposal()
     assert head is not None
-    tokens, given = proposal.tokens, proposal.given
-    own, fresh = [drawn if head.temperature else likeliest for likeliest, drawn, _ in found], tokens[given:]
-    agreed = next((n for n, token in enumerate(fresh) if token != own[n]), len(fresh))
-    if not all(is_finite for *_, is_finite in found[: agreed + 1]):
+    tokens, num_given = proposal.tokens, proposal.given
+    choices, fresh = [drawn if head.temperature else likeliest for likeliest, drawn, _ in outcomes], tokens[num_given:]
+    agreed = next((n for n, token in enumerate(fresh) if token != choices[n]), len(fresh))
+    if not all(is_finite for *_, is_finite in outcomes[: agreed + 1]):
         return None
-    following = own[agreed] if agreed < len(own) else None
+    following = choices[agreed] if agreed < len(choices) else None
     number = len(sequence.steps)
-    return Verification(sequence.id, number, proposal.last_step, tokens, given, given + agreed, following)
+    return Verification(sequence.id, number, proposal.last_step, tokens, num_given, num_given + agreed, following)

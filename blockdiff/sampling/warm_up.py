@@ -108,9 +108,9 @@ class WarmUp:
         with suppress(RequestError):
             self._asked(1, regex=".*")
 
-    def _asked(self, rows: int, **asked: Any) -> None:
-        self.step(rows, **asked)
-        self.verify(rows, **asked)
+    def _asked(self, rows: int, **fields: Any) -> None:
+        self.step(rows, **fields)
+        self.verify(rows, **fields)
 
     def verify(self, rows: int | None = None, **asked: Any) -> None:
         """Verify a draft of `rows` rows (None: of `max_rows`), if drafts are verified."""
@@ -118,21 +118,21 @@ class WarmUp:
         if all(each.round.proposal is not None for each in sequences):
             verify(self.pages.model, self.settings, sequences)
 
-    def _sequences(self, rows: int, **asked: Any) -> list[Sequence]:
+    def _sequences(self, rows: int, **fields: Any) -> list[Sequence]:
         """Return sequences of equal requests, each ready to propose."""
         length = self.settings.round_length
         prompt = [0] * max(1, min(PREFIX_TOKENS, self._positions() - length))
-        found = list[Sequence]()
+        sequences = list[Sequence]()
         for number in range(rows):
-            request = Request(number, tokens=prompt, seed=0, max_new_tokens=length, **asked)
+            request = Request(number, tokens=prompt, seed=0, max_new_tokens=length, **fields)
             [sequence] = prepare_sequences(request, self.settings, device=self.pages.model.device)
             sequence.paged = self.pages.stand_in(sequence.num_prompted, 0)
             sequence.last_hidden_D = self._hidden(1)[0]
             if sequence.round.head is not None:  # which may have to read a proposal of the most tokens
                 sequence.round.propose(sequence, Proposal([0] * length, steps=1))
                 sequence.hidden_TD = self._hidden(length)
-            found.append(sequence)
-        return found
+            sequences.append(sequence)
+        return sequences
 
     def _hidden(self, tokens: int) -> Tensor:
         """Return hidden states [tokens, D] of zeros."""
